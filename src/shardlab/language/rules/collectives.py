@@ -69,40 +69,6 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     return Spec(form, *unite_cells(op, specs, names))
 
 
-@lru_cache(maxsize=1 << 12)
-def _united_slices(forms: tuple[Form, ...]) -> Form | None:
-    """Return the form of parameters that consist of these slices; None if they do not fit."""
-    first = forms[0]
-    if first.place == DISK:
-        return None
-    mask, of = 0, 1
-    for form in forms:
-        mine, theirs = in_equal_pieces(Holds(mask, of), form.holds)
-        if mine.mask & theirs.mask or form.but(holds=first.holds) is not first:
-            return None
-        mask, of = mine.mask | theirs.mask, mine.of
-    return first.but(holds=Holds(mask, of).simplified())
-
-
-def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> None:
-    """Refuse slices of parameters that do not fit, with the reason."""
-    first = specs[0]
-    mask, of = 0, first.form.holds.of
-    for spec, name in zip(specs, names, strict=True):
-        if spec.cells != first.cells or spec.form.over != first.form.over:
-            given = (
-                f"{names[0]} gave {first} and {name} {spec}; the pieces sum different microbatches, so together they "
-                "are the gradient of neither"
-            )
-            raise Refused("other sums", op, given, "reduce before gathering")
-        mine, theirs = in_equal_pieces(Holds(mask, of), spec.form.holds)
-        if twice := mine.mask & theirs.mask:
-            given = f"{numbered('slice', twice)} of {mine.of} would come from {name} and from {_earlier(name)} as well"
-            raise Refused("pieces overlap", op, given, NO_OVERLAP, doubled=bits(twice))
-        mask, of = mine.mask | theirs.mask, mine.of
-    raise AssertionError("slices that fit are put together")
-
-
 def unite_cells(op: About, specs: Sequence[Spec], names: Sequence[str]) -> tuple[int, tuple[Joined, ...]]:
     cells = 0
     for spec, name in zip(specs, names, strict=True):
@@ -111,15 +77,6 @@ def unite_cells(op: About, specs: Sequence[Spec], names: Sequence[str]) -> tuple
             raise Refused("pieces overlap", op, given, NO_OVERLAP, doubled=bits(twice))
         cells |= spec.cells
     return cells, tuple([(spec.cells, spec.joined) for spec in specs])
-
-
-def _gathered_pieces(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Return pieces of one index side by side, for the same tokens."""
-    first, index = specs[0], differing_index(op, specs, names)
-    if not INDICES[index].gathered:
-        given = f"{first} was given, which does not lie beside others to be gathered"
-        raise Refused("not gathered", op, given, INDICES[index].together)
-    return first._replace(form=with_pieces(first.form, index, unite_pieces(op, specs, names, index)))
 
 
 def differing_index(op: About, specs: Sequence[Spec], names: Sequence[str]) -> str:
@@ -162,11 +119,6 @@ def with_pieces(form: Form, index: str, pieces: int) -> Form:
 NO_OVERLAP = "gather pieces that do not overlap"
 
 
-def _earlier(name: str) -> str:
-    """Return the text for an earlier member, such as `an earlier rank`."""
-    return f"an earlier {name.split()[0]}"
-
-
 def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """Return the sum of the members' values.
 
@@ -191,23 +143,6 @@ def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         given = f"{specs[0]} is no term of a sum, since each rank has its own queries"
         raise Refused("merged terms", op, given, "add what one rank's queries have met")
     return arithmetic.add(op, specs, names)
-
-
-@lru_cache(maxsize=1 << 12)
-def _united_terms(forms: tuple[Form, ...]) -> Form | None:
-    """Return the form of a sum of terms; None if they do not fit, or if the cells decide whether it is complete."""
-    first, bare, total = forms[0], forms[0].but(term=None), 0
-    assert first.term is not None
-    over = first.term.over
-    for form in forms:
-        term = form.term
-        if term is None or term.over != over or term.bits & total or form.but(term=None) is not bare:
-            return None
-        total |= term.bits
-    count = math.prod(first.space.count(index) for index in over)
-    if over == KEY:
-        return None
-    return bare if total == (1 << count) - 1 else first.but(term=first.term._replace(bits=total))
 
 
 def reduce_replicas(op: About, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
@@ -241,20 +176,6 @@ def reduce_replicas(op: About, reduction: Reduction, specs: Sequence[Spec], name
     raise Refused("replicas differ", op, given, 'take reduction="sum"')
 
 
-def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
-    """Return the combination of scalars that may differ. It covers every part of the model that any of them covers."""
-    mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
-    first = specs[0]
-    holds = first.holds
-    for spec in specs:
-        if spec.kind is not Kind.SCALAR or spec.step != first.step or spec.form.reduction not in mixes:
-            remedy = f"take a {reduction.value} of scalars of one step, all sums or all such themselves"
-            raise Refused("other values", op, gave, remedy)
-        mine, theirs = in_equal_pieces(holds, spec.holds)
-        holds = Holds(mine.mask | theirs.mask, mine.of)
-    return Spec(first.form.but(holds=holds, reduction=reduction))
-
-
 def scatter(op: About, total: Spec, parts: int) -> list[Spec]:
     """Return equal pieces of a sum: of its parameters, or of its tokens.
 
@@ -286,12 +207,6 @@ def scatter_part(op: About, total: Spec, parts: int, place: int) -> Spec:
     return Spec(form, cells, joined)
 
 
-@lru_cache(maxsize=1 << 10)
-def _split(form: Form, parts: int) -> list[Form]:
-    """Return the forms of equal slices of the parameters that a form holds."""
-    return [form.but(holds=holds) for holds in form.holds.split(parts)]
-
-
 def slice_of(value: Spec, place: int, parts: int) -> Spec:
     """Return one of the equal parts of a value: of its parameters, or of its tokens.
 
@@ -317,23 +232,12 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
     return Spec(value[0], cells, joined)
 
 
-@lru_cache(maxsize=1 << 14)
-def _slice(form: Form, place: int, parts: int) -> Form:
-    return form.but(holds=next(islice(form.holds.split(parts), place, None)).simplified())
-
-
 def is_view(whole: Spec, part: Spec) -> bool:
     """Return whether a slice is a view of the value's memory. Tokens that are not contiguous in it are copied."""
     if whole.kind not in ROW_KINDS:
         return True
     runs = (whole.microbatches, part.microbatches), (_of_a_sequence(whole), _of_a_sequence(part))
     return all(held & (1 << mine.bit_length()) - (mine & -mine) == mine for held, mine in runs)
-
-
-def _of_a_sequence(spec: Spec) -> int:
-    """Return the slices that a value holds of any sequence, as a bit set."""
-    slices = spec.form.space.sequence
-    return mask_of({cell % slices for cell in bits(spec.cells)})
 
 
 def divide_cells(spec: Spec, parts: int) -> list[Joined] | None:
@@ -349,19 +253,6 @@ def divide_cells(spec: Spec, parts: int) -> list[Joined] | None:
     cells = list(bits(spec.cells))
     each, rest = divmod(len(cells), parts)
     return None if rest else [(mask_of(cells[i * each : (i + 1) * each]), ()) for i in range(parts)]
-
-
-@lru_cache(maxsize=1 << 12)
-def _runs_of_sequences(cells: int, parts: int, sequence: int) -> list[Joined] | None:
-    held: dict[int, list[int]] = {}
-    for cell in bits(cells):
-        held.setdefault(cell // sequence, []).append(cell)
-    if any(len(each) % parts for each in held.values()):
-        return None
-    runs = [
-        [each[i * len(each) // parts : (i + 1) * len(each) // parts] for each in held.values()] for i in range(parts)
-    ]
-    return [(mask_of(cell for run in each for cell in run), ()) for each in runs]
 
 
 def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: Sequence[str]) -> list[Spec]:
@@ -414,6 +305,115 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
         given = f"{names[0]} gave {first} and {names[-1]} {specs[-1]}"
         raise Refused("other tokens", op, given, "give the same microbatches")
     return [Spec(united, cells, joined) for cells, joined in dealt]
+
+
+@lru_cache(maxsize=1 << 12)
+def _united_slices(forms: tuple[Form, ...]) -> Form | None:
+    """Return the form of parameters that consist of these slices; None if they do not fit."""
+    first = forms[0]
+    if first.place == DISK:
+        return None
+    mask, of = 0, 1
+    for form in forms:
+        mine, theirs = in_equal_pieces(Holds(mask, of), form.holds)
+        if mine.mask & theirs.mask or form.but(holds=first.holds) is not first:
+            return None
+        mask, of = mine.mask | theirs.mask, mine.of
+    return first.but(holds=Holds(mask, of).simplified())
+
+
+def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> None:
+    """Refuse slices of parameters that do not fit, with the reason."""
+    first = specs[0]
+    mask, of = 0, first.form.holds.of
+    for spec, name in zip(specs, names, strict=True):
+        if spec.cells != first.cells or spec.form.over != first.form.over:
+            given = (
+                f"{names[0]} gave {first} and {name} {spec}; the pieces sum different microbatches, so together they "
+                "are the gradient of neither"
+            )
+            raise Refused("other sums", op, given, "reduce before gathering")
+        mine, theirs = in_equal_pieces(Holds(mask, of), spec.form.holds)
+        if twice := mine.mask & theirs.mask:
+            given = f"{numbered('slice', twice)} of {mine.of} would come from {name} and from {_earlier(name)} as well"
+            raise Refused("pieces overlap", op, given, NO_OVERLAP, doubled=bits(twice))
+        mask, of = mine.mask | theirs.mask, mine.of
+    raise AssertionError("slices that fit are put together")
+
+
+def _gathered_pieces(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """Return pieces of one index side by side, for the same tokens."""
+    first, index = specs[0], differing_index(op, specs, names)
+    if not INDICES[index].gathered:
+        given = f"{first} was given, which does not lie beside others to be gathered"
+        raise Refused("not gathered", op, given, INDICES[index].together)
+    return first._replace(form=with_pieces(first.form, index, unite_pieces(op, specs, names, index)))
+
+
+def _earlier(name: str) -> str:
+    """Return the text for an earlier member, such as `an earlier rank`."""
+    return f"an earlier {name.split()[0]}"
+
+
+@lru_cache(maxsize=1 << 12)
+def _united_terms(forms: tuple[Form, ...]) -> Form | None:
+    """Return the form of a sum of terms; None if they do not fit, or if the cells decide whether it is complete."""
+    first, bare, total = forms[0], forms[0].but(term=None), 0
+    assert first.term is not None
+    over = first.term.over
+    for form in forms:
+        term = form.term
+        if term is None or term.over != over or term.bits & total or form.but(term=None) is not bare:
+            return None
+        total |= term.bits
+    count = math.prod(first.space.count(index) for index in over)
+    if over == KEY:
+        return None
+    return bare if total == (1 << count) - 1 else first.but(term=first.term._replace(bits=total))
+
+
+def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
+    """Return the combination of scalars that may differ. It covers every part of the model that any of them covers."""
+    mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
+    first = specs[0]
+    holds = first.holds
+    for spec in specs:
+        if spec.kind is not Kind.SCALAR or spec.step != first.step or spec.form.reduction not in mixes:
+            remedy = f"take a {reduction.value} of scalars of one step, all sums or all such themselves"
+            raise Refused("other values", op, gave, remedy)
+        mine, theirs = in_equal_pieces(holds, spec.holds)
+        holds = Holds(mine.mask | theirs.mask, mine.of)
+    return Spec(first.form.but(holds=holds, reduction=reduction))
+
+
+@lru_cache(maxsize=1 << 10)
+def _split(form: Form, parts: int) -> list[Form]:
+    """Return the forms of equal slices of the parameters that a form holds."""
+    return [form.but(holds=holds) for holds in form.holds.split(parts)]
+
+
+@lru_cache(maxsize=1 << 14)
+def _slice(form: Form, place: int, parts: int) -> Form:
+    return form.but(holds=next(islice(form.holds.split(parts), place, None)).simplified())
+
+
+def _of_a_sequence(spec: Spec) -> int:
+    """Return the slices that a value holds of any sequence, as a bit set."""
+    slices = spec.form.space.sequence
+    return mask_of({cell % slices for cell in bits(spec.cells)})
+
+
+@lru_cache(maxsize=1 << 12)
+def _runs_of_sequences(cells: int, parts: int, sequence: int) -> list[Joined] | None:
+    held: dict[int, list[int]] = {}
+    for cell in bits(cells):
+        held.setdefault(cell // sequence, []).append(cell)
+    if any(len(each) % parts for each in held.values()):
+        return None
+    runs = [
+        [each[i * len(each) // parts : (i + 1) * len(each) // parts] for each in held.values()] for i in range(parts)
+    ]
+    return [(mask_of(cell for run in each for cell in run), ()) for each in runs]
 
 
 @lru_cache(maxsize=1 << 12)

@@ -216,11 +216,6 @@ class Factor:
     __repr__ = __str__
 
 
-def _text(mask: int, power: int) -> str:
-    text = f"tokens of {microbatches_text(mask)}"
-    return text if power == 1 else f"({text})^{power}"
-
-
 _FACTORS: dict[tuple[Fraction, Tokens], Factor] = {}
 
 
@@ -365,3 +360,8 @@ def numbered(noun: str, mask: int) -> str:
 def microbatches_text(mask: int) -> str:
     """Return text such as `microbatch 3` or `microbatches 0-2`."""
     return numbered("microbatch", mask)
+
+
+def _text(mask: int, power: int) -> str:
+    text = f"tokens of {microbatches_text(mask)}"
+    return text if power == 1 else f"({text})^{power}"

@@ -291,13 +291,6 @@ class Spec(NamedTuple):
         return self.name + (f" ({', '.join(parts)})" if parts else "")
 
 
-@lru_cache(maxsize=1 << 14)
-def _about(verb: str, kind: Kind, layer: int) -> About:
-    """Cached, since every collective needs the name of its op in case that it is refused."""
-    name = "scalars" if kind is Kind.SCALAR else f"{kind.value}[{layer}]"
-    return About(f"{verb}({name})", -1 if kind is Kind.SCALAR else layer)
-
-
 new_spec: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = cast(Any, tuple).__new__
 """Constructor of a Spec without the Python call of a NamedTuple's own constructor. Every op makes specs."""
 
@@ -422,6 +415,13 @@ def flat_of_pieces(pieces: Mapping[str, int], cut: Sequence[str], space: Space) 
         return WHOLE
     all = {index: pieces.get(index, space.full(index)) for index in cut}
     return Holds(_mask(all, space), flat_slices(cut, space)).simplified()
+
+
+@lru_cache(maxsize=1 << 14)
+def _about(verb: str, kind: Kind, layer: int) -> About:
+    """Cached, since every collective needs the name of its op in case that it is refused."""
+    name = "scalars" if kind is Kind.SCALAR else f"{kind.value}[{layer}]"
+    return About(f"{verb}({name})", -1 if kind is Kind.SCALAR else layer)
 
 
 def _mask(pieces: Mapping[str, int], space: Space) -> int:
