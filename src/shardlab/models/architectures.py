@@ -211,13 +211,6 @@ ROUND = 32
 """Multiple to which the default hidden features of SwiGLU are rounded up."""
 
 
-def _two_thirds(hidden_size: int) -> int:
-    """Return the hidden features of a SwiGLU with as many parameters as an MLP of 4 x width (Shazeer 2020, arXiv
-    2002.05202).
-    """
-    return aligned(-(-8 * hidden_size // 3), ROUND)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Llama(GPT):
     """GPT with RMSNorm, rotary positions and SwiGLU, without biases (Touvron et al. 2023, arXiv 2302.13971, 2.2).
@@ -282,3 +275,10 @@ class MLP(Blocks):
         body = feed_forward(self.seq_len, self.hidden_size, self.hidden, self.bias, "gelu")
         added = self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
         return (("feed-forward", (self.norm_of("ln_2"), *body, added)),)
+
+
+def _two_thirds(hidden_size: int) -> int:
+    """Return the hidden features of a SwiGLU with as many parameters as an MLP of 4 x width (Shazeer 2020, arXiv
+    2002.05202).
+    """
+    return aligned(-(-8 * hidden_size // 3), ROUND)

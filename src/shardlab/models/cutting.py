@@ -188,111 +188,6 @@ def cut_at_tie(model: Blocks) -> CutModel:
     return CutModel(model, runs(model.steps, [1, *between, len(blocks) - 1]), has_blocks=True)
 
 
-def _bodies(steps: Sequence[Step]) -> list[int]:
-    """Return the steps at which bodies begin and end.
-
-    A body begins with the step that reads a tensor which slices share, and ends with the step that makes their sum. A
-    step that mixes tokens and is not cut, such as routing, also begins a layer, because it needs whole sequences.
-    """
-    return [
-        number
-        for number, (before, step) in enumerate(pairwise(steps), 1)
-        if closes(before.primitive, SLICED) or opens(step.primitive, SLICED) or _mixes(step) > _mixes(before)
-    ]
-
-
-def _mixes(step: Step) -> bool:
-    """Return whether a primitive mixes tokens and has no slices that do."""
-    return step.primitive.mixes_tokens and not cut_indices(step.primitive, SLICED)
-
-
-def _experts(steps: Sequence[Step]) -> list[int]:
-    """Return the steps at which experts begin, after the dispatch of tokens, and at which they end."""
-    kinds = [(type(before.primitive), type(step.primitive)) for before, step in pairwise(steps)]
-    return [
-        number
-        for number, (before, step) in enumerate(kinds, 1)
-        if before is Dispatch or (before, step) == (ExpertLinear, Place)
-    ]
-
-
-def _placed_again(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps with slots assigned again before the combine, if it is in another layer than the dispatch.
-
-    So only the experts' numbers are carried between the layers. They are exact in the compute dtype.
-    """
-    again: list[Step] = []
-    for step in steps:
-        if isinstance(step.primitive, Combine):
-            place = Place(tokens=step.primitive.tokens, router=step.primitive.router)
-            again.append(step._replace(primitive=place))
-        again.append(step)
-    return again
-
-
-def _sliced(
-    model: Blocks, layers: Sequence[Run], pieces: Mapping[str, int], *, columns: bool = False, tiles: int = 1
-) -> CutModel:
-    """Return these layers, each cut along the indices of its parameters, or along its output features if `columns`."""
-    found: list[Run] = []
-    want_carried(layers)
-    for run in layers:
-        mine = {index for step in run.steps for index in _indices(step.primitive)}
-        if columns:
-            made = [step.primitive.makes["x"] for step in run.steps if isinstance(step.primitive, Matrix)]
-            mine = set(made[:1])
-            run = replace(run, steps=tuple(_taking_own(step) for step in run.steps)) if made else run
-        own = {index: count for index, count in pieces.items() if index in mine}
-        for step in run.steps:
-            for index, name, count in step.primitive.divides():
-                if rest := count % own.get(index, 1):
-                    how = (
-                        "column-parallel" if columns else "expert-parallel" if index == "expert" else "tensor-parallel"
-                    )
-                    slices = f"{own[index]} {how} slices" if tiles == 1 else f"{own[index]} slices, tiles of a rank,"
-                    raise UserError(
-                        f"{count} {name} do not divide into {slices} (remainder {rest}); choose {name} that are a "
-                        "multiple of the slices, or fewer slices"
-                    )
-        before = found[-1] if found else None
-        found.append(replace(run, cut=tuple(own), pieces=own, name=_name(run, before, bool(own))))
-    return CutModel(model, found, tiles=tiles)
-
-
-def _taking_own(step: Step) -> Step:
-    """Return a primitive whose slices make slices of its result, and take their own part of a complete gradient."""
-    return step._replace(primitive=replace(step.primitive, takes_own=True))
-
-
-def _indices(primitive: Primitive) -> set[str]:
-    borrowed = {"vocab"} if primitive.borrows else set[str]()
-    return {index for parameter in primitive.parameters() for index in parameter.indices} | borrowed
-
-
-def _name(run: Run, before: Run | None, cut: bool) -> str:
-    """Return the name of a sort of layer, for messages."""
-    if not cut:
-        first, last = run.steps[0].primitive, run.steps[-1].primitive
-        if isinstance(first, Route):
-            return "routing"
-        return "norm" if isinstance(last, Norm) else "combining" if isinstance(last, Combine) else "non-expert"
-    if run.attend is not None:
-        return "projection"
-    return "output" if before is not None and before.attend is not None else run.steps[-1].place.split(", ")[-1]
-
-
-def _want_heads(model: Blocks, tp: int, ulysses: int) -> None:
-    """Refuse heads that do not divide among the ranks that exchange them."""
-    for step in model.steps:
-        for index, name, count in step.primitive.divides():
-            if index == "head" and count % (tp * ulysses):
-                raise UserError(
-                    f"{count} {name} do not divide among tp {tp} x cp {ulysses} ranks, which exchange slices of "
-                    f"sequences for heads; choose {name} that are a multiple of {tp * ulysses}, context ring, or a "
-                    "smaller ulysses_degree"
-                )
-
-
 def cut_for(
     model: Blocks,
     mesh: Mesh,
@@ -403,6 +298,111 @@ class Repeated:
             ),
             blocks=(*starts, *[start + self.more * self.each for start in sizes.blocks]),
         )
+
+
+def _bodies(steps: Sequence[Step]) -> list[int]:
+    """Return the steps at which bodies begin and end.
+
+    A body begins with the step that reads a tensor which slices share, and ends with the step that makes their sum. A
+    step that mixes tokens and is not cut, such as routing, also begins a layer, because it needs whole sequences.
+    """
+    return [
+        number
+        for number, (before, step) in enumerate(pairwise(steps), 1)
+        if closes(before.primitive, SLICED) or opens(step.primitive, SLICED) or _mixes(step) > _mixes(before)
+    ]
+
+
+def _mixes(step: Step) -> bool:
+    """Return whether a primitive mixes tokens and has no slices that do."""
+    return step.primitive.mixes_tokens and not cut_indices(step.primitive, SLICED)
+
+
+def _experts(steps: Sequence[Step]) -> list[int]:
+    """Return the steps at which experts begin, after the dispatch of tokens, and at which they end."""
+    kinds = [(type(before.primitive), type(step.primitive)) for before, step in pairwise(steps)]
+    return [
+        number
+        for number, (before, step) in enumerate(kinds, 1)
+        if before is Dispatch or (before, step) == (ExpertLinear, Place)
+    ]
+
+
+def _placed_again(steps: Sequence[Step]) -> list[Step]:
+    """Return the steps with slots assigned again before the combine, if it is in another layer than the dispatch.
+
+    So only the experts' numbers are carried between the layers. They are exact in the compute dtype.
+    """
+    again: list[Step] = []
+    for step in steps:
+        if isinstance(step.primitive, Combine):
+            place = Place(tokens=step.primitive.tokens, router=step.primitive.router)
+            again.append(step._replace(primitive=place))
+        again.append(step)
+    return again
+
+
+def _sliced(
+    model: Blocks, layers: Sequence[Run], pieces: Mapping[str, int], *, columns: bool = False, tiles: int = 1
+) -> CutModel:
+    """Return these layers, each cut along the indices of its parameters, or along its output features if `columns`."""
+    found: list[Run] = []
+    want_carried(layers)
+    for run in layers:
+        mine = {index for step in run.steps for index in _indices(step.primitive)}
+        if columns:
+            made = [step.primitive.makes["x"] for step in run.steps if isinstance(step.primitive, Matrix)]
+            mine = set(made[:1])
+            run = replace(run, steps=tuple(_taking_own(step) for step in run.steps)) if made else run
+        own = {index: count for index, count in pieces.items() if index in mine}
+        for step in run.steps:
+            for index, name, count in step.primitive.divides():
+                if rest := count % own.get(index, 1):
+                    how = (
+                        "column-parallel" if columns else "expert-parallel" if index == "expert" else "tensor-parallel"
+                    )
+                    slices = f"{own[index]} {how} slices" if tiles == 1 else f"{own[index]} slices, tiles of a rank,"
+                    raise UserError(
+                        f"{count} {name} do not divide into {slices} (remainder {rest}); choose {name} that are a "
+                        "multiple of the slices, or fewer slices"
+                    )
+        before = found[-1] if found else None
+        found.append(replace(run, cut=tuple(own), pieces=own, name=_name(run, before, bool(own))))
+    return CutModel(model, found, tiles=tiles)
+
+
+def _taking_own(step: Step) -> Step:
+    """Return a primitive whose slices make slices of its result, and take their own part of a complete gradient."""
+    return step._replace(primitive=replace(step.primitive, takes_own=True))
+
+
+def _indices(primitive: Primitive) -> set[str]:
+    borrowed = {"vocab"} if primitive.borrows else set[str]()
+    return {index for parameter in primitive.parameters() for index in parameter.indices} | borrowed
+
+
+def _name(run: Run, before: Run | None, cut: bool) -> str:
+    """Return the name of a sort of layer, for messages."""
+    if not cut:
+        first, last = run.steps[0].primitive, run.steps[-1].primitive
+        if isinstance(first, Route):
+            return "routing"
+        return "norm" if isinstance(last, Norm) else "combining" if isinstance(last, Combine) else "non-expert"
+    if run.attend is not None:
+        return "projection"
+    return "output" if before is not None and before.attend is not None else run.steps[-1].place.split(", ")[-1]
+
+
+def _want_heads(model: Blocks, tp: int, ulysses: int) -> None:
+    """Refuse heads that do not divide among the ranks that exchange them."""
+    for step in model.steps:
+        for index, name, count in step.primitive.divides():
+            if index == "head" and count % (tp * ulysses):
+                raise UserError(
+                    f"{count} {name} do not divide among tp {tp} x cp {ulysses} ranks, which exchange slices of "
+                    f"sequences for heads; choose {name} that are a multiple of {tp * ulysses}, context ring, or a "
+                    "smaller ulysses_degree"
+                )
 
 
 def _taken(values: Sequence[T], layers: Sequence[int]) -> tuple[T, ...]:

@@ -251,20 +251,6 @@ def runs(steps: Sequence[Step], breaks: Sequence[int]) -> list[Run]:
     return found
 
 
-def _fused(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return steps in which a linear map adds its own bias, if the residual sum that would add it is in the
-    same layer.
-    """
-    fused: list[Step] = []
-    for step in steps:
-        before, primitive = fused[-1] if fused else None, step.primitive
-        if before and isinstance(primitive, Add) and primitive.bias and isinstance(before.primitive, Linear):
-            fused[-1] = before._replace(primitive=replace(before.primitive, bias=True))
-            step = step._replace(primitive=replace(primitive, bias=""))
-        fused.append(step)
-    return tuple(fused)
-
-
 def want_sound(steps: Sequence[Step]) -> None:
     """Refuse primitives that do not fit together.
 
@@ -302,29 +288,6 @@ def want_sound(steps: Sequence[Step]) -> None:
                     "another name"
                 )
             owned.add((step.block, parameter.name))
-
-
-def _want_said(where: str, primitive: Primitive) -> None:
-    """Refuse fields that do not fit the primitive's einsum."""
-    tensors = [*primitive.reads, *primitive.makes]
-    for tensor in (*primitive.keeps(), *primitive.keeps_for_weight(), *primitive.gradients_for_weight()):
-        if tensor not in tensors:
-            raise UserError(f"{where} keeps {tensor}, which it neither reads nor makes; it has {', '.join(tensors)}")
-    if primitive.made_again and (primitive.parameters() or len(primitive.makes) > 1):
-        raise UserError(f"{where} says made_again, but has parameters or makes several tensors; leave it out")
-    for tensor in primitive.makes:
-        try:
-            primitive.shape(tensor, 1)
-        except AssertionError:
-            raise UserError(
-                f"{where} makes {tensor}, but does not say how many features it has; define features(tensor)"
-            ) from None
-    for parameter in primitive.parameters():
-        if len(parameter.indices) != len(parameter.shape):
-            raise UserError(
-                f"{where}: {parameter.name} has the shape {parameter.shape} and the indices {parameter.indices}; give "
-                "an index for each dim"
-            )
 
 
 def want_carried(layers: Sequence[Run]) -> None:
@@ -380,3 +343,40 @@ def closes(primitive: Primitive, among: set[str]) -> bool:
     """Return whether the results of a primitive's slices must be summed."""
     cut = cut_indices(primitive, among)
     return any(not cut <= {*indices.split()} for indices in primitive.makes.values())
+
+
+def _fused(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Return steps in which a linear map adds its own bias, if the residual sum that would add it is in the
+    same layer.
+    """
+    fused: list[Step] = []
+    for step in steps:
+        before, primitive = fused[-1] if fused else None, step.primitive
+        if before and isinstance(primitive, Add) and primitive.bias and isinstance(before.primitive, Linear):
+            fused[-1] = before._replace(primitive=replace(before.primitive, bias=True))
+            step = step._replace(primitive=replace(primitive, bias=""))
+        fused.append(step)
+    return tuple(fused)
+
+
+def _want_said(where: str, primitive: Primitive) -> None:
+    """Refuse fields that do not fit the primitive's einsum."""
+    tensors = [*primitive.reads, *primitive.makes]
+    for tensor in (*primitive.keeps(), *primitive.keeps_for_weight(), *primitive.gradients_for_weight()):
+        if tensor not in tensors:
+            raise UserError(f"{where} keeps {tensor}, which it neither reads nor makes; it has {', '.join(tensors)}")
+    if primitive.made_again and (primitive.parameters() or len(primitive.makes) > 1):
+        raise UserError(f"{where} says made_again, but has parameters or makes several tensors; leave it out")
+    for tensor in primitive.makes:
+        try:
+            primitive.shape(tensor, 1)
+        except AssertionError:
+            raise UserError(
+                f"{where} makes {tensor}, but does not say how many features it has; define features(tensor)"
+            ) from None
+    for parameter in primitive.parameters():
+        if len(parameter.indices) != len(parameter.shape):
+            raise UserError(
+                f"{where}: {parameter.name} has the shape {parameter.shape} and the indices {parameter.indices}; give "
+                "an index for each dim"
+            )

@@ -74,17 +74,6 @@ def matrices_of(run: Run, length: int) -> list[WholeMatrix]:
     return found
 
 
-def _matrices(parameter: Parameter, pieces: Mapping[str, int], begins: Sequence[int]) -> Iterator[WholeMatrix]:
-    """Yield the matrices of a parameter, one for each expert and section, given the first element of each slice."""
-    *experts, rows, width = parameter.sliced(pieces).shape
-    columns, dim = parameter.shape[-1], int(width < parameter.shape[-1])
-    top = 0
-    for _ in range(math.prod(experts)):
-        for height in parameter.sections or (parameter.shape[-2],):
-            yield WholeMatrix(parameter.name, (height, columns), dim, tuple(begin + top * width for begin in begins))
-            top += height * rows // parameter.shape[-2]
-
-
 @dataclass(frozen=True)
 class SavedActivations:
     """Choices of a framework about the activations that it keeps for the backward pass.
@@ -153,6 +142,17 @@ def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: in
         elif run.cut and layer and model.run(layer - 1).attend is None:
             sizes[layer] = 0 if kept.per_op else sizes[layer] // (1 if kept.gathered else slices)
     return tuple(sizes)
+
+
+def _matrices(parameter: Parameter, pieces: Mapping[str, int], begins: Sequence[int]) -> Iterator[WholeMatrix]:
+    """Yield the matrices of a parameter, one for each expert and section, given the first element of each slice."""
+    *experts, rows, width = parameter.sliced(pieces).shape
+    columns, dim = parameter.shape[-1], int(width < parameter.shape[-1])
+    top = 0
+    for _ in range(math.prod(experts)):
+        for height in parameter.sections or (parameter.shape[-2],):
+            yield WholeMatrix(parameter.name, (height, columns), dim, tuple(begin + top * width for begin in begins))
+            top += height * rows // parameter.shape[-2]
 
 
 def _dropped(primitive: Primitive, kept: SavedActivations, element: int, rows: int) -> float:

@@ -126,6 +126,49 @@ def with_written(model: Blocks, written: Mapping[str, Any], source: str) -> Bloc
     return with_fields(model, changes, source)
 
 
+ENDING = ".safetensors"
+SINGLE = "model.safetensors"
+
+SHARD_BYTES = 5 * 10**9
+"""Most bytes of a file, unless one tensor has more, as in transformers."""
+
+
+def index_of(single: Path) -> Path:
+    """Return the path of the index that replaces a file of weights if there are several."""
+    return single.with_name(single.name + ".index.json")
+
+
+def shards_of(sizes: Iterable[int], single: str, shard_bytes: int) -> list[str]:
+    """Return the file name of each tensor, given the tensors' bytes, in order: one file, or several numbered ones."""
+    numbers: list[int] = []
+    number = filled = 0
+    for size in sizes:
+        if filled and filled + size > shard_bytes:
+            number, filled = number + 1, 0
+        filled += size
+        numbers.append(number)
+    stem, count = single.removesuffix(ENDING), number + 1
+    return [single if count == 1 else f"{stem}-{each + 1:05}-of-{count:05}{ENDING}" for each in numbers]
+
+
+def index_text(files: Mapping[str, str], total: int) -> str:
+    """Return the text of the index of several files of weights.
+
+    Args:
+        files: the file of each tensor.
+        total: bytes of all tensors.
+    """
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(files)}, indent=2) + "\n"
+
+
+def weights_at(single: Path) -> Path | None:
+    """Return the path of a file of weights, or of the index of several files; None if there is neither.
+
+    If both exist, the result is the single file, as in transformers.
+    """
+    return next((path for path in (single, index_of(single)) if path.is_file()), None)
+
+
 def _from_python(path: Path, name: str) -> Blocks:
     """Return a model of a user's file. It is tried with one block, so that mistakes are reported here."""
     found = find_member(load_module(path), path, name, ("model", "models"), _is_own)
@@ -187,46 +230,3 @@ def _from_toml(path: Path) -> Blocks:
 def _table() -> dict[str, dict[str, Any]]:
     """Return the table of published models."""
     return load_table("models/named.toml")
-
-
-ENDING = ".safetensors"
-SINGLE = "model.safetensors"
-
-SHARD_BYTES = 5 * 10**9
-"""Most bytes of a file, unless one tensor has more, as in transformers."""
-
-
-def index_of(single: Path) -> Path:
-    """Return the path of the index that replaces a file of weights if there are several."""
-    return single.with_name(single.name + ".index.json")
-
-
-def shards_of(sizes: Iterable[int], single: str, shard_bytes: int) -> list[str]:
-    """Return the file name of each tensor, given the tensors' bytes, in order: one file, or several numbered ones."""
-    numbers: list[int] = []
-    number = filled = 0
-    for size in sizes:
-        if filled and filled + size > shard_bytes:
-            number, filled = number + 1, 0
-        filled += size
-        numbers.append(number)
-    stem, count = single.removesuffix(ENDING), number + 1
-    return [single if count == 1 else f"{stem}-{each + 1:05}-of-{count:05}{ENDING}" for each in numbers]
-
-
-def index_text(files: Mapping[str, str], total: int) -> str:
-    """Return the text of the index of several files of weights.
-
-    Args:
-        files: the file of each tensor.
-        total: bytes of all tensors.
-    """
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(files)}, indent=2) + "\n"
-
-
-def weights_at(single: Path) -> Path | None:
-    """Return the path of a file of weights, or of the index of several files; None if there is neither.
-
-    If both exist, the result is the single file, as in transformers.
-    """
-    return next((path for path in (single, index_of(single)) if path.is_file()), None)

@@ -182,15 +182,6 @@ class Primitive(ABC):
         return {}
 
 
-def _tensors(written: str) -> dict[str, str]:
-    """Parse tensors with their indices.
-
-    >>> _tensors("x(expert ffn) slots")
-    {'x': 'expert ffn', 'slots': ''}
-    """
-    return {name: indices or "" for name, indices in re.findall(r"(\w+)(?:\(([^)]*)\))?", written)}
-
-
 class Step(NamedTuple):
     """Primitive in its place in a model.
 
@@ -508,3 +499,12 @@ def feed_forward(
         in_index="ffn",
     )
     return up, Activate(tokens=tokens, activation=activation, hidden=hidden), down
+
+
+def _tensors(written: str) -> dict[str, str]:
+    """Parse tensors with their indices.
+
+    >>> _tensors("x(expert ffn) slots")
+    {'x': 'expert ffn', 'slots': ''}
+    """
+    return {name: indices or "" for name, indices in re.findall(r"(\w+)(?:\(([^)]*)\))?", written)}

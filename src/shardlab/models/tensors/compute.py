@@ -366,16 +366,6 @@ def time_kernels(product: Product, turns: range, budget: float) -> list[tuple[fl
     return times
 
 
-def _chosen(x: Tensor, weight: Tensor, bias: bool, backward: bool) -> bool:
-    """Return whether oneDNN computes a product. Note a large one in float32 on a CPU, so that a kernel gets chosen."""
-    if weight.numel() < LARGE or x.dtype != torch.float32 or x.device.type != "cpu":
-        return False
-    outputs, inputs = weight.shape
-    product = Product(x.numel() // x.shape[-1], inputs, outputs, bias, backward)
-    onednn = KERNEL_CHOICES.setdefault(product, None)
-    return bool(onednn and AVAILABLE and torch.backends.mkldnn.enabled)
-
-
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy in nats, summed over tokens.
 
@@ -429,16 +419,6 @@ def loss_gradient(logits: Tensor, stats: Tensor, targets: Tensor, first: int, we
     return gradient.masked_fill_((targets == -1)[..., None], 0).mul_(weight).to(logits.dtype)
 
 
-def _combine_stats(stats: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum over all slices, and the sum of exp(logit - maximum)."""
-    maximum = stats[..., 0].amax(0)
-    return maximum, (stats[..., 1] * (stats[..., 0] - maximum).exp()).sum(0)
-
-
-def _exact(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 def with_auxiliary_loss(x: Tensor, loss: Tensor, share: Share) -> Tensor:
     """Return `x` unchanged; its backward pass also differentiates a loss (as Megatron-LM's MoEAuxLossAutoScaler).
 
@@ -464,3 +444,23 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         return gradients[0], ctx.like * (ctx.share.gradient_scale / ctx.share.step_microbatches), None
+
+
+def _chosen(x: Tensor, weight: Tensor, bias: bool, backward: bool) -> bool:
+    """Return whether oneDNN computes a product. Note a large one in float32 on a CPU, so that a kernel gets chosen."""
+    if weight.numel() < LARGE or x.dtype != torch.float32 or x.device.type != "cpu":
+        return False
+    outputs, inputs = weight.shape
+    product = Product(x.numel() // x.shape[-1], inputs, outputs, bias, backward)
+    onednn = KERNEL_CHOICES.setdefault(product, None)
+    return bool(onednn and AVAILABLE and torch.backends.mkldnn.enabled)
+
+
+def _combine_stats(stats: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the maximum over all slices, and the sum of exp(logit - maximum)."""
+    maximum = stats[..., 0].amax(0)
+    return maximum, (stats[..., 1] * (stats[..., 0] - maximum).exp()).sum(0)
+
+
+def _exact(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
