@@ -21,7 +21,7 @@ NormKind = Literal["layer", "rms"]
 class GPT(Blocks):
     """Pre-norm transformer: causal attention, a GELU MLP four times as wide, learned positions (karpathy/nanoGPT).
 
-    >>> GPT(layers=12, heads=12, hidden_size=768, vocabulary=50304, seq_len=1024).parameter_count
+    >>> GPT(layers=12, heads=12, hidden_size=768, vocab_size=50304, seq_len=1024).parameter_count
     163109376
 
     Attributes:

@@ -212,7 +212,7 @@ def can_cache(model: Model) -> bool:
 def consecutive_runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
     """Return the runs of consecutive numbers in an ascending list of tokens, as (start, stop) indices.
 
-    >>> runs([0, 1, 2, 9, 10])
+    >>> consecutive_runs([0, 1, 2, 9, 10])
     [(0, 3), (3, 5)]
     """
     breaks = [place for place, (a, b) in enumerate(pairwise(tokens), 1) if b != a + 1]
