@@ -68,91 +68,6 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
     return result
 
 
-def _signature(solution: Solution) -> inspect.Signature:
-    """Return the signature of a solution, which must have one argument."""
-    try:
-        signature = inspect.signature(solution)
-        signature.bind(None)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{getattr(solution, '__name__', repr(solution))} is not a solution; write it as "
-            f"`async def solution(model): ...` ({error})"
-        ) from None
-    return signature
-
-
-def _grade_strategy(task: Puzzle, strategy: Solution, seconds: float) -> Grade:
-    try:
-        timeline = _run_within(seconds, lambda: timeline_of_strategy(strategy, task))
-    except PuzzleRefused as refusal:
-        return Grade(task, str(refusal))
-    return Grade(task, "", timeline.steps, timeline.end, timeline.peak_memory, timeline=timeline)
-
-
-def _grade_models(task: Puzzle, solution: Solution, seconds: float) -> Grade:
-    dist = Dist(task.ranks)
-    models = [PuzzleModel(rank, dist, task.layers, task.batches) for rank in range(task.ranks)]
-    error = ""
-    try:
-        _run_within(seconds, lambda: _run(solution, models))
-        verify(models)
-        fakes = [fake for model in models for fake in model.fakes]
-        if fakes:
-            raise fakes[0]
-    except PuzzleRefused as refusal:
-        error = str(refusal)
-    events = [event for model in models for event in model.log]
-    return Grade(
-        task,
-        error,
-        steps=max((event.time for event in events), default=0),
-        end=max((event.end for event in events), default=0),
-        peak_memory=max((event.memory for event in events), default=0),
-        models=models,
-    )
-
-
-def _run_within(seconds: float, work: Callable[[], T]) -> T:
-    """Return the result of `work`, or stop it at the time limit.
-
-    Raises:
-        PuzzleRefused: if it has not ended after `seconds`. The message names the line that ran.
-    """
-
-    def refusal(program: Stoppable) -> PuzzleRefused:
-        line = user_line_of(program.frame())
-        where = f", and was at {line}" if line else ""
-        given = f"the solution had not ended after {seconds:g} s{where}"
-        remedy = f"make its loops end, or give it more time: grade(..., seconds={10 * seconds:g})"
-        return PuzzleRefused("stalled", "", given, remedy)
-
-    return run_stoppable(work, seconds, refusal)
-
-
-def _run(solution: Solution, models: list[PuzzleModel]) -> None:
-    """Run all ranks to their end, in an event loop of their own."""
-
-    async def drive(model: PuzzleModel) -> None:
-        result = solution(model)
-        if inspect.isawaitable(result):
-            await result
-
-    async def tick() -> None:
-        while True:  # a thread that sleeps in an idle event loop could not be stopped
-            await asyncio.sleep(TICK_SECONDS)
-
-    async def drive_all() -> None:
-        ticking = asyncio.create_task(tick())
-        try:
-            await asyncio.gather(*[drive(model) for model in models])
-        except Stopped:
-            pass  # the exception leaves the event loop before it comes here
-        finally:
-            ticking.cancel()
-
-    asyncio.run(drive_all())
-
-
 MOST_DRAWN = 20_000
 """Most events in a picture. A solution that was stopped may have far more."""
 
@@ -334,3 +249,88 @@ def find(puzzle: int | str) -> Puzzle:
         if puzzle in (candidate.number, candidate.name, str(candidate.number)):
             return candidate
     raise unknown_name("puzzle", puzzle, [p.name for p in PUZZLES], f", and their numbers, 0 to {len(PUZZLES) - 1}")
+
+
+def _signature(solution: Solution) -> inspect.Signature:
+    """Return the signature of a solution, which must have one argument."""
+    try:
+        signature = inspect.signature(solution)
+        signature.bind(None)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{getattr(solution, '__name__', repr(solution))} is not a solution; write it as "
+            f"`async def solution(model): ...` ({error})"
+        ) from None
+    return signature
+
+
+def _grade_strategy(task: Puzzle, strategy: Solution, seconds: float) -> Grade:
+    try:
+        timeline = _run_within(seconds, lambda: timeline_of_strategy(strategy, task))
+    except PuzzleRefused as refusal:
+        return Grade(task, str(refusal))
+    return Grade(task, "", timeline.steps, timeline.end, timeline.peak_memory, timeline=timeline)
+
+
+def _grade_models(task: Puzzle, solution: Solution, seconds: float) -> Grade:
+    dist = Dist(task.ranks)
+    models = [PuzzleModel(rank, dist, task.layers, task.batches) for rank in range(task.ranks)]
+    error = ""
+    try:
+        _run_within(seconds, lambda: _run(solution, models))
+        verify(models)
+        fakes = [fake for model in models for fake in model.fakes]
+        if fakes:
+            raise fakes[0]
+    except PuzzleRefused as refusal:
+        error = str(refusal)
+    events = [event for model in models for event in model.log]
+    return Grade(
+        task,
+        error,
+        steps=max((event.time for event in events), default=0),
+        end=max((event.end for event in events), default=0),
+        peak_memory=max((event.memory for event in events), default=0),
+        models=models,
+    )
+
+
+def _run_within(seconds: float, work: Callable[[], T]) -> T:
+    """Return the result of `work`, or stop it at the time limit.
+
+    Raises:
+        PuzzleRefused: if it has not ended after `seconds`. The message names the line that ran.
+    """
+
+    def refusal(program: Stoppable) -> PuzzleRefused:
+        line = user_line_of(program.frame())
+        where = f", and was at {line}" if line else ""
+        given = f"the solution had not ended after {seconds:g} s{where}"
+        remedy = f"make its loops end, or give it more time: grade(..., seconds={10 * seconds:g})"
+        return PuzzleRefused("stalled", "", given, remedy)
+
+    return run_stoppable(work, seconds, refusal)
+
+
+def _run(solution: Solution, models: list[PuzzleModel]) -> None:
+    """Run all ranks to their end, in an event loop of their own."""
+
+    async def drive(model: PuzzleModel) -> None:
+        result = solution(model)
+        if inspect.isawaitable(result):
+            await result
+
+    async def tick() -> None:
+        while True:  # a thread that sleeps in an idle event loop could not be stopped
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def drive_all() -> None:
+        ticking = asyncio.create_task(tick())
+        try:
+            await asyncio.gather(*[drive(model) for model in models])
+        except Stopped:
+            pass  # the exception leaves the event loop before it comes here
+        finally:
+            ticking.cancel()
+
+    asyncio.run(drive_all())
