@@ -1,9 +1,9 @@
 """The check of a whole program: the entry points, and the line of the user's file to which a refusal belongs.
 
 `check` and `check_forward` run the proof in order: the dataflow of all tapes (`dataflow`), kept weights (`in_place`),
-batches and arenas (`buffers`), deadlocks under each channel model (`deadlock`), and what backends can run
-(`runnable`). `FileCheck` does the same for a user's file. If the program is refused, it runs the program once more
-(`Retrace`) and puts `file:line` before the sentence.
+batches and arenas (`buffers`), deadlocks under each channel model (`deadlock`), and what backends can run (`runnable`).
+`FileCheck` does the same for a user's file. If the program is refused, it runs the program once more (`Retrace`) and
+puts `file:line` before the sentence.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from shardlab.language.world import gc_paused
 def check(program: Program) -> Checked:
     """Prove, from the tapes alone, that a program computes the gradient of one device and cannot hang.
 
-    Every layer's gradient reaches its update from every microbatch exactly once; every slice of every weight is
-    updated exactly once, from step t to t + 1; no value is used freed, stale, partial, written over or of the wrong
-    layer; every message reaches the receive that was meant; the members of a group issue its collectives in one order.
+    Every layer's gradient reaches its update from every microbatch exactly once; every slice of every weight is updated
+    exactly once, from step t to t + 1; no value is used freed, stale, partial, written over or of the wrong layer;
+    every message reaches the receive that was meant; the members of a group issue its collectives in one order.
 
     The result also says under which channel models the program runs; a backend whose model deadlocks is not for it.
 

@@ -41,7 +41,9 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     outputs, saved = op.outputs[: len(op.outputs) - saves], op.outputs[-1]
     share, run_of_layer = state.share(op), state.model.run(op.layer)
     factor = state.analysis.gradient_factor.get(saved) if run_of_layer.affine else None
-    stays = at in state.analysis.halved and run_of_layer.keeps_input  # as forecast, to the second half
+    stays = (
+        at in state.analysis.halved and run_of_layer.keeps_input
+    )  # the second half gets the tensors that it is expected to read
     over = at in state.analysis.last_reads and not stays
 
     def run() -> None:
@@ -214,9 +216,9 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     spec = state.specs[x]
     microbatches = spec.microbatches.bit_count()
     owned = [state.loss_owners[cell] == (state.rank, at) for cell in bits(spec.cells)]
-    slices = len(owned) // microbatches  # of each sequence, which are summed one by one
+    slices = len(owned) // microbatches  # pieces of each sequence, which are summed one by one
     if spec.whole_sequences and owned == [mine for mine in owned[::slices] for _ in range(slices)]:
-        owned, slices = owned[::slices], 1  # nobody else reports a part of one
+        owned, slices = owned[::slices], 1  # no other rank reports a part of the batch
     first = state.first_token(spec) if stats else 0
 
     def apart(whole: Tensor, dim: int = 0) -> list[Tensor]:
@@ -391,7 +393,7 @@ def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
     shape = (queries.microbatches.bit_count() * state.shapes.rows, whole.heads, whole.tokens, whole.tokens)
     tokens, key_tokens = (torch.tensor(state.shapes.tokens(spec)) for spec in (queries, keys_values))
     count = _heads(state, op.layer, queries).heads
-    pieces = queries.pieces("head")  # neighbours, of which the first says where these heads begin
+    pieces = queries.pieces("head")  # the pieces are adjacent, so the first one gives the first head
     first = whole.heads * ((pieces & -pieces).bit_length() - 1) // queries.form.space.count("head")
     like = torch.empty(0, dtype=state.exact, device=state.settings.device)
 

@@ -19,7 +19,7 @@ from shardlab.execute.transport.collectives import Wait
 from shardlab.language.rules.refusals import DISK
 
 SMALL = 2**16
-"""Largest bytes of a copy that takes less time than waking a thread."""
+"""Largest bytes of a copy that is faster than waking a thread."""
 
 
 def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStorage:
@@ -114,7 +114,7 @@ class Parked:
         return wait
 
     def lying(self, tensor: Tensor) -> Tensor:
-        """Return a tensor where it is now: itself, or a view of its copy elsewhere."""
+        """Return a tensor in its current place: itself, or a view of its copy elsewhere."""
         there = self._copies.get(tensor.untyped_storage()) if self._away else None
         if there is None:
             return tensor
@@ -151,4 +151,4 @@ def _copy_thread() -> ThreadPoolExecutor:
 
 
 def _nothing() -> None:
-    """Wait of a copy that has ended already."""
+    """Wait function of a copy that has ended already."""

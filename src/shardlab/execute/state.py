@@ -53,7 +53,7 @@ class State:
         rate: this step's learning rate.
         captured: whether the step is being captured (see `StepGraph`). Its numbers are then device tensors, ().
         loss_owners: for each piece of the batch, (rank, op) of the LOSS that reports it.
-        stepping: slices that have their gradients and wait to be stepped together.
+        stepping: slices that have their gradients and wait to be updated together.
         loss_scale: factor of the losses, in float16.
         finite: whether all norms of the step's gradient were finite so far.
         not_finite: first layer of the step whose gradient on this rank is not finite.
@@ -121,7 +121,7 @@ class State:
         self._weights: dict[tuple[int, int, int], list[Tensor]] = {}
         self._last_weights: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
         self.stepping: list[Slice] = []
-        self._given_back: dict[tuple[int, Holds], int] = {}  # bytes of kept weights that have no memory now
+        self._given_back: dict[tuple[int, Holds], int] = {}  # bytes of kept weights without memory
         self._side_by_side: dict[int, Tensor] = {}
 
     def make_moments(self, key: tuple[int, Holds], updates: int) -> None:
@@ -141,7 +141,7 @@ class State:
         return part.offload(partial(storage_at, place, device=self.settings.device))
 
     def optimizer(self, spec: Spec) -> Slice:
-        """Return the optimizer of some slices. Each element is always stepped by the same optimizer."""
+        """Return the optimizer of some slices. Each element is always updated by the same optimizer."""
         key = spec.layer, spec.holds
         if key not in self.opt_states:
             self.opt_states[key] = self._optimizer(*key)

@@ -71,9 +71,9 @@ def plot_compute(points: Sequence[Point], path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure as SVG, PNG or PDF, by its suffix. Its metadata name Shardlab, so that a later figure may
-    replace
-    it.
+    """Write a figure as SVG, PNG or PDF, by its suffix.
+
+    The figure's metadata name Shardlab, so that a later figure may replace it.
     """
     with atomic_file(path) as part:
         figure.savefig(part, format=path.suffix[1:], metadata={"Creator": "shardlab"})

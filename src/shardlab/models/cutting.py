@@ -121,9 +121,9 @@ def cut(
 
     The list of primitives is cut before and after each body. A body is the run of matrices whose slices work on one
     tensor: from a slice of its parameters it makes a term of the branch (Megatron-LM, Shoeybi et al. 2019, arXiv
-        1909.08053, section 3). The sum with the residual stream and the next norm are a layer that every rank computes,
-        whole or for a slice of the sequence. A mixture of experts is also cut before and after its experts. The
-        vocabulary is padded to a multiple of the slices, by rows of zeros and logits of -inf.
+    1909.08053, section 3). The sum with the residual stream and the next norm are a layer that every rank computes,
+    whole or for a slice of the sequence. A mixture of experts is also cut before and after its experts. The vocabulary
+    is padded to a multiple of the slices, by rows of zeros and logits of -inf.
 
     >>> from shardlab.models import GPT, MLP, MoE
     >>> cut(GPT(layers=2), tp=4).layers, cut(MLP(layers=2), tp=4, columns=True).layers, cut(MoE(layers=2), ep=2).layers

@@ -47,7 +47,7 @@ class Router:
         3).
 
         Without a factor nothing is dropped: a token reaches an expert at most once, so one slot for each token is
-            enough.
+        enough.
         """
         if self.capacity_factor is None:
             return tokens

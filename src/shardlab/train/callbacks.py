@@ -337,8 +337,8 @@ class TrainingProgress:
     Args:
         steps: number of steps of the run.
         log_every: number of steps from one logged step to the next.
-        silence: seconds after which a pipe gets a line in any case (None: `interrupt.SILENCE`). A step prints a line
-            if the last one is half as old.
+        silence: seconds after which a pipe gets a line in any case (None: `interrupt.SILENCE`). A step prints a line if
+            the last one is half as old.
         console: console to print to (None: stderr).
     """
 

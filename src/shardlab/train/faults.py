@@ -5,8 +5,8 @@ for the state of the processes, so it needs no help from a rank. If `shardlab tr
 process runs the watch. Under a launcher such as torchrun there is no such process: each rank has a `Watchdog`, a thread
 that watches the ranks of its host, and the first rank that still runs reports for the host.
 
-`report_text` formats a report. `TapeWaits` finds from the positions on the tapes which rank waits for which others,
-and in which op. The last functions read the state of a process and its Python stack.
+`report_text` formats a report. `TapeWaits` finds from the positions on the tapes which rank waits for which others, and
+in which op. The last functions read the state of a process and its Python stack.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `train_rank` builds everything that a rank needs and chooses the order of the callbacks. `fit` is the training loop.
 `RankSetup` opens the data and the checkpoint, makes the output folder, and builds the executors of the program.
 
-The loop itself knows only steps and callbacks. Saving, validation, sampling, records and audits are callbacks; they
-are in `checkpoints.py`, `callbacks.py` and `audit.py`.
+The loop itself knows only steps and callbacks. Saving, validation, sampling, records and audits are callbacks; they are
+in `checkpoints.py`, `callbacks.py` and `audit.py`.
 """
 
 from __future__ import annotations

@@ -243,9 +243,8 @@ class Training:
     def __iter__(self) -> Iterator[StepResult]:
         """Run the steps, and yield the result of each while the next one runs already. All ranks yield the same steps.
 
-        If a callback needs the weights after a step, the result is yielded before the next step begins. The last
-        result is that of the run's last step, of the first step that diverged, or of the step after a rank asked to
-        stop.
+        If a callback needs the weights after a step, the result is yielded before the next step begins. The last result
+        is that of the run's last step, of the first step that diverged, or of the step after a rank asked to stop.
         """
         pending: tuple[int, Tensor, dist.Work] | None = None  # the last step, while its figures are summed
         self.start_clock()
@@ -277,8 +276,8 @@ class Training:
         Returns:
             The vector that is being summed, and the handle of its all-reduce. It holds the loss (sum and tokens), the
             requests to stop (asked, warned), and a matrix (rows, ranks) in which each rank fills its own column: the
-            code of what is not finite, the squared norm of the gradient (NaN if the rank does not know it), the
-            figures of RANK_FIGURES, and the messages of the callbacks.
+            code of what is not finite, the squared norm of the gradient (NaN if the rank does not know it), the figures
+            of RANK_FIGURES, and the messages of the callbacks.
         """
         loss = self._executor.step()
         state = self.state

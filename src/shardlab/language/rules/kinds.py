@@ -248,7 +248,7 @@ class Holds(NamedTuple):
     For weights, optimizer states and weight gradients the whole is the layer's flat parameters. For activations and
     their gradients it is the global batch. A piece of the batch is a microbatch, or one of the equal slices into which
     a program cuts every sequence: slice s of microbatch m is piece m * slices + s. For a scalar the whole is the
-        parameters of all layers, and the set is those whose gradients' squares are in the sum.
+    parameters of all layers, and the set is those whose gradients' squares are in the sum.
     """
 
     mask: int

@@ -79,7 +79,8 @@ def examine_world(
     """Examine the world from one rank; rank 0 returns the facts.
 
     Args:
-        local_rank, local_world: this rank's number on its host, and how many are there; None: it is the only host.
+        local_rank, local_world: this rank's number on its host, and the number of ranks there (None: there is one
+            host).
     """
     world = dist.get_world_size()
     first = (rank if local_rank is None else local_rank) == 0

@@ -102,8 +102,8 @@ class LayerPlan:
 
     Attributes:
         completions: collectives before and after the layer.
-        part: (index, count) of the part of the experts that a router dispatches tokens to (None: to all experts, or
-            the layer is no router).
+        part: (index, count) of the part of the experts that a router dispatches tokens to (None: to all experts, or the
+            layer is no router).
         keeps: values that its forward pass keeps for the backward pass.
         recompute: layers whose forward pass runs again before this layer's backward pass, in order. The layer itself is
             included unless its backward pass recomputes by itself.

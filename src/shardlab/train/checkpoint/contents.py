@@ -2,8 +2,8 @@
 
 `kept_ranges` lists everything that a rank keeps. `Snapshot` copies those ranges that this rank writes: if several ranks
 keep the same range, one of them writes it. `describe_layers` records where each parameter of the whole model lies in
-the buffers of the plan's layers; `parse_pieces` reads that record. So a reader need not construct the layers of
-the plan that wrote the checkpoint. The last functions convert tensors to the bytes of a safetensors file.
+the buffers of the plan's layers; `parse_pieces` reads that record. So a reader need not construct the layers of the
+plan that wrote the checkpoint. The last functions convert tensors to the bytes of a safetensors file.
 """
 
 # pyright: reportUnknownMemberType=false

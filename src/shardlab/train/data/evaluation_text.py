@@ -1,8 +1,8 @@
 """Texts that a model is evaluated on, each document cut into sequences of its own.
 
-`read_eval_text` opens the validation part of a prepared folder, or any file of documents. Unlike in training,
-every token but the first of a document is predicted exactly once, and no sequence continues into the next document. The
-bytes behind the tokens are counted, so that models with different tokenizers can be compared in bits per byte.
+`read_eval_text` opens the validation part of a prepared folder, or any file of documents. Unlike in training, every
+token but the first of a document is predicted exactly once, and no sequence continues into the next document. The bytes
+behind the tokens are counted, so that models with different tokenizers can be compared in bits per byte.
 """
 
 from __future__ import annotations

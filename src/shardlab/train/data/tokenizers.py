@@ -509,8 +509,8 @@ DEFAULT_CONFIG: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", 
 END = "<|endoftext|>"
 
 END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>")
-"""Usual names of the token that ends a document: GPT-2's and ours, Llama 3's and 2's, Gemma's,
-DeepSeek's. Special tokens come first: Gemma's vocabulary has the HTML tag </s> as well."""
+"""Usual names of the token that ends a document: GPT-2's and ours, Llama 3's and 2's, Gemma's, DeepSeek's. Special
+tokens come first: Gemma's vocabulary has the HTML tag </s> as well."""
 
 
 class SpecialTokens(NamedTuple):

@@ -258,8 +258,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
 
 def recorded_model(record: Any, path: Path) -> Blocks:
     """Return the model in the record of a run, or in another file. A user's model file is found relative to the
-    record's
-    folder.
+    record's folder.
 
     Raises:
         UserError: if the record has no model, or an invalid one; with the path.

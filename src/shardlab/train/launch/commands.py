@@ -109,8 +109,8 @@ class Outcome:
 def run_command(command: Sequence[str], ranks: int, *, bound: bool, restarts: int = 0) -> Outcome:
     """Run a command in several processes of this machine, and prefix their lines with the rank.
 
-    If one fails, all end, after some seconds in which the others may report. SIGINT, SIGTERM, SIGHUP and
-    SIGUSR1 are sent on to all; a second SIGINT or SIGTERM kills them.
+    If one fails, all end, after some seconds in which the others may report. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are
+    sent on to all; a second SIGINT or SIGTERM kills them.
 
     Args:
         command: the program and its arguments.

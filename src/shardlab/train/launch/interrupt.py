@@ -42,8 +42,8 @@ def grace_of(number: int) -> int:
 def catch_signals() -> Generator[socket.socket]:
     """Turn signals that ask this process to stop into bytes of a socket, each the number of the signal.
 
-    They arrive at once, even while the main thread waits in a collective, where Python's handlers would wait too.
-    A signal that is ignored (after nohup, or in the background of a script) stays ignored. Outside of the main thread
+    They arrive at once, even while the main thread waits in a collective, where Python's handlers would wait too. A
+    signal that is ignored (after nohup, or in the background of a script) stays ignored. Outside of the main thread
     nothing comes, because signals go to the main thread.
     """
     reader, writer = socket.socketpair()

@@ -97,8 +97,8 @@ def run_processes(
 ) -> Result:
     """Call `function(rank, *arguments)` in `count` processes, and return rank 0's result.
 
-    If one fails, all end. If one of them, or this process, gets SIGINT, SIGTERM or SIGHUP, all get SIGTERM. A
-    second SIGINT or SIGTERM to this process ends them at once. When this process is killed, they get SIGTERM.
+    If one fails, all end. If one of them, or this process, gets SIGINT, SIGTERM or SIGHUP, all get SIGTERM. A second
+    SIGINT or SIGTERM to this process ends them at once. When this process is killed, they get SIGTERM.
 
     Args:
         preload: modules that are imported once, for all of them.
