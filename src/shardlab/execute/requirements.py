@@ -73,28 +73,6 @@ def want_step_graph(
         raise UserError(f"--cuda-graph has the GPU do a step by itself, but {why}")
 
 
-def _part_of_the_host(
-    checked: Checked, model: Model, precision: Precision, optimizer: OptimizerConfig, device: str
-) -> str:
-    """Return the host's part in a step and how to avoid it; "" if there is none."""
-    ops = [op for tape in checked.program.tapes for op in tape]
-    if device not in CAPTURING:
-        return "ranks compute on the CPU here; leave it out, or take a machine with a GPU for each rank"
-    if model.dropout:
-        return "masks of dropout are drawn on the host; take --dropout 0"
-    if precision.scaled:
-        return f"the scale of losses in {precision.name} is the host's; take --precision bf16"
-    if optimizer.optimizer != "adamw" or optimizer.ema is not None:
-        return "updates other than AdamW's have numbers of the host; take --optimizer adamw without --ema"
-    if any(isinstance(step.primitive, Routing) for run in model.runs for step in run.steps):
-        return "a mixture's tokens go to experts by lists that the host makes; take a model without experts"
-    if any(op.factor is not None and op.factor.tokens for op in ops):
-        return "the program scales gradients by tokens that the host counts; scale by microbatches"
-    if any(op.kind in (OpKind.OFFLOAD, OpKind.RELOAD) for op in ops):
-        return "values are copied to the host and back; take no --offload"
-    return ""
-
-
 def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> None:
     """Refuse to compile layers if that is impossible.
 
@@ -119,6 +97,28 @@ def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> N
         )
     if lacking := _lacking(device):
         raise UserError(f"--compile needs {lacking}, or leave out --compile")
+
+
+def _part_of_the_host(
+    checked: Checked, model: Model, precision: Precision, optimizer: OptimizerConfig, device: str
+) -> str:
+    """Return the host's part in a step and how to avoid it; "" if there is none."""
+    ops = [op for tape in checked.program.tapes for op in tape]
+    if device not in CAPTURING:
+        return "ranks compute on the CPU here; leave it out, or take a machine with a GPU for each rank"
+    if model.dropout:
+        return "masks of dropout are drawn on the host; take --dropout 0"
+    if precision.scaled:
+        return f"the scale of losses in {precision.name} is the host's; take --precision bf16"
+    if optimizer.optimizer != "adamw" or optimizer.ema is not None:
+        return "updates other than AdamW's have numbers of the host; take --optimizer adamw without --ema"
+    if any(isinstance(step.primitive, Routing) for run in model.runs for step in run.steps):
+        return "a mixture's tokens go to experts by lists that the host makes; take a model without experts"
+    if any(op.factor is not None and op.factor.tokens for op in ops):
+        return "the program scales gradients by tokens that the host counts; scale by microbatches"
+    if any(op.kind in (OpKind.OFFLOAD, OpKind.RELOAD) for op in ops):
+        return "values are copied to the host and back; take no --offload"
+    return ""
 
 
 def _lacking(device: str) -> str:

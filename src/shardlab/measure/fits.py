@@ -176,33 +176,6 @@ def rate_errors(points: Sequence[LayerPoint], rates: Rates) -> FitErrors:
     return FitErrors.between([predict(point, rates) for point in points], [point.seconds for point in points])
 
 
-def _fit(points: Sequence[LayerPoint], any_pointwise: bool) -> dict[str, Rate]:
-    families: dict[str, None] = {}
-    for point in points:
-        own = [f"op:{point.op}"] if point.op in OPS_WITH_OVERHEAD else []
-        families |= dict.fromkeys([*own, *(_family(kernel, any_pointwise) for kernel in point.kernels)])
-    place = {family: number for number, family in enumerate(families)}
-    matrix: Array = np.zeros((len(points), len(place), 3))
-    for row, point in zip(matrix, points, strict=True):
-        if point.op in OPS_WITH_OVERHEAD:
-            row[place[f"op:{point.op}"], 0] = 1
-        for kernel in point.kernels:
-            row[place[_family(kernel, any_pointwise)]] += (1, *kernel[1:])
-    measured = np.array([point.seconds for point in points])
-    found = fit_relative(matrix.reshape(len(points), -1), measured).reshape(-1, 3)
-    return {
-        family: Rate(float(launch), float(1 / flop) if flop else 0.0, float(1 / byte) if byte else 0.0)
-        for family, (launch, flop, byte) in zip(families, found, strict=True)
-    }
-
-
-def _family(kernel: KernelWork, any_pointwise: bool) -> str:
-    family = kernel[0]
-    if any_pointwise and family.startswith(POINTWISE):
-        return "pointwise_backward" if family.endswith("_backward") else "pointwise"
-    return family
-
-
 MOST_MISSED = 1 / 3
 """Relative error above which a line is doubted, if half of its points exceed it."""
 
@@ -608,3 +581,30 @@ def heads_of(width: int) -> int:
     (2, 12)
     """
     return next((heads for heads in range(max(2, width // 64), width) if width % heads == 0), 1)
+
+
+def _fit(points: Sequence[LayerPoint], any_pointwise: bool) -> dict[str, Rate]:
+    families: dict[str, None] = {}
+    for point in points:
+        own = [f"op:{point.op}"] if point.op in OPS_WITH_OVERHEAD else []
+        families |= dict.fromkeys([*own, *(_family(kernel, any_pointwise) for kernel in point.kernels)])
+    place = {family: number for number, family in enumerate(families)}
+    matrix: Array = np.zeros((len(points), len(place), 3))
+    for row, point in zip(matrix, points, strict=True):
+        if point.op in OPS_WITH_OVERHEAD:
+            row[place[f"op:{point.op}"], 0] = 1
+        for kernel in point.kernels:
+            row[place[_family(kernel, any_pointwise)]] += (1, *kernel[1:])
+    measured = np.array([point.seconds for point in points])
+    found = fit_relative(matrix.reshape(len(points), -1), measured).reshape(-1, 3)
+    return {
+        family: Rate(float(launch), float(1 / flop) if flop else 0.0, float(1 / byte) if byte else 0.0)
+        for family, (launch, flop, byte) in zip(families, found, strict=True)
+    }
+
+
+def _family(kernel: KernelWork, any_pointwise: bool) -> str:
+    family = kernel[0]
+    if any_pointwise and family.startswith(POINTWISE):
+        return "pointwise_backward" if family.endswith("_backward") else "pointwise"
+    return family
