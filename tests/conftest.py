@@ -81,7 +81,7 @@ SLOW = (
     "planner/",
     "simulate/passes/test_bucket",
     "simulate/predict/",
-    "strategies/plan/test_layer_passes",
+    "strategies/plan/test_context_parallel",
     "strategies/schedules/test_pytorch_csv",
     "strategies/test_formulas",
     "test_adding",

@@ -9,7 +9,7 @@ import pytest
 from shardlab.language import Holds, Kind, Mesh, Rank, Sizes, Spec, Strategy, Value, trace
 from shardlab.language.rules.kinds import mask_of
 from shardlab.language.rules.spec import Space, form_of
-from shardlab.strategies.plan.layer_passes import slices_of_rank
+from shardlab.strategies.plan.context_parallel import slices_of_rank
 from tests.language.tapes import refusal
 from tests.support.refusing import Told, tells, told
 

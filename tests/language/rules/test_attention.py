@@ -16,7 +16,7 @@ from shardlab.language.rules.attention import attend, attend_backward, split_cel
 from shardlab.language.rules.kinds import bits, mask_of
 from shardlab.language.rules.layer_rules import rules_of
 from shardlab.language.rules.spec import KEY, Space, Term, form_of
-from shardlab.strategies.plan.layer_passes import slices_of_rank
+from shardlab.strategies.plan.context_parallel import slices_of_rank
 from tests.support.refusing import refuses
 
 LAYER = 2
