@@ -116,7 +116,7 @@ class ParameterCopy(NamedTuple):
 
 
 FOLLOWING_CAUSE = "other weights, which drift, enter their gradients; mend those, and these stay equal"
-"""The cause of a drift that begins a step after another one."""
+"""Cause of a drift that begins one step after another drift."""
 
 
 def drifts_of(checked: Checked) -> list[Drift]:

@@ -1,9 +1,9 @@
-"""The check of a whole program: the entry points, and the line of the user's file to which a refusal belongs.
+"""Check of a whole program: the entry points, and the line of the user's file to which a refusal belongs.
 
 `check` and `check_forward` run the proof in order: the dataflow of all tapes (`dataflow`), kept weights (`in_place`),
-batches and arenas (`buffers`), deadlocks under each channel model (`deadlock`), and what backends can run (`runnable`).
-`FileCheck` does the same for a user's file. If the program is refused, it runs the program once more (`Retrace`) and
-puts `file:line` before the sentence.
+batches and arenas (`buffers`), deadlocks under each channel model (`deadlock`), and the limits of the backends
+(`runnable`). `FileCheck` does the same for a user's file. If the program is refused, it runs the program once more
+(`Retrace`) and puts `file:line` before the sentence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check(program: Program) -> Checked:
     exactly once, from step t to t + 1; no value is used freed, stale, partial, written over or of the wrong layer;
     every message reaches the receive that was meant; the members of a group issue its collectives in one order.
 
-    The result also says under which channel models the program runs; a backend whose model deadlocks is not for it.
+    The result also says under which channel models the program runs. It cannot run on a backend whose model deadlocks.
 
     Raises:
         Refused: naming rank, op, layer and what is missing or doubled.
@@ -79,7 +79,7 @@ class FileCheck:
         """
         try:
             return check(trace(self.program, mesh, layers, microbatches))
-        except Stalled:  # it names the line, and a second run would stall as well
+        except Stalled:  # the refusal names the line, and a second run would stall as well
             raise
         except Endless as refusal:  # a second run would take as long
             refusal.line = f"{self.file}:{line_in_traceback(refusal.__traceback__, self.file)}"

@@ -28,7 +28,7 @@ gradient green, full backward orange.
 
 
 class Stream(Enum):
-    """Where an op runs.
+    """Stream of a rank in which an op runs.
 
     COMPUTE: in tape order, one op at a time. COLLECTIVE and MESSAGE: beside compute, from the issue until the group or
     the peer has come. COPY: beside compute, on this rank alone. These three have a handle. NONE: nowhere, it is
@@ -56,7 +56,7 @@ class Price(Enum):
 
 
 class Combiner(Enum):
-    """How several values become one: their sum, or their pieces side by side."""
+    """Combination of several values into one: their sum, or their pieces side by side."""
 
     SUM = "sum"
     UNION = "union"
@@ -233,7 +233,7 @@ HUES: dict[Color, Hue] = {
 
 
 ColorBy = Literal["pass", "layer"]
-"""What the colour of a box in a timeline shows: the pass or the layer."""
+"""Meaning of the colour of a box in a timeline: the pass or the layer."""
 
 
 @singledispatch

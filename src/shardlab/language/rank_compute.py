@@ -1,4 +1,4 @@
-"""Verbs that compute: layers' passes, attention, the loss, sums and updates. They are plain calls."""
+"""Verbs that compute: passes of layers, attention, the loss, sums and updates. They are plain calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADD, UPDATE = OpKind.ADD, OpKind.UPDATE
 
 
 class ComputeVerbs(Tracer):
-    """Verbs that compute layers' passes, attention between slices, the loss, sums, norms and updates.
+    """Verbs that compute passes of layers, attention between slices, the loss, sums, norms and updates.
 
     A layer takes as many values as it has inputs. Given one value, a verb makes one; given a tuple, it makes a tuple.
     Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
@@ -267,7 +267,8 @@ class ComputeVerbs(Tracer):
         return output
 
     def norm(self, layer: int, gradient: Value) -> Value:
-        """Compute the sum of squares of a finished gradient: a scalar, one layer's or slice's part of the model's.
+        """Compute the sum of squares of a finished gradient: a scalar, the part of one layer or slice in the model's
+        norm.
 
         Add the parts of all layers, and `all_reduce` the sum over the ranks that have other layers or slices. `update`
         takes the result.
@@ -279,7 +280,7 @@ class ComputeVerbs(Tracer):
         return self._compute(OpKind.NORM, layer, (gradient,), partial(optimizer_step.norm, len(self.layers)))
 
     def wants_norm(self) -> bool:
-        """Return whether `update` wants a norm, by which the optimizer may clip. The puzzles' optimizer never does."""
+        """Return whether `update` needs a norm, because the optimizer may clip. The puzzles' optimizer never does."""
         return self._world.sizes.clips
 
     def direction(self, layer: int, gradient: Value, opt_state: Value, norm: Value | None = None) -> Value:

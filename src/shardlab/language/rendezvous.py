@@ -94,7 +94,7 @@ class OpenCollectives:
     def _set_result(self, member: CollectiveHandle, spec: Spec) -> None:
         assert member.result is not None
         member.result.spec = spec
-        if member.spec is None:  # the value comes from the root, so it is known only now
+        if member.spec is None:  # the value comes from the root, so its spec is known only now
             rank = member.rank
             op, message = rank.ops[member.op], ExpectedValue.of(spec)
             if op.expect is None:

@@ -1,10 +1,10 @@
-"""The tape: what one rank does in one optimizer step, as an ordered list of ops. Everything else reads tapes.
+"""Tapes: the ops of each rank in one optimizer step, as ordered lists. Everything else reads tapes.
 
 `Op` is one entry, and `Program` has the tapes of all ranks. The second part finds out which ops of different ranks
 belong together: each rank's k-th communication on a *channel* is the same communication (`Matcher`,
 `communications_of`). A channel is a group, whose ranks meet in collectives; or (source, destination), along which
 messages keep their order; or (rank,), on which a rank copies alone. Tracing, the check, folding and drawing all match
-in this way. The last part holds what a real run records of a tape (`RankRecord`).
+in this way. The last part is the record of a real run of a tape (`RankRecord`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shardlab.language.sizes import Sizes
 SUM = Reduction.SUM
 
 TIED_HEAD = "the head is tied to the embedding and has no weight of its own"
-"""Why a program cannot load the weight of a tied head."""
+"""Reason why a program cannot load the weight of a tied head."""
 
 TIED_HEAD_REMEDY = "it computes with weights[0], load layer 0"
-"""What to do instead."""
+"""Remedy for a program that loads the weight of a tied head."""
 
 
 _new: Callable[[type[ExpectedValue], tuple[Kind, int, int]], ExpectedValue] = cast(Any, tuple).__new__
-"""Makes an ExpectedValue without the cost of a NamedTuple's own constructor."""
+"""Constructor of an ExpectedValue without the Python call of a NamedTuple's own constructor."""
 
 
 class ExpectedValue(NamedTuple):
@@ -221,7 +221,7 @@ class Participant(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """A communication with all its parts.
+    """Communication with all its parts.
 
     Attributes:
         stream: whether it is a collective, a message or a copy.
@@ -401,7 +401,7 @@ class MemoryRecord:
 
 @dataclass
 class RankRecord:
-    """What a real run recorded on one rank.
+    """Record of a real run on one rank.
 
     Attributes:
         rank: its number.

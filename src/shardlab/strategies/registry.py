@@ -1,4 +1,4 @@
-"""Table of strategies: what is known of each, and the two ways to declare one.
+"""Table of strategies: the properties of each, and the two ways to declare one.
 
 `StrategyEntry` is a row of the table. `built_in` declares a program, and `preset` declares a plan for any number of
 ranks. The functions at the top give the default mesh of each kind of program.

@@ -96,14 +96,14 @@ class Saver(Callback):
         self._steps, self._seconds = split_interval(run.config.saving.save_every)
         self._snapshot: Snapshot | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[None] | None = None  # of this rank's file
+        self._writing: Future[None] | None = None  # entry of this rank's file
         self._documents: dict[str, str] = {}
         self._fingerprints: dict[int, str] = {}
-        self._number = 0  # of the checkpoint in flight, or of the last one
+        self._number = 0  # step of the checkpoint in flight, or of the last one
         self._step = executor.state.step
         self._began = time.monotonic()
         self._requested = False
-        self._stalls: dict[int, float] = {}  # seconds for which the run stood still, by step
+        self._stalls: dict[int, float] = {}  # seconds for which the run was paused, by step
         self._training: Training | None = None
         self.saved: int | None = executor.state.step or None
 
@@ -213,10 +213,12 @@ class Saver(Callback):
         self.settle()
         self._pool.shutdown()
         dist.barrier()  # rank 0 has completed the last checkpoint, or dropped it
-        for part in (self._run.out / CHECKPOINTS).glob(f"*{PART}"):  # of a failed save, if hosts do not share a disk
+        for part in (self._run.out / CHECKPOINTS).glob(
+            f"*{PART}"
+        ):  # the folder is left from a failed save, if hosts do not share a disk
             with suppress(OSError):
                 remove_shard(part, self._state.rank)
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # the folder is not empty
             (self._run.out / CHECKPOINTS).rmdir()
 
     def _complete(self, step: int, documents: dict[str, str]) -> None:

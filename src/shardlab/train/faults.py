@@ -96,7 +96,7 @@ class Watch:
     def look(self) -> list[int]:
         """Look at all ranks, and return those that have made no progress within the timeout."""
         now = time.monotonic()
-        passed = min(now - self._looked, 3 * self.interval)  # a longer time means that this process was stopped
+        passed = min(now - self._looked, 3 * self.interval)  # a longer time means that this process itself was stopped
         self._looked = now
         for rank, progress in self._progresses.items():
             position = progress.position
@@ -112,7 +112,7 @@ class Watch:
         """Return a report of where the ranks of this host are.
 
         Args:
-            fates: what became of the ranks that have ended.
+            fates: the ends of the ranks that have ended, in words.
         """
         self.look()
         return report_text(self._ranks(fates, awaited=False))
@@ -396,7 +396,7 @@ class TapeWaits:
             return RankWait(
                 f"is at the end of {'an evaluation' if here.evaluates else f'step {here.step + 1}'}", behind
             )
-        if here.length != len(tape):  # an earlier stage of a batch ramp, or a sample
+        if here.length != len(tape):  # the rank runs an earlier stage of a batch ramp, or a sample
             return RankWait(f"is in op {here.op} of {here.length} of another program")
         line = "" if here.evaluates else self._line_of(rank, here.op)
         name = "evaluation" if here.evaluates else "step"

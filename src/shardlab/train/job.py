@@ -1,7 +1,7 @@
 """Job of a training run: a strategy, a model and the shape of a step.
 
 Every process traces the same program from the same `Job`. `job_as_dict` and `job_from_dict` store a job in a file.
-`Tracing` says which steps of a run are recorded.
+`Tracing` has the steps of a run that are recorded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A training run: its settings, the record that it leaves, and its results.
+"""Training run: its settings, its record, and its results.
 
-`TrainingRun` is what the command hands to the ranks; they receive it pickled. `Summary` is what rank 0 returns.
+`TrainingRun` has the settings that the command passes to the ranks, pickled. `Summary` is the result that rank 0
+returns.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false

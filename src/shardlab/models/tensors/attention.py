@@ -75,7 +75,7 @@ def attend_backward(
     key_tokens: Sequence[int],
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what one part adds to the gradient of the queries, and to that of the keys and values.
+    """Return the terms of one part in the gradients of the queries, and of the keys and values.
 
     Args:
         attention_output: the merged output for all keys and values that the queries see.
@@ -171,7 +171,7 @@ def rotations(
 
 
 def rotate_back(features: Tensor, turns: Tensor, heads: int) -> Tensor:
-    """Undo `rotate`, of what it gives; also the gradient of the one, of that of the other."""
+    """Undo `rotate`. It is also the backward pass of `rotate`, as `rotate` is that of this function."""
     return rotate(features, turns.conj(), heads)
 
 

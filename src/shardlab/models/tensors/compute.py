@@ -40,7 +40,7 @@ from shardlab.models.tensors.attention import KeyValueCache, attention_with_drop
 from shardlab.models.tensors.share import Share
 
 
-@dataclass(slots=True)  # one is made for every primitive, and a frozen one takes three times as long
+@dataclass(slots=True)  # not frozen: one is made for every primitive, and a frozen one takes three times as long
 class Operands:
     """Operands of a primitive.
 

@@ -1,4 +1,4 @@
-"""The corpus of a run: a text, documents, a prepared folder, or several of them mixed by weight.
+"""Corpus of a run: a text, documents, a prepared folder, or several of them mixed by weight.
 
 `Corpus.open` takes the sources that a user names (`parse_sources`) and returns a training and a validation stream of
 sequences. A text whose tokens are its bytes stays in its file. Other files are encoded when they are opened, by every

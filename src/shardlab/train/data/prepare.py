@@ -304,9 +304,7 @@ class PieceBoundaries:
             self.documents.append(len(self.tokens) - 1)
 
     def split(self, validation: float) -> int:
-        """Return where to cut off the validation part: at the share that was asked for, or at the end of a document
-        nearby.
-        """
+        """Return the boundary of the validation part: at the requested share, or at the end of a document nearby."""
         total = self.tokens[-1]
         cut = min(max(1, int(total * (1 - validation))), total - 1)
         ends = np.frombuffer(self.tokens, np.int64)[np.frombuffer(self.documents, np.int64)]
@@ -335,7 +333,9 @@ class PieceBoundaries:
 def _write_tokens(
     reading: DocumentReader, tokenizer: Tokenizer, dtype: np.dtype[np.void], path: Path
 ) -> tuple[PieceBoundaries, int, Counter[str]]:
-    """Write all tokens into one file; return the boundaries of its pieces, its largest token, and what has no token."""
+    """Write all tokens into one file; return the boundaries of its pieces, its largest token, and the lost
+    characters.
+    """
     ends, largest, lost = PieceBoundaries(), 0, Counter[str]()
     with path.open("wb") as file:
         for piece in encode_documents(reading, tokenizer, lost):

@@ -132,7 +132,7 @@ class SequenceStream:
         ends = np.cumsum(self.shares)
         sources = np.searchsorted(ends, slots, "right")
         shares = np.array(self.shares)[sources]
-        drawn = turns * shares + slots - (ends[sources] - shares)  # of this source before
+        drawn = turns * shares + slots - (ends[sources] - shares)  # sequences of this source before
         places = np.empty_like(drawn)
         for source, run in enumerate(self.runs):
             mine, size = sources == source, run.sequences(seq_len)

@@ -96,7 +96,8 @@ class Tokenizer(ABC):
 
 
 def decode_incrementally(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> Iterator[bytes]:
-    """Yield what each token adds to the text of those before it, in bytes. Joined, they are the text of the whole run.
+    """Yield the bytes that each token adds to the text of the tokens before it. Joined, they are the text of the whole
+    run.
 
     Each token is decoded in a run that begins with the last token that was more than space, because tokenizers decode
     the beginning of a run differently.
@@ -303,9 +304,9 @@ class HuggingFace(Tokenizer):
         self._content, self._name, self._beside = content, name, dict(beside or {})
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises no more specific exception
             raise UserError(f"{name} is not a tokenizer of Hugging Face ({error}); give a whole one") from None
-        self._tokenizer.encode_special_tokens = True  # a text that spells one out is text
+        self._tokenizer.encode_special_tokens = True  # a special token that is spelled out in a text is text
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         parts: dict[str, Any] = json.loads(content)
@@ -481,17 +482,21 @@ def export_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
     """
     match tokenizer:
         case ByteTokenizer():
-            # byte pairs without any pair: every byte stays what it is, under the letter that GPT-2 has for it
+            # byte pair encoding without any pair: every byte is a token, with GPT-2's letter for it
             vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
             return _files(_byte_level(words=False), _byte_level(words=False), _bpe(vocabulary, []))
         case Characters():
             each = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
             vocabulary = {character: token for token, character in enumerate(tokenizer.characters)}
-            model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}  # not in it: an unknown one raises
+            model = {
+                "type": "WordLevel",
+                "vocab": vocabulary,
+                "unk_token": "[UNK]",
+            }  # only tokens that are in it: an unknown one raises
             return _files(each, {"type": "Fuse"}, model)
         case Gpt2():
             vocabulary: dict[str, int] = json.loads(tokenizer.files()["encoder.json"])
-            lines = tokenizer.files()["vocab.bpe"].decode().splitlines()[1:]  # the first tells the version
+            lines = tokenizer.files()["vocab.bpe"].decode().splitlines()[1:]  # the first line gives the version
             merges = [line.split(" ") for line in lines if line]
             part = _byte_level(words=True)
             return _files(part, part, _bpe(vocabulary, merges), {END: vocabulary[END]}) | _end_files({}, tokenizer, END)
@@ -591,7 +596,7 @@ def _load_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
         before = os.environ.get("TIKTOKEN_CACHE_DIR")
-        os.environ["TIKTOKEN_CACHE_DIR"] = ""  # or it would copy the files into its cache
+        os.environ["TIKTOKEN_CACHE_DIR"] = ""  # otherwise tiktoken would copy the files into its cache
         try:
             return load.data_gym_to_mergeable_bpe_ranks(*(str(Path(folder, name)) for name in GPT2_FILES))
         finally:

@@ -1,9 +1,9 @@
 """Families of models that Hugging Face's transformers also has: GPT-2, Llama and Mixtral.
 
 A `Family` lists the fields of config.json and the names of tensors. `read_model` reads a config.json, and
-`write_config` writes one. What the other side cannot express is refused, with every field that differs. `Naming.parts`
-tells in which tensors of a file the rows of a parameter lie: a parameter is a matrix (rows, columns), a vector has one
-column, and each expert of a mixture has a matrix.
+`write_config` writes one. A model that the other format cannot express is refused, with every field that differs.
+`Naming.parts` returns the tensors of a file in which the rows of a parameter lie: a parameter is a matrix (rows,
+columns), a vector has one column, and each expert of a mixture has a matrix.
 """
 
 from __future__ import annotations

@@ -213,8 +213,8 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     Args:
         folder: of a run (run.json and weights.safetensors), of one of its checkpoints, or in Hugging Face's form
             (config.json and safetensors); or another file of weights in a run's folder, such as its ema.safetensors.
-        change: makes the model whose weights they are of the one that the folder says, and the name of the file that
-            says it.
+        change: function from the folder's model, and the name of the file that describes it, to the model of the
+            weights.
 
     Raises:
         UserError: if there are no weights in safetensors, Shardlab has no such model, or they do not fit it.

@@ -1,8 +1,8 @@
 """Any command as ranks on this machine, and the store at which the ranks of a launcher meet.
 
 `run_command` is `shardlab launch`: it starts a command once per rank, prefixes the lines of each, and ends all when one
-fails. `store_of` finds the store of a launcher's world, and `RankExchange` lets its ranks agree on something before
-they compute.
+fails. `store_of` finds the store of a launcher's world. By `RankExchange` its ranks agree on settings before they
+compute.
 """
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
@@ -66,7 +66,7 @@ class _CommandRank:
         readers = [asyncio.ensure_future(self._read(ours, to.buffer, last)) for ours, to, last in streams if ours]
         await self.process.wait()
         self.ended = time.monotonic()
-        await asyncio.wait(readers, timeout=1)  # what it left running may hold its pipes
+        await asyncio.wait(readers, timeout=1)  # children that it left running may hold its pipes
         for reader in readers:
             reader.cancel()
 
@@ -84,7 +84,7 @@ class _CommandRank:
 
     def _print(self, lines: Sequence[bytes], to: BinaryIO, last: deque[bytes]) -> None:
         last.extend(lines)
-        with suppress(OSError):  # nobody reads any more: the ranks go on
+        with suppress(OSError):  # no one reads the output any more: the ranks continue
             to.write(b"".join(b"[%d] %s\n" % (self.number, line) for line in lines))
             to.flush()
 
@@ -194,7 +194,9 @@ class RankExchange:
             self._wait(store, everyone, "")
             words = [store.get(other).decode() for other in everyone]
             store.set("words", json.dumps(words))
-            self._wait(store, [f"heard {other}" for other in everyone[1:]], "heard ")  # its own store ends with it
+            self._wait(
+                store, [f"heard {other}" for other in everyone[1:]], "heard "
+            )  # the store of rank 0 ends with rank 0
             return words
         except dist.DistError as error:
             others = "the others" if self.rank == 0 else "rank 0"
@@ -269,7 +271,7 @@ async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int
         return await _watch(ranks)
     finally:
         for rank in ranks:
-            rank.send(signal.SIGKILL)  # also what a command left running
+            rank.send(signal.SIGKILL)  # also children that a command left running
 
 
 def _as_torchrun(attempt: int, restarts: int) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""The world that torchrun, SLURM, PBS or mpiexec has put this process into, and the CPUs that it has there.
+"""World of this process under torchrun, SLURM, PBS or mpiexec, and its CPUs.
 
-`find_launch_environment` returns rank, world size and meeting point from the variables that launchers.py reads, or a
-sentence on what contradicts or is missing (`_Hosts`). `require_port` checks the meeting point before torch is imported.
-The second half divides the CPUs of a host among its ranks.
+`find_launch_environment` returns rank, world size and meeting point from the variables that launchers.py reads, or an
+error about variables that are missing or contradict each other (`_Hosts`). `require_port` checks the meeting point
+before torch is imported. The second half divides the CPUs of a host among its ranks.
 """
 
 from __future__ import annotations
@@ -117,13 +117,13 @@ class _Hosts:
 
     @property
     def read(self) -> str:
-        """The variables that were read, in a sentence."""
+        """Text of the variables that were read, for a sentence."""
         own = [fact for fact in (self.own_rank, self.own_world) if fact is not None]
         return ", ".join(map(str, (self.rank, self.world, *own)))
 
     @cached_property
     def hosts(self) -> Fact | None:
-        """How many hosts there are, if a launcher tells."""
+        """Number of hosts, if a launcher gives it."""
         return _agree([facts.hosts for facts in self.worlds])
 
     @cached_property
@@ -155,19 +155,19 @@ class _Hosts:
         return found
 
     def local_world(self) -> int | None:
-        """How many ranks are on this host, if that is known."""
+        """Number of ranks on this host, if it is known."""
         if self.own_world is not None:
             return self.own_world.value
         return self.world.value if self.one_host else None
 
     def local_rank(self, here: int | None) -> int:
-        """The number of this rank on its host.
+        """Return the number of this rank on its host.
 
         Args:
-            here: how many ranks are there, if that is known.
+            here: number of ranks on the host, if it is known.
 
         Raises:
-            UserError: when it is not known.
+            UserError: if it is not known.
         """
         own, alone = self.own_rank, self.rank.value if self.one_host else 0 if here == 1 else None
         if own is None:
@@ -186,12 +186,12 @@ class _Hosts:
         return own.value
 
     def address(self) -> str:
-        """Where the ranks meet.
+        """Return the address of the meeting point.
 
         Raises:
             UserError: when that is not known.
         """
-        one_host = self.one_host  # refuses what is contradictory
+        one_host = self.one_host  # this refuses contradictory variables
         if address := self.environment.get("MASTER_ADDR"):
             return address
         if one_host:
@@ -411,7 +411,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
-    """The hosts of a PBS job, each once; rank 0 is on the first."""
+    """Return the hosts of a PBS job, each once. Rank 0 is on the first."""
     file = environment.get("PBS_NODEFILE")
     if file is None:
         return []
@@ -433,7 +433,7 @@ def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
             client.shutdown(socket.SHUT_WR)
             while (left := deadline - time.monotonic()) > 0:
                 server.settimeout(left)
-                accepted = server.accept()[0]  # others may try whether somebody listens already
+                accepted = server.accept()[0]  # other ranks may test already whether rank 0 listens
                 with accepted:
                     accepted.settimeout(left)
                     if accepted.recv(len(token)) == token:
@@ -458,6 +458,6 @@ def _position(cpu: int) -> tuple[int, int, int]:
 
 
 def _threads_beside(mine: CpuShare, here: Sequence[CpuShare]) -> int:
-    """Threads for the CPUs of one rank, which may share them with others of its host."""
+    """Return the threads for the CPUs of one rank, which it may share with other ranks of its host."""
     cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in here)
     return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(here))))

@@ -91,7 +91,9 @@ class StopRequest:
         return self._grace == WARNED_GRACE
 
     def __enter__(self) -> StopRequest:
-        signals = self._catching.__enter__().dup()  # the thread's own, which it may still read when `with` has ended
+        signals = (
+            self._catching.__enter__().dup()
+        )  # a socket of the thread's own, which it may still read when `with` has ended
         threading.Thread(target=self._listen, args=(signals,), daemon=True).start()
         return self
 
@@ -125,7 +127,7 @@ class StopRequest:
     def _listen(self, signals: socket.socket) -> None:
         with signals:
             number = signals.recv(1)
-            if not number:  # the end of `with`
+            if not number:  # this byte is the end of `with`
                 return
             self.ask(grace_of(number[0]))
         # The process that started this one says it, if it is there.
@@ -185,12 +187,11 @@ def ignore_errors(file: TextIO) -> TextIO:
 
 
 SILENCE = 9.0
-"""Seconds of silence after which a line says what is under way."""
+"""Seconds of silence after which a line reports the current activity."""
 
 
 class Heartbeat:
-    """Printer of lines on stderr that reports what is under way, and for how long, after each silence. Use it in
-    `with`.
+    """Printer of lines on stderr about the current activity and its duration, after each silence. Use it in `with`.
 
     Args:
         silence: seconds, by default SILENCE.
@@ -223,7 +224,7 @@ class Heartbeat:
             self._print(line)
 
     active: ClassVar[Heartbeat | None] = None
-    """The heartbeat inside of `with`. A line of `say_waiting` counts as its own."""
+    """Heartbeat inside of `with`. A line of `say_waiting` counts as its own."""
 
     def __enter__(self) -> Heartbeat:
         self._thread.start()
@@ -252,7 +253,7 @@ class Heartbeat:
 
 
 def say_waiting(line: str) -> None:
-    """Print a line on what this process waits for; it counts as a line of the heartbeat."""
+    """Print a line about what this process waits for. It counts as a line of the heartbeat."""
     (say if Heartbeat.active is None else Heartbeat.active.say)(line)
 
 

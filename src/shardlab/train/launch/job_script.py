@@ -42,15 +42,15 @@ class SubmittedJob:
     """Request for a scheduler.
 
     Attributes:
-        command: of every rank; it finds its world by the launcher's variables.
-        name: of the job.
-        nodes, ranks_per_node: hosts, and ranks on each.
-        cpus_per_rank, gpus_per_node: what each rank and each host is given; None: as the scheduler does.
-        seconds: the limit.
-        queue: PBS's queue, or SLURM's partitions, a comma between them, if any are named.
-        account: who pays, if that is named.
-        run: folder of the run that the command trains, if it does; a job that saved, and is not over, goes on.
-        queue_option: the option that names the queue.
+        command: command of every rank. It finds its world by the launcher's variables.
+        name: name of the job.
+        nodes, ranks_per_node: number of hosts, and of ranks on each.
+        cpus_per_rank, gpus_per_node: CPUs of each rank, and GPUs of each host (None: the scheduler's default).
+        seconds: time limit.
+        queue: queue of PBS, or partitions of SLURM separated by commas, if the user names any.
+        account: account to charge, if the user names one.
+        run: folder of the run, if the command trains one. A job that has saved before the run's end is submitted again.
+        queue_option: the user's option for the queue.
     """
 
     command: Sequence[str]
@@ -66,10 +66,10 @@ class SubmittedJob:
     queue_option: str = "--queue"
 
     def __post_init__(self) -> None:
-        """Refuse names that a scheduler would take for something else.
+        """Refuse names that a scheduler would misread.
 
         Raises:
-            UserError: saying which.
+            UserError: with the name.
         """
         names = {"--name": self.name, self.queue_option: self.queue, "--account": self.account}
         for option, value in names.items():

@@ -1,4 +1,4 @@
-"""Facts that launchers give a process in its environment variables.
+"""Facts about a process's world from the environment variables of launchers.
 
 Variables of several launchers can be present at once. `srun --mpi=pmi2` sets PMI's beside its own, and a process of
 torchrun or mpiexec inherits those of the SLURM step in which its launcher runs. `innermost` ignores an outer step.
@@ -19,7 +19,7 @@ from shardlab.common.errors import UserError
 from shardlab.common.text import counted
 
 MOST_HOSTS = 1 << 17
-"""Most hosts of a list: more than any cluster has, so that a damaged list is refused before it fills the memory."""
+"""Most hosts of a list, more than any cluster has: a damaged list is refused before it fills the memory."""
 
 
 class Fact(NamedTuple):
@@ -44,15 +44,15 @@ class Launcher(NamedTuple):
 
 @dataclass(frozen=True)
 class LauncherFacts:
-    """Facts that a launcher's variables give of the world that it has started.
+    """Facts in a launcher's variables about the world that it has started.
 
     Attributes:
-        name: the launcher's.
-        rank, world: the number of this process, and how many there are.
-        local_rank, local_world: the same on its host; None if no variable says.
-        hosts: how many hosts there are; None if no variable says.
-        first_host: the name of rank 0's host; None if no variable says.
-        unsure: why there is no `first_host`, if more is known than that no variable says it.
+        name: name of the launcher.
+        rank, world: number of this process, and number of processes.
+        local_rank, local_world: the same numbers on its host (None: no variable has them).
+        hosts: number of hosts (None: no variable has it).
+        first_host: name of rank 0's host (None: no variable has it).
+        unsure: reason why `first_host` is unknown, if there is more to say than that no variable has it.
     """
 
     name: str
@@ -87,9 +87,13 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
     by_torchrun = _facts_of(TORCHRUN, environment)
     if by_torchrun is not None and from_torchrun(environment):
         return [by_torchrun]
-    users = [] if by_torchrun is None else [by_torchrun]  # set by a script, in the step of another launcher or of none
+    users = (
+        [] if by_torchrun is None else [by_torchrun]
+    )  # a script set these variables, in the step of another launcher or of none
     found = [facts for launcher in MPI if (facts := _facts_of(launcher, environment)) is not None]
-    inner = [facts for facts in found if facts.local_rank is not None]  # mpiexec's; srun sets no local rank of PMI's
+    inner = [
+        facts for facts in found if facts.local_rank is not None
+    ]  # these are mpiexec's, since srun sets no local rank for PMI
     step = None if _is_shell(environment) else slurm_step(environment)
     if step is None:
         return [*(inner if "SLURM_STEP_NUM_TASKS" in environment else found), *users]
@@ -97,7 +101,7 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
         local = [facts for facts in [*inner, *users] if facts.local_rank is not None]
         other = [facts for facts in local if _numbers_of(facts) != _numbers_of(step)]
         if other:
-            return [*inner, *users]  # a launcher starts its own daemons by srun, or was itself started so
+            return [*inner, *users]  # a launcher starts its daemons by srun, or was itself started by srun
     return [*inner, step, *(facts for facts in found if facts not in inner), *users]
 
 
@@ -146,7 +150,7 @@ def slurm_step(environment: Mapping[str, str]) -> LauncherFacts | None:
         if node is not None or len(set(counts)) == 1:
             local_world = Fact(name, counts[0 if node is None else node.value])
     if hosts is None and (job := number(environment, "SLURM_JOB_NUM_NODES")) is not None:
-        hosts = job if job.value == 1 else None  # a step may take some of its job's hosts
+        hosts = job if job.value == 1 else None  # a step may use only some of its job's hosts
     first, unsure = _first_host(environment, node, hosts)
     return LauncherFacts("SLURM's srun", rank, world, local_rank, local_world, hosts, first, unsure)
 
@@ -168,7 +172,7 @@ def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
     ['r1n09', 'r1n10', 'r2n09', 'r2n10']
 
     Args:
-        variable: the variable that has it.
+        variable: the variable of this list.
 
     Raises:
         UserError: when it is no such list, or names more than `MOST_HOSTS`.
@@ -228,9 +232,11 @@ def _is_shell(environment: Mapping[str, str]) -> bool:
         return False
     task = environment.get("SLURM_TASK_PID", "")
     if task == str(os.getpid()):
-        return False  # the command itself was started so, and all tasks run it
+        return False  # the command itself was started by srun, and all tasks run it
     with suppress(OSError, ValueError, IndexError):
-        return Path("/proc", task, "stat").read_text().rpartition(")")[2].split()[4] != "0"  # the terminal's number
+        return (
+            Path("/proc", task, "stat").read_text().rpartition(")")[2].split()[4] != "0"
+        )  # the number of the terminal
     return True
 
 
@@ -246,7 +252,7 @@ def _first_host(environment: Mapping[str, str], node: Fact | None, hosts: Fact |
     text = environment.get(name)
     job = number(environment, "SLURM_JOB_NUM_NODES")
     if not text and hosts is not None and job is not None and hosts.value == job.value:
-        name = "SLURM_JOB_NODELIST"  # the step has all of them
+        name = "SLURM_JOB_NODELIST"  # the step has all hosts
         text = environment.get(name)
     if not text:
         return None, ""

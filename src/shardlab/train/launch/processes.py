@@ -101,14 +101,15 @@ def run_processes(
     SIGINT or SIGTERM to this process ends them at once. When this process is killed, they get SIGTERM.
 
     Args:
-        preload: modules that are imported once, for all of them.
-        function: importable by name.
-        watching: how they are watched for hanging (None: they are not).
+        preload: modules that are imported once for all processes.
+        function: function that is importable by name.
+        watching: settings of the watch for hangs (None: no watch).
 
     Raises:
-        RankFailed: when a rank raised, was killed, or did not get on in time.
-        UserError: when a rank raised one.
-        KeyboardInterrupt: when the processes were asked to end and gave no result; it says why, if they were killed.
+        RankFailed: if a rank raised, was killed, or made no progress in time.
+        UserError: if a rank raised one.
+        KeyboardInterrupt: if the processes were asked to end and gave no result. The message has the reason if they
+            were killed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -152,8 +153,8 @@ class _Ranks:
         self._pipes: dict[Connection, int] = {}
         self._answers: dict[int, _Report] = {}
         self._ended: dict[int, int] = {}  # exit codes, in the order in which they ended
-        self._killed: set[int] = set()  # those that had not ended by themselves
-        self._asked = self._end = float("inf")  # when they were asked, and when those that are left are killed
+        self._killed: set[int] = set()  # ranks that had not ended by themselves
+        self._asked = self._end = float("inf")  # times of the request, and of the kill of the remaining ranks
         self._grace = GRACE
         self._late = ""
 
@@ -238,7 +239,7 @@ class _Ranks:
         for rank in silent:
             if -self._ended[rank] in STOP_SIGNALS:
                 raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
-        if silent:  # what the others then lost explains nothing
+        if silent:  # later errors of the other ranks are only consequences
             code = next((self._ended[rank] for rank in silent if self._ended[rank] < 0), self._ended[silent[0]])
             alike = [rank for rank in silent if self._ended[rank] == code]
             raise self._failure(describe_end(alike, how_ended(code)))
@@ -248,7 +249,7 @@ class _Ranks:
     def _note_end(self, rank: int) -> None:
         """Record the end of a rank: the kernel closes its pipe, even if the fork server is gone."""
         process = self._processes[rank]
-        process.join(REPORT_SECONDS)  # until the server that forked it, if it is still there, tells its exit code
+        process.join(REPORT_SECONDS)  # wait for the exit code from the server that forked it, if the server still runs
         self._ended[rank] = process.exitcode or 0
         if self._ended[rank] or rank not in self._answers:
             self._look_at_others()
@@ -300,7 +301,7 @@ def _start_forkserver() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the tracker has unblocked some
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the resource tracker has unblocked some
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -317,8 +318,8 @@ def _run_rank(
     """Call the function in a started process, and report its result."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)  # no traceback from each: the process that started them tells
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the server's, until now
+            signal.signal(number, signal.SIG_DFL)  # no traceback of each rank: the process that started them reports
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # these were the server's settings
     end_with_starter()
     StopRequest.starter = starter
     if progress is not None:
@@ -336,7 +337,7 @@ def _run_rank(
             progress.fail(answer.time, answer.lost, stack_text(traceback.extract_tb(error.__traceback__)))
     try:
         answers.send(answer)
-    except BrokenPipeError:  # the process that started this one has gone
+    except BrokenPipeError:  # the process that started this one has ended
         sys.exit(1)
     sys.exit(bool(answer.time))
 

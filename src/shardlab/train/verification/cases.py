@@ -55,7 +55,7 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy to verify, on a small model.
+    """Strategy to verify, on a small model.
 
     Attributes:
         row, column: place in the table.
