@@ -261,9 +261,8 @@ def _cannot_compute(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> Why 
         if cut > 1 and (holds.of != cut or holds.pieces != 1):
             given = f"layer {op.layer} is cut into {cut} slices and this computes with slices {holds} of it at once"
             return given, "compute with one slice on each rank"
-    elif (
-        op[0] is OpKind.LOAD_BATCH
-    ):  # a value that is made of batches has the same slices of each batch if the batches have
+    # A value that is made of batches has the same slices of each batch if the batches have.
+    elif op[0] is OpKind.LOAD_BATCH:
         batch = specs[op.outputs[0]]
         if not _even(batch):
             return f"{batch} has other slices of some microbatches than of others", "load and compute them apart"

@@ -212,8 +212,7 @@ def _refuse_awaited(rank: Rank) -> NoReturn:
 def _close(coroutine: Coroutine[Any, Any, object]) -> None:
     """Close a coroutine whatever its `finally` clauses do: the error to report is the one that ended the trace."""
     for _ in range(CLOSING_TRIES):
-        with suppress(
-            Exception
-        ):  # also "coroutine ignored GeneratorExit": the coroutine awaits again, so close it again
+        # Also "coroutine ignored GeneratorExit": the coroutine awaits again, so close it again.
+        with suppress(Exception):
             coroutine.close()
             return

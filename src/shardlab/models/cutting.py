@@ -160,9 +160,8 @@ def cut(
     steps, pieces = model.steps, {"vocab": tp * tiles, "head": tp * tiles, "ffn": tp * tiles}
     if isinstance(model, MoE):
         steps, pieces = _placed_again(steps), {"expert": ep} | pieces
-        if (
-            tp == 1 and not attention_apart and not (model.tied and halves)
-        ):  # attention belongs to the layers before experts
+        # Attention belongs to the layers before experts.
+        if tp == 1 and not attention_apart and not (model.tied and halves):
             ends = [1, len(steps) - 1] if model.tied else []
             return _sliced(model, runs(steps, sorted([*_experts(steps), *ends])), {"expert": ep})
     want_cuttable(steps, pieces)

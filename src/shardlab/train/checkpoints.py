@@ -213,9 +213,8 @@ class Saver(Callback):
         self.settle()
         self._pool.shutdown()
         dist.barrier()  # rank 0 has completed the last checkpoint, or dropped it
-        for part in (self._run.out / CHECKPOINTS).glob(
-            f"*{PART}"
-        ):  # the folder is left from a failed save, if hosts do not share a disk
+        # The folder is left from a failed save, if hosts do not share a disk.
+        for part in (self._run.out / CHECKPOINTS).glob(f"*{PART}"):
             with suppress(OSError):
                 remove_shard(part, self._state.rank)
         with suppress(OSError):  # the folder is not empty

@@ -70,9 +70,8 @@ def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, warm_
         warm_up: number of first steps of each run that are not in the histogram.
     """
     figure = Figure(figsize=(10, 9))
-    figure.subplots_adjust(
-        0.1, 0.06, 0.98, 0.98, 0.25, 0.25
-    )  # a fixed layout, since an automatic one draws everything twice
+    # A fixed layout, since an automatic one draws everything twice.
+    figure.subplots_adjust(0.1, 0.06, 0.98, 0.98, 0.25, 0.25)
     grid = figure.subplots(3, 2)
     several = len(runs) > 1
     for number, (run, records) in enumerate(runs.items()):

@@ -33,9 +33,8 @@ class ParameterGatherer(Generic[V]):
         self._explicit = rank_plan.explicit_gathers
         self._uses: Sequence[WeightUse] = weight_uses(rank_plan, rank_plan.steps) if rank_plan.gather_axes else ()
         gathered = set(rank_plan.layers).difference(rank_plan.weightless) if rank_plan.gather_axes else ()
-        self._whole = {
-            l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in gathered
-        }  # layer to the owner of its weight
+        # Layer to the owner of its weight.
+        self._whole = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in gathered}
         self._at = 0
         self._in_flight: dict[int, Awaitable[V]] = {}
 

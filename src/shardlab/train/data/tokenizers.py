@@ -488,11 +488,8 @@ def export_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
         case Characters():
             each = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
             vocabulary = {character: token for token, character in enumerate(tokenizer.characters)}
-            model = {
-                "type": "WordLevel",
-                "vocab": vocabulary,
-                "unk_token": "[UNK]",
-            }  # only tokens that are in it: an unknown one raises
+            # Only tokens that are in it: an unknown one raises.
+            model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
             return _files(each, {"type": "Fuse"}, model)
         case Gpt2():
             vocabulary: dict[str, int] = json.loads(tokenizer.files()["encoder.json"])

@@ -194,9 +194,8 @@ class RankExchange:
             self._wait(store, everyone, "")
             words = [store.get(other).decode() for other in everyone]
             store.set("words", json.dumps(words))
-            self._wait(
-                store, [f"heard {other}" for other in everyone[1:]], "heard "
-            )  # the store of rank 0 ends with rank 0
+            # The store of rank 0 ends with rank 0.
+            self._wait(store, [f"heard {other}" for other in everyone[1:]], "heard ")
             return words
         except dist.DistError as error:
             others = "the others" if self.rank == 0 else "rank 0"

@@ -91,9 +91,8 @@ class StopRequest:
         return self._grace == WARNED_GRACE
 
     def __enter__(self) -> StopRequest:
-        signals = (
-            self._catching.__enter__().dup()
-        )  # a socket of the thread's own, which it may still read when `with` has ended
+        # A socket of the thread's own, which it may still read when `with` has ended.
+        signals = self._catching.__enter__().dup()
         threading.Thread(target=self._listen, args=(signals,), daemon=True).start()
         return self
 

@@ -87,13 +87,11 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
     by_torchrun = _facts_of(TORCHRUN, environment)
     if by_torchrun is not None and from_torchrun(environment):
         return [by_torchrun]
-    users = (
-        [] if by_torchrun is None else [by_torchrun]
-    )  # a script set these variables, in the step of another launcher or of none
+    # A script set these variables, in the step of another launcher or of none.
+    users = [] if by_torchrun is None else [by_torchrun]
     found = [facts for launcher in MPI if (facts := _facts_of(launcher, environment)) is not None]
-    inner = [
-        facts for facts in found if facts.local_rank is not None
-    ]  # these are mpiexec's, since srun sets no local rank for PMI
+    # These are mpiexec's, since srun sets no local rank for PMI.
+    inner = [facts for facts in found if facts.local_rank is not None]
     step = None if _is_shell(environment) else slurm_step(environment)
     if step is None:
         return [*(inner if "SLURM_STEP_NUM_TASKS" in environment else found), *users]
@@ -234,9 +232,8 @@ def _is_shell(environment: Mapping[str, str]) -> bool:
     if task == str(os.getpid()):
         return False  # the command itself was started by srun, and all tasks run it
     with suppress(OSError, ValueError, IndexError):
-        return (
-            Path("/proc", task, "stat").read_text().rpartition(")")[2].split()[4] != "0"
-        )  # the number of the terminal
+        # The number of the terminal.
+        return Path("/proc", task, "stat").read_text().rpartition(")")[2].split()[4] != "0"
     return True
 
 
