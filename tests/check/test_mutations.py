@@ -398,7 +398,7 @@ def test_a_backward_pass_is_the_derivative_of_the_forward(name: str, layer: int)
 
 
 @pytest.mark.parametrize(("name", "layer"), [("gated", 0), ("routed", 4)])
-def test_what_routing_adds_to_its_gradient_is_multiplied_by_the_scale_of_gradients(name: str, layer: int) -> None:
+def test_the_auxiliary_gradient_of_routing_has_the_gradient_scale(name: str, layer: int) -> None:
     toy, given = NETWORKS[name].layer(layer), inputs_of(NETWORKS[name], layer)
     outputs, kept = toy.forward(given)
     zero, *others = [replace(y, data=np.zeros_like(y.data)) for y in outputs]

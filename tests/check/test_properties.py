@@ -327,7 +327,7 @@ def test_a_collective_that_a_member_leaves_out_hangs() -> None:
         ("malformed op", "ddp", "other inputs or outputs"),
     ],
 )
-def test_what_cannot_be_executed_is_broken(kind: str, strategy: str, reason: str) -> None:
+def test_a_program_that_cannot_be_executed_is_broken(kind: str, strategy: str, reason: str) -> None:
     verdicts = [judge(mutant) for mutant in MUTATIONS[kind](built_in(strategy))]
     assert any(verdict.outcome is Outcome.BROKEN and reason in verdict.reason for verdict in verdicts)
 

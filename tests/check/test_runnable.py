@@ -90,14 +90,14 @@ async def gathers_uneven_batches(rank: Rank) -> None:
         (gathers_uneven_batches, "gather equal pieces"),
     ],
 )
-def test_what_cannot_be_communicated_runs_on_no_backend(strategy: Strategy, remedy: str) -> None:
+def test_values_that_cannot_be_communicated_run_on_no_backend(strategy: Strategy, remedy: str) -> None:
     checked = check(trace(strategy, 2, 1, 4))
     assert checked.backends() == []
     for backend in ("gloo", "nccl"):
         tells(checked.why_not(backend), "not runnable", rank=0, remedy=remedy)
 
 
-def test_what_can_be_communicated_runs_on_both() -> None:
+def test_values_that_can_be_communicated_run_on_both_backends() -> None:
     checked = check(trace(sends("activations"), 2, 1, 4))
     assert checked.why_not("gloo") is None
     assert checked.backends() == ["gloo", "nccl"]
@@ -108,7 +108,7 @@ def sliced(strategy: Strategy, ranks: int) -> Program:
     return trace(strategy, mesh, Sizes.of_puzzle(1, mesh), 4)
 
 
-def test_what_is_cut_is_computed_one_slice_at_a_time() -> None:
+def test_a_device_computes_one_slice_of_a_layer_at_a_time() -> None:
     program = sliced(gathered_matrices, 2)
     assert judge(program).right
     remedy = "compute with one slice on each rank"
@@ -308,7 +308,7 @@ def subjects() -> dict[str, Program]:
         (replicas, 3, 2, 3),
     ],
 )
-def test_what_goes_by_way_of_a_root_is_right_on_every_backend(
+def test_collectives_with_a_root_are_right_on_every_backend(
     program: Strategy, mesh: Mesh | int, layers: int, microbatches: int
 ) -> None:
     tapes = trace(program, mesh, layers, microbatches)
@@ -316,7 +316,7 @@ def test_what_goes_by_way_of_a_root_is_right_on_every_backend(
     assert judge(tapes).right
 
 
-def test_the_random_programs_go_by_way_of_a_root() -> None:
+def test_the_random_programs_use_collectives_with_a_root() -> None:
     assert all(Plan_imported(shape).by_root for shape in RANDOM_SHAPES)
 
 

@@ -76,7 +76,7 @@ def test_passes_are_blue_teal_green_and_orange() -> None:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("dualpipe-v", 2)])
-def test_a_pipelines_chunks_are_told_by_lightness(name: str, chunks: int) -> None:
+def test_a_pipelines_chunks_differ_in_lightness(name: str, chunks: int) -> None:
     timeline = timeline_of(name, 4)
     looks = Looks(timeline, "pass")
     assert looks.chunks == chunks
@@ -93,7 +93,7 @@ def test_a_v_turns_between_two_chunks() -> None:
     assert found[3] == {6: 0, 7: 0, 8: 1, 9: 1}
 
 
-def test_without_a_pipeline_layers_are_told_by_lightness() -> None:
+def test_without_a_pipeline_layers_differ_in_lightness() -> None:
     timeline = timeline_of("ddp", 4)
     assert chunks_of(timeline) is None
     svg = timeline_svg(timeline)

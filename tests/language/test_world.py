@@ -34,7 +34,7 @@ async def two_arguments(rank: Rank, other: int) -> None:
         (3, "3 is not a strategy"),
     ],
 )
-def test_what_is_not_a_strategy_is_one_sentence(strategy: Strategy, said: str) -> None:
+def test_an_object_that_is_no_strategy_is_refused_in_one_sentence(strategy: Strategy, said: str) -> None:
     with pytest.raises(UserError) as caught:
         trace(strategy, 2, 1, 1)
     says(caught.value, said)
@@ -129,7 +129,7 @@ def test_a_refusal_closes_every_program(wrong: int) -> None:
     assert gc.isenabled()
 
 
-def test_what_programs_do_while_they_are_closed_does_not_hide_the_error() -> None:
+def test_errors_while_programs_are_closed_do_not_hide_the_first_error() -> None:
     async def awaits(rank: Rank) -> None:
         try:
             await rank.recv(source=1 - rank.index)
@@ -222,7 +222,7 @@ def test_two_traces_are_equal(shape: Shape) -> None:
     assert first == again
 
 
-def test_a_strategy_awaited_by_hand_is_told_who_drives_it() -> None:
+def test_a_strategy_awaited_by_hand_is_refused_with_the_remedy() -> None:
     async def strategy(rank: Rank) -> None:
         await rank.recv(source=1 - rank.index)
 

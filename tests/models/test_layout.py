@@ -448,7 +448,7 @@ def test_a_process_receives_the_model_that_another_sent() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_cut_is_refused_with_a_sentence(whole: Any, slices: int, sentence: str) -> None:
+def test_uncuttable_models_are_refused_in_a_sentence(whole: Any, slices: int, sentence: str) -> None:
     with pytest.raises(UserError) as refusal:
         cut(whole, tp=slices)
     assert sentence in str(refusal.value)
@@ -531,7 +531,7 @@ def test_whole_blocks_are_numbered() -> None:
     assert places(GPT(layers=2)) == ["block 0", "block 1"]
 
 
-def test_half_blocks_are_told_by_block_and_part() -> None:
+def test_half_blocks_are_named_by_block_and_part() -> None:
     assert places(cut(GPT(layers=1))) == [
         "embedding",
         "norm of block 0, attention",

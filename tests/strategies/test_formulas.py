@@ -160,7 +160,7 @@ def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0) ->
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_what_a_rank_keeps_is_what_the_formula_says(name: str) -> None:
+def test_a_rank_keeps_as_much_as_the_formula_says(name: str) -> None:
     program = checked(name)
     sizes = program.program.sizes
     layer, layers = sizes.weights[0], sum(sizes.weights) / sizes.weights[0]
@@ -215,7 +215,7 @@ def test_its_formulas_hold(name: str, stages: str, bubble: str, peak: str, holds
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8, 13])
-def test_a_schedule_that_is_said_to_hold_no_more_than_1f1b_never_does(microbatches: int) -> None:
+def test_a_schedule_with_the_memory_of_1f1b_never_exceeds_it(microbatches: int) -> None:
     for ranks in (1, 2, 3, 4):
         most = peak_live(SCHEDULES["1f1b"], ranks, microbatches, 1)
         assert peak_live(SCHEDULES["zb-h1"], ranks, microbatches, 1) == most

@@ -197,6 +197,6 @@ def test_replicas_that_may_drift_are_no_fault_of_a_host(ranks: Make) -> None:
     assert advice(job_of("ddp", 2).checked()).startswith("Leave the host out")
 
 
-def test_where_no_two_ranks_have_anything_alike_there_is_nothing_to_audit() -> None:
+def test_ranks_without_equal_results_have_nothing_to_audit() -> None:
     alone = job_of("1f1b", 2).checked()
     assert not compared_ranks(replicas_of(alone), results_of(alone))

@@ -150,7 +150,7 @@ def test_a_run_that_is_asked_to_end_saves_and_says_so(
     assert training.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
 
 
-def test_a_rank_that_is_killed_ends_all_and_nothing_is_said_to_be_saved(start: Start) -> None:
+def test_a_killed_rank_ends_all_and_the_message_claims_no_checkpoint(start: Start) -> None:
     training = start()
     training.kill(1, signal.SIGKILL)
     output = training.output()
@@ -161,7 +161,7 @@ def test_a_rank_that_is_killed_ends_all_and_nothing_is_said_to_be_saved(start: S
     assert training.process.returncode == 1
 
 
-def test_what_a_killed_rank_was_writing_does_not_stay(start: Start) -> None:
+def test_partial_files_of_a_killed_rank_do_not_stay(start: Start) -> None:
     training = start()
     for name in ("loss.svg.shardlab.part", "weights.safetensors.shardlab.part"):
         (training.out / name).write_text("half")
@@ -213,7 +213,7 @@ def test_ranks_whose_launcher_is_killed_save_and_say_so(start: Start) -> None:
     assert f"the weights after {training.steps} steps are in {training.out}/weights.safetensors" in output
 
 
-def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: Start) -> None:
+def test_a_restart_by_torchrun_does_not_silently_begin_at_step_0(start: Start) -> None:
     training = start([*TORCHRUN, "--max-restarts", "1"])
     training.kill(1, signal.SIGKILL)
     output = training.process.communicate(timeout=PATIENCE)[1]
@@ -222,7 +222,7 @@ def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: S
     assert not training.saves
 
 
-def test_what_torchrun_starts_again_goes_on_where_it_was_with_resume_auto(start: Start) -> None:
+def test_a_restart_by_torchrun_continues_with_resume_auto(start: Start) -> None:
     options = ["--save-every", "5", "--resume", "auto"]
     training = start([*TORCHRUN, "--max-restarts", "1"], subprocess.PIPE, options)
     until(lambda: list(training.out.glob("checkpoints/step-??????")))

@@ -189,7 +189,7 @@ OFFLOADED = GPT(layers=3, hidden_size=32, heads=4, seq_len=16)
     ],
 )
 @pytest.mark.parametrize("strategy", ["fsdp", "zero-1", "1f1b"])
-def test_what_lies_elsewhere_is_trained_like_one_device(ranks: World, strategy: str, words: list[str]) -> None:
+def test_offloaded_states_train_like_one_device(ranks: World, strategy: str, words: list[str]) -> None:
     job = Job(strategy, 2, 4, OFFLOADED, 2, "fp64", passes=with_offload(None, words))
     kinds = {op.kind for tape in job.checked().program.tapes for op in tape}
     assert OpKind.RELOAD in kinds
@@ -354,7 +354,7 @@ def train(rank: int, device: torch.device, jobs: tuple[Job, Job], out: Path) -> 
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="other systems do not limit what files take no part in"
 )
-def test_what_does_not_fit_into_memory_is_trained_from_the_disk_with_the_same_losses(tmp_path: Path) -> None:
+def test_a_model_beyond_memory_trains_from_the_disk_with_the_same_losses(tmp_path: Path) -> None:
     away = Job("fsdp", 2, 2, JOB.model, 1, passes=with_offload("update-early", ["parameters=disk", "optimizer=disk"]))
     assert 12 * JOB.model.parameter_count / JOB.ranks > 1.5 * ROOM
     with pytest.raises(UserError) as refused:
@@ -368,7 +368,7 @@ def test_what_does_not_fit_into_memory_is_trained_from_the_disk_with_the_same_lo
         assert whole == within
 
 
-def test_a_gpu_without_memory_is_told_of_its_hosts() -> None:
+def test_a_gpu_out_of_memory_is_reported_with_its_host() -> None:
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"
     )

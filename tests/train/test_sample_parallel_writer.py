@@ -106,6 +106,6 @@ def refused(rank: int, job: Job) -> str:
     return str(refusal.value)
 
 
-def test_weights_that_are_no_numbers_are_told_on_every_rank(ranks: World) -> None:
+def test_weights_that_are_nan_are_reported_on_every_rank(ranks: World) -> None:
     for said in ranks(2).call(refused, Job(Plan(Mesh(pp=2), "1f1b"), 2, 4, DROPS, 2)):
         assert "its weights have diverged" in said

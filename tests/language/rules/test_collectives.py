@@ -205,7 +205,7 @@ REFUSALS: Refusals = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_breaks_a_rule_is_refused_with_what_was_given_and_wanted(case: str) -> None:
+def test_a_broken_rule_is_refused_with_the_given_and_the_expected_value(case: str) -> None:
     assert is_refused(REFUSALS[case]).about.startswith(case.split(",")[0]), "a refusal begins with the op's name"
 
 
@@ -298,7 +298,7 @@ def test_experts_make_the_slices_that_they_were_given() -> None:
         ([buffers({0}, kind=Kind.RESIDUAL, layer=2)] * 2, told("not exchanged")),
     ],
 )
-def test_what_no_all_to_all_can_exchange_is_refused(given_: list[Spec], said: Told) -> None:
+def test_values_that_no_all_to_all_can_exchange_are_refused(given_: list[Spec], said: Told) -> None:
     with refuses(said):
         exchanged(given_)
 
@@ -334,7 +334,7 @@ def test_terms_of_other_slices_are_not_exchanged() -> None:
         exchanged([summed(0b01)[0], summed(0b10)[1]])
 
 
-def test_what_has_met_some_keys_alone_is_not_exchanged() -> None:
+def test_partial_attention_is_not_exchanged() -> None:
     with refuses("not exchanged", layer=2):
         exchanged(summed(0b01, over=KEY))
 
@@ -345,7 +345,7 @@ def test_without_experts_there_is_nothing_to_exchange() -> None:
         collective_results(Call(OpKind.ALL_TO_ALL), whole, range(2), rules_of(Sizes.puzzle(4).signatures, Space(STEP)))
 
 
-def test_buffers_of_some_experts_for_all_are_as_many_as_of_all_experts_for_some() -> None:
+def test_an_exchange_keeps_the_number_of_buffers() -> None:
     sizes = Sizes.mixture(1)
     assert sizes.elements(buffers({0, 1}, 1)) == sizes.elements(buffers({0}))
 

@@ -136,5 +136,5 @@ def test_a_negative_bit_set_has_no_numbers_and_can_be_said() -> None:
     assert str(Holds(-5, 4)) == "none of 4"
 
 
-def test_a_repeated_pattern_ends_where_it_is_told_to() -> None:
+def test_a_repeated_pattern_ends_at_the_total() -> None:
     assert repeat_pattern(0b01, 2, 7) == 0b1010101

@@ -313,5 +313,5 @@ REFUSALS: Refusals = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_breaks_a_rule_is_refused_with_what_was_given_and_wanted(case: str) -> None:
+def test_a_broken_rule_is_refused_with_the_given_and_the_expected_value(case: str) -> None:
     assert is_refused(REFUSALS[case]).about.startswith(case.split(",")[0]), "a refusal begins with the op's name"

@@ -454,7 +454,7 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("case", SENTENCES, ids=": ".join)
-def test_what_is_refused_is_said_in_a_sentence(case: tuple[str, str]) -> None:
+def test_a_refusal_is_a_sentence(case: tuple[str, str]) -> None:
     table, name = case
     assert sentence_of(CALLS[table][name]) == SENTENCES[case]
 

@@ -100,7 +100,7 @@ def test_cells_are_said_with_their_use() -> None:
     assert Spec(gradient, 0b1100_0011).microbatches == 0b11
 
 
-def test_what_is_missing_is_named_in_the_singular_or_the_plural() -> None:
+def test_missing_pieces_are_named_in_the_singular_or_the_plural() -> None:
     assert missing_text("head slice", 0b10) == "head slice 1 is missing"
     assert missing_text("expert", 0b1101) == "experts 0, 2-3 are missing"
 
@@ -311,7 +311,7 @@ class Ranks:
 
 
 @given(models())
-def test_what_the_rules_say_is_what_arrays_are(model: tuple[int, list[str]]) -> None:
+def test_the_rules_agree_with_arrays(model: tuple[int, list[str]]) -> None:
     slices, sorts = model
     Ranks(slices, sorts).run(np.arange(2 * FEATURES).reshape(2, FEATURES))
 

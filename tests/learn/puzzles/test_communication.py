@@ -313,7 +313,7 @@ def test_a_solution_that_never_ends_is_stopped_with_a_sentence(solution: Any) ->
         assert code.co_firstlineno < number <= max(line for _, _, line in code.co_lines() if line)
 
 
-def test_what_took_too_long_does_not_go_on() -> None:
+def test_a_solution_beyond_the_time_limit_is_stopped() -> None:
     turns = [0]
 
     async def solution(model: Model) -> None:

@@ -373,7 +373,7 @@ class Grumpy:
         raise KeyError("not with me")
 
 
-def test_what_objects_raise_as_they_are_added_is_raised_on_every_rank() -> None:
+def test_errors_of_adding_objects_are_raised_on_every_rank() -> None:
     async def main() -> list[Any]:
         calls = [model.allreduce(Grumpy(), 0) for model in models_of(3)]
         return await asyncio.gather(*calls, return_exceptions=True)

@@ -137,7 +137,7 @@ def test_the_newest_checkpoints_are_kept_however_many_they_are(tmp_path: Path, k
         assert steps_in(Disk(), tmp_path) == steps[max(0, count - keep) : count]
 
 
-def test_what_is_no_checkpoint_yet_is_none(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_not_listed(tmp_path: Path) -> None:
     write_shard(Disk(), folder_of(tmp_path, 10), 0, [b"half"], {})
     assert steps_in(Disk(), tmp_path) == []
 

@@ -332,7 +332,7 @@ def test_primitives_may_stand_between_those_that_usually_meet(layer: int) -> Non
     test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(model, layer, 0)
 
 
-def test_what_a_primitive_hands_on_is_memory_of_its_own() -> None:
+def test_outputs_of_a_primitive_have_memory_of_their_own() -> None:
     step = WHOLE[0].run(0).steps[0]._replace(primitive=HandsOn(tokens=8, hidden_size=4))
     x = torch.randn(2, 8, 4)
     for keeps in (True, False):
