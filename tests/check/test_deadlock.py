@@ -1,4 +1,4 @@
-"""Deadlock under the five channel models, and the messages that reach the receive that was meant."""
+"""Deadlocks under the five channel models, and messages that reach the intended receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights that a rank keeps: each element moves one step once, and what was written over is not read."""
+"""Kept weights: each element moves one step once, and overwritten values are not read."""
 
 from __future__ import annotations
 

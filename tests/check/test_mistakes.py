@@ -1,4 +1,4 @@
-"""Programs with one mistake each, refused in a sentence that says where, what was found and what was wanted."""
+"""Programs with one mistake each are refused in a sentence with the place, the value found and the value expected."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_every_strategy_is_judged_right(name: str, size: tuple[int, int, int]) -
 
 
 def imports(module: str) -> set[str]:
-    """What a module takes from shardlab, itself and through its own parts."""
+    """Return the modules of shardlab that a module imports, directly or not."""
     taken: set[str] = set()
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
         if isinstance(node, ast.Import):
@@ -409,7 +409,7 @@ def agree(program: Program, models: Mapping[ChannelModel, str | None], random: R
 @settings(max_examples=examples(200))
 @given(shapes(), st.integers(0, 10**6))
 def test_a_stricter_model_never_passes_what_a_more_lenient_one_fails(shape: Shape, seed: int) -> None:
-    """But for a message between an exchange and a single call, which two communicators never let meet."""
+    """The exception is a message between an exchange and a single call, which use two communicators."""
     for program in (random_program(shape), chatter(seed)):
         models = check(program).models if program is not None else {}
         if HALF_EXCHANGED in (models.get(ChannelModel.QUEUED_PER_PAIR) or ""):

@@ -1,4 +1,4 @@
-"""Replicas that rounding drives apart are told of, and no others."""
+"""Replicas that rounding drives apart are reported, and no others."""
 
 from __future__ import annotations
 
@@ -373,7 +373,7 @@ def another_collective(kind: OpKind, wrong: OpKind, layer: int) -> Change:
 
 
 def without(program: Program, kind: OpKind, layer: int) -> None:
-    """What a collective gives is taken to be what it was given."""
+    """Replace the result of a collective by its input."""
     for tape in program.tapes:
         at, op = next((at, op) for at, op in enumerate(tape) if op.kind is kind and op.layer == layer)
         (given,), (made,) = op.inputs, op.outputs

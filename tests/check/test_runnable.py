@@ -1,4 +1,4 @@
-"""A right program that no backend can carry out is said to run on none, with the reason."""
+"""Right programs that no backend can run are reported so, with the reason."""
 
 from __future__ import annotations
 

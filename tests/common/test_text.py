@@ -1,4 +1,4 @@
-"""What a model made up can be shown."""
+"""Text of sizes, amounts and numbers, and printable text of models."""
 
 from __future__ import annotations
 

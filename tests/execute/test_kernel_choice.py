@@ -1,4 +1,4 @@
-"""Kernels for products: all ranks choose alike, and later runs on this machine choose as earlier ones."""
+"""Kernels for products: all ranks choose the same, and so do later runs on this machine."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -65,7 +65,9 @@ def test_choices_that_cannot_be_kept_are_chosen_all_the_same(tmp_path: Path) -> 
 
 
 def chosen_on(rank: int, folder: Path) -> tuple[list[Product], dict[Product, bool | None], bool]:
-    """What a rank measures, its choices, and whether there was something left to choose; oneDNN for few rows."""
+    """Return a rank's measurements, its choices, and whether there was a choice to make. oneDNN is faster for
+    few rows.
+    """
     asked: list[Product] = []
 
     def measured(product: Product) -> bool:

@@ -1,4 +1,4 @@
-"""Programs with attention over cut sequences: what is wrong with them is said at their line."""
+"""Mistakes in programs with attention over cut sequences are refused at their line."""
 
 from __future__ import annotations
 

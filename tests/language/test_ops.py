@@ -1,4 +1,4 @@
-"""The table of ops: every row is whole, and whoever uses ops knows every one of them."""
+"""The table of ops is complete, and every user of ops handles all of them."""
 
 from __future__ import annotations
 

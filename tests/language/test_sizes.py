@@ -1,4 +1,4 @@
-"""How large values are: the puzzles' constants, and tables of a model."""
+"""Sizes of values: the puzzles' constants, and tables of a model."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ Verbs = Callable[[Rank], object]
 
 
 def alone(verbs: Verbs) -> Program:
-    """What `verbs` make of a rank that has both gradients of the weight in grad_weights["embedding"] and ["head"]."""
+    """Trace `verbs` on a rank with both gradients of the weight in grad_weights["embedding"] and ["head"]."""
 
     async def strategy(rank: Rank) -> None:
         rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
@@ -331,7 +331,7 @@ COLUMNS = Sizes((8,) * 4, (8,) * 4, (16,) * 5, (0,) * 4, signatures=matrices(["c
 
 
 def start(rank: Rank) -> Value:
-    """What the first layer makes."""
+    """Make the output of the first layer."""
     for l in rank.layers:
         rank.weights[l] = rank.load_weight(l, rank.index, rank.world)
     rank.activations[0] = rank.load_batch([0])

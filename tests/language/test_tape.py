@@ -1,4 +1,4 @@
-"""What an op says of itself, and the hash by which processes know that they run one program."""
+"""Ops, and the hash by which processes compare their programs."""
 
 from __future__ import annotations
 

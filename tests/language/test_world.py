@@ -1,4 +1,4 @@
-"""Tracing: who is refused, how deadlocks are reported, and that every trace gives the same tapes."""
+"""Tracing: refusals, reports of deadlocks, and equal tapes of equal traces."""
 
 from __future__ import annotations
 

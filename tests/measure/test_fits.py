@@ -111,7 +111,7 @@ SHAPES = [Shape(width, *batch) for width in (32, 64, 128, 256) for batch in ((1,
 
 
 def points_of(shapes: list[Shape], dtype: str = "float32") -> list[LayerPoint]:
-    """What a bench measures, without the times."""
+    """Return the points of a measurement, without times."""
     points: list[LayerPoint] = []
     for subject in [subject for shape in shapes for subject in subjects(shape, dtype, 256)]:
         ops = {(op.kind, op.layer): op for op in subject.checked().program.tapes[0] if op.kind in MEASURED}

@@ -159,7 +159,8 @@ def test_swiglu_in_two_kernels_keeps_what_is_between_them(model: Model) -> None:
 
 
 def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() -> None:
-    """Of queries, keys, values, output, gate, up and down: keys, output and up, and attention's result."""
+    """The products are queries, keys, values, output, gate, up and down. Kept are keys, output and up, and attention's
+    result."""
     products = S * H + S * H + S * 4 * H  # keys and output, up
     result = S * H
     middle = kept_elements(LLAMA_of_kept, 1, ROWS, Kept(per_op=True), 2)

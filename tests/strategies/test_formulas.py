@@ -138,7 +138,7 @@ def checked(name: str) -> Checked:
 
 
 def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0) -> float:
-    """What the formula comes to in layers, where only this unit is counted; `experts` of the layers are experts.
+    """Evaluate a formula in layers, counting only this unit; `experts` of the layers are experts.
 
     "D + E/n of W, G and O" says of each unit what is kept of its dense layers D and of its experts E.
     """

@@ -37,7 +37,7 @@ def executor_of(rank: int, job: Job) -> Executor:
 
 
 def faults(rank: int, job: Job, wrong: str, culprit: int) -> list[str]:
-    """What audits after each of some steps say; before the third step something goes wrong on one rank."""
+    """Return the results of audits after some steps. A fault occurs on one rank before the third step."""
     executor = executor_of(rank, job)
     audit = Audit(executor)
     found: list[str] = []

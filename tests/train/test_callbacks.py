@@ -1,4 +1,4 @@
-"""What a run shows while it trains: in terminals of several widths, and in a pipe."""
+"""Display of a run: in terminals of several widths, and in a pipe."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Wordless(Disk):
 
 
 def words(rank: int, out: Path, disk: type[Disk] = Odd) -> list[str]:
-    """What a rank says while it trains on an odd disk."""
+    """Return the output of a rank that trains on a faulty disk."""
     said: list[str] = []
     with patch("shardlab.train.checkpoints.say", said.append):
         saved(rank, out, disk=disk())

@@ -1,4 +1,4 @@
-"""However a run ends, all its processes end within seconds, and what it says is saved is there."""
+"""Ends of runs: all processes end within seconds, and the weights that the output names exist."""
 
 # pyright: reportPrivateImportUsage=false
 # torch does not mark its stores as exported.

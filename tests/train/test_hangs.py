@@ -1,4 +1,4 @@
-"""Whatever happens to one rank, all end in time, and one report says who waits for whom, where and since when."""
+"""Hanging and dying ranks: all end in time, and one report says who waits for whom, where and since when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of collectives: a gather unites what is held, a reduction what is summed, each piece once."""
+"""Rules of collectives: a gather unites pieces, a reduction unites sums, and each piece counts once."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def summed(term: int, *, over: tuple[str, ...] = ("ffn",)) -> list[Spec]:
 
 
 def test_terms_of_a_sum_are_exchanged_and_stay_terms() -> None:
-    """Of an all_to_all everything is linear: the sum of what went home is what the sum would have been there."""
+    """An all_to_all is linear: the sum of the returned terms is the returned sum."""
     for term in (0b01, 0b10):
         home = exchanged(summed(term))
         assert [spec.form.term for spec in home] == [Term(("ffn",), term)] * 2
@@ -392,7 +392,7 @@ class Held(NamedTuple):
 
 
 def whole_of(spec: Spec) -> Array:
-    """What one device has in the place of a complete value."""
+    """Return one device's value in place of a complete value."""
     array, indices = WHOLE[spec.kind, spec.layer]
     pieces = dict(spec.form.slices)
     if spec.form.holds.of > 1:
@@ -455,7 +455,7 @@ def backward(
 
 
 def test_matrices_cut_along_both_indices_give_one_devices_numbers() -> None:
-    """Of each matrix a slice; its result is a piece of one index, and a term over the other's pieces."""
+    """A rank has a slice of each matrix. The result is a piece of one index, and a term over the other index."""
     xs = {rank: start(Kind.ACTIVATION, 0, rank, "width") for rank in RANKS}
     up = forward(0, xs)
     assert str(up[1, 2].spec) == "activations[1] (microbatch 0, feed-forward slice 1 of 2, " + (

@@ -1,4 +1,4 @@
-"""What forward holds backward sums, and the other way round: a backward pass is the transposed layer's forward pass."""
+"""Duality of passes: the backward pass sums what the forward pass holds, and is the transposed layer's forward pass."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def grad_weight(cells: int = 0b11, step: int = 0) -> Spec:
 
 
 def half(step: int = 0) -> Spec:
-    """What the first half of a backward pass leaves for the second."""
+    """Return the value that the first half of a backward pass leaves for the second."""
     return LAYER.saved(activation(step=step), weight(step=step), Kind.SAVED_FOR_WEIGHT)
 
 

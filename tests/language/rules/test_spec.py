@@ -1,4 +1,4 @@
-"""What a value is: equal forms are one object, and a spec says what the value is and what it lacks."""
+"""Specs and forms: equal forms are one object, and the text of a spec says what the value is and lacks."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_slice_takes_its_share_and_so_does_a_term() -> None:
 
 @st.composite
 def some_specs(draw: st.DrawFn) -> Spec:
-    """Of any kind, cut and summed in any way."""
+    """Draw specs of any kind, cut and summed in any way."""
     pieces = draw(st.dictionaries(st.sampled_from(["expert", "ffn", "head"]), st.integers(2, 4)))
     space = Space(
         draw(st.integers(1, 4)), draw(st.integers(1, 4)), tuple(sorted(pieces.items())), draw(st.integers(1, 2))

@@ -114,7 +114,7 @@ def test_a_grade_is_printed_at_any_width(width: int) -> None:
 
 
 def words_of(result: Grade) -> str:
-    """What is written in a grade's picture, line breaks as blanks."""
+    """Return the text in a grade's picture, with line breaks as blanks."""
     picture = result._repr_svg_()
     assert picture is not None
     return " ".join(" ".join(text.itertext()).strip() for text in ET.fromstring(picture).iter() if "text" in text.tag)

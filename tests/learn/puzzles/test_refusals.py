@@ -1,4 +1,4 @@
-"""What is wrong is refused, in a said that names rank, op, layer and the elements."""
+"""Mistakes are refused in a sentence with rank, op, layer and elements."""
 
 from collections.abc import Callable
 from typing import Any, cast

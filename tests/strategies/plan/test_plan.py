@@ -1,4 +1,4 @@
-"""What a plan says, and which plans are refused in a sentence."""
+"""Settings of plans, and refusals of contradictory ones."""
 
 from __future__ import annotations
 

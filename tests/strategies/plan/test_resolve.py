@@ -1,4 +1,4 @@
-"""A plan made out for one rank: its stages, microbatches, slices, and what it reduces over which axes."""
+"""Plans resolved for one rank: stages, microbatches, slices, and axes of reductions."""
 
 from __future__ import annotations
 

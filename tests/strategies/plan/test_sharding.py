@@ -1,4 +1,4 @@
-"""When a plan's weights are gathered and freed: from the order in which they are used, and counted on the tape."""
+"""Gathers and frees of a plan's weights: by the order of uses, and counted on the tape."""
 
 from __future__ import annotations
 

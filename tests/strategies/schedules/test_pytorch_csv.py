@@ -557,7 +557,7 @@ def compute(row: Sequence[ShardedStep]) -> list[Action]:
 
 @pytest.mark.parametrize("name", [name for name in TORCH if "DualPipe" not in name])
 def test_files_that_torch_writes_are_written_again_word_for_word(name: str) -> None:
-    """But for the idle slots, and for overlapped pairs, which become two words."""
+    """Exceptions are idle slots, and overlapped pairs, which become two cells."""
     actions, everything = TORCH[name]
     assert write_csv(read_csv(everything)) == everything
     idle = [",".join(word for word in line.split(",") if word) for line in actions.splitlines()]

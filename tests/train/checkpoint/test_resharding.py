@@ -244,7 +244,7 @@ def test_a_batch_that_grows_goes_on_growing(ranks: World, tmp_path: Path) -> Non
 
 
 def trained_with_kernels_of_its_own(rank: int, run: TrainingRun) -> None:
-    """As `trained`, on a machine where oneDNN makes gradients faster; none is measured when the run goes on."""
+    """Train as `trained` does, on a machine where oneDNN makes gradients faster. A resumed run measures nothing."""
 
     def measured(product: Product) -> bool:
         assert rank == 0

@@ -1,4 +1,4 @@
-"""What a run trains on: documents of files and iterables become tokens by the tokenizer of the model."""
+"""Corpora: documents of files and iterables become tokens by the model's tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is judged by: each document apart, every token but its first predicted once, and bytes counted."""
+"""Evaluation texts: documents apart, every token but the first predicted once, and bytes counted."""
 
 from __future__ import annotations
 

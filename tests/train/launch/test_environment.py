@@ -1,4 +1,4 @@
-"""Which world a process belongs to is read from its launcher's variables, and from nothing else."""
+"""The world of a process follows from its launcher's variables alone."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ NAMES = {
 
 
 def variables_of(launcher: str, rank: int, counts: list[int]) -> dict[str, str]:
-    """What a launcher sets for a rank of a world with so many ranks on each host."""
+    """Return the variables that a launcher sets for a rank, given the ranks on each host."""
     node, local = place_of(rank, counts)
     numbers = [str(number) for number in (rank, sum(counts), local, counts[node])]
     if launcher != "srun":

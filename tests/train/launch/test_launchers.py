@@ -1,4 +1,4 @@
-"""What launchers tell by their variables: lists of hosts are expanded, and outer steps are left out."""
+"""Facts in launchers' variables: lists of hosts are expanded, and outer steps are ignored."""
 
 from __future__ import annotations
 

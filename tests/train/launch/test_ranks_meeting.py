@@ -1,4 +1,4 @@
-"""Where ranks meet: a file that goes with the process that named it, however that ended."""
+"""The file of a rendezvous is removed with the process that named it, however that ended."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def _(primitive: HandsOn, operands: Operands) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(HandsOn):
-    """What attention has mixed, times a gate of its queries, which attention reads as well."""
+    """Primitive that multiplies an attention output by a gate of its queries, which attention reads as well."""
 
     einsum: ClassVar[str] = "q(head) x(head) -> x(head)"
 
