@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -25,8 +24,8 @@ FINEST = 2520
 
 
 def points(holds: Holds) -> frozenset[int]:
-    """The 2520ths of the whole that are held, from the definition alone."""
-    return frozenset(point for point in range(FINEST) if holds.mask >> int(Fraction(point, FINEST) * holds.of) & 1)
+    """Return the 2520ths of the whole that are held, from the definition alone."""
+    return frozenset(point for point in range(FINEST) if holds.mask >> point * holds.of // FINEST & 1)
 
 
 @st.composite
