@@ -150,25 +150,18 @@ def test_a_run_that_is_asked_to_end_saves_and_says_so(
     assert training.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
 
 
-def test_a_killed_rank_ends_all_and_the_message_claims_no_checkpoint(start: Start) -> None:
-    training = start()
-    training.kill(1, signal.SIGKILL)
-    output = training.output()
-    assert not training.saves
-    assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in output
-    assert output.rstrip().endswith("shardlab: rank 1 was killed (SIGKILL; out of memory?), and the run ended with it.")
-    assert "Traceback" not in output
-    assert training.process.returncode == 1
-
-
-def test_partial_files_of_a_killed_rank_do_not_stay(start: Start) -> None:
+def test_a_killed_rank_ends_all_and_leaves_figures_without_weights_or_partial_files(start: Start) -> None:
     training = start()
     for name in ("loss.svg.shardlab.part", "weights.safetensors.shardlab.part"):
         (training.out / name).write_text("half")
     training.kill(0, signal.SIGKILL)
-    training.output()
+    output = training.output()
     left = {file.name for file in training.out.iterdir()}
     assert left == {"config.toml", "run.json", "strategy.svg", "metrics.jsonl"}
+    assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in output
+    assert output.rstrip().endswith("shardlab: rank 0 was killed (SIGKILL; out of memory?), and the run ended with it.")
+    assert "Traceback" not in output
+    assert training.process.returncode == 1
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["Ctrl-C once", "Ctrl-C twice"])
