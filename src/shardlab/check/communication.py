@@ -71,7 +71,7 @@ class CommunicationCheck:
         """Replay the WAIT for a complete communication: its result becomes live, and its inputs may be freed."""
         _, _, inputs, outputs, handle, *_ = op
         if inputs or outputs:
-            remedy = "name what arrives in its communication"
+            remedy = "number the received value in its communication"
             state.refuse("malformed tape", "a wait reads and makes no value", remedy)
         issued = state.flying.pop(handle, None)
         if issued is None:
@@ -124,7 +124,7 @@ class CommunicationCheck:
                 given = f"is of batch {batch}, but other ops stand between it and the rest of its batch"
                 state.refuse("batch of messages", given, "put them before or after the batch")
             if (op[0] in COLLECTIVES or batch in state.batches) and not _together(state, op):
-                given = "is issued together with what is not of its kind, its group and its dtype"
+                given = "is issued together with ops of another kind, group or dtype"
                 state.refuse("batch of collectives", given, "give it a batch of its own")
             state.batches[batch] = at
             self.batches |= op[0] in COLLECTIVES
@@ -178,7 +178,7 @@ class CommunicationCheck:
     def _recv(self, state: RankState, op: Op) -> None:
         peer, expect = op.peer, op.expect
         if expect is None:
-            state.refuse("malformed tape", "the tape does not say which message is meant", "say what it expects")
+            state.refuse("malformed tape", "the op does not name its message", "give the expected value")
         if expect.microbatches < 0:
             given = f"no set of microbatches is the number {expect.microbatches}"
             raise Refused("malformed tape", f"recv from rank {peer}", given, "expect a bit set")
@@ -303,7 +303,7 @@ class RankState:
         """Add live values, as many as the op has outputs."""
         if len(numbers) != len(specs):
             given = f"numbers {counted(len(numbers), 'value')}, but makes {len(specs)} beside what the layer keeps"
-            self.refuse("malformed tape", given, "number what it makes")
+            self.refuse("malformed tape", given, "number all its outputs")
         known, live = self.specs, self.live
         for number, spec in zip(numbers, specs, strict=True):
             if number in known or number < 0:  # as in `make`, without a call for each
@@ -320,7 +320,7 @@ class RankState:
     def want_layer(self, op: Op, layer: int) -> None:
         """Refuse an op whose layer is not the layer of the values that it acts on."""
         if op[1] != layer:
-            self.refuse("wrong layer", f"the op says layer {op[1]}, but it acts on layer {layer}", "say that one")
+            self.refuse("wrong layer", f"the op says layer {op[1]}, but it acts on layer {layer}", "name that layer")
 
     def refuse(self, rule: Rule, given: str, remedy: str, op: int | None = None) -> NoReturn:
         """Refuse the current op, another op, or the end of the tape."""
@@ -337,7 +337,7 @@ class RankState:
             self.refuse("freed", f"value {number} has not been made yet", "make it before")
         if self.specs[number].kind in AUTOGRAD_KINDS:
             remedy = "leave it to the backward of its activation"
-            self.refuse("the layer's own", f"value {number} is what a layer keeps", remedy)
+            self.refuse("the layer's own", f"a layer keeps value {number} for itself", remedy)
         given = f"value {number}, {self.specs[number]}, was freed or replaced before this op"
         self.refuse("freed", given, "free it after its last use")
 
@@ -376,7 +376,7 @@ def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
         return spec
     if makes:
         if op.expect is None:
-            state.refuse("malformed tape", "the tape does not say what comes from the root", "say what it expects")
+            state.refuse("malformed tape", "the op does not name the value from the root", "give the expected value")
         state.want_layer(op, op.expect.layer)
     return None
 
@@ -412,4 +412,4 @@ def _together(state: RankState, op: Op) -> bool:
 def _check_peer(state: RankState, op: Op) -> None:
     if op.peer == state.index or not 0 <= op.peer < state.program.ranks:
         remedy = f"the world has ranks 0-{state.program.ranks - 1}, name another of these"
-        state.refuse("unknown rank", f"rank {op.peer} is none that this rank can message", remedy)
+        state.refuse("unknown rank", f"there is no other rank {op.peer}", remedy)

@@ -210,7 +210,7 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
     for layer, (mask, of) in enumerate(held):
         if weight_of(layer) == layer and not held[layer].complete:
             missing = ~mask & (1 << of) - 1
-            given = f"no rank loads {numbered('slice', missing)} of {of}, so nobody updates what is there"
+            given = f"no rank loads {numbered('slice', missing)} of {of}, so no rank updates it"
             remedy = "load and update every slice of every layer on at least one rank"
             raise Refused("not loaded", About(f"weights[{layer}]", layer), given, remedy, missing=bits(missing))
 
@@ -231,7 +231,7 @@ def check_losses(states: Sequence[RankState]) -> None:
                 computed |= state.specs[op.inputs[0]].cells
     space = states[0].rules.space
     if missing := ~computed & (1 << space.cells) - 1:
-        given = f"nobody computes the loss of {microbatches_text(microbatches_of(missing, space))}"
+        given = f"no rank computes the loss of {microbatches_text(microbatches_of(missing, space))}"
         raise Refused("missing microbatches", "", given, "compute every microbatch's loss", missing=bits(missing))
 
 
@@ -270,7 +270,7 @@ def forward(state: RankState, op: Op) -> None:
         _save(state, outputs[count], activation, saved)
     elif len(outputs) > count:
         given = f"has {counted(len(outputs), 'output')}, but this layer makes {counted(count, 'value')}"
-        state.refuse("malformed tape", given, "number these, and what is saved")
+        state.refuse("malformed tape", given, "number these outputs, and the saved value")
 
 
 def recompute(state: RankState, op: Op) -> None:
@@ -456,7 +456,7 @@ def _refuse_shape(state: RankState, op: Op) -> NoReturn:
         given = f"has handle {op.handle}, but only a collective or a message has one"
         state.refuse("malformed tape", given, "leave it out")
     has = f"has {counted(len(op.inputs), 'input')} and {counted(len(op.outputs), 'output')}"
-    state.refuse("malformed tape", f"{has}, which it never has", "give what it reads and makes")
+    state.refuse("malformed tape", f"{has}, numbers that this op never has", "give the values that it reads and makes")
 
 
 def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:

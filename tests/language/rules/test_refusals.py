@@ -446,8 +446,8 @@ SENTENCES = {
         "cast(scalars): scalars was given, which is in numbers of its own; cast weights, activations or gradients."
     ),
     ("rules", "wrong step, cast"): (
-        "cast(weights[1]): weights[1] (step 1) was given, which this step has updated; what is rounded now would "
-        "be lost for ever. Leave it as it is, and cast it where it is used in the next step."
+        "cast(weights[1]): weights[1] (step 1) was given, which this step has updated; a cast would lose its "
+        "last bits for ever. Leave it as it is, and cast it where it is used in the next step."
     ),
 }
 """Of a call, by its table and its name there, the whole sentence without the line of the user's file."""

@@ -131,7 +131,7 @@ def cast(value: Spec, dtype: str) -> Spec:
         given = f"{value} was given, which is in numbers of its own"
         raise Refused("wrong kind", op, given, "cast weights, activations or gradients")
     if form.kind is Kind.WEIGHT and form.step:
-        given = f"{value} was given, which this step has updated; what is rounded now would be lost for ever"
+        given = f"{value} was given, which this step has updated; a cast would lose its last bits for ever"
         raise Refused("wrong step", op, given, "leave it as it is, and cast it where it is used in the next step")
     require_on_device(op, value)
     require_representable(op, form.factor, dtype)
