@@ -106,7 +106,7 @@ def test_every_microbatch_passes_every_layer_once_in_each_direction(shape: Shape
     assert done == {(half, layer): every for half in ("input", "weight") for layer in range(shape.layers)}
 
 
-# The judge of the other tests is tested itself: what it calls right, wrong, hanging and broken, and what it knows.
+# The judge of the other tests is tested itself: its verdicts right, wrong, hanging and broken, and its imports.
 
 
 WHOLE = [(1, 1, 1), (1, 3, 4)]
@@ -342,7 +342,7 @@ def test_a_message_that_nobody_receives_is_broken() -> None:
     assert verdict.outcome is Outcome.BROKEN
 
 
-# What tracing believes of a value is what the check derives from the tapes alone, on larger meshes as well.
+# Specs of tracing are those that the check derives from the tapes alone, on larger meshes as well.
 
 
 @settings(max_examples=examples(100))
@@ -364,7 +364,7 @@ def test_programs_of_8_to_16_ranks_pass_and_are_right(mesh: tuple[int, int, int]
     is_right(program)
 
 
-# What the check says of channel models agrees with ranks and channels that step at random.
+# The check of channel models agrees with ranks and channels that step at random.
 
 
 REORDERINGS = ("late wait", "swapped neighbours", "broken batch")

@@ -273,7 +273,7 @@ def test_training_is_no_forward_half_and_a_forward_half_is_no_training() -> None
         check(half().program)
 
 
-# Programs that go by way of a root are right, and every mistake put into them is refused.
+# Programs with roots are right, and every mistake put into them is refused.
 
 
 SAMPLE = {

@@ -90,7 +90,7 @@ def test_spaced_rows_have_both_ends() -> None:
     assert spaced(rows, 64) == rows
 
 
-# What cannot be read is drawn coarser: passes, then shares of time with a close-up, so that pictures stay small.
+# Illegible pictures are drawn coarser: passes, then shares of time with a close-up, so that pictures stay small.
 
 
 @cache

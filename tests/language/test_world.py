@@ -15,7 +15,7 @@ from tests.language.tapes import refusal, says
 from tests.support.random_programs import Shape, program_of, shapes
 from tests.support.refusing import tells
 
-# What is no strategy, or no world.
+# Invalid strategies and worlds.
 
 
 def plain(rank: Rank) -> None:
@@ -52,7 +52,7 @@ def test_counts_below_one_are_refused_by_name(what: str, count: int) -> None:
         trace(ddp, **counts)
 
 
-# What a program may not do.
+# Actions that a program must not take.
 
 
 async def sleeps(rank: Rank) -> None:
@@ -213,7 +213,7 @@ def test_a_member_that_stays_away_from_a_collective_is_named() -> None:
     says(refusal(strategy, Mesh(dp_shard=4)), "all_gather(weights[0] (shard 0 of 4)) on dp_shard for ranks 2, 3")
 
 
-# One trace is like another.
+# Traces of one program are equal.
 
 
 @given(shapes())

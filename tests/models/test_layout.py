@@ -102,7 +102,7 @@ def test_a_parameter_is_cut_along_the_indices_that_have_more_than_one_piece() ->
     assert parameter.sliced({"out": 2}).sections == ()
 
 
-# What layers ask of a device: the FLOPs that the model declares, whole, in slices, and on the way back.
+# Kernels of layers: the FLOPs that the model declares, whole, in slices, and in the backward pass.
 
 
 SMALL: Dimensions = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 32}
@@ -520,7 +520,7 @@ def test_sizes_count_queries_keys_and_values_and_the_log_sum_exp() -> None:
     assert GPT().sizes(rows=3, element_bytes=4).queries == 0
 
 
-# Layers of a program are told as what they are in the model.
+# Layers of a program are named by their place in the model.
 
 
 def places(model: Model) -> list[str]:

@@ -82,7 +82,7 @@ def test_an_orthogonal_step_s_kernels_are_three_products_in_each_of_five_rounds(
     assert prod(matrix.piece) == matrix.size
 
 
-# What kernels on a GPU keep: each choice alone, against what it stands for.
+# Memory that kernels on a GPU keep: each choice alone, against its definition.
 
 
 S, H, HEADS, ROWS = 256, 256, 4, 3

@@ -237,7 +237,7 @@ def test_a_command_does_not_collect_all_of_torch_before_it_ends() -> None:
     assert done.stdout == "True\n"
 
 
-# What torchrun starts again goes on by itself, also with fewer ranks, and its numbers stay those of one device.
+# Runs restarted by torchrun continue by themselves, also with fewer ranks, with the numbers of one device.
 
 
 STEPS = 20

@@ -209,7 +209,7 @@ def test_a_broken_rule_is_refused_with_the_given_and_the_expected_value(case: st
     assert is_refused(REFUSALS[case]).about.startswith(case.split(",")[0]), "a refusal begins with the op's name"
 
 
-# What an ALL_TO_ALL makes of buffers, and what no rank may exchange or sum.
+# Results of ALL_TO_ALL on buffers, and values that no rank may exchange or sum.
 
 
 SIZES = Sizes.mixture(2)

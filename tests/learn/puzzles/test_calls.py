@@ -410,7 +410,7 @@ def test_models_may_be_made_inside_the_tasks() -> None:
         Model.check(asyncio.run(main(dist)))
 
 
-# The order in which the loop runs the tasks is of no account.
+# The order in which the event loop runs the tasks does not matter.
 
 
 def logs(name: str, sizes: tuple[int, int, int], order: list[int], naps: list[int]) -> list[list[Any]]:

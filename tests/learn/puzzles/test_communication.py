@@ -134,7 +134,7 @@ def test_messages_go_round_a_ring() -> None:
     assert results(solution, 6) == [15] * 6
 
 
-# Memory of values that stand in no store: it counts from their making to their last use.
+# Memory of values in no store counts from their creation to their last use.
 
 
 SQUARE, ROW = 512 * 512, 512 * 256

@@ -173,7 +173,7 @@ def test_values_are_printed_with_all_they_know() -> None:
     assert repr(Weight(1, 2, 0, {1}, 4)) == "Weight(layer=1, layers=2, step=0, shards=frozenset({1}), total=4)"
 
 
-# The rules of the face: what it lets pass so that published solutions keep running.
+# Rules that are more lenient, so that published solutions keep running.
 
 
 SQUARE = 512 * 512

@@ -139,7 +139,7 @@ def test_every_case_shows_something_of_its_own() -> None:
     assert len({str(replace(case, shows="")) for case in TABLE}) == len(TABLE)
 
 
-# What is wrong is noticed.
+# Faults are noticed.
 
 
 def refused(rank: int, job: Job) -> str:
