@@ -300,7 +300,7 @@ def test_a_message_too_many_on_the_tapes_of_64_ranks_is_reported_by_the_check() 
     )
 
 
-# Programs that NCCL's queues accept: with `device_id` a rank's communication is one queue, without it every two ranks' is.
+# Programs that NCCL's queues accept: with `device_id` a rank has one queue, without it every two ranks have one.
 
 
 QUEUES_QUEUED_PER_PAIR, QUEUES_QUEUED = ChannelModel.QUEUED_PER_PAIR, ChannelModel.QUEUED
