@@ -1,4 +1,9 @@
-"""Server that forks programs with their imports done: `python -m tests.support.warm_server SOCKET`."""
+"""Server that forks programs with their imports done: `python -m tests.support.warm_server SOCKET`.
+
+It has imported all that training imports. It forks for each start, and the fork becomes the program, with its own
+words, variables, folder and files. It also forks the interpreters that the program would start: the server that forks
+its ranks, ranks of torchrun, and processes of a script. After that, everything runs as usual.
+"""
 
 from __future__ import annotations
 

@@ -103,6 +103,9 @@ class ComputeVerbs(Tracer):
     def backward(self, layer: int, activation: Value, gradients: Value | Values, weight: Value) -> Values:
         """Compute a layer's backward pass.
 
+        It consumes what `forward` kept. If `forward` kept nothing, the layer is computed again first, which is possible
+        if it has one input and one output.
+
         Args:
             activation: the first input of the forward pass.
             gradients: the gradient of the layer's output; a tuple if it has several.
