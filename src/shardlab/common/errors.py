@@ -99,8 +99,8 @@ class Refused(Exception):
 
     def fields(self) -> dict[str, object]:
         """Return all fields, for JSON."""
-        told = ("rule", "line", "rank", "op", "layer", "about", "given", "remedy", "missing", "doubled")
-        return {"text": str(self), **{name: getattr(self, name) for name in told}}
+        names = ("rule", "line", "rank", "op", "layer", "about", "given", "remedy", "missing", "doubled")
+        return {"text": str(self), **{name: getattr(self, name) for name in names}}
 
 
 class Deadlock(Refused):

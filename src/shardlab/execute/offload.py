@@ -113,7 +113,7 @@ class Parked:
 
         return wait
 
-    def lying(self, tensor: Tensor) -> Tensor:
+    def current(self, tensor: Tensor) -> Tensor:
         """Return a tensor in its current place: itself, or a view of its copy elsewhere."""
         there = self._copies.get(tensor.untyped_storage()) if self._away else None
         if there is None:

@@ -194,25 +194,27 @@ class Muon(OneMoment):
     weights stay in float64.
 
     Attributes:
-        ways: next update of each weight that is only a part of a matrix: its part of the orthogonal matrix, and the
-            length.
+        part_updates: next update of each weight that is only a part of a matrix: its part of the orthogonal matrix, and
+            the length.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float, momentum: float) -> None:
         super().__init__(params, lr)
         self._momentum = momentum
-        self.ways: dict[Tensor, tuple[Tensor, float]] = {}
+        self.part_updates: dict[Tensor, tuple[Tensor, float]] = {}
 
     def direction(self, weight: Tensor, gradient: Tensor) -> Tensor:
         """Return Nesterov's mixture of a gradient and its new moment, without changing the moment."""
         return gradient.lerp(self.moment(weight).lerp(gradient, 1 - self._momentum), self._momentum)
 
     def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
-        """Return the nearest orthogonal matrix to the direction, or the part of it in `ways`."""
+        """Return the nearest orthogonal matrix to the direction, or the part of it in `part_updates`."""
         assert weight.grad is not None
-        way = self.ways.pop(weight, None) or (orthogonal(self.direction(weight, weight.grad)), length(weight.shape))
+        update = self.part_updates.pop(weight, None)
+        if update is None:
+            update = orthogonal(self.direction(weight, weight.grad)), length(weight.shape)
         moment.lerp_(weight.grad, 1 - self._momentum)
-        return way
+        return update
 
 
 def length(shape: Sequence[int]) -> float:

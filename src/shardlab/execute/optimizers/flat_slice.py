@@ -154,9 +154,9 @@ class Slice:
         """Start to copy the optimizer state back to where it is updated."""
         return self._parked.reload()
 
-    def lying(self, kept: Tensor) -> Tensor:
+    def current(self, kept: Tensor) -> Tensor:
         """Return a tensor of the optimizer state in its current place."""
-        return self._parked.lying(kept)
+        return self._parked.current(kept)
 
     def make_moments(self, updates: int) -> None:
         """Allocate the optimizer state after some updates, to be filled in, by an update with a zero gradient.
@@ -195,7 +195,7 @@ class Slice:
         """Return the average of the slice's weights over the steps, (elements,), in its current place."""
         kept = self.optimizers[-1]
         assert isinstance(kept, Average), "an average was asked for"
-        return torch.cat([self.lying(kept.average_of(part.leaf)) for part in self._parts])
+        return torch.cat([self.current(kept.average_of(part.leaf)) for part in self._parts])
 
     @property
     def moments(self) -> list[Tensor]:
@@ -239,7 +239,7 @@ class Slice:
         self.copied = 0 if gradient is given else gradient.nbytes
         if self._muon is not None:
             whole = direction or Direction(self._direction(gradient), self._ranges)
-            self._muon.ways = self._ways(whole)
+            self._muon.part_updates = self._part_updates(whole)
         for part in self._parts:
             part.leaf.grad = gradient[part.begin : part.end]
         for optimizer in self.optimizers:
@@ -277,15 +277,15 @@ class Slice:
             made[here] = self._muon.direction(part.leaf, gradient[here])
         return made
 
-    def _ways(self, direction: Direction) -> dict[Tensor, tuple[Tensor, float]]:
+    def _part_updates(self, direction: Direction) -> dict[Tensor, tuple[Tensor, float]]:
         """Return the update of each part of a matrix, and its length. Each matrix is made orthogonal once."""
-        ways: dict[Tensor, tuple[Tensor, float]] = {}
+        updates: dict[Tensor, tuple[Tensor, float]] = {}
         for matrix, parts in self._matrices.items():
             pieces = orthogonal(direction.whole(matrix)).chunk(len(matrix.starts), matrix.dim)
             for part in parts:
                 flat = pieces[part.piece].reshape(-1)
-                ways[part.leaf] = flat[part.start : part.start + part.end - part.begin], length(matrix.shape)
-        return ways
+                updates[part.leaf] = flat[part.start : part.start + part.end - part.begin], length(matrix.shape)
+        return updates
 
 
 class Direction(NamedTuple):

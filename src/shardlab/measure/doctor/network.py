@@ -95,8 +95,8 @@ def measure_links(rank: int, device: torch.device) -> list[MeasuredLink]:
     world = dist.get_world_size()
     pairs = [(first, (first + 1) % world) for first in range(world if world > 2 else world - 1)]
     mine = {pair: _link(pair, rank, device) for pair in pairs}
-    told = _gather({pair: link for pair, link in mine.items() if link is not None and pair[0] == rank})
-    return [told[first][first, second] for first, second in pairs]
+    gathered = _gather({pair: link for pair, link in mine.items() if link is not None and pair[0] == rank})
+    return [gathered[first][first, second] for first, second in pairs]
 
 
 STRATEGIES = ("ddp", "fsdp")

@@ -74,7 +74,7 @@ def kept_ranges(state: State) -> Iterator[KeptRange]:
         part, place = optimizer_of(state, key), offloaded.get(key, "")
         if state.analysis.kept.memory_of(*key) is None:
             yield from _split(state, WEIGHTS, key, part.weights)
-        yield from _split(state, EXACT, key, [part.lying(exact) for exact in part.exact], place)
+        yield from _split(state, EXACT, key, [part.current(exact) for exact in part.exact], place)
         yield from _moments(state, key, part, place)
 
 
@@ -256,7 +256,7 @@ def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRa
         for leaf, kept in optimizer.state.items():
             for name, moment in kept.items():
                 if isinstance(moment, Tensor) and moment.shape == leaf.shape:
-                    yield KeptRange(name, key[0], starts[leaf], part.lying(moment).view(-1), key, place)
+                    yield KeptRange(name, key[0], starts[leaf], part.current(moment).view(-1), key, place)
 
 
 def _ranges_to_write(state: State, keys: list[list[Key]]) -> dict[Key, list[tuple[int, int]]]:

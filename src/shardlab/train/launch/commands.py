@@ -345,7 +345,7 @@ def _wait(
     Raises:
         UserError: when they do not come in time, naming them.
     """
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     while not arrived():
         now = time.monotonic()
         waited = now - began
@@ -357,9 +357,9 @@ def _wait(
                 f"{environment.where}, and {it} {has} not answered{why()}; look at what {it} {has} printed, and at "
                 f"what the launcher says of {host}"
             )
-        if now - told >= SAY_SECONDS and environment.local_rank == 0:
+        if now - reported >= SAY_SECONDS and environment.local_rank == 0:
             say_waiting(f"waiting for {rank_names(missing())} at {environment.where}, {waited:.0f} s of {limit:g} s")
-            told = now
+            reported = now
         time.sleep(min(limit - waited, max(PAUSE, min(waited / 20, LONGEST_PAUSE))))
 
 
