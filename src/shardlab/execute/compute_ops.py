@@ -41,7 +41,7 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     outputs, saved = op.outputs[: len(op.outputs) - saves], op.outputs[-1]
     share, run_of_layer = state.share(op), state.model.run(op.layer)
     factor = state.analysis.gradient_factor.get(saved) if run_of_layer.affine else None
-    # The second half gets the tensors that it is expected to read.
+    # The input stays for the second half of a split backward pass, as the model counts it.
     stays = at in state.analysis.halved and run_of_layer.keeps_input
     over = at in state.analysis.last_reads and not stays
 

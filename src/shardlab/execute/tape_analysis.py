@@ -47,7 +47,7 @@ class Analysis:
         consecutive_updates: indices of UPDATEs that another one follows immediately.
         last_reads: index of a FORWARD or RECOMPUTE to the activation of which it is the last reader.
         last_copies: indices of collectives that send a copy of rows of which they are the last reader.
-        empties: index of the op that ends the last weight of a buffer to the buffer.
+        empties: index of the op at which the memory of such a weight ends to the buffer.
         leaves_room: index of the FREE after which the memory of a kept weight is unused to the weight. A new weight
             arrives there later.
     """
@@ -196,9 +196,7 @@ class ArenaTensors:
         self.side_by_side: dict[int, Tensor] = {}
         for room, begin in arena.buffers:
             at = wider * begin
-            for (
-                number
-            ) in room.values:  # adjacent by their real bytes, since the factor `wider` is not the same for all buffers
+            for number in room.values:  # adjacent by their real bytes: `wider` is too large for some buffers
                 self.tensors[number] = self._at(at, shapes.shape(specs[number]), dtype(specs[number]))
                 at += self.tensors[number].nbytes
             if len(room.values) > 1:

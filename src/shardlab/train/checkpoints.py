@@ -96,7 +96,7 @@ class Saver(Callback):
         self._steps, self._seconds = split_interval(run.config.saving.save_every)
         self._snapshot: Snapshot | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[None] | None = None  # entry of this rank's file
+        self._writing: Future[None] | None = None  # write of this rank's file
         self._documents: dict[str, str] = {}
         self._fingerprints: dict[int, str] = {}
         self._number = 0  # step of the checkpoint in flight, or of the last one

@@ -488,7 +488,7 @@ def export_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
         case Characters():
             each = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
             vocabulary = {character: token for token, character in enumerate(tokenizer.characters)}
-            # Only tokens that are in it: an unknown one raises.
+            # "[UNK]" is not in the vocabulary, so an unknown token raises.
             model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
             return _files(each, {"type": "Fuse"}, model)
         case Gpt2():

@@ -373,7 +373,7 @@ def _launched_device(environment: LaunchEnvironment) -> torch.device:
     ranks = environment.local_world or local_rank + 1
     shown = next((f"{name} is {os.environ[name]!r}" for name in ONE_GPU if name in os.environ), "")
     if gpus == 1 and shown:
-        return device_of(0, 1)  # ranks check at the rendezvous that no other rank has the same one
+        return device_of(0, 1)  # the rendezvous checks that no other rank has this GPU
     if 0 < gpus < ranks:
         raise UserError(
             f"rank {environment.rank} is number {local_rank} of {ranks} on its host and sees {counted(gpus, 'GPU')} "
@@ -391,7 +391,7 @@ def _identify(device: torch.device) -> str:
 
     found: Any = cast(Any, torch.cuda).get_device_properties(device) if device.type == "cuda" else None
     gpu = "" if found is None else str(getattr(found, "uuid", ""))
-    slices = any("MIG" in os.environ.get(name, "") for name in ONE_GPU)  # identity of a GPU, if torch has it
+    slices = any("MIG" in os.environ.get(name, "") for name in ONE_GPU)  # slices of one GPU may have its identity
     return json.dumps((device.type, socket.gethostname(), "" if slices else gpu))
 
 
@@ -438,7 +438,7 @@ def _rendezvous(
         bind(environment)  # this must precede the threads of the process group
     changed = False
     if device.type == "cpu":
-        torch.set_num_threads(1)  # all ranks exchange their CPUs here
+        torch.set_num_threads(1)  # until all ranks have exchanged their CPUs
         set_heap()
         changed = set_wakeups()  # this must precede these threads as well
     else:
