@@ -97,9 +97,8 @@ class Tracer(ABC):
         self._batches = 0
         self._batch = -1  # number of the open batch of messages
         self._counted = 0
-        self._next_count = (
-            VALUES_PER_COUNT  # the next count is due at this number of values or handles; costs one comparison an op
-        )
+        # The next count is due at this number of values or handles. It costs one comparison an op.
+        self._next_count = VALUES_PER_COUNT
 
     def refuse(self, rule: Rule, about: About | str, given: str, remedy: str) -> NoReturn:
         """Raise `Refused` about the verb that the program calls."""
