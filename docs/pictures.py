@@ -33,7 +33,7 @@ from shardlab.language.rules.layer_graph import Extent, Layer, Node, Port
 from shardlab.language.rules.spec import Space
 from shardlab.simulate.timeline import Costs, bubble, simulate
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.plan.layer_passes import slices_of_rank
+from shardlab.strategies.plan.context_parallel import slices_of_rank
 from shardlab.strategies.schedules import SCHEDULES
 
 FOLDER = Path(__file__).parent / "pictures"

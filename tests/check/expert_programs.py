@@ -65,7 +65,7 @@ async def combined_apart(rank: Rank) -> None:
 
 
 async def of_both(rank: Rank, mine: Value) -> Value:
-    """What the two ranks have whose tokens are combined here."""
+    """Return the tokens of the two ranks whose tokens are combined here."""
     store = rank.store(mine.spec.kind)
     for axis in ("cp", "ep"):
         mine = store["all"] = await rank.all_gather(mine, axis=axis)
@@ -73,7 +73,7 @@ async def of_both(rank: Rank, mine: Value) -> Value:
 
 
 async def own_of(rank: Rank, term: Value) -> Value:
-    """What of the sum of terms is of this rank's tokens."""
+    """Return this rank's tokens of the sum of terms."""
     store = rank.store(term.spec.kind)
     store["sum"] = await rank.all_reduce(term, axis="ep")
     store["all"] = await rank.all_gather(store["sum"], axis="cp")

@@ -121,7 +121,7 @@ async def in_shares(rank: Rank, microbatches: Sequence[int], share: Fraction, ho
 
 
 async def replicas_in_shares(rank: Rank) -> None:
-    """As Megatron-LM averages gradients of replicated parameters."""
+    """Average gradients of replicated parameters as Megatron-LM does."""
     await in_shares(rank, rank.microbatches, Fraction(1, rank.world))
 
 

@@ -1,4 +1,4 @@
-"""Deadlock under the five channel models, and the messages that reach the receive that was meant."""
+"""Deadlocks under the five channel models, and messages that reach the intended receive."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_a_message_too_many_on_the_tapes_of_64_ranks_is_reported_by_the_check() 
     )
 
 
-# What NCCL's queues let pass: with `device_id` a rank's communication is one queue, without it every two ranks' is.
+# Programs that NCCL's queues accept: with `device_id` a rank has one queue, without it every two ranks have one.
 
 
 QUEUES_QUEUED_PER_PAIR, QUEUES_QUEUED = ChannelModel.QUEUED_PER_PAIR, ChannelModel.QUEUED

@@ -52,7 +52,7 @@ def traced(name: str) -> Program:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_right_passes_and_is_judged_right(name: str) -> None:
+def test_right_programs_pass_and_give_one_devices_numbers(name: str) -> None:
     program = traced(name)
     is_right_everywhere(program)
     if name.endswith("descending"):

@@ -1,4 +1,4 @@
-"""The weights that a rank keeps: each element moves one step once, and what was written over is not read."""
+"""Kept weights: each element moves one step once, and overwritten values are not read."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ def test_two_states_do_not_step_the_same_elements_though_the_new_weight_is_saved
     assert judge(program).reason == "rank 0 writes layer 0 twice in a step"
 
 
-def test_what_has_arrived_in_its_place_is_not_stepped_again() -> None:
+def test_a_weight_that_has_arrived_is_not_updated_again() -> None:
     program, refusal = refused(unsound.stepped_after_it_arrived)
     tells(refusal, "stepped again", layer=0, doubled=(0,))
     assert judge(program).outcome is Outcome.WRONG
 
 
-def test_what_arrives_beside_it_leaves_it_to_be_stepped() -> None:
+def test_a_weight_that_arrives_in_other_memory_may_be_updated() -> None:
     program = trace(unsound.stepped_while_it_arrived_apart, 2, 1, 2)
     assert check(program).backends() == ["gloo", "nccl"]
     assert judge(program).right
 
 
-def test_what_is_being_sent_is_not_written_by_an_update_that_was_given_a_copy() -> None:
+def test_an_update_of_a_copy_does_not_overwrite_a_weight_in_flight() -> None:
     program, refusal = refused(unsound.sent_while_it_is_written)
     tells(refusal, "in flight", layer=0)
     assert judge(program).outcome is Outcome.BROKEN
@@ -107,7 +107,7 @@ def test_a_copy_of_a_weight_may_be_updated_in_its_place(read: str) -> None:
 @pytest.mark.parametrize(
     ("read", "why"), [("after", told("written over", layer=0)), ("meanwhile", told("in flight", layer=0))]
 )
-def test_what_an_update_has_written_over_is_not_read(read: str, why: Told) -> None:
+def test_an_overwritten_weight_is_not_read(read: str, why: Told) -> None:
     """The specs are right, and so would the numbers be if the old slice still were somewhere."""
     with refuses(why) as refusal_:
         check(trace(updates_a_copy(read), 2, 1, 2))
@@ -200,7 +200,7 @@ def test_a_slice_of_a_copy_may_outlive_the_update_of_the_copy(read: str) -> None
 @pytest.mark.parametrize(
     ("read", "why"), [("after", told("written over", layer=0)), ("meanwhile", told("in flight", layer=0))]
 )
-def test_what_an_update_has_written_over_in_a_copy_is_not_read(read: str, why: Told) -> None:
+def test_an_overwritten_copy_is_not_read(read: str, why: Told) -> None:
     with refuses(why) as refusal:
         check(trace(steps_a_copy(read), 2, 1, 2))
     assert "weights[0] (shard 1 of 2)" in str(refusal.value)
@@ -255,20 +255,20 @@ def test_two_updates_do_not_step_one_memory_though_each_weight_is_kept_apart() -
 
 
 @pytest.mark.parametrize("program_of", RIGHT)
-def test_what_lies_elsewhere_and_comes_back_is_accepted_and_right(program_of: Strategy) -> None:
+def test_offloaded_and_reloaded_values_are_accepted_and_right(program_of: Strategy) -> None:
     program = trace(program_of, 2, 2, 4)
     assert check(program).backends() == ["gloo", "nccl"]
     assert judge(program).right
 
 
-def test_what_lies_elsewhere_takes_no_memory_of_the_device() -> None:
+def test_offloaded_values_take_no_memory_of_the_device() -> None:
     """The optimizer's state is never there, and weights are only while they are computed with."""
     away, here = (memory_in_bytes(check(trace(each, 2, 4, 4)))[0] for each in (sums_away, state_away))
     assert dict(zip(Category, away.by_category, strict=True))[Category.OPTIMIZER] == 0
     assert away.peak < here.peak
 
 
-def test_what_lies_elsewhere_is_counted_there() -> None:
+def test_offloaded_values_are_counted_in_their_place() -> None:
     """All weights and optimizer states, and one gradient that is on its way to its update."""
     checked = check(trace(offloaded, 2, 4, 4))
     sizes = checked.program.sizes
@@ -414,7 +414,7 @@ async def state_in_two_places(rank: Rank) -> None:
         (squares_away, told("wrong kind")),
     ],
 )
-def test_what_no_op_does_elsewhere_is_refused(strategy: Strategy, said: Told) -> None:
+def test_ops_off_the_device_that_no_backend_has_are_refused(strategy: Strategy, said: Told) -> None:
     tells(refusal(strategy, ranks=1, layers=1), said)
 
 

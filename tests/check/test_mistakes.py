@@ -1,4 +1,4 @@
-"""Programs with one mistake each, refused in a sentence that says where, what was found and what was wanted."""
+"""Programs with one mistake each are refused in a sentence with the place, the value found and the value expected."""
 
 from __future__ import annotations
 
@@ -477,7 +477,7 @@ def test_parts_of_the_experts_that_lie_apart_may_be_combined() -> None:
 
 
 @pytest.mark.parametrize("program_of", RIGHT)
-def test_what_is_cast_for_the_way_is_accepted_and_right(program_of: Strategy) -> None:
+def test_values_cast_for_a_transfer_are_accepted_and_right(program_of: Strategy) -> None:
     program = trace(program_of, 2, 2, 4)
     assert check(program).backends() == ["gloo", "nccl"]
     assert judge(program).right
@@ -551,5 +551,5 @@ def unknown(rank: Rank) -> None:
         (unknown, told("other dtypes", layer=0)),
     ],
 )
-def test_what_would_round_or_mix_numbers_is_refused(lines: Lines, said: Told) -> None:
+def test_casts_that_round_kept_values_or_mix_dtypes_are_refused(lines: Lines, said: Told) -> None:
     refused(lines, said, layers=1)

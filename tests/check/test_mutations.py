@@ -1,7 +1,7 @@
-"""Every kind of mistake, put into tapes that were right: what computes other numbers, hangs or breaks is refused.
+"""Mistakes of every kind, put into right tapes: the check refuses those that change numbers, hang or break.
 
-The mutants are judged by executing them on numbers (`tests/support/interpreter.py`); the check must refuse each one
-that is not right, with a sentence that says where.
+The mutants are judged by executing them on numbers (`tests/support/interpreter.py`). The check must refuse each wrong
+one in a sentence with the place.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def mutants(kind: str, name: str) -> list[Program]:
 
 @pytest.mark.parametrize("kind", [kind for kind in MUTATIONS if kind != "another world"])
 def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) -> None:
-    """What passes is always judged; of what is refused, enough to see that the mistake is one that matters."""
+    """Every mutant that passes is judged, and enough refused ones to see that the mistake matters."""
     wrong = refused = False
     names = list(subjects())
     for count, name in enumerate(Random(kind).sample(names, len(names))):
@@ -348,7 +348,7 @@ def weight_of(layer: int) -> Piece:
 
 
 def inputs_of(network: Network, layer: int) -> list[Piece]:
-    """What a layer is given, of two microbatches."""
+    """Return the inputs of a layer, of two microbatches."""
     kind, before = network.kinds[layer], network.kinds[layer - 1] if layer else ""
     rows = 2 * network.sequence
     x = some(rows, 2 * WIDTH if before == "project" else WIDTH, 1, EXPERTS if "experts" in (kind, before) else ())
@@ -398,7 +398,7 @@ def test_a_backward_pass_is_the_derivative_of_the_forward(name: str, layer: int)
 
 
 @pytest.mark.parametrize(("name", "layer"), [("gated", 0), ("routed", 4)])
-def test_what_routing_adds_to_its_gradient_is_multiplied_by_the_scale_of_gradients(name: str, layer: int) -> None:
+def test_the_auxiliary_gradient_of_routing_has_the_gradient_scale(name: str, layer: int) -> None:
     toy, given = NETWORKS[name].layer(layer), inputs_of(NETWORKS[name], layer)
     outputs, kept = toy.forward(given)
     zero, *others = [replace(y, data=np.zeros_like(y.data)) for y in outputs]

@@ -106,7 +106,7 @@ def test_every_microbatch_passes_every_layer_once_in_each_direction(shape: Shape
     assert done == {(half, layer): every for half in ("input", "weight") for layer in range(shape.layers)}
 
 
-# The judge of the other tests is tested itself: what it calls right, wrong, hanging and broken, and what it knows.
+# The judge of the other tests is tested itself: its verdicts right, wrong, hanging and broken, and its imports.
 
 
 WHOLE = [(1, 1, 1), (1, 3, 4)]
@@ -139,7 +139,7 @@ def test_every_strategy_is_judged_right(name: str, size: tuple[int, int, int]) -
 
 
 def imports(module: str) -> set[str]:
-    """What a module takes from shardlab, itself and through its own parts."""
+    """Return the modules of shardlab that a module imports, directly or not."""
     taken: set[str] = set()
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
         if isinstance(node, ast.Import):
@@ -327,7 +327,7 @@ def test_a_collective_that_a_member_leaves_out_hangs() -> None:
         ("malformed op", "ddp", "other inputs or outputs"),
     ],
 )
-def test_what_cannot_be_executed_is_broken(kind: str, strategy: str, reason: str) -> None:
+def test_a_program_that_cannot_be_executed_is_broken(kind: str, strategy: str, reason: str) -> None:
     verdicts = [judge(mutant) for mutant in MUTATIONS[kind](built_in(strategy))]
     assert any(verdict.outcome is Outcome.BROKEN and reason in verdict.reason for verdict in verdicts)
 
@@ -342,7 +342,7 @@ def test_a_message_that_nobody_receives_is_broken() -> None:
     assert verdict.outcome is Outcome.BROKEN
 
 
-# What tracing believes of a value is what the check derives from the tapes alone, on larger meshes as well.
+# Specs of tracing are those that the check derives from the tapes alone, on larger meshes as well.
 
 
 @settings(max_examples=examples(100))
@@ -364,7 +364,7 @@ def test_programs_of_8_to_16_ranks_pass_and_are_right(mesh: tuple[int, int, int]
     is_right(program)
 
 
-# What the check says of channel models agrees with ranks and channels that step at random.
+# The check of channel models agrees with ranks and channels that step at random.
 
 
 REORDERINGS = ("late wait", "swapped neighbours", "broken batch")
@@ -409,7 +409,7 @@ def agree(program: Program, models: Mapping[ChannelModel, str | None], random: R
 @settings(max_examples=examples(200))
 @given(shapes(), st.integers(0, 10**6))
 def test_a_stricter_model_never_passes_what_a_more_lenient_one_fails(shape: Shape, seed: int) -> None:
-    """But for a message between an exchange and a single call, which two communicators never let meet."""
+    """The exception is a message between an exchange and a single call, which use two communicators."""
     for program in (random_program(shape), chatter(seed)):
         models = check(program).models if program is not None else {}
         if HALF_EXCHANGED in (models.get(ChannelModel.QUEUED_PER_PAIR) or ""):

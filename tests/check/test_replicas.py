@@ -1,4 +1,4 @@
-"""Replicas that rounding drives apart are told of, and no others."""
+"""Replicas that rounding drives apart are reported, and no others."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_sums_of_each_rank_in_an_order_of_its_own_drift() -> None:
     assert drift.groups == ((0,), (1,), (2,))
 
 
-def test_ranks_whose_copies_stay_equal_are_told_together() -> None:
+def test_ranks_whose_copies_stay_equal_are_one_group() -> None:
     (drift,) = drifts_of(checked(drifting.one_turned))
     assert drift.groups == ((0, 1, 2), (3,))
     assert "on ranks 0-2 against 3 may drift" in str(drift)
@@ -175,7 +175,7 @@ async def last_layer_drifts(rank: Rank) -> None:
         rank.weights[l], rank.opt_states[l] = made
 
 
-def test_what_is_computed_of_a_weight_that_drifts_is_said_to_follow_and_not_audited() -> None:
+def test_a_drift_that_follows_from_another_is_named_so_and_not_audited() -> None:
     proof = in_columns(last_layer_drifts)
     first, later = drifts_of(proof)
     assert (first.layers, later.layers) == ((1,), (0,))
@@ -373,7 +373,7 @@ def another_collective(kind: OpKind, wrong: OpKind, layer: int) -> Change:
 
 
 def without(program: Program, kind: OpKind, layer: int) -> None:
-    """What a collective gives is taken to be what it was given."""
+    """Replace the result of a collective by its input."""
     for tape in program.tapes:
         at, op = next((at, op) for at, op in enumerate(tape) if op.kind is kind and op.layer == layer)
         (given,), (made,) = op.inputs, op.outputs
@@ -410,7 +410,7 @@ def test_columns_are_gathered_and_terms_are_summed(kind: OpKind, wrong: OpKind, 
 
 
 @pytest.mark.parametrize(("kind", "layer"), [(OpKind.ALL_GATHER, 1), (OpKind.ALL_REDUCE, 2), (OpKind.ALL_REDUCE, 1)])
-def test_what_is_not_put_together_is_refused(kind: OpKind, layer: int) -> None:
+def test_slices_that_are_not_combined_are_refused(kind: OpKind, layer: int) -> None:
     program = PROGRAMS["columns"]()
     without(program, kind, layer)
     with pytest.raises(Refused):
@@ -499,13 +499,13 @@ def test_the_check_derives_what_is_kept_between_the_halves() -> None:
         assert (half.kind, half.layer, half.holds) == (Kind.SAVED_FOR_WEIGHT, op.layer, specs[op.inputs[0]].holds)
 
 
-def test_what_another_microbatchs_first_half_left_is_refused() -> None:
+def test_the_first_half_of_another_microbatch_is_refused() -> None:
     (at, one), (_, other) = halves()[:2]
     mutant = changed(PROGRAM, 0, at, one._replace(inputs=(*one.inputs[:2], other.inputs[2])))
     tells(refused(mutant), "no forward", op=at, layer=0)
 
 
-def test_what_the_forward_pass_saved_is_not_what_the_first_half_left() -> None:
+def test_saved_values_are_no_substitute_for_those_of_the_first_half() -> None:
     at, op = halves()[0]
     saved = next(first.inputs[3] for _, first in halves(OpKind.BACKWARD_INPUT) if first.outputs[1] == op.inputs[2])
     mutant = changed(PROGRAM, 0, at, op._replace(inputs=(*op.inputs[:2], saved)))
@@ -520,7 +520,7 @@ def test_a_second_weight_half_has_nothing_left_to_read() -> None:
     tells(refused(mutant), "no forward", op=at + 1, layer=0)
 
 
-def test_what_is_kept_for_the_second_half_is_no_value_of_the_program() -> None:
+def test_values_kept_for_the_second_half_are_hidden_from_the_program() -> None:
     at, op = halves()[0]
     mutant = changed(PROGRAM, 0, at, Op(OpKind.FREE, -1, op.inputs[2:]), op)
     tells(refused(mutant), "the layer's own", op=at)

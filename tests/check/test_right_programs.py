@@ -56,7 +56,7 @@ def traced(name: str) -> Program:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_right_passes_and_is_judged_right(name: str) -> None:
+def test_right_programs_pass_and_give_one_devices_numbers(name: str) -> None:
     is_right_everywhere(traced(name))
 
 
@@ -178,7 +178,7 @@ async def trained_squares_not_in_the_norm(rank: Rank) -> None:
         (trained_squares_not_in_the_norm, told("partial norm", layer=0, missing=(1,))),
     ],
 )
-def test_what_is_wrong_about_freezing_is_refused(strategy: Strategy, said: Told) -> None:
+def test_mistakes_about_freezing_are_refused(strategy: Strategy, said: Told) -> None:
     program = trace(strategy, 2, 2, 4)
     tells(refusal(program), said)
     assert not judge(program).right
@@ -246,7 +246,7 @@ def test_a_sum_of_gradients_is_what_each_contribution_adds_up_to(shares: list[tu
         (programs.one_share_is_all, 2, told("other factors", layer=0)),
     ],
 )
-def test_what_does_not_cancel_is_refused_with_the_factor(program_of: Strategy, ranks: int, words: Told) -> None:
+def test_factors_that_do_not_cancel_are_refused_with_the_factor(program_of: Strategy, ranks: int, words: Told) -> None:
     with pytest.raises(Refused) as refusal:
         trace(program_of, ranks, 1, 4)
     tells(refusal.value, words)

@@ -1,4 +1,4 @@
-"""A right program that no backend can carry out is said to run on none, with the reason."""
+"""Right programs that no backend can run are reported so, with the reason."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ async def gathers_uneven_batches(rank: Rank) -> None:
         (gathers_uneven_batches, "gather equal pieces"),
     ],
 )
-def test_what_cannot_be_communicated_runs_on_no_backend(strategy: Strategy, remedy: str) -> None:
+def test_values_that_cannot_be_communicated_run_on_no_backend(strategy: Strategy, remedy: str) -> None:
     checked = check(trace(strategy, 2, 1, 4))
     assert checked.backends() == []
     for backend in ("gloo", "nccl"):
         tells(checked.why_not(backend), "not runnable", rank=0, remedy=remedy)
 
 
-def test_what_can_be_communicated_runs_on_both() -> None:
+def test_values_that_can_be_communicated_run_on_both_backends() -> None:
     checked = check(trace(sends("activations"), 2, 1, 4))
     assert checked.why_not("gloo") is None
     assert checked.backends() == ["gloo", "nccl"]
@@ -108,7 +108,7 @@ def sliced(strategy: Strategy, ranks: int) -> Program:
     return trace(strategy, mesh, Sizes.of_puzzle(1, mesh), 4)
 
 
-def test_what_is_cut_is_computed_one_slice_at_a_time() -> None:
+def test_a_device_computes_one_slice_of_a_layer_at_a_time() -> None:
     program = sliced(gathered_matrices, 2)
     assert judge(program).right
     remedy = "compute with one slice on each rank"
@@ -261,7 +261,7 @@ def half() -> Checked:
 def test_a_half_whose_loss_is_missing_is_refused() -> None:
     program = half().program
     tapes = [[op for op in tape if rank == 0 or op.kind is not OpKind.LOSS] for rank, tape in enumerate(program.tapes)]
-    with pytest.raises(Refused, match="nobody computes the loss of microbatch 1"):
+    with pytest.raises(Refused, match="no rank computes the loss of microbatch 1"):
         check_forward(replace(program, tapes=tapes))
 
 
@@ -273,7 +273,7 @@ def test_training_is_no_forward_half_and_a_forward_half_is_no_training() -> None
         check(half().program)
 
 
-# Programs that go by way of a root are right, and every mistake put into them is refused.
+# Programs with roots are right, and every mistake put into them is refused.
 
 
 SAMPLE = {
@@ -308,7 +308,7 @@ def subjects() -> dict[str, Program]:
         (replicas, 3, 2, 3),
     ],
 )
-def test_what_goes_by_way_of_a_root_is_right_on_every_backend(
+def test_collectives_with_a_root_are_right_on_every_backend(
     program: Strategy, mesh: Mesh | int, layers: int, microbatches: int
 ) -> None:
     tapes = trace(program, mesh, layers, microbatches)
@@ -316,7 +316,7 @@ def test_what_goes_by_way_of_a_root_is_right_on_every_backend(
     assert judge(tapes).right
 
 
-def test_the_random_programs_go_by_way_of_a_root() -> None:
+def test_the_random_programs_use_collectives_with_a_root() -> None:
     assert all(Plan_imported(shape).by_root for shape in RANDOM_SHAPES)
 
 
@@ -364,7 +364,7 @@ def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, said: Told) 
 
 SENTENCES = {
     "the layer's own": (
-        "rank 0, op 4 free(value 4): value 4 is what a layer keeps; leave it to the backward of its activation."
+        "rank 0, op 4 free(value 4): a layer keeps value 4 for itself; leave it to the backward of its activation."
     ),
     "freed, not made": "rank 0, op 3 forward(layer 0): value 77 has not been made yet; make it before.",
     "freed, on a tape": (
@@ -383,7 +383,8 @@ SENTENCES = {
         "rank 0, op 1 load_weight(layer 0): the same slice was loaded by op 0 already; load each slice once."
     ),
     "malformed tape": (
-        "rank 0, op 4 loss(layer 1): has 0 inputs and 1 output, which it never has; give what it reads and makes."
+        "rank 0, op 4 loss(layer 1): has 0 inputs and 1 output, numbers that this op never has; give the "
+        "values that it reads and makes."
     ),
     "malformed tape, a handle": (
         "rank 0, op 4 loss(layer 1): has handle 3, but only a collective or a message has one; leave it out."
@@ -412,7 +413,7 @@ SENTENCES = {
         "rank 0, op 0 load_weight(layer 0): there is no slice None of layer 0; name slices that it has."
     ),
     "wrong layer, on a tape": (
-        "rank 0, op 2 load_batch(batch): the op says layer 3, but it acts on layer 0; say that one."
+        "rank 0, op 2 load_batch(batch): the op says layer 3, but it acts on layer 0; name that layer."
     ),
     "unknown group, made by hand": (
         "rank 0, op 9 all_reduce(layer 0) on world: the group world was not made by group_of, so its members "
@@ -420,20 +421,22 @@ SENTENCES = {
     ),
     "malformed tape, another world": "the mesh has 1 rank, but the program has 2 tapes; give one for each rank.",
     "malformed tape, a layer's outputs": (
-        "rank 0, op 3 forward(layer 0): has 3 outputs, but this layer makes 1 value; number these, and what is saved."
+        "rank 0, op 3 forward(layer 0): has 3 outputs, but this layer makes 1 value; number these outputs, and "
+        "the saved value."
     ),
     "malformed tape, a gradient's outputs": (
         "rank 0, op 40 backward_input(layer 6): numbers 2 values, but makes 1 beside what the layer keeps; number "
-        "what it makes."
+        "all its outputs."
     ),
     "malformed tape, a wait": (
-        "rank 0, op 10 wait(handle 0): a wait reads and makes no value; name what arrives in its communication."
+        "rank 0, op 10 wait(handle 0): a wait reads and makes no value; number the received value in its communication."
     ),
     "malformed tape, nothing expected": (
-        "rank 0, op 0 recv from rank 1: the tape does not say which message is meant; say what it expects."
+        "rank 0, op 0 recv from rank 1: the op does not name its message; give the expected value."
     ),
     "malformed tape, nothing expected of a root": (
-        "rank 0, op 0 broadcast(layer 0) on world: the tape does not say what comes from the root; say what it expects."
+        "rank 0, op 0 broadcast(layer 0) on world: the op does not name the value from the root; give the expected "
+        "value."
     ),
     "malformed tape, a root's part": (
         "rank 0, op 0 broadcast(layer 0) on world: has 0 inputs and 0 outputs; the part of rank 0 reads 0 and "
@@ -447,7 +450,7 @@ SENTENCES = {
         " of 0-1, each once."
     ),
     "unknown rank, on a tape": (
-        "rank 0, op 0 recv from rank 7 of weights[0]: rank 7 is none that this rank can message; the world has "
+        "rank 0, op 0 recv from rank 7 of weights[0]: there is no other rank 7; the world has "
         "ranks 0-1, name another of these."
     ),
     "batch of messages, apart": (
@@ -455,7 +458,7 @@ SENTENCES = {
         "of its batch; put them before or after the batch."
     ),
     "batch of collectives": (
-        "rank 0, op 0 barrier on world: is issued together with what is not of its kind, its group and its dtype; "
+        "rank 0, op 0 barrier on world: is issued together with ops of another kind, group or dtype; "
         "give it a batch of its own."
     ),
     "batch of collectives, on one rank": (

@@ -65,14 +65,14 @@ def traced(when: str) -> Program:
 
 
 @pytest.mark.parametrize("when", ["never", "the other half read", "the other half sent"])
-def test_what_an_update_leaves_alone_may_be_read_through_a_slice(when: str) -> None:
+def test_unchanged_slices_may_be_read_after_an_update(when: str) -> None:
     program = traced(when)
     assert refusal(program) is None
     assert judge(program).right
 
 
 @pytest.mark.parametrize("when", ["sent whole", "a part sent"])
-def test_what_is_in_flight_is_not_written_through_a_slice(when: str) -> None:
+def test_a_slice_of_a_value_in_flight_is_not_overwritten(when: str) -> None:
     program = traced(when)
     with refuses("in flight", layer=0):
         check(program)
@@ -80,7 +80,7 @@ def test_what_is_in_flight_is_not_written_through_a_slice(when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["the whole read", "the same half read"])
-def test_what_was_written_is_not_read_through_a_slice(when: str) -> None:
+def test_overwritten_values_are_not_read_through_a_slice(when: str) -> None:
     with refuses("written over", layer=0):
         check(traced(when))
 

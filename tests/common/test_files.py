@@ -12,7 +12,7 @@ from shardlab.common.errors import UserError
 from shardlab.common.files import atomic_file, atomic_folder, path_from_here, write_atomically
 
 
-def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path: Path) -> None:
+def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
     with suppress(ValueError), atomic_file(path) as part:
@@ -59,7 +59,7 @@ def test_a_folder_appears_when_it_is_full_and_not_at_all_if_that_fails(tmp_path:
     assert list((tmp_path / "deep").iterdir()) == [path]
 
 
-def test_what_is_where_a_folder_should_go_is_left_alone(tmp_path: Path) -> None:
+def test_an_existing_path_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match="file exists; name a new folder"), atomic_folder(tmp_path / "file"):
         pass

@@ -1,4 +1,4 @@
-"""What a model made up can be shown."""
+"""Text of sizes, amounts and numbers, and printable text of models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_size_is_a_number_and_a_unit(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "KB", "1 KX", "-1KB", "1e3", "ten", "1KBs"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="is not a size; write a number and a unit, such as 1KB, 512 or 64MB"):
         parse_size(text)
 
@@ -51,7 +51,7 @@ def test_a_part_of_a_byte_is_refused() -> None:
 
 
 @given(st.integers(0, 40), st.sampled_from([1, 3, 5, 9]))
-def test_what_is_written_is_read_again(power: int, factor: int) -> None:
+def test_written_tables_are_read_again(power: int, factor: int) -> None:
     assert parse_size(size_text(factor << power)) == factor << power
 
 
@@ -95,7 +95,7 @@ def test_bytes_without_a_unit_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "much", "-5GiB", "0GiB", "5GiBs", "nan", "infGiB"])
-def test_what_is_no_amount_is_refused(text: str) -> None:
+def test_invalid_amounts_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="give bytes above 0 with their unit, such as 72GiB or 80GB"):
         parse_bytes(text, "--memory")
 

@@ -142,7 +142,7 @@ def test_an_import_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "takes_long" in sys.modules
 
 
-def test_what_was_stopped_does_not_go_on() -> None:
+def test_a_stopped_program_does_not_continue() -> None:
     turns = [0]
 
     async def endless(rank: Rank) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from shardlab.check import check
@@ -38,6 +40,12 @@ WORDS = {
 }
 
 
+@cache
+def words_of(name: str, by: ColorBy) -> list[str]:
+    """Return the texts in the picture of a strategy on four ranks."""
+    return texts(timeline_svg(timeline_of(name, 4), color_by=by))
+
+
 def counted(timeline: Timeline, kind: OpKind) -> int:
     return sum(event.kind is kind for events in timeline.events for event in events)
 
@@ -46,7 +54,8 @@ def counted(timeline: Timeline, kind: OpKind) -> int:
 @pytest.mark.parametrize("name", [*SPLIT, "1f1b", "fsdp"])
 def test_the_legend_has_the_passes_that_occur_and_no_other(name: str, by: ColorBy) -> None:
     timeline = timeline_of(name, 4)
-    said = {kind for kind, word in WORDS.items() if word in texts(timeline_svg(timeline, color_by=by))}
+    words = words_of(name, by)
+    said = {kind for kind, word in WORDS.items() if word in words}
     assert said == {kind for kind in WORDS if counted(timeline, kind)}
 
 
@@ -54,7 +63,7 @@ def test_the_legend_has_the_passes_that_occur_and_no_other(name: str, by: ColorB
 @pytest.mark.parametrize("name", SPLIT)
 def test_every_pass_carries_its_microbatch(name: str, by: ColorBy) -> None:
     timeline = timeline_of(name, 4)
-    words = texts(timeline_svg(timeline, color_by=by))
+    words = words_of(name, by)
     passes = sum(counted(timeline, kind) for kind in WORDS)
     legend = 2 * 4 + 8  # numbered layers or chunks, and the axes' ticks
     assert passes <= sum(words.count(str(microbatch)) for microbatch in range(4)) <= passes + legend
@@ -76,7 +85,7 @@ def test_passes_are_blue_teal_green_and_orange() -> None:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("dualpipe-v", 2)])
-def test_a_pipelines_chunks_are_told_by_lightness(name: str, chunks: int) -> None:
+def test_a_pipelines_chunks_differ_in_lightness(name: str, chunks: int) -> None:
     timeline = timeline_of(name, 4)
     looks = Looks(timeline, "pass")
     assert looks.chunks == chunks
@@ -93,7 +102,7 @@ def test_a_v_turns_between_two_chunks() -> None:
     assert found[3] == {6: 0, 7: 0, 8: 1, 9: 1}
 
 
-def test_without_a_pipeline_layers_are_told_by_lightness() -> None:
+def test_without_a_pipeline_layers_differ_in_lightness() -> None:
     timeline = timeline_of("ddp", 4)
     assert chunks_of(timeline) is None
     svg = timeline_svg(timeline)

@@ -57,9 +57,9 @@ def test_a_priced_picture_says_bytes_in_one_unit_and_its_peak_is_the_reports() -
 
 
 def test_many_ranks_that_do_the_same_share_a_row_with_the_microbatches_of_all() -> None:
-    (row,) = rows_of(timeline_of("fsdp", 64, microbatches=64))
+    (row,) = rows_of(wide("fsdp", 64))
     assert row.ranks == list(range(64))
-    words = texts(timeline_svg(timeline_of("fsdp", 64, microbatches=64)))
+    words = texts(timeline_svg(wide("fsdp", 64)))
     assert "ranks 0-63" in words
     assert words.count("0-63") == 2 * 4
     assert any(word.startswith("64 ranks in one row, all alike") for word in words)
@@ -90,7 +90,7 @@ def test_spaced_rows_have_both_ends() -> None:
     assert spaced(rows, 64) == rows
 
 
-# What cannot be read is drawn coarser: passes, then shares of time with a close-up, so that pictures stay small.
+# Illegible pictures are drawn coarser: passes, then shares of time with a close-up, so that pictures stay small.
 
 
 @cache
@@ -172,7 +172,7 @@ def test_shares_of_the_time_add_up_to_what_is_computed() -> None:
 
 
 def test_a_close_up_shows_single_microbatches_of_the_steady_state() -> None:
-    words = texts(timeline_svg(wide("1f1b", 128)))
+    words = texts(timeline_svg(wide("1f1b", 64)))
     (heading,) = [word for word in words if word.startswith("Close-up")]
     assert heading.endswith("8 of the rows")
     assert {"rank 0", "rank 27", "rank 63"} <= {word for word in words if words.count(word) == 2}

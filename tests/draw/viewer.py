@@ -1,9 +1,8 @@
-"""What a trace viewer asks of a file, by the Trace Event Format and by Perfetto's importer.
+"""Requirements of trace viewers on a file, by the Trace Event Format and by Perfetto's importer.
 
-Google's "Trace Event Format" (see `shardlab.draw.trace_events`): times are microseconds, spans of a thread
-nest or are apart,
-a flow has one "s" and one "f" of the same id, name and category. Perfetto drops spans that overlap (its FAQ), and binds
-a flow's end to the span that is open at its time (flow_tracker.cc), so it must lie within one.
+Google's "Trace Event Format" (see `shardlab.draw.trace_events`): times are microseconds, spans of a thread nest or are
+apart, and a flow has one "s" and one "f" of the same id, name and category. Perfetto drops spans that overlap (its
+FAQ), and binds a flow's end to the span that is open at its time (flow_tracker.cc), so it must lie within one.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ async def sends_an_optimizer_state(rank: Rank) -> None:
         rank.opt_states["theirs"] = await rank.recv(source=0)
 
 
-def test_what_has_no_tensor_runs_on_no_backend() -> None:
+def test_values_without_tensors_run_on_no_backend() -> None:
     checked = check(trace(sends_an_optimizer_state, 2, 1, 2))
     assert checked.backends() == []
     corpus = Corpus.from_text(bytes(range(256)) * 8, 8)

@@ -1,4 +1,4 @@
-"""Kernels for products: all ranks choose alike, and later runs on this machine choose as earlier ones."""
+"""Kernels for products: all ranks choose the same, and so do later runs on this machine."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -30,7 +30,7 @@ def test_choices_come_back_from_a_file(chosen: dict[Product, bool]) -> None:
     assert choices_of(json.loads(json.dumps(rows_of(chosen)))) == chosen
 
 
-def test_what_nothing_was_chosen_for_stays_with_torchs_own_kernel() -> None:
+def test_products_without_a_choice_use_torchs_own_kernel() -> None:
     assert choices_of(rows_of({A: None, B: True})) == {A: False, B: True}
 
 
@@ -65,7 +65,9 @@ def test_choices_that_cannot_be_kept_are_chosen_all_the_same(tmp_path: Path) -> 
 
 
 def chosen_on(rank: int, folder: Path) -> tuple[list[Product], dict[Product, bool | None], bool]:
-    """What a rank measures, its choices, and whether there was something left to choose; oneDNN for few rows."""
+    """Return a rank's measurements, its choices, and whether there was a choice to make. oneDNN is faster for
+    few rows.
+    """
     asked: list[Product] = []
 
     def measured(product: Product) -> bool:
@@ -84,7 +86,7 @@ def kept_on(rank: int, folder: Path) -> dict[Product, bool]:
     return dict(kept_by_rank_0(KeptChoices(folder / f"{rank}.json")))
 
 
-def test_rank_0_measures_what_any_rank_computes_and_all_choose_alike(
+def test_rank_0_measures_the_products_of_all_ranks_and_all_choose_the_same(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     first, other = ranks(2).call(chosen_on, tmp_path)

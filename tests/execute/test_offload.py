@@ -62,10 +62,10 @@ def test_a_file_takes_its_room_at_once_also_where_the_system_has_no_call_for_it(
 def test_parked_tensors_have_no_memory_and_get_their_numbers_back() -> None:
     whole = torch.arange(8.0)
     parts, parked = whole.split(4), Parked()
-    assert torch.equal(parked.lying(parts[1]), parts[1])
+    assert torch.equal(parked.current(parts[1]), parts[1])
     parked.offload([*parts], lambda size: storage_at("host", size, CPU))()
     assert whole.untyped_storage().nbytes() == 0
-    assert parked.lying(parts[1]).tolist() == [4, 5, 6, 7]
+    assert parked.current(parts[1]).tolist() == [4, 5, 6, 7]
     parked.reload()()
     assert [part.tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 

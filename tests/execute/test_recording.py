@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def watched(rank: int) -> list[tuple[str, bool, bool]]:
-    """Of each communication, whether its end is known before anybody waited, and lies before that."""
+    """Return for each communication whether its end is known before any wait, and lies before it."""
     stopwatch, seen = HostStopwatch(), list[tuple[str, bool, bool]]()
     whole, piece = torch.ones(64), torch.empty(32)
     starts: dict[str, Callable[[], Any]] = {

@@ -1,4 +1,4 @@
-"""Where layers cannot be compiled, one sentence says so before any rank is started."""
+"""If layers cannot be compiled, one sentence says so before any rank starts."""
 
 from __future__ import annotations
 

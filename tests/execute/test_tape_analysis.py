@@ -32,7 +32,7 @@ MODEL = GPT(layers=4, hidden_size=32, heads=2, vocab_size=32, seq_len=16)
 
 
 class Steps(NamedTuple):
-    """What some steps came to: losses, weights, the most bytes of storages, and those of the arena."""
+    """Results of some steps: losses, weights, the most bytes of storages, and those of the arena."""
 
     losses: list[float]
     weights: torch.Tensor

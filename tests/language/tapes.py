@@ -80,7 +80,7 @@ def live_at_end(program: Program, rank: int) -> set[int]:
 
 
 def made(op: Op) -> tuple[int, ...]:
-    """What an op makes, but for what layers keep, which comes last."""
+    """Return the values that an op makes, without the saved ones, which come last."""
     if op.kind is OpKind.RECOMPUTE:
         return ()
     if op.kind is OpKind.BACKWARD_INPUT or (op.kind is OpKind.FORWARD and len(op.outputs) > 1):

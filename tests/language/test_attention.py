@@ -1,4 +1,4 @@
-"""Programs with attention over cut sequences: what is wrong with them is said at their line."""
+"""Mistakes in programs with attention over cut sequences are refused at their line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from shardlab.language import Holds, Kind, Mesh, Rank, Sizes, Spec, Strategy, Value, trace
 from shardlab.language.rules.kinds import mask_of
 from shardlab.language.rules.spec import Space, form_of
-from shardlab.strategies.plan.layer_passes import slices_of_rank
+from shardlab.strategies.plan.context_parallel import slices_of_rank
 from tests.language.tapes import refusal
 from tests.support.refusing import Told, tells, told
 
@@ -86,14 +86,14 @@ def the_same_slice_twice(rank: Rank) -> None:
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )
-def test_what_is_wrong_with_attention_is_said_at_the_line(lines: Callable[[Rank], None], said: Told) -> None:
+def test_mistakes_with_attention_are_refused_at_their_line(lines: Callable[[Rank], None], said: Told) -> None:
     async def strategy(rank: Rank) -> None:
         lines(rank)
 
     tells(refusal(strategy, Mesh(cp=2), 1, 1), said)
 
 
-def test_what_queries_have_met_is_not_summed_over_ranks() -> None:
+def test_partial_attention_is_not_summed_over_ranks() -> None:
     async def strategy(rank: Rank) -> None:
         await rank.all_reduce(rank.attend(2, *start(rank)), axis="cp")
 
@@ -163,7 +163,7 @@ def test_other_tokens_are_refused() -> None:
     tells(refusal(strategy, Mesh(cp=2), 1, 2), "other tokens", layer=2)
 
 
-def test_what_is_loaded_is_told_by_its_slices() -> None:
+def test_a_loaded_batch_names_its_slices() -> None:
     async def strategy(rank: Rank) -> None:
         rank.load_batch([1], slices_of_rank(rank.index, 2))
 

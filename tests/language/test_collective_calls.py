@@ -132,7 +132,7 @@ def test_replicas_reduced_are_what_they_were(reduction: Reduction) -> None:
         assert collective_results(by(reduction, OpKind.REDUCE), [value] * 3, RANKS, RULES) == [None, value, None]
 
 
-def test_what_is_taken_of_different_scalars_is_about_all_their_parts_and_is_no_norm() -> None:
+def test_a_mean_of_different_scalars_covers_all_their_parts_and_is_no_norm() -> None:
     parts = [scalar(0b0011), scalar(0b0110), scalar(0b1000)]
     (largest, *_) = collective_results(by(Reduction.MAX), parts, RANKS, RULES)
     assert largest is not None
@@ -214,7 +214,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], Told]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_is_wrong_is_refused_by_a_sentence(name: str) -> None:
+def test_mistakes_are_refused_in_a_sentence(name: str) -> None:
     call, words = REFUSALS[name]
     with refuses(words):
         call()
@@ -256,7 +256,7 @@ def test_a_broadcast_gives_the_root_its_own_value_back_even_if_no_key_names_it()
     assert [rank.weights["kept"].spec for rank in world.ranks] == [Spec(form_of(Kind.WEIGHT, 0, 0, Space(1)))] * 2
 
 
-def test_what_a_root_gives_is_noted_where_it_arrives() -> None:
+def test_a_value_from_the_root_gets_its_spec_on_arrival() -> None:
     async def program(rank: Rank) -> None:
         batch = rank.load_batch(rank.microbatches) if rank.index == 2 else None
         rank.activations[0] = await rank.scatter(batch, root=2, axis="dp_shard")
@@ -362,7 +362,7 @@ def test_awaiting_one_of_a_batch_waits_for_all_in_their_order() -> None:
     assert judge(program).right
 
 
-def test_what_else_is_done_in_the_block_comes_before_the_messages() -> None:
+def test_other_ops_of_the_block_come_before_its_messages() -> None:
     program = trace(swap(lambda rank: rank.slice(rank.weights[0], 0, 2)), 2, 1, 2)
     kinds = [op.kind for op in program.tapes[0]]
     assert kinds[kinds.index(OpKind.SLICE) :][:5] == [OpKind.SLICE, *[OpKind.SEND, OpKind.RECV] * 2]

@@ -1,4 +1,4 @@
-"""The table of ops: every row is whole, and whoever uses ops knows every one of them."""
+"""The table of ops is complete, and every user of ops handles all of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_box_of_communication_has_letters_and_a_pass_is_an_op() -> None:
         assert not kind.row.part_of or OpKind(kind.row.part_of) in OpKind
 
 
-def test_what_autograd_keeps_is_its_own() -> None:
+def test_saved_values_belong_to_autograd() -> None:
     for kind in OpKind:
         assert kind.row.keeps is None or kind.row.keeps in AUTOGRAD_KINDS
         assert kind.row.saved < min(kind.row.inputs, default=0)

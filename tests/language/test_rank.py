@@ -166,7 +166,7 @@ def test_shares_and_stages_are_dealt_evenly_in_order() -> None:
         (Rank.stage_layers, "3 layers do not divide among 2 ranks; give a multiple of 2 layers"),
     ],
 )
-def test_what_does_not_divide_is_one_sentence(ask: Callable[[Rank], object], sentence: str) -> None:
+def test_numbers_that_do_not_divide_are_refused_in_one_sentence(ask: Callable[[Rank], object], sentence: str) -> None:
     async def strategy(rank: Rank) -> None:
         ask(rank)
 
@@ -359,7 +359,7 @@ REQUESTS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("sentence", REQUESTS)
-def test_what_cannot_be_met_is_said_in_a_sentence(sentence: str) -> None:
+def test_an_impossible_request_is_refused_in_a_sentence(sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         REQUESTS[sentence]()
     assert str(caught.value) == sentence
@@ -398,7 +398,7 @@ FILES: list[tuple[str, str, Callable[[Path], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "sentence", "call"), FILES)
-def test_a_file_that_cannot_be_used_is_said_in_a_sentence(
+def test_an_unusable_file_is_refused_in_a_sentence(
     tmp_path: Path, name: str, sentence: str, call: Callable[[Path], object]
 ) -> None:
     (tmp_path / "folder").mkdir()

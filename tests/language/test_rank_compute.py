@@ -44,7 +44,7 @@ def test_the_halves_put_exactly_their_own_ops_on_the_tape() -> None:
     ]
 
 
-def test_what_the_weights_half_needs_goes_with_the_activation() -> None:
+def test_values_for_the_weights_half_end_with_the_activation() -> None:
     """Nothing frees it by itself: the tape has no FREE of it."""
 
     def lines(rank: Rank) -> None:
@@ -269,7 +269,7 @@ REFUSED: list[tuple[Callable[[Rank], None], Told]] = [
 
 
 @pytest.mark.parametrize(("lines", "words"), REFUSED)
-def test_what_does_not_fit_a_layers_kind_is_refused(lines: Callable[[Rank], None], words: Told) -> None:
+def test_values_that_do_not_fit_a_layers_kind_are_refused(lines: Callable[[Rank], None], words: Told) -> None:
     with refuses(words):
         alone(lines, HALVES, 1)
 

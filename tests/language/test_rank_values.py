@@ -75,7 +75,7 @@ REFUSED: list[tuple[Callable[[Rank], Value], Told]] = [
 
 
 @pytest.mark.parametrize(("lines", "words"), REFUSED)
-def test_what_is_no_slice_is_refused(lines: Callable[[Rank], Value], words: Told) -> None:
+def test_invalid_slices_are_refused(lines: Callable[[Rank], Value], words: Told) -> None:
     async def strategy(rank: Rank) -> None:
         load(rank)
         lines(rank)

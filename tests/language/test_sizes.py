@@ -1,4 +1,4 @@
-"""How large values are: the puzzles' constants, and tables of a model."""
+"""Sizes of values: the puzzles' constants, and tables of a model."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_each_kind_has_its_own_table_and_element_size(spec: Spec, elements: int,
     assert SIZES.bytes(spec) == size
 
 
-def test_what_is_kept_between_the_halves_has_a_table_or_is_what_was_saved() -> None:
+def test_elements_between_the_halves_have_a_table_or_equal_the_saved_ones() -> None:
     spec = spec_of(Kind.SAVED_FOR_WEIGHT, 1, 0b011)
     assert SIZES.elements(spec) == 2 * 6
     assert replace(SIZES, saved_for_weight=(8, 9)).elements(spec) == 2 * 9
@@ -145,7 +145,7 @@ Verbs = Callable[[Rank], object]
 
 
 def alone(verbs: Verbs) -> Program:
-    """What `verbs` make of a rank that has both gradients of the weight in grad_weights["embedding"] and ["head"]."""
+    """Trace `verbs` on a rank with both gradients of the weight in grad_weights["embedding"] and ["head"]."""
 
     async def strategy(rank: Rank) -> None:
         rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
@@ -209,7 +209,7 @@ MISTAKES: list[tuple[Verbs, Told]] = [
 
 
 @pytest.mark.parametrize(("verbs", "said"), MISTAKES)
-def test_what_is_missing_doubled_or_not_there_is_said_by_its_use(verbs: Verbs, said: Told) -> None:
+def test_missing_and_doubled_contributions_are_named_by_their_use(verbs: Verbs, said: Told) -> None:
     with pytest.raises(Refused) as refused:
         alone(verbs)
     tells(refused.value, said)
@@ -331,7 +331,7 @@ COLUMNS = Sizes((8,) * 4, (8,) * 4, (16,) * 5, (0,) * 4, signatures=matrices(["c
 
 
 def start(rank: Rank) -> Value:
-    """What the first layer makes."""
+    """Make the output of the first layer."""
     for l in rank.layers:
         rank.weights[l] = rank.load_weight(l, rank.index, rank.world)
     rank.activations[0] = rank.load_batch([0])

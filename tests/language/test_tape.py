@@ -1,4 +1,4 @@
-"""What an op says of itself, and the hash by which processes know that they run one program."""
+"""Ops, and the hash by which processes compare their programs."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_parts_meet_by_turn_in_whatever_order_they_come(order: list[tuple[int, i
     assert not list(matcher.incomplete())
 
 
-def test_what_has_no_peer_is_left() -> None:
+def test_communications_without_a_peer_are_incomplete() -> None:
     matcher = Matcher[str]()
     matcher[0, 1].join(0)[0] = "sent"
     matcher[1, 0].join(0)[0] = "wanted"

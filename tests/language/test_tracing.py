@@ -1,4 +1,4 @@
-"""What tracing puts on the tape by itself: WAIT and FREE, and the end of the step."""
+"""Ops that tracing adds by itself: WAIT and FREE, and the end of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lives of values as the program's keys say them, and deadlocks in words."""
+"""Lifetimes of values by the keys of the program's stores, and deadlocks in words."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_a_value_knows_its_size_and_says_what_it_is() -> None:
 
 @dataclass
 class Book:
-    """What the keys of one store name, kept with plain dictionaries."""
+    """Contents of one store, in plain dictionaries."""
 
     named: dict[int, int] = field(default_factory=dict[int, int])
     loose: set[int] = field(default_factory=set[int])

@@ -1,4 +1,4 @@
-"""Tracing: who is refused, how deadlocks are reported, and that every trace gives the same tapes."""
+"""Tracing: refusals, reports of deadlocks, and equal tapes of equal traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.language.tapes import refusal, says
 from tests.support.random_programs import Shape, program_of, shapes
 from tests.support.refusing import tells
 
-# What is no strategy, or no world.
+# Invalid strategies and worlds.
 
 
 def plain(rank: Rank) -> None:
@@ -34,7 +34,7 @@ async def two_arguments(rank: Rank, other: int) -> None:
         (3, "3 is not a strategy"),
     ],
 )
-def test_what_is_not_a_strategy_is_one_sentence(strategy: Strategy, said: str) -> None:
+def test_an_object_that_is_no_strategy_is_refused_in_one_sentence(strategy: Strategy, said: str) -> None:
     with pytest.raises(UserError) as caught:
         trace(strategy, 2, 1, 1)
     says(caught.value, said)
@@ -52,7 +52,7 @@ def test_counts_below_one_are_refused_by_name(what: str, count: int) -> None:
         trace(ddp, **counts)
 
 
-# What a program may not do.
+# Actions that a program must not take.
 
 
 async def sleeps(rank: Rank) -> None:
@@ -129,7 +129,7 @@ def test_a_refusal_closes_every_program(wrong: int) -> None:
     assert gc.isenabled()
 
 
-def test_what_programs_do_while_they_are_closed_does_not_hide_the_error() -> None:
+def test_errors_while_programs_are_closed_do_not_hide_the_first_error() -> None:
     async def awaits(rank: Rank) -> None:
         try:
             await rank.recv(source=1 - rank.index)
@@ -213,7 +213,7 @@ def test_a_member_that_stays_away_from_a_collective_is_named() -> None:
     says(refusal(strategy, Mesh(dp_shard=4)), "all_gather(weights[0] (shard 0 of 4)) on dp_shard for ranks 2, 3")
 
 
-# One trace is like another.
+# Traces of one program are equal.
 
 
 @given(shapes())
@@ -222,7 +222,7 @@ def test_two_traces_are_equal(shape: Shape) -> None:
     assert first == again
 
 
-def test_a_strategy_awaited_by_hand_is_told_who_drives_it() -> None:
+def test_a_strategy_awaited_by_hand_is_refused_with_the_remedy() -> None:
     async def strategy(rank: Rank) -> None:
         await rank.recv(source=1 - rank.index)
 

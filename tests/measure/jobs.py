@@ -1,4 +1,4 @@
-"""What the tests of measuring run on every rank."""
+"""Functions that the measurement tests run on every rank."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -22,7 +22,7 @@ def compute(rank: int, bench: ComputeBench, file: Path) -> bool:
 
 
 def wrong_elements(rank: int, size: int) -> dict[str, tuple[int, int]]:
-    """Of every collective: wrong elements as it is, and when one of those that are expected is another."""
+    """Return the wrong elements of every collective, as it is, and with one expected element changed."""
     team = MeasuringRanks(rank, torch.device("cpu")).team(size)
     found: dict[str, tuple[int, int]] = {}
     for kind in CASES:

@@ -111,7 +111,7 @@ SHAPES = [Shape(width, *batch) for width in (32, 64, 128, 256) for batch in ((1,
 
 
 def points_of(shapes: list[Shape], dtype: str = "float32") -> list[LayerPoint]:
-    """What a bench measures, without the times."""
+    """Return the points of a measurement, without times."""
     points: list[LayerPoint] = []
     for subject in [subject for shape in shapes for subject in subjects(shape, dtype, 256)]:
         ops = {(op.kind, op.layer): op for op in subject.checked().program.tapes[0] if op.kind in MEASURED}
@@ -167,7 +167,7 @@ def test_a_profile_of_the_fit_prices_a_layer_as_the_fit_predicts_it() -> None:
         assert priced == pytest.approx(predict(point, rates))
 
 
-def test_errors_are_told_by_layer_and_op() -> None:
+def test_errors_are_listed_by_layer_and_op() -> None:
     found = errors_by_layer(POINTS, fit_kernels(POINTS))
     assert {("mlp", "forward"), ("block", "backward"), ("norm", "backward_weight"), ("loss", "loss")} < set(found)
     assert sum(errors.points for errors in found.values()) == len(POINTS)
@@ -184,7 +184,7 @@ def test_a_clean_line_is_found_and_not_doubted(alpha: float, beta: float) -> Non
 
 
 @given(st.lists(st.floats(1e-6, 1e-2), min_size=2, max_size=9))
-def test_whatever_was_measured_larger_sizes_take_longer(seconds: list[float]) -> None:
+def test_larger_sizes_take_longer_for_any_measurements(seconds: list[float]) -> None:
     found = dict(zip(SIZES, seconds, strict=False))
     fitted = fit_line(found)
     assert fitted.line.alpha >= 0
@@ -209,7 +209,7 @@ def test_a_line_without_latency_is_doubted() -> None:
     assert fitted.doubt == NO_LATENCY
 
 
-def test_one_size_is_told_as_measured_and_doubted() -> None:
+def test_a_line_through_one_size_is_doubted() -> None:
     fitted = fit_line({1 << 20: 1e-3})
     assert fitted.line.seconds(1 << 20) == pytest.approx(1e-3)
     assert fitted.doubt == ONE_SIZE
@@ -264,7 +264,7 @@ def test_a_message_has_the_bandwidth_of_its_link() -> None:
     assert CollectivePoint("send_recv", 2, 1_000_000, 1e-3, 20, 0).bus_bandwidth == 1e9
 
 
-def test_what_is_hidden_is_a_share_of_the_shorter() -> None:
+def test_overlap_is_a_share_of_the_shorter_time() -> None:
     assert OverlapPoint("all_reduce", 2, 8, 2.0, 1.0, 2.0, together=2.0).overlap == 1
     assert OverlapPoint("all_reduce", 2, 8, 2.0, 1.0, 2.0, together=3.0).overlap == 0
     assert OverlapPoint("all_reduce", 2, 8, 2.0, 1.0, 2.0, together=2.25).overlap == 0.75

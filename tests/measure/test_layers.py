@@ -72,6 +72,6 @@ def test_heads_divide_the_width() -> None:
 
 
 @pytest.mark.parametrize("text", ["8", "8x", "x8", "0x8", "8x128x2", "-8x128"])
-def test_what_is_no_microbatch_is_refused(text: str) -> None:
+def test_invalid_microbatches_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="is no microbatch; write sequences x tokens, such as 8x128"):
         parse_batch(text)

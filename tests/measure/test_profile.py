@@ -1,4 +1,4 @@
-"""What was measured is kept as the machine's profile, beside what was measured before."""
+"""Measurements are kept in the machine's profile, beside earlier ones."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_the_measured_peaks_are_kept(tmp_path: Path) -> None:
 
 
 def in_rounds(alone: float, compute: float, contention: float, lag: float, hidden: float = 0.0) -> OverlapPoint:
-    """What is measured where this much is lost."""
+    """Return measurements with a given loss."""
     together = max(alone, compute) + contention * min(alone, compute) + hidden
     return OverlapPoint("all_reduce", 2, round(1e6 * alone), alone, compute, alone + lag, together)
 
 
 def test_the_usual_loss_beside_compute_is_kept() -> None:
-    """Of what could be hidden, 0 %, 25 % and all was; what is short tells nothing."""
+    """The overlaps are 0 %, 25 % and 100 %. Short measurements do not count."""
     points = [in_rounds(1.0, 2.0, share, 0.5) for share in (1.0, 0.75, 0.0)]
     assert updated_profile([*points, *[in_rounds(0.01, 2.0, 50.0, 0.5)] * 6]).contention == pytest.approx(0.75)
 

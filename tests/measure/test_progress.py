@@ -30,7 +30,7 @@ def test_the_shorter_step_is_found_and_all_ranks_know(ranks: Callable[[int], Ran
     assert first[0] > 2 * first[1] > 0
 
 
-def test_what_is_far_behind_stops_after_some_rounds() -> None:
+def test_a_job_far_behind_is_dropped_after_some_rounds() -> None:
     race = Race(always=(3,))
     times = [[1.0] * 3, [1.2] * 3, [1.3] * 3, [9.0] * 3]
     assert race.going_on(range(4), [each[:2] for each in times]) == [0, 1, 2, 3]

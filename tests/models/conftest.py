@@ -1,4 +1,4 @@
-"""What the models' tests share: a measurement of what a layer keeps for its backward pass, by storages."""
+"""Measurement of the memory that a layer keeps for its backward pass, by storages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def inputs_of(
 
 
 class Watched(SavedTensors):
-    """What autograd keeps of a primitive, in a list as well."""
+    """Tensors that autograd keeps of a primitive, also as a list."""
 
     kept: ClassVar[list[Tensor]] = []
 
@@ -78,7 +78,7 @@ class Watched(SavedTensors):
 def forward(
     model: Model, layer: int, inputs: Sequence[Tensor], weights: Sequence[Tensor], share: Share = WHOLE_LAYER
 ) -> tuple[list[Tensor], Context, list[Tensor]]:
-    """What a layer makes, its pass, and the tensors that stay for the backward pass."""
+    """Return the outputs of a layer, its pass, and the tensors kept for the backward pass."""
     dropout = Dropout(model.dropout, 0, 0, layer, (0,))
     with patch.object(autograd, "SavedTensors", Watched):
         made, its = passes_of(model, layer).forward([x.detach() for x in inputs], weights, share, dropout)

@@ -6,7 +6,7 @@ from typing import TypedDict
 
 
 class Dimensions(TypedDict):
-    """What every model has."""
+    """Arguments of every model."""
 
     layers: int
     hidden_size: int
@@ -15,6 +15,6 @@ class Dimensions(TypedDict):
 
 
 class WithHeads(Dimensions):
-    """What every model with attention has."""
+    """Arguments of every model with attention."""
 
     heads: int

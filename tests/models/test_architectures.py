@@ -157,7 +157,7 @@ def test_it_is_frozen_and_hashable() -> None:
         ({"rope_theta": 1e4, "hidden_size": 12}, "rotary positions turn pairs of features, but a head has 3"),
     ],
 )
-def test_what_cannot_be_built_is_refused_with_a_sentence(fields: dict[str, Any], sentence: str) -> None:
+def test_impossible_models_are_refused_in_a_sentence(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as refusal:
         GPT(**fields)
     assert sentence in str(refusal.value)
@@ -243,7 +243,7 @@ def test_dropless_buffers_have_room_for_every_token_at_every_expert() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("capacity_factor", [None, 0.7])
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_what_autograd_keeps_is_what_the_model_declares(
+def test_autograd_keeps_the_elements_that_the_model_declares(
     saved_bytes: Callable[..., int], dropout: float, capacity_factor: float | None, top_k: int
 ) -> None:
     kind, shared = (MoE, 0) if top_k == 1 else (Mixtral, 2)
@@ -275,7 +275,7 @@ def test_impossible_mixtures_are_refused(fields: dict[str, Any], said: str) -> N
         MoE(**SMALL, **fields)
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_uncuttable_parameters_are_refused() -> None:
     with pytest.raises(UserError, match=r"4 experts do not divide into 3 .* \(remainder 1\)"):
         cut(MoE(**SMALL), ep=3)
     with pytest.raises(UserError, match=r"4 heads do not divide into 3 tensor-parallel slices \(remainder 1\)"):
@@ -570,7 +570,7 @@ def test_a_tensor_with_a_name_of_its_own_is_read_in_the_layer_that_makes_it(
     assert ranks(2).call(verify_rank, torch.device("cpu"), job, 2)[0].ok
 
 
-def test_what_comes_after_a_sum_over_slices_is_in_the_next_layer(file: Path, ranks: Callable[[int], Ranks]) -> None:
+def test_a_step_after_a_sum_over_slices_is_in_the_next_layer(file: Path, ranks: Callable[[int], Ranks]) -> None:
     """Where the terms have been added: tanh of a term is no term of a tanh."""
     model = find_model(f"{file}:Squashed")
     of_mlp = [layer for layer in cut(model, tp=2).signatures if any(node.name == "squash" for node in layer.nodes)]

@@ -102,7 +102,7 @@ def test_a_parameter_is_cut_along_the_indices_that_have_more_than_one_piece() ->
     assert parameter.sliced({"out": 2}).sections == ()
 
 
-# What layers ask of a device: the FLOPs that the model declares, whole, in slices, and on the way back.
+# Kernels of layers: the FLOPs that the model declares, whole, in slices, and in the backward pass.
 
 
 SMALL: Dimensions = {"layers": 2, "hidden_size": 48, "seq_len": 8, "vocab_size": 32}
@@ -448,7 +448,7 @@ def test_a_process_receives_the_model_that_another_sent() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_cut_is_refused_with_a_sentence(whole: Any, slices: int, sentence: str) -> None:
+def test_uncuttable_models_are_refused_in_a_sentence(whole: Any, slices: int, sentence: str) -> None:
     with pytest.raises(UserError) as refusal:
         cut(whole, tp=slices)
     assert sentence in str(refusal.value)
@@ -520,7 +520,7 @@ def test_sizes_count_queries_keys_and_values_and_the_log_sum_exp() -> None:
     assert GPT().sizes(rows=3, element_bytes=4).queries == 0
 
 
-# Layers of a program are told as what they are in the model.
+# Layers of a program are named by their place in the model.
 
 
 def places(model: Model) -> list[str]:
@@ -531,7 +531,7 @@ def test_whole_blocks_are_numbered() -> None:
     assert places(GPT(layers=2)) == ["block 0", "block 1"]
 
 
-def test_half_blocks_are_told_by_block_and_part() -> None:
+def test_half_blocks_are_named_by_block_and_part() -> None:
     assert places(cut(GPT(layers=1))) == [
         "embedding",
         "norm of block 0, attention",

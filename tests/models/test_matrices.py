@@ -82,7 +82,7 @@ def test_an_orthogonal_step_s_kernels_are_three_products_in_each_of_five_rounds(
     assert prod(matrix.piece) == matrix.size
 
 
-# What kernels on a GPU keep: each choice alone, against what it stands for.
+# Memory that kernels on a GPU keep: each choice alone, against its definition.
 
 
 S, H, HEADS, ROWS = 256, 256, 4, 3
@@ -143,7 +143,7 @@ def test_a_branch_that_is_not_kept_leaves_the_residual_alone() -> None:
 
 
 @pytest.mark.parametrize("slices", [1, 2, 8])
-def test_what_sequence_parallelism_gathered_stays_as_a_slice(slices: int) -> None:
+def test_gathered_inputs_are_kept_as_slices_under_sequence_parallelism(slices: int) -> None:
     model = halves_of(GPT3)
     stay = kept_activations(model, ROWS, Kept(gathered=False), slices)
     for layer, run in enumerate(model.runs):
@@ -159,7 +159,8 @@ def test_swiglu_in_two_kernels_keeps_what_is_between_them(model: Model) -> None:
 
 
 def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() -> None:
-    """Of queries, keys, values, output, gate, up and down: keys, output and up, and attention's result."""
+    """The products are queries, keys, values, output, gate, up and down. Kept are keys, output and up, and attention's
+    result."""
     products = S * H + S * H + S * 4 * H  # keys and output, up
     result = S * H
     middle = kept_elements(LLAMA_of_kept, 1, ROWS, Kept(per_op=True), 2)
@@ -171,7 +172,7 @@ def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() 
 
 
 @pytest.mark.parametrize("model", [GPT3, LLAMA_of_kept, halves_of(GPT3), halves_of(LLAMA_of_kept)], ids=str)
-def test_what_an_activation_function_made_is_made_again(model: Model) -> None:
+def test_results_of_activation_functions_are_recomputed(model: Model) -> None:
     less = sum(saved(model, AUTOGRAD)) - sum(saved(model, EXECUTOR))
     assert less == 3 * ROWS * S * 4 * H
 

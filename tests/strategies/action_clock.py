@@ -14,7 +14,7 @@ Turn = Sequence[Action]
 
 @dataclass(frozen=True)
 class PassTimes:
-    """What a stage's passes of one microbatch take, and how long a message is on its way."""
+    """Durations of a stage's passes of one microbatch, and of a message."""
 
     forward: float = 1
     backward_input: float = 1
@@ -33,7 +33,7 @@ class PassTimes:
 
 
 def actions_of(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
-    """What each rank does."""
+    """Return the actions of each rank."""
     return [list(schedule.actions(rank, ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
 
 

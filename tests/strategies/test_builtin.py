@@ -313,7 +313,7 @@ def test_mixtures_run_as_they_are_where_nothing_is_parallel() -> None:
     check(program)
 
 
-def test_what_expert_parallelism_cannot_cut_is_refused() -> None:
+def test_models_that_expert_parallelism_cannot_cut_are_refused() -> None:
     shared = Plan(Mesh(cp=2, ep=2), shard_optimizer=("cp",))
     with pytest.raises(UserError, match="the plan shards over cp, but the 2 ranks of cp share a mixture's experts"):
         trace(program_from_plan(shared), shared.mesh, Sizes.expert_blocks(2), 2)

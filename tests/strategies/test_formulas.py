@@ -138,7 +138,7 @@ def checked(name: str) -> Checked:
 
 
 def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0) -> float:
-    """What the formula comes to in layers, where only this unit is counted; `experts` of the layers are experts.
+    """Evaluate a formula in layers, counting only this unit; `experts` of the layers are experts.
 
     "D + E/n of W, G and O" says of each unit what is kept of its dense layers D and of its experts E.
     """
@@ -160,7 +160,7 @@ def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0) ->
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_what_a_rank_keeps_is_what_the_formula_says(name: str) -> None:
+def test_a_rank_keeps_as_much_as_the_formula_says(name: str) -> None:
     program = checked(name)
     sizes = program.program.sizes
     layer, layers = sizes.weights[0], sum(sizes.weights) / sizes.weights[0]
@@ -215,7 +215,7 @@ def test_its_formulas_hold(name: str, stages: str, bubble: str, peak: str, holds
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8, 13])
-def test_a_schedule_that_is_said_to_hold_no_more_than_1f1b_never_does(microbatches: int) -> None:
+def test_a_schedule_with_the_memory_of_1f1b_never_exceeds_it(microbatches: int) -> None:
     for ranks in (1, 2, 3, 4):
         most = peak_live(SCHEDULES["1f1b"], ranks, microbatches, 1)
         assert peak_live(SCHEDULES["zb-h1"], ranks, microbatches, 1) == most

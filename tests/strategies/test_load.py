@@ -67,7 +67,7 @@ def test_nothing_is_written_beside_the_file(file: Path) -> None:
         ("", "say which function of"),
     ],
 )
-def test_what_is_not_a_strategy_is_refused(file: Path, function: str, sentence: str) -> None:
+def test_objects_that_are_no_strategies_are_refused(file: Path, function: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         load(f"{file}:{function}")
 

@@ -1,7 +1,7 @@
 """A second opinion on channel models: ranks and channels take their steps in random order until nothing can move.
 
-Written from the models' definitions alone, one communication at a time and without any bookkeeping for speed; what
-it says of a program must not depend on the order that chance picks.
+Written from the models' definitions alone, one communication at a time and without any bookkeeping for speed; what it
+says of a program must not depend on the order that chance picks.
 """
 
 from __future__ import annotations

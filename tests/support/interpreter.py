@@ -1,9 +1,9 @@
 """The independent judge: executes tapes on small integer arrays and compares what comes out with one device.
 
-It knows ops only by what they do to arrays. Neither the rules of tracing nor the checks are used here; a value is
-its numbers and the places (elements of a layer, or rows of a batch) that they belong to. Arithmetic is exact, modulo
-a prime, and each op depends on everything that it is given, so a wrong layer, microbatch, slice or version of a
-weight, or a gradient counted twice, changes the numbers that come out.
+It knows ops only by what they do to arrays. Neither the rules of tracing nor the checks are used here; a value is its
+numbers and the places (elements of a layer, or rows of a batch) that they belong to. Arithmetic is exact, modulo a
+prime, and each op depends on everything that it is given, so a wrong layer, microbatch, slice or version of a weight,
+or a gradient counted twice, changes the numbers that come out.
 """
 
 from __future__ import annotations
@@ -163,5 +163,5 @@ class Interpreter:
 
 
 def judge(program: Program) -> Verdict:
-    """What really comes out of a program's tapes."""
+    """Execute a program's tapes, and return the results."""
     return Interpreter(program).judge()

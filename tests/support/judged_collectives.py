@@ -1,4 +1,4 @@
-"""What each member of a collective receives."""
+"""Results of each member of a collective, for the judge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.pieces import PRIME, BrokenTape, Owner, Piece, numbers_of, su
 
 
 def combined(kind: OpKind, pieces: list[Piece], sequence: int) -> list[Piece]:
-    """What each member of a collective receives; `sequence` rows are one, and are cut one by one."""
+    """Return the result of each member of a collective. `sequence` rows are one sequence, and are cut one by one."""
     if kind is OpKind.ALL_GATHER:
         return [_gathered(pieces)] * len(pieces)
     if kind is OpKind.ALL_TO_ALL:
@@ -160,7 +160,7 @@ def _dealt(whole: Piece, parts: int) -> list[Piece]:
 
 
 def _reduced(op: Op, pieces: list[Piece]) -> Piece:
-    """As the first one understands it; a mean divides by the number of members, modulo the prime."""
+    """Reduce values as the first member does. A mean divides by the number of members, modulo the prime."""
     total = summed(pieces)
     everything = np.stack([piece.data for piece in pieces])
     data = {

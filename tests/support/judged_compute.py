@@ -1,4 +1,4 @@
-"""What ops that compute do to a rank's memory."""
+"""Effects of compute ops on a rank's memory, for the judge."""
 
 from __future__ import annotations
 

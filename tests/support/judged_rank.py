@@ -15,7 +15,7 @@ Kept = dict[int, tuple[int, Any, int, tuple[int, ...]]]
 
 
 class JudgedRank:
-    """What a rank has.
+    """Memory of a rank.
 
     Attributes:
         memory: the values that live, by number.
@@ -130,7 +130,7 @@ MOVES_VALUES = (
 
 
 def elements_of(op: Op) -> tuple[int, ...]:
-    """What a load names; nothing if there are no such slices."""
+    """Return the elements of a load; none if there are no such slices."""
     mask, of = op.holds or (0, 0)
     if of < 1 or ELEMENTS % of or mask <= 0 or mask >> of:
         return ()

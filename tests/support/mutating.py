@@ -1,4 +1,4 @@
-"""How a mistake is put into a correct tape."""
+"""Tools that put a mistake into a correct tape."""
 
 from __future__ import annotations
 

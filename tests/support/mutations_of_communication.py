@@ -147,7 +147,7 @@ Exchange = tuple[int, Op]
 
 
 def exchanges(program: Program) -> list[Exchange]:
-    """Those of rank 0."""
+    """Return the exchanges of rank 0."""
     return [(at, op) for at, op in enumerate(program.tapes[0]) if op.kind is OpKind.ALL_TO_ALL]
 
 
@@ -238,7 +238,7 @@ def value_of_another_exchange(program: Program) -> Iterator[Program]:
 
 @mutation
 def collectives_of_one_value_in_another_order(program: Program) -> Iterator[Program]:
-    """What is to be reduced and then exchanged, or gathered, is so the other way round."""
+    """Swap the reduction and the exchange or gather of a value."""
     tape = program.tapes[0]
     calls = {op.outputs[0]: (at, op) for at, op in enumerate(tape) if op.kind in COLLECTIVES and op.outputs}
     for there, after in calls.values():
@@ -435,7 +435,7 @@ def root_left_out(program: Program) -> Iterator[Program]:
 
 @mutation
 def reduced_on_the_root_again(program: Program) -> Iterator[Program]:
-    """What all members have is summed once more on the first of them, which goes on with that."""
+    """Sum a replicated value once more on its first rank, which continues with the result."""
     for members in communications(program, frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST})):
         mutant, root = program, members[0][0]
         for rank, at in members:

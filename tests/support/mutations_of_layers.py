@@ -28,7 +28,7 @@ MEETS = (OpKind.ATTEND, OpKind.ATTEND_BACKWARD)
 
 @mutation
 def block_met_twice(program: Program) -> Iterator[Program]:
-    """What it gives is added twice: to the mix, to the queries' gradient or to the block's."""
+    """Add the result of a block twice: to the output, to the queries' gradient or to the block's gradient."""
     for rank, at, op in places(program, *MEETS):
         for number in op.outputs:
             layer = op.layer + (op.kind is OpKind.ATTEND)
@@ -357,7 +357,7 @@ def direction_of_another_layer(program: Program) -> Iterator[Program]:
 
 @mutation
 def direction_of_another_gradient(program: Program) -> Iterator[Program]:
-    """Of another layer's, or of one that lacks microbatches."""
+    """Use the gradient of another layer, or one that lacks microbatches."""
     for rank, _, op in places(program, OpKind.DIRECTION):
         tape = program.tapes[rank]
         for other in tape:

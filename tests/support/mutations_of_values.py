@@ -53,7 +53,7 @@ def layer_of_result(program: Program, op: Op, place: int) -> int:
 
 @mutation
 def collective_too_many(program: Program) -> Iterator[Program]:
-    """What a layer, the loss or a load has made is reduced or gathered over an axis on all its ranks."""
+    """Reduce or gather the output of a layer, a loss or a load once more, over an axis on all its ranks."""
     mesh = program.mesh
     for axis in AXES:
         group = mesh.group(0, axis)
@@ -208,7 +208,7 @@ def another_factor(program: Program) -> Iterator[Program]:
 
 @mutation
 def scaled_once_more(program: Program) -> Iterator[Program]:
-    """What a backward pass, a loss or a sum has made is halved."""
+    """Halve the output of a backward pass, a loss or a sum."""
     makes = {OpKind.BACKWARD: (0, 1), OpKind.BACKWARD_WEIGHT: (0,), OpKind.LOSS: (0,), OpKind.ADD: (0,)}
     for rank, at, op in places(program, *makes):
         tape = program.tapes[rank]
@@ -343,7 +343,7 @@ def cast_to_another_dtype(program: Program) -> Iterator[Program]:
 
 @mutation
 def cast_where_none_is(program: Program) -> Iterator[Program]:
-    """What any op has made, in fewer bytes for all that read it."""
+    """Cast the output of any op to fewer bytes for all its readers."""
     for rank, at, op in places(program):
         tape = program.tapes[rank]
         for number in op.outputs if op.handle < 0 else ():
@@ -490,7 +490,7 @@ COPIES = (OpKind.OFFLOAD, OpKind.RELOAD)
 
 @mutation
 def copy_left_out(program: Program) -> Iterator[Program]:
-    """What was to be read of the copy is read where it is, and lives as long."""
+    """Read the original in place of the copy, with the same lifetime."""
     for rank, at, op in places(program, *COPIES):
         (given,), (made,) = op.inputs, op.outputs
         gone = (Op(OpKind.WAIT, -1, handle=op.handle), Op(OpKind.FREE, -1, (given,)))

@@ -1,4 +1,4 @@
-"""What one device computes: each layer's weight and state after the step."""
+"""Results of one device: each layer's weight and state after the step."""
 
 from __future__ import annotations
 

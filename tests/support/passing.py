@@ -1,4 +1,4 @@
-"""What is wanted of a program that is right."""
+"""Requirements on a right program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the judge's values are: numbers modulo a prime, and the places that they belong to."""
+"""Values of the judge: numbers modulo a prime, and the places that they belong to."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Piece:
     """Numbers, and where they belong: `data[i]` is element or row `where[i]`.
 
     A row is a microbatch, or a token: number microbatch * (tokens of a sequence) + place. Where the numbers of a row
-    may be on several ranks, `columns` says which these are: logits, buffers of experts, keys and values of heads.
-    Rows that were put together remember whose they were, in `owners`: what takes them apart gives each rank back what
-    it sent. `dtype` names the numbers after a cast, `place` where they lie beside the device; `scale` is the number by
+    may be on several ranks, `columns` says which these are: logits, buffers of experts, keys and values of heads. Rows
+    that were put together remember whose they were, in `owners`: what takes them apart gives each rank back what it
+    sent. `dtype` names the numbers after a cast, `place` where they lie beside the device; `scale` is the number by
     which gradients have been multiplied since the loss.
     """
 
@@ -54,12 +54,12 @@ def labels(numbers: Iterable[int], *sorts: str) -> tuple[Column, ...]:
 
 
 def numbers_of(piece: Piece) -> list[int]:
-    """Of its columns, ascending, each once."""
+    """Return the numbers of its columns, ascending, each once."""
     return sorted({number for _, number in piece.columns})
 
 
 def owned(made: list[Piece], read: Piece) -> list[Piece]:
-    """What was made of rows belongs to whom the rows did."""
+    """Give results to the owners of the rows from which they were made."""
     return [replace(piece, owners=read.owners) if piece.where == read.where else piece for piece in made]
 
 

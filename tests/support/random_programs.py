@@ -393,7 +393,7 @@ def chatter(seed: int) -> Program | None:
 
 
 def drawn(random: Random, ranks: int) -> list[tuple[int, list[Call]]]:
-    """What some ranks do together: a message, a crossing, a ring of exchanges or a collective."""
+    """Draw a communication of some ranks: a message, a crossing, a ring of exchanges or a collective."""
     a, b = random.sample(range(ranks), 2)
     kind = random.choice(["message", "message", "message", "crossing", "ring", "collective", "all pairs"])
     if kind == "message":
@@ -437,7 +437,7 @@ def random_attention_shape(seed: int) -> AttentionShape:
 
 
 class Agreed:
-    """What all ranks know: who has which slices, which microbatches go together, what is gathered."""
+    """Choices that all ranks share: owners of slices, groups of microbatches, and gathers."""
 
     def __init__(self, shape: AttentionShape) -> None:
         random, count = Random(shape.seed), 2 * shape.cp

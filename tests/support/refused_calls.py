@@ -51,7 +51,7 @@ async def single(rank: Rank) -> None:
 
 
 async def reducing(rank: Rank) -> None:
-    """As `single` is, on ranks that each have one microbatch."""
+    """Run `single` on ranks that each have one microbatch."""
     rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
     rank.activations[0] = rank.load_batch([rank.index])
     gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
@@ -407,7 +407,7 @@ PUZZLES = {name: standing(call) for name, call in OF_PUZZLES.items()}
 
 
 class Done:
-    """What awaits nothing any more."""
+    """Awaitable that is done."""
 
     def __init__(self, value: Value) -> None:
         self.value = value

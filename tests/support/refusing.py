@@ -1,4 +1,4 @@
-"""What a refusal says, by its fields; its sentence is pinned once, in a table of refusals."""
+"""Expected refusals, by their fields. The sentences are pinned once, in a table of refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardlab.language import Program
 
 
 class Told(NamedTuple):
-    """What a refusal must say: the rule, and others of its fields by their names."""
+    """Expected fields of a refusal: its rule, and others by name."""
 
     rule: Rule
     fields: Mapping[str, object]
@@ -58,14 +58,14 @@ def refusal_of(call: Callable[[], object]) -> Refused:
 
 
 def sentence_of(call: Callable[[], object]) -> str:
-    """What the refusal of a call says, but for lines of files."""
+    """Return the sentence of a call's refusal, without lines of files."""
     refused = refusal_of(call)
     refused.line = refused.trail = ""
     return str(refused)
 
 
 def refusal(program: Program) -> Refused | None:
-    """What the check says against a program; any other exception is the check's own mistake and goes on."""
+    """Return the refusal of a program by the check. Any other exception is an error of the check."""
     try:
         check(program)
     except Refused as refused:

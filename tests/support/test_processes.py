@@ -21,7 +21,7 @@ def ignored_signals() -> set[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-def test_what_a_test_starts_ignores_neither_ctrl_c_nor_the_end_of_the_terminal() -> None:
+def test_processes_of_tests_ignore_neither_ctrl_c_nor_the_end_of_the_terminal() -> None:
     both = signal.SIGINT, signal.SIGHUP
     before = [signal.signal(number, signal.SIG_IGN) for number in both]
     try:

@@ -1,4 +1,4 @@
-"""What a sample stands for in the suite: `make verify-all` runs all of it."""
+"""Samples of the suite. `make verify-all` runs all cases."""
 
 from __future__ import annotations
 

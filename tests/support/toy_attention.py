@@ -16,7 +16,7 @@ from tests.support.toy_layers import Place, matrix_of, product, rows_of_matrix
 
 
 class Projected(NamedTuple):
-    """What a projection keeps: u (then what keys and values give to its gradient), and the weight's elements."""
+    """Values that a projection keeps: u (later the gradients from keys and values), and the weight's elements."""
 
     u: Array
     where: tuple[int, ...]
@@ -64,7 +64,7 @@ def attend(layer: int, sequence: int, queries: Piece, keys_values: Piece) -> Pie
 def attend_backward(
     layer: int, sequence: int, queries: Piece, keys_values: Piece, attended: Piece, gradient: Piece
 ) -> tuple[Piece, Piece]:
-    """What this block gives to the queries' gradient, and these queries to the keys' and values'."""
+    """Return this block's term of the queries' gradient, and the queries' term of the block's gradient."""
     t, s = _scores(layer, sequence, queries, keys_values)
     k, v = halves(keys_values)
     mix, weights = halves(attended)
@@ -79,7 +79,7 @@ def attend_backward(
 
 
 def met(attended: Piece) -> Array:
-    """What the next layer reads."""
+    """Return the input of the next layer."""
     mix, weights = halves(attended)
     return mix * weights % PRIME
 

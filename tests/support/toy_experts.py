@@ -15,7 +15,9 @@ from tests.support.toy_routing import alike
 
 
 class Ran(NamedTuple):
-    """What experts keep: z (then its gradient) and z + z * z, both (rows, experts, features); the weight's elements."""
+    """Values that experts keep: z (later its gradient) and z + z * z, both (rows, experts, features), and the weight's
+    elements.
+    """
 
     z: Array
     h: Array

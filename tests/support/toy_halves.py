@@ -1,8 +1,8 @@
 """The judge's bodies of half-blocks, in which slices of layers and of sequences each have their own numbers.
 
-A microbatch is a sequence of tokens. A body mixes the tokens of each sequence, and is a sum over its weight's rows:
-x' = x + (place + 2) sum(x), z_j = x' . W_j, branch = sum_j (z_j + z_j * z_j) W_j; of the last body, the logits are the
-z_j + z_j * z_j themselves. A tokenwise body does not mix.
+A microbatch is a sequence of tokens. A body mixes the tokens of each sequence, and is a sum over its weight's rows: x'
+= x + (place + 2) sum(x), z_j = x' . W_j, branch = sum_j (z_j + z_j * z_j) W_j; of the last body, the logits are the z_j
++ z_j * z_j themselves. A tokenwise body does not mix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.toy_layers import Place, matrix_of, own_columns, product, row
 
 
 class Kept(NamedTuple):
-    """What a pass keeps for the next: two arrays, and the elements of the weight that they are about."""
+    """Values that a pass keeps for the next one: two arrays, and the weight's elements."""
 
     first: Array
     second: Array

@@ -112,7 +112,7 @@ def rows_of_matrix(weight: Piece, *sorts: str) -> tuple[Column, ...]:
 
 
 def own_columns(gradient: Piece, mine: tuple[Column, ...]) -> Array:
-    """Of a gradient, complete or in slices, the columns of some outputs."""
+    """Return the columns of some outputs of a gradient, complete or in slices."""
     has = gradient.columns or labels(range(WIDTH), "feature")
     data = rows(gradient).data
     if len(has) != data.shape[1] or any(column not in has for column in mine):

@@ -95,7 +95,7 @@ TOKENS = 4
 
 @dataclass(frozen=True)
 class Network:
-    """What its layers do to pieces.
+    """Functions of a network's layers on pieces.
 
     Attributes:
         kinds: what each layer is.
@@ -189,7 +189,7 @@ def total_of(logits: Piece) -> Array:
 
 
 def kind_of(program: Program, number: int) -> str:
-    """What stands for a layer of a program."""
+    """Return the toy layer for a layer of a program."""
     layers = program.sizes.signatures
     layer = layers[number]
     if not layer.cut:

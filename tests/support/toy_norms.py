@@ -1,8 +1,8 @@
 """The judge's layers that carry a residual past others.
 
 A norm adds to the residual what came from the layers between, token by token: r = residual + f branch, where the factor
-f, like a dropout's mask, belongs to the token; so the gradients of residual and branch differ. Then u = r M and
-y = u + u * u. Where it stands beside experts, it also combines what they made before that, and routes y after it.
+f, like a dropout's mask, belongs to the token; so the gradients of residual and branch differ. Then u = r M and y = u +
+u * u. Where it stands beside experts, it also combines what they made before that, and routes y after it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.toy_routing import Combined, Combining, Routing, alike
 
 
 class Normed(NamedTuple):
-    """What a norm keeps: r, u, y, and what it kept where it combined and routed; later the gradients of u and v."""
+    """Values that a norm keeps: r, u, y, and those of its combine and route; later the gradients of u and v."""
 
     r: Array
     u: Array

@@ -53,7 +53,7 @@ class Routing:
 
 
 class Combined(NamedTuple):
-    """What a combine keeps: results, and gates."""
+    """Values that a combine keeps: results and gates."""
 
     results: Array
     gates: Array

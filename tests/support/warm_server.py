@@ -1,8 +1,8 @@
-"""What forks programs that have their imports already: `python -m tests.support.warm_server SOCKET`.
+"""Server that forks programs with their imports done: `python -m tests.support.warm_server SOCKET`.
 
 It has imported all that training imports. It forks for each start, and the fork becomes the program, with its own
-words, variables, folder and files. So does whatever the program would start a new interpreter for: the server that
-forks its ranks, ranks of torchrun, what a script runs. From there on everything is as it always is.
+words, variables, folder and files. It also forks the interpreters that the program would start: the server that forks
+its ranks, ranks of torchrun, and processes of a script. After that, everything runs as usual.
 """
 
 from __future__ import annotations

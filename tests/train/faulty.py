@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a training, at the update of its third step."""
+"""Faults of one rank of a training, at the update of its third step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launch tests run on every rank."""
+"""Functions that the launch tests run on every rank."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -184,13 +184,13 @@ def ticking() -> Generator[pytest.MonkeyPatch]:
 
 
 def train_by_ticks(rank: int, run: TrainingRun) -> Summary | None:
-    """What every rank does; rank 0 gives the summary."""
+    """Train on every rank; rank 0 returns the summary."""
     with ticking():
         return train_rank(rank, torch.device("cpu"), run)
 
 
 def train_plainly(rank: int, run: TrainingRun) -> Summary | None:
-    """What every rank does, without pictures, and without the sample at the end; rank 0 gives the summary."""
+    """Train on every rank without pictures and without the last sample; rank 0 returns the summary."""
     with ticking() as patch:
         patch.setattr("shardlab.train.callbacks.continue_prompt", Mock(return_value=""))
         patch.setattr("shardlab.train.output.save_timeline", Mock())

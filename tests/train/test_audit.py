@@ -37,7 +37,7 @@ def executor_of(rank: int, job: Job) -> Executor:
 
 
 def faults(rank: int, job: Job, wrong: str, culprit: int) -> list[str]:
-    """What audits after each of some steps say; before the third step something goes wrong on one rank."""
+    """Return the results of audits after some steps. A fault occurs on one rank before the third step."""
     executor = executor_of(rank, job)
     audit = Audit(executor)
     found: list[str] = []
@@ -197,6 +197,6 @@ def test_replicas_that_may_drift_are_no_fault_of_a_host(ranks: Make) -> None:
     assert advice(job_of("ddp", 2).checked()).startswith("Leave the host out")
 
 
-def test_where_no_two_ranks_have_anything_alike_there_is_nothing_to_audit() -> None:
+def test_ranks_without_equal_results_have_nothing_to_audit() -> None:
     alone = job_of("1f1b", 2).checked()
     assert not compared_ranks(replicas_of(alone), results_of(alone))

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: in terminals of several widths, and in a pipe."""
+"""Display of a run: in terminals of several widths, and in a pipe."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def live(progress: TrainingProgress, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("width", "more"), [(80, []), (160, ["dt 1.062", "mfu 28.1%", "dtf 0.024", "sps 187.1"])])
-def test_what_matters_comes_first_and_the_rest_as_width_allows(width: int, more: list[str]) -> None:
+def test_important_figures_come_first_and_others_as_width_allows(width: int, more: list[str]) -> None:
     progress = TrainingProgress(20_000, console=terminal(width))
     progress.show(metrics())
     line, bar = live(progress, width)
@@ -67,7 +67,7 @@ def test_a_narrow_terminal_has_whole_figures_in_one_line(width: int) -> None:
     assert width < 16 or words[len(line) : len(line) + 1] in (" ", "")
 
 
-def test_what_is_under_way_is_shown_with_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_current_activity_is_shown_with_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     progress = TrainingProgress(20_000, console=terminal(80))
     progress.show(metrics())
     progress.begin("writing the weights")

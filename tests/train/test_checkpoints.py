@@ -116,14 +116,14 @@ class Wordless(Disk):
 
 
 def words(rank: int, out: Path, disk: type[Disk] = Odd) -> list[str]:
-    """What a rank says while it trains on an odd disk."""
+    """Return the output of a rank that trains on a faulty disk."""
     said: list[str] = []
     with patch("shardlab.train.checkpoints.say", said.append):
         saved(rank, out, disk=disk())
     return said
 
 
-def test_whatever_goes_wrong_while_a_checkpoint_is_completed_is_told(ranks: World, tmp_path: Path) -> None:
+def test_any_error_of_completing_a_checkpoint_is_reported(ranks: World, tmp_path: Path) -> None:
     first, other = ranks(2).call(partial(words, out=tmp_path / "run"))
     assert len(first) == 3
     assert all("line" in each and "in commit" in each for each in first)
@@ -132,7 +132,7 @@ def test_whatever_goes_wrong_while_a_checkpoint_is_completed_is_told(ranks: Worl
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_an_error_without_the_system_s_words_is_told_in_its_own(ranks: World, tmp_path: Path) -> None:
+def test_an_error_without_a_text_of_the_system_is_reported_by_its_own(ranks: World, tmp_path: Path) -> None:
     first, _ = ranks(2).call(partial(words, out=tmp_path / "run", disk=Wordless))
     assert all(each.endswith("training goes on without it (rank 0: it hums)") for each in first)
 
@@ -185,6 +185,6 @@ def saved_apart(rank: int, out: Path) -> list[str]:
     return saved(rank, out, disk=Own(rank))
 
 
-def test_what_a_failed_save_leaves_is_removed_by_the_rank_that_wrote_it(ranks: World, tmp_path: Path) -> None:
+def test_leftovers_of_a_failed_save_are_removed_by_their_rank(ranks: World, tmp_path: Path) -> None:
     ranks(2).call(partial(saved_apart, out=tmp_path / "run"))
     assert not (tmp_path / "run" / "checkpoints").exists()

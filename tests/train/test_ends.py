@@ -1,4 +1,4 @@
-"""However a run ends, all its processes end within seconds, and what it says is saved is there."""
+"""Ends of runs: all processes end within seconds, and the weights that the output names exist."""
 
 # pyright: reportPrivateImportUsage=false
 # torch does not mark its stores as exported.
@@ -150,25 +150,18 @@ def test_a_run_that_is_asked_to_end_saves_and_says_so(
     assert training.process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0)
 
 
-def test_a_rank_that_is_killed_ends_all_and_nothing_is_said_to_be_saved(start: Start) -> None:
-    training = start()
-    training.kill(1, signal.SIGKILL)
-    output = training.output()
-    assert not training.saves
-    assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in output
-    assert output.rstrip().endswith("shardlab: rank 1 was killed (SIGKILL; out of memory?), and the run ended with it.")
-    assert "Traceback" not in output
-    assert training.process.returncode == 1
-
-
-def test_what_a_killed_rank_was_writing_does_not_stay(start: Start) -> None:
+def test_a_killed_rank_ends_all_and_leaves_figures_without_weights_or_partial_files(start: Start) -> None:
     training = start()
     for name in ("loss.svg.shardlab.part", "weights.safetensors.shardlab.part"):
         (training.out / name).write_text("half")
     training.kill(0, signal.SIGKILL)
-    training.output()
+    output = training.output()
     left = {file.name for file in training.out.iterdir()}
     assert left == {"config.toml", "run.json", "strategy.svg", "metrics.jsonl"}
+    assert f"there are no weights in {training.out}, only the figures of {counted(training.steps, 'step')}" in output
+    assert output.rstrip().endswith("shardlab: rank 0 was killed (SIGKILL; out of memory?), and the run ended with it.")
+    assert "Traceback" not in output
+    assert training.process.returncode == 1
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["Ctrl-C once", "Ctrl-C twice"])
@@ -213,7 +206,7 @@ def test_ranks_whose_launcher_is_killed_save_and_say_so(start: Start) -> None:
     assert f"the weights after {training.steps} steps are in {training.out}/weights.safetensors" in output
 
 
-def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: Start) -> None:
+def test_a_restart_by_torchrun_does_not_silently_begin_at_step_0(start: Start) -> None:
     training = start([*TORCHRUN, "--max-restarts", "1"])
     training.kill(1, signal.SIGKILL)
     output = training.process.communicate(timeout=PATIENCE)[1]
@@ -222,7 +215,7 @@ def test_what_torchrun_starts_again_does_not_begin_at_step_0_in_silence(start: S
     assert not training.saves
 
 
-def test_what_torchrun_starts_again_goes_on_where_it_was_with_resume_auto(start: Start) -> None:
+def test_a_restart_by_torchrun_continues_with_resume_auto(start: Start) -> None:
     options = ["--save-every", "5", "--resume", "auto"]
     training = start([*TORCHRUN, "--max-restarts", "1"], subprocess.PIPE, options)
     until(lambda: list(training.out.glob("checkpoints/step-??????")))
@@ -244,7 +237,7 @@ def test_a_command_does_not_collect_all_of_torch_before_it_ends() -> None:
     assert done.stdout == "True\n"
 
 
-# What torchrun starts again goes on by itself, also with fewer ranks, and its numbers stay those of one device.
+# Runs restarted by torchrun continue by themselves, also with fewer ranks, with the numbers of one device.
 
 
 STEPS = 20

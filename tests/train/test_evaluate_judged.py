@@ -91,7 +91,7 @@ def test_some_batches_are_those_from_the_beginning_of_the_text(tmp_path: Path) -
 
 
 def test_experts_with_bounded_places_see_what_they_saw(tmp_path: Path) -> None:
-    """What fills a sequence up takes places of experts."""
+    """Padding of a sequence takes slots of experts."""
     model = Mixtral(**SIZES, seq_len=64, experts=2, capacity_factor=1.0)
     random_run(tmp_path / "run", model)
     texts_of(tmp_path, [1, 2])

@@ -70,7 +70,7 @@ def watched(progresses: dict[int, RankProgress], timeout: float = 10.0) -> Watch
 
 
 def late_after(watch: Watch, clock: Clock, seconds: float) -> list[int]:
-    """Who is late when a watch has looked on for so long."""
+    """Return the late ranks after a watch has looked for some time."""
     late: list[int] = []
     end = clock.now + seconds
     while clock.now < end:

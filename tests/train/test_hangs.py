@@ -1,4 +1,4 @@
-"""Whatever happens to one rank, all end in time, and one report says who waits for whom, where and since when."""
+"""Hanging and dying ranks: all end in time, and one report says who waits for whom, where and since when."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_rank_in_a_loop_shows_the_line_of_the_loop() -> None:
     assert f'{faulty.__file__}", line' in failure("endless loop", 1).report
 
 
-def test_a_network_that_drops_everything_is_told_from_a_rank_that_hangs() -> None:
+def test_a_broken_network_is_distinguished_from_a_hanging_rank() -> None:
     found = failure("deaf", 1)
     verdict = "nothing arrives between ranks 0-2, which have all come: the network drops it, and the run ended after"
     assert str(found).startswith(verdict), found.report

@@ -1,4 +1,4 @@
-"""What is said of a run's folder is what is there."""
+"""The history of a run agrees with the contents of its folder."""
 
 from __future__ import annotations
 

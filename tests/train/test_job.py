@@ -1,4 +1,4 @@
-"""What cannot be trained together is refused in one sentence before any process starts."""
+"""Settings that contradict each other are refused in one sentence before any process starts."""
 
 from __future__ import annotations
 

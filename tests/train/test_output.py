@@ -37,7 +37,7 @@ def test_a_loss_that_is_not_finite_is_null(folder: OutputFolder) -> None:
     assert (folder.path / "metrics.jsonl").read_text() == '{"step": 0, "loss": null}\n{"step": 1, "loss": null}\n'
 
 
-def test_what_cannot_be_written_is_a_sentence_and_the_rest_is_written(folder: OutputFolder, capsys: Captured) -> None:
+def test_unwritable_files_are_reported_and_the_others_are_written(folder: OutputFolder, capsys: Captured) -> None:
     folder.write_metrics({"step": 0, "loss": 1.0})
     with files_of_at_most(500):
         folder.write_plot(1.0, {"validation_loss": 1.0})

@@ -51,7 +51,7 @@ MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=8)
 
 
 def forced(checked: Checked, names: str) -> Checked:
-    """What passes make of a program, whether it is faster or not."""
+    """Return the program after passes, whether or not it is faster."""
     return run_passes(checked, [replace(each, chosen=True) for each in find_passes(names)])[-1].checked
 
 
@@ -113,7 +113,7 @@ def test_the_passes_of_that_test_move_something(strategy: str, monkeypatch: pyte
     ids=str,
 )
 def test_the_forward_half_of_what_passes_make_computes_every_loss(case: Case) -> None:
-    """What is evaluated is the half of what is trained; it runs wherever all of it does."""
+    """Evaluation runs the forward half of the trained program, on every backend of the whole one."""
     checked = case.job().checked()
     for each in PASSES.values():
         for number in {*each.tried[:1], *each.tried[-1:]}:
@@ -134,7 +134,7 @@ def test_a_job_runs_the_passes_of_its_plan_or_its_own() -> None:
 
 
 def test_an_op_that_a_pass_has_moved_is_still_of_the_line_that_wrote_it() -> None:
-    """As a report of ranks that hang says it."""
+    """A report about hanging ranks names this line."""
     written = job_for(f"{LATE}:received_late")
     rewritten = replace(written, passes="receive-early=2")
     before, after = (dict(lines_by_op(job)) for job in (written, rewritten))
@@ -189,7 +189,7 @@ OFFLOADED = GPT(layers=3, hidden_size=32, heads=4, seq_len=16)
     ],
 )
 @pytest.mark.parametrize("strategy", ["fsdp", "zero-1", "1f1b"])
-def test_what_lies_elsewhere_is_trained_like_one_device(ranks: World, strategy: str, words: list[str]) -> None:
+def test_offloaded_states_train_like_one_device(ranks: World, strategy: str, words: list[str]) -> None:
     job = Job(strategy, 2, 4, OFFLOADED, 2, "fp64", passes=with_offload(None, words))
     kinds = {op.kind for tape in job.checked().program.tapes for op in tape}
     assert OpKind.RELOAD in kinds
@@ -301,7 +301,7 @@ def test_the_directions_of_tiles_make_those_of_whole_matrices(ranks: World) -> N
 
 
 def test_a_step_takes_as_much_less_memory_as_is_predicted(ranks: World) -> None:
-    """Of a head as large as all else, a whole one and its whole gradient are left out."""
+    """The head is as large as all other layers. The whole head and its whole gradient are saved."""
     wide = gpt(layers=1, hidden_size=64, heads=8, vocab_size=2048)
     whole, tiled = (
         ranks(2).call(memory, Job("zero-3", 2, 2, wide, 1, "fp32", passes=passes)) for passes in ("none", "tile=8")
@@ -325,7 +325,7 @@ def limit(more: int) -> None:
 
 
 def losses(rank: int, job: Job) -> list[float]:
-    """Those of two steps; all that is kept is then copied, as for a checkpoint, and made again."""
+    """Return the losses of two steps. Between them all kept values are copied and restored, as for a checkpoint."""
     corpus = Corpus.from_text(bytes(range(256)) * 8, job.model.seq_len)
     batches = Batches(corpus, job.model.seq_len, 1, job.microbatches, 0)
     executor = Executor(job.checked(), rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig()))
@@ -354,7 +354,7 @@ def train(rank: int, device: torch.device, jobs: tuple[Job, Job], out: Path) -> 
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="other systems do not limit what files take no part in"
 )
-def test_what_does_not_fit_into_memory_is_trained_from_the_disk_with_the_same_losses(tmp_path: Path) -> None:
+def test_a_model_beyond_memory_trains_from_the_disk_with_the_same_losses(tmp_path: Path) -> None:
     away = Job("fsdp", 2, 2, JOB.model, 1, passes=with_offload("update-early", ["parameters=disk", "optimizer=disk"]))
     assert 12 * JOB.model.parameter_count / JOB.ranks > 1.5 * ROOM
     with pytest.raises(UserError) as refused:
@@ -368,7 +368,7 @@ def test_what_does_not_fit_into_memory_is_trained_from_the_disk_with_the_same_lo
         assert whole == within
 
 
-def test_a_gpu_without_memory_is_told_of_its_hosts() -> None:
+def test_a_gpu_out_of_memory_is_reported_with_its_host() -> None:
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"
     )

@@ -249,7 +249,7 @@ def test_programs_by_hand_give_the_numbers_of_one_device(ranks: World, strategy:
 
 
 @pytest.mark.parametrize("program", ["gradients_in_half", "weights_in_half", "messages_in_half"])
-def test_what_is_cast_is_rounded_where_it_is(ranks: World, program: str) -> None:
+def test_casts_round_on_the_tape(ranks: World, program: str) -> None:
     """Half precision has 8 or 11 bits: errors are as large as its rounding, and no larger than some of them."""
     model = GPT(layers=2, hidden_size=16, heads=4, seq_len=8)
     job = Job(f"{ROOT}/tests/check/casting_programs.py:{program}", 2, 4, model, 2, "fp32")

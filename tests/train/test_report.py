@@ -73,7 +73,7 @@ def test_the_histogram_of_step_times_has_the_usual_ones_alone(usual: list[float]
 
 
 def test_memory_is_drawn_from_zero_and_rate_and_norm_are_drawn(ranks: World, tmp_path: Path) -> None:
-    """Of what is drawn, matplotlib's own words are read."""
+    """The test reads the comments that matplotlib writes into the picture."""
     run = run_of(replace(JOB, strategy="fsdp"), OptimizerConfig(schedule_steps=5, warmup_steps=1), tmp_path / "run")
     summary = ranks(2).call(quietly, run)[0]
     assert isinstance(summary, Summary)

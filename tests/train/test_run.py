@@ -1,4 +1,4 @@
-"""What a run is on record as, and by which tokenizer it reads its data."""
+"""Records of a run, and the tokenizer with which it reads its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trained model goes on from."""
+"""Prompts that a trained model continues."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_each_block_is_computed_on_one_rank_and_after_the_prompt_for_the_new_tok
 
 
 def refused(rank: int, job: Job) -> str:
-    """What is said of a model whose last rank has weights that are no numbers."""
+    """Return the error for a model whose last rank has weights that are NaN."""
     executor = Executor(job.checked(), rank, job.cut, batches_of(job), Settings(job.seed, job.numbers, CPU))
     for kept in executor.state.kept.values():
         kept.fill_(float("nan") if rank == job.ranks - 1 else 1.0)
@@ -106,6 +106,6 @@ def refused(rank: int, job: Job) -> str:
     return str(refusal.value)
 
 
-def test_weights_that_are_no_numbers_are_told_on_every_rank(ranks: World) -> None:
+def test_weights_that_are_nan_are_reported_on_every_rank(ranks: World) -> None:
     for said in ranks(2).call(refused, Job(Plan(Mesh(pp=2), "1f1b"), 2, 4, DROPS, 2)):
         assert "its weights have diverged" in said

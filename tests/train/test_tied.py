@@ -149,7 +149,7 @@ def test_a_pipeline_of_whole_blocks_refuses_it_and_names_the_remedy() -> None:
         Job("pipeline", 2, 2, model(), 2).checked()
 
 
-def test_a_program_that_loads_a_weight_for_the_head_is_refused_and_told_which_it_computes_with() -> None:
+def test_a_program_that_loads_a_weight_for_a_tied_head_is_refused_with_the_remedy() -> None:
     with pytest.raises(Refused, match=r"the head is tied .*; it computes with weights\[0\], load layer 0"):
         Job("examples/my_strategy.py:my_ddp", 2, 2, model(), 2).checked()
 

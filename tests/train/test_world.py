@@ -83,7 +83,7 @@ def test_the_table_has_cpus_where_ranks_of_a_host_have_their_own() -> None:
     assert "cpus" not in printed([RankPlace(0, "a", "cpu", {}, "0-7"), RankPlace(1, "a", "cpu", {}, "0-7")])
 
 
-def test_ranks_that_leave_a_gpu_idle_are_told_how_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_leave_a_gpu_idle_get_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [RankPlace(rank, "a", "cpu", {}) for rank in range(4)]
     monkeypatch.setattr("shardlab.train.world.gpu_count", lambda: 1)
     assert printed(places, "gloo").splitlines()[-1] == (

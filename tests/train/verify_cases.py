@@ -1,4 +1,4 @@
-"""What is trained on real processes and compared with one device, and what each case alone shows."""
+"""Cases that train on real processes and are compared with one device, and the purpose of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Proofs over tapes: the right gradient exactly once, no deadlock, one order of collectives."""
+"""Proofs over tapes: the right gradient exactly once, no deadlock, one order of collectives.
+
+Read in this order: `report` (the entry points, and the order of the proofs), `dataflow` (the replay that derives every
+value again), `communication` (its half for collectives and messages), `deadlock` (the channel models of the backends),
+`checked` (the result). `in_place` and `buffers` say which values share memory, and prove it safe. `runnable` finds what
+no backend can run, and `replicas` which copies of a weight may drift apart by rounding.
+"""
 
 from shardlab.check.checked import BACKENDS, ChannelModel, Checked
 from shardlab.check.replicas import Drift, drifts_of

@@ -30,7 +30,7 @@ FLAT = frozenset({Kind.WEIGHT, Kind.GRAD_WEIGHT})
 """Kinds of values that a batch may communicate: each is one flat run of a layer's elements."""
 
 ALIGNMENT = 64
-"""A buffer begins at a multiple of so many bytes: one cache line."""
+"""Alignment of buffers in bytes: one cache line."""
 
 GATHERS = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
 RECEIVING = frozenset({OpKind.RECV, OpKind.BROADCAST, OpKind.SCATTER, OpKind.REDUCE_SCATTER})

@@ -1,6 +1,9 @@
-"""The rules of communication on tapes: who meets whom, and what each receives.
+"""Communication in the replay of `dataflow`: which ranks take part, what each of them receives, and the state of a
+rank.
 
-Sends are buffered here, and messages between two ranks arrive in the order in which they were sent.
+`CommunicationCheck` matches the collectives and messages of all ranks. Sends are buffered, and messages between two
+ranks arrive in the order in which they were sent. `RankState`, at the end, holds the values and the communications in
+flight of one rank, and refuses its ops.
 """
 
 from __future__ import annotations
@@ -26,25 +29,26 @@ from shardlab.language.values import Wait
 COLLECTIVE, MESSAGE, COPY = Stream.COLLECTIVE, Stream.MESSAGE, Stream.COPY
 
 _participant: Callable[[type[Participant], tuple[int, int, int]], Participant] = cast(Any, tuple).__new__
-"""Makes a Participant without the call that a NamedTuple's own constructor is."""
+"""Constructor of a Participant without the Python call of a NamedTuple's own constructor."""
 
 Contribution = tuple[Participant, Spec | None, Call | None]
-"""A rank's part in a communication: what it gives, and of a collective how it calls it."""
+"""Part of one rank in a communication: its handle, the value that it gives, and for a collective its arguments."""
 
 
 class CommunicationCheck:
-    """Replays all communications of the ranks.
+    """Replay of the communications of all ranks.
 
     Args:
         states: the ranks.
-        wake: called with a rank whose awaited communication has got all its members.
+        wake: callback with a rank, when all members of the communication that it waits for have arrived.
 
     Attributes:
-        communications: every communication that has come about.
-        communication_of: for each rank, its handles' places in `communications`.
-        half_batched: the first message with one end in an exchange and the other not; None if there is none.
+        communications: every communication whose members have all arrived.
+        communication_of: for each rank, handle to the index in `communications`.
+        half_batched: the first message with one end in an exchange and the other end in a single call; None if there is
+            none.
         batches: whether collectives are issued together.
-        rules: one an op.
+        rules: for each op of communication, the method that replays it.
     """
 
     def __init__(self, states: Sequence[RankState], wake: Callable[[RankState], None]) -> None:
@@ -64,10 +68,10 @@ class CommunicationCheck:
         self._matcher = Matcher[Contribution]()
 
     def arrive(self, state: RankState, op: Op) -> None:
-        """WAIT for a communication that has come about: its result may be used, what it read may be freed."""
+        """Replay the WAIT for a complete communication: its result becomes live, and its inputs may be freed."""
         _, _, inputs, outputs, handle, *_ = op
         if inputs or outputs:
-            remedy = "name what arrives in its communication"
+            remedy = "number the received value in its communication"
             state.refuse("malformed tape", "a wait reads and makes no value", remedy)
         issued = state.flying.pop(handle, None)
         if issued is None:
@@ -83,7 +87,7 @@ class CommunicationCheck:
             state.make(source[3][0], spec)
 
     def waiting(self, state: RankState) -> Wait:
-        """Say what a blocked rank waits for."""
+        """Return the communication that a blocked rank waits for, and its missing members."""
         op = state.ops[state.flying[state.waits_for]]
         if op[0] is OpKind.RECV:
             return Wait(str(op), [op.peer])
@@ -101,7 +105,7 @@ class CommunicationCheck:
         """Refuse a message that nobody has received.
 
         Raises:
-            Refused: naming the first that was not.
+            Refused: for the first such message.
         """
         for arrived in self._matcher.incomplete():
             for member, spec, call in arrived.values():
@@ -120,7 +124,7 @@ class CommunicationCheck:
                 given = f"is of batch {batch}, but other ops stand between it and the rest of its batch"
                 state.refuse("batch of messages", given, "put them before or after the batch")
             if (op[0] in COLLECTIVES or batch in state.batches) and not _together(state, op):
-                given = "is issued together with what is not of its kind, its group and its dtype"
+                given = "is issued together with ops of another kind, group or dtype"
                 state.refuse("batch of collectives", given, "give it a batch of its own")
             state.batches[batch] = at
             self.batches |= op[0] in COLLECTIVES
@@ -154,7 +158,7 @@ class CommunicationCheck:
             self._meet(Communication(COLLECTIVE, group, [part[0] for part in parts]), specs)
 
     def _want_expected(self, member: Participant, call: Call, received: Spec) -> None:
-        """Refuse what comes from a root if the receiving rank's op expects another value."""
+        """Refuse a value from the root that is not the one that the receiving rank's op expects."""
         expect = self.states[member.rank].ops[member.op].expect
         assert expect is not None, "it is looked at when it is issued"
         try:
@@ -174,7 +178,7 @@ class CommunicationCheck:
     def _recv(self, state: RankState, op: Op) -> None:
         peer, expect = op.peer, op.expect
         if expect is None:
-            state.refuse("malformed tape", "the tape does not say which message is meant", "say what it expects")
+            state.refuse("malformed tape", "the op does not name its message", "give the expected value")
         if expect.microbatches < 0:
             given = f"no set of microbatches is the number {expect.microbatches}"
             raise Refused("malformed tape", f"recv from rank {peer}", given, "expect a bit set")
@@ -190,13 +194,13 @@ class CommunicationCheck:
         self._copy(state, op, refusals.reload(state.live[op[2][0]]))
 
     def _copy(self, state: RankState, op: Op, made: Spec) -> None:
-        """A copy on one rank, which waits for nobody."""
+        """Replay a copy on one rank, which waits for no other rank."""
         state.want_layer(op, made[0].layer)
         member = self._issue(state, op)
         self._meet(Communication(COPY, None, [member]), [made])
 
     def _deliver(self, source: int, to: int, part: Contribution) -> None:
-        """One end of a message comes; with the other one there, it is delivered."""
+        """Record one end of a message, and deliver the message if the other end is there."""
         rank, queue = part[0][0], self._matcher[source, to]
         arrived = queue.join(rank)
         arrived[rank] = part
@@ -218,7 +222,7 @@ class CommunicationCheck:
         self._meet(communication, [None, spec])
 
     def _meet(self, communication: Communication, delivers: Sequence[Spec | None]) -> None:
-        """A communication has all its members: note what each receives, and let those go on that wait for it."""
+        """Record a communication with all its members: note what each receives, and wake the ranks that wait for it."""
         number, states, communication_of = len(self.communications), self.states, self.communication_of
         self.communications.append(communication)
         for (rank, handle, _), delivered in zip(communication.participants, delivers, strict=True):
@@ -230,95 +234,35 @@ class CommunicationCheck:
                 self._wake(state)
 
 
-def _call(op: Op) -> Call:
-    return call_of(op[0], op.root, op.reduction)
-
-
-def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
-    """Get what this rank gives; the op must read and make what its part in the call says."""
-    collective_calls.require_valid_call(call, group.ranks)
-    reads, makes = collective_calls.value_counts(call, state.index)
-    if (len(op[2]), len(op[3])) != (reads, makes):
-        given = f"has {counted(len(op[2]), 'input')} and {counted(len(op[3]), 'output')}"
-        remedy = f"the part of rank {state.index} reads {reads} and makes {makes}, give these"
-        state.refuse("malformed tape", given, remedy)
-    if reads:
-        spec = state.live[op[2][0]]
-        state.want_layer(op, spec[0].layer)
-        if spec[0].place:
-            require_on_device(spec.about(call.kind.row.name), spec)
-        return spec
-    if makes:
-        if op.expect is None:
-            state.refuse("malformed tape", "the tape does not say what comes from the root", "say what it expects")
-        state.want_layer(op, op.expect.layer)
-    return None
-
-
-def _join(state: RankState, op: Op) -> Group:
-    """This rank's first collective on a group; equal groups are one object, so that members find one another."""
-    group, ranks = op.group, state.program.ranks
-    if group is None:
-        state.refuse("unknown group", "no group is given for this collective", "give one")
-    if (
-        state.index not in group.ranks
-        or len(set(group.ranks)) < len(group.ranks)
-        or not all(0 <= rank < ranks for rank in group.ranks)
-    ):
-        remedy = f"give rank {state.index} itself and others of 0-{ranks - 1}, each once"
-        state.refuse("unknown group", f"the group has the ranks {group.ranks}", remedy)
-    if group is not group_of(group.axis, group.ranks):
-        given = f"the group {group} was not made by group_of, so its members would not find each other"
-        state.refuse("unknown group", given, "make it by group_of")
-    state.groups.add(group)
-    return group
-
-
-def _together(state: RankState, op: Op) -> bool:
-    """Return whether an op may be of the batch of the one before it: messages with messages, collectives with others
-    alike.
-    """
-    first = state.ops[state.batches.get(op.batch, state.at)]
-    return may_share_batch(first, op, state.specs) if op[0] in COLLECTIVES else first[0] in POINT_TO_POINT
-
-
-def _check_peer(state: RankState, op: Op) -> None:
-    if op.peer == state.index or not 0 <= op.peer < state.program.ranks:
-        remedy = f"the world has ranks 0-{state.program.ranks - 1}, name another of these"
-        state.refuse("unknown rank", f"rank {op.peer} is none that this rank can message", remedy)
-
-
 def refuse_second_wait(state: RankState, op: Op) -> NoReturn:
-    """Refuse a WAIT for what is not under way."""
+    """Refuse a WAIT for a communication that is not in flight."""
     state.refuse("nothing to wait for", f"handle {op.handle} is not in flight", "wait for each communication once")
 
 
-# One rank while its tape is replayed.
-
-
 class RankState:
-    """State of a rank up to the op at hand: what is live, in flight and loaded.
+    """State of one rank during the replay: its live values, its communications in flight, and its loads.
 
     Attributes:
         trained: the program's layers whose weights are updated, as a bit set.
-        rules: what ops make of values.
-        layers: those of each layer.
-        at: index of the op at hand.
+        rules: the program's rules, from the inputs of an op to its outputs.
+        layers: the rules of each layer.
+        at: index of the current op.
         specs: the spec of every value made so far, by number.
-        live: those that ops may use now.
-        saved_of: live activation to what its layer keeps of its forward passes, by form: of each slice of the layer's
-            parameters the latest.
-        half_of: live activation to what first halves of its backward left for the second ones, by form.
-        reading: value to how many communications in flight read it, if any.
-        flying: handle to the index of the op that issued it.
-        arrived: handle to what it delivers (None: nothing).
+        live: the specs of the values that ops may use now, by number.
+        saved_of: live activation to the values that its layer keeps of forward passes, by form. A later forward pass
+            with the same slices of the layer replaces the value.
+        half_of: live activation to the values that the first halves of its backward passes left for the second ones, by
+            form.
+        reading: value to the number of communications in flight that read it. A value that none reads has no entry.
+        flying: handle of a communication in flight to the index of the op that issued it.
+        arrived: handle of a complete communication to the spec that it delivers (None: it delivers nothing).
         loaded: (kind, layer, slices) to the index of the op that loaded them.
-        clips: whether its updates so far were given the norm (None: there was no update).
-        groups: those of which this rank has issued a collective.
+        clips: whether updates so far were given the gradient's norm (None: there was no update).
+        groups: the groups on which this rank has issued a collective.
         batches: batch to the index of its latest op.
-        concerned: indices of the ops that are looked at again once all tapes have passed; walking whole tapes, half of
-            them FREE, would cost a tenth of the check each time.
-        waits_for: the handle that the rank waits for (-1: it does not).
+        concerned: indices of the ops that later checks read again. A walk over whole tapes, half of which are FREEs,
+            would cost a tenth of the check each time.
+        waits_for: the handle that the rank waits for (-1: it does not wait).
     """
 
     def __init__(self, index: int, program: Program, trained: int) -> None:
@@ -344,25 +288,22 @@ class RankState:
         self.waits_for = -1
 
     def make(self, number: int, spec: Spec) -> None:
-        """A value comes to life; its number must be new."""
+        """Add a live value, whose number must be new."""
         if number in self.specs or number < 0:
             self._refuse_number(number)
         self.specs[number] = self.live[number] = spec
 
     def note(self, number: int, spec: Spec) -> None:
-        """A value exists, whether or not ops may use it."""
+        """Add a value without making it live."""
         if number in self.specs or number < 0:
             self._refuse_number(number)
         self.specs[number] = spec
 
-    def _refuse_number(self, number: int) -> NoReturn:
-        self.refuse("number in use", f"makes value {number}, which must be a new one", "number values from 0")
-
     def make_all(self, numbers: Sequence[int], specs: Sequence[Spec]) -> None:
-        """Values come to life, as many as the op says."""
+        """Add live values, as many as the op has outputs."""
         if len(numbers) != len(specs):
             given = f"numbers {counted(len(numbers), 'value')}, but makes {len(specs)} beside what the layer keeps"
-            self.refuse("malformed tape", given, "number what it makes")
+            self.refuse("malformed tape", given, "number all its outputs")
         known, live = self.specs, self.live
         for number, spec in zip(numbers, specs, strict=True):
             if number in known or number < 0:  # as in `make`, without a call for each
@@ -377,18 +318,18 @@ class RankState:
         return self.layers[op[1]]
 
     def want_layer(self, op: Op, layer: int) -> None:
-        """The layer that an op names must be the one that it acts on."""
+        """Refuse an op whose layer is not the layer of the values that it acts on."""
         if op[1] != layer:
-            self.refuse("wrong layer", f"the op says layer {op[1]}, but it acts on layer {layer}", "say that one")
+            self.refuse("wrong layer", f"the op says layer {op[1]}, but it acts on layer {layer}", "name that layer")
 
     def refuse(self, rule: Rule, given: str, remedy: str, op: int | None = None) -> NoReturn:
-        """Refuse the op at hand, or another, or the tape's end."""
+        """Refuse the current op, another op, or the end of the tape."""
         at = self.at if op is None else op
         about = self.ops[at].about if at < len(self.ops) else ""
         raise Refused(rule, about, given, remedy).at(self.index, at)
 
     def refuse_input(self, number: int) -> NoReturn:
-        """Say why an op may not use a value."""
+        """Refuse an input that is not live, with the reason."""
         flying = next((handle for handle, at in self.flying.items() if number in self.ops[at].outputs), None)
         if flying is not None:
             self.refuse("in flight", f"value {number} is still in flight", f"wait for handle {flying} first")
@@ -396,13 +337,16 @@ class RankState:
             self.refuse("freed", f"value {number} has not been made yet", "make it before")
         if self.specs[number].kind in AUTOGRAD_KINDS:
             remedy = "leave it to the backward of its activation"
-            self.refuse("the layer's own", f"value {number} is what a layer keeps", remedy)
+            self.refuse("the layer's own", f"a layer keeps value {number} for itself", remedy)
         given = f"value {number}, {self.specs[number]}, was freed or replaced before this op"
         self.refuse("freed", given, "free it after its last use")
 
+    def _refuse_number(self, number: int) -> NoReturn:
+        self.refuse("number in use", f"makes value {number}, which must be a new one", "number values from 0")
+
 
 class LiveValues(dict[int, Spec]):
-    """The specs of the values that a rank's ops may use now, by number; asking for any other is refused."""
+    """Specs of the values that a rank's ops may use now, by number. A look-up of any other value is refused."""
 
     def __init__(self, state: RankState) -> None:
         super().__init__()
@@ -410,3 +354,62 @@ class LiveValues(dict[int, Spec]):
 
     def __missing__(self, number: int) -> NoReturn:
         self.state.refuse_input(number)
+
+
+def _call(op: Op) -> Call:
+    return call_of(op[0], op.root, op.reduction)
+
+
+def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
+    """Return the value that this rank gives, after a check of the op's inputs and outputs against the call."""
+    collective_calls.require_valid_call(call, group.ranks)
+    reads, makes = collective_calls.value_counts(call, state.index)
+    if (len(op[2]), len(op[3])) != (reads, makes):
+        given = f"has {counted(len(op[2]), 'input')} and {counted(len(op[3]), 'output')}"
+        remedy = f"the part of rank {state.index} reads {reads} and makes {makes}, give these"
+        state.refuse("malformed tape", given, remedy)
+    if reads:
+        spec = state.live[op[2][0]]
+        state.want_layer(op, spec[0].layer)
+        if spec[0].place:
+            require_on_device(spec.about(call.kind.row.name), spec)
+        return spec
+    if makes:
+        if op.expect is None:
+            state.refuse("malformed tape", "the op does not name the value from the root", "give the expected value")
+        state.want_layer(op, op.expect.layer)
+    return None
+
+
+def _join(state: RankState, op: Op) -> Group:
+    """Return the group of this rank's first collective on it. Equal groups are one object, so that members meet."""
+    group, ranks = op.group, state.program.ranks
+    if group is None:
+        state.refuse("unknown group", "no group is given for this collective", "give one")
+    if (
+        state.index not in group.ranks
+        or len(set(group.ranks)) < len(group.ranks)
+        or not all(0 <= rank < ranks for rank in group.ranks)
+    ):
+        remedy = f"give rank {state.index} itself and others of 0-{ranks - 1}, each once"
+        state.refuse("unknown group", f"the group has the ranks {group.ranks}", remedy)
+    if group is not group_of(group.axis, group.ranks):
+        given = f"the group {group} was not made by group_of, so its members would not find each other"
+        state.refuse("unknown group", given, "make it by group_of")
+    state.groups.add(group)
+    return group
+
+
+def _together(state: RankState, op: Op) -> bool:
+    """Return whether an op may belong to the batch of the op before it.
+
+    A batch holds messages only, or collectives of one kind, group and dtype.
+    """
+    first = state.ops[state.batches.get(op.batch, state.at)]
+    return may_share_batch(first, op, state.specs) if op[0] in COLLECTIVES else first[0] in POINT_TO_POINT
+
+
+def _check_peer(state: RankState, op: Op) -> None:
+    if op.peer == state.index or not 0 <= op.peer < state.program.ranks:
+        remedy = f"the world has ranks 0-{state.program.ranks - 1}, name another of these"
+        state.refuse("unknown rank", f"there is no other rank {op.peer}", remedy)

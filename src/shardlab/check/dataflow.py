@@ -1,8 +1,11 @@
 """Dataflow: every spec derived again from the tapes alone, op by op, with the same rules that tracing uses.
 
-A tape may come from tracing, from a pass, from a file or from a mutation test; nothing but its ops is believed.
-Since sends are buffered here and messages between two ranks arrive in order, this replay also decides the two
-lenient channel models.
+A tape may come from tracing, from a program rewrite, from a file or from a mutation test. The check trusts nothing but
+its ops. `Dataflow` replays all tapes together. Since sends are buffered here and messages between two ranks arrive in
+order, this replay also decides the two lenient channel models. After it, `check_rank_ending`, `check_coverage` and
+`check_losses` check the end of a step: every loaded slice has moved one step or is frozen, and nothing else is left.
+Below them is one function for each op of compute (`COMPUTE_RULES`): its inputs must be live, and its outputs must be
+new. The rules of communication are in `communication`.
 """
 
 from __future__ import annotations
@@ -30,16 +33,17 @@ from shardlab.language.values import deadlock_error
 
 
 class Dataflow:
-    """Replays all tapes together; the first op that breaks a rule raises Refused.
+    """Replay of all tapes together. The first op that breaks a rule raises Refused.
 
     Args:
         program: the tapes.
-        trains: whether updates of weights are wanted, or else every microbatch's loss and no update.
+        trains: whether the program must update its weights. Otherwise it must compute the loss of every microbatch, and
+            update nothing.
 
     Attributes:
         trained: the layers whose weights are updated, as a bit set.
         states: the ranks, with the spec of every value once the replay has ended.
-        communication: replays every communication.
+        communication: the replay of every communication.
     """
 
     def __init__(self, program: Program, *, trains: bool = True) -> None:
@@ -60,7 +64,7 @@ class Dataflow:
         """Replay to the end.
 
         Raises:
-            Deadlock: when no rank can go on although sends are buffered.
+            Deadlock: when no rank can continue although sends are buffered.
             Refused: at the first op that breaks a rule, or for what is missing at the end.
         """
         while self._runnable:
@@ -80,7 +84,7 @@ class Dataflow:
             check_losses(self.states)
 
     def release(self) -> None:
-        """Let go of tapes and specs: all these refer to each other, and would stay until the collector comes."""
+        """Drop tapes and specs. They refer to each other, and would otherwise stay until the garbage collector runs."""
         for state in self.states:
             vars(state.live).clear()
         self._rules.clear()
@@ -88,14 +92,14 @@ class Dataflow:
         self.communication.rules.clear()
 
     def _replay(self, state: RankState) -> None:
-        """Go on with one rank until it ends or waits for something that has not happened."""
+        """Replay one rank until its tape ends, or until it waits for a communication that is not complete."""
         ops, rules, arrived, live, reading = state.ops, self._rules, state.arrived, state.live, state.reading
         saved_of, half_of, concerned = state.saved_of, state.half_of, state.concerned
         arrive = self.communication.arrive
         for at in range(state.at, len(ops)):
             op = ops[at]
             kind = op[0]
-            if kind is FREE:  # half of all entries, so its rule stands here
+            if kind is FREE:  # half of all ops are FREEs, so their rule is inline
                 numbers = op[2]
                 if len(numbers) != 1 or op[3]:
                     state.at = at
@@ -133,8 +137,106 @@ class Dataflow:
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
+
+LOAD_OPT_STATE = OpKind.LOAD_OPT_STATE
+
+
+def trained_layers(program: Program) -> int:
+    """Return the layers whose optimizer state any rank loads, as a bit set. The other layers are frozen.
+
+    If no rank loads any, the result is all layers: such a program trains nothing, and is refused for it.
+    """
+    sizes, trained = program.sizes, 0
+    for layer in {op[1] for tape in program.tapes for op in tape if op[0] is LOAD_OPT_STATE}:
+        if 0 <= layer < program.layers:  # a tape from a file may name any layer
+            trained |= sizes.layers_of_weight(layer)
+    return trained or (1 << program.layers) - 1
+
+
+def check_rank_ending(state: RankState) -> None:
+    """Check that nothing is in flight, and that exactly the loaded slices are live, each updated once or frozen.
+
+    Raises:
+        Refused: naming what is missing or left over.
+    """
+    for issued in state.flying.values():
+        state.refuse("in flight", "is still in flight when the step ends", "wait for it", issued)
+    left = set(state.live.values())
+    finals: set[Spec] = set()
+    for (kind, layer, holds), loaded in state.loaded.items():
+        trained = state.trained >> layer & 1
+        final = Spec(form_of(kind, layer, trained, state.rules.space, holds, place=state.ops[loaded].place))
+        finals.add(final)
+        if final not in left and not trained:
+            given = f"the step ends without {final}; no rank loads an optimizer state of layer {layer}, so it is frozen"
+            state.refuse("frozen and not kept", given, "keep the weight that is loaded in a store", loaded)
+        if final not in left:
+            remedy = "update every slice that is loaded once, and keep the result in a store"
+            state.refuse("not kept", f"the step ends without {final}", remedy, loaded)
+    end = len(state.ops)
+    for number, spec in state.live.items():
+        if spec not in finals:
+            given = f"the step ends with value {number}, {spec}, still live; a step leaves only the slices it loaded"
+            state.refuse("left over", given, "free it", end)
+        if spec not in left:
+            given = f"the step ends with value {number}, {spec}, which is live already; a step leaves each slice once"
+            state.refuse("left over", given, "free one of them", end)
+        left.remove(spec)
+
+
+def check_coverage(states: Sequence[RankState], layers: int) -> None:
+    """Check that the ranks load every slice of every layer, and that either all updates clip the gradient or none.
+
+    Raises:
+        Refused: for the first slice that no rank loads, or an update that does not clip although others do.
+    """
+    clips = {state.clips: state for state in reversed(states) if state.clips is not None}
+    if len(clips) > 1:
+        plain = clips[False]
+        at = next(at for at, op in enumerate(plain.ops) if op.kind in (OpKind.UPDATE, OpKind.DIRECTION))
+        given = (
+            f"is not given the gradient's norm, but rank {clips[True].index}'s updates are; replicas would drift apart "
+            "and layers learn at different rates"
+        )
+        plain.refuse("norm on some ranks", given, "give the norm to all updates", at)
+    held = [Holds(0, 1)] * layers
+    for state in states:
+        for kind, layer, holds in state.loaded:
+            if kind is not Kind.WEIGHT:
+                continue
+            mine, theirs = in_equal_pieces(held[layer], holds)
+            held[layer] = Holds(mine.mask | theirs.mask, mine.of)
+    weight_of = states[0].program.sizes.weight_of
+    for layer, (mask, of) in enumerate(held):
+        if weight_of(layer) == layer and not held[layer].complete:
+            missing = ~mask & (1 << of) - 1
+            given = f"no rank loads {numbered('slice', missing)} of {of}, so no rank updates it"
+            remedy = "load and update every slice of every layer on at least one rank"
+            raise Refused("not loaded", About(f"weights[{layer}]", layer), given, remedy, missing=bits(missing))
+
+
+def check_losses(states: Sequence[RankState]) -> None:
+    """Check that ranks compute the loss of every piece of every microbatch, and load no optimizer state.
+
+    Raises:
+        Refused: for the first microbatch whose loss no rank computes, or for a loaded optimizer state.
+    """
+    computed = 0
+    for state in states:
+        for (kind, _, _), at in state.loaded.items():
+            if kind is Kind.OPT_STATE:
+                state.refuse("not kept", "is loaded, but nothing is trained here", "leave it out", at)
+        for op in state.ops:
+            if op.kind is OpKind.LOSS:
+                computed |= state.specs[op.inputs[0]].cells
+    space = states[0].rules.space
+    if missing := ~computed & (1 << space.cells) - 1:
+        given = f"no rank computes the loss of {microbatches_text(microbatches_of(missing, space))}"
+        raise Refused("missing microbatches", "", given, "compute every microbatch's loss", missing=bits(missing))
+
+
 REVISITED = in_place.REVISITED | runnable.REVISITED
-"""Ops that are looked at again once all tapes have passed."""
+"""Ops that later checks read again, once all tapes have passed."""
 
 SHAPES = frozenset(
     (kind, reads, makes, handle)
@@ -149,28 +251,10 @@ A communication without a handle is refused where it is issued.
 """
 
 
-def _takes_any(op: Op) -> bool:
-    """Return whether an op is rightly given any number of values."""
-    row = op.kind.row
-    return not row.inputs and len(op.inputs) > 0 and len(op.outputs) in row.outputs and op.handle < 0
-
-
-def _refuse_shape(state: RankState, op: Op) -> NoReturn:
-    """An op that reads or makes another number of values than its kind does, or has a handle and is not under way."""
-    if op.handle >= 0 and op.kind not in COMMUNICATION:
-        given = f"has handle {op.handle}, but only a collective or a message has one"
-        state.refuse("malformed tape", given, "leave it out")
-    has = f"has {counted(len(op.inputs), 'input')} and {counted(len(op.outputs), 'output')}"
-    state.refuse("malformed tape", f"{has}, which it never has", "give what it reads and makes")
-
-
-# Rules of compute on a tape, one function for each op: inputs must be live here and now, outputs must be new.
-
-
 Rule = Callable[[RankState, Op], None]
 
 NOTHING_SAVED: dict[Form, int] = {}
-"""Values that layers keep, by form, of an activation of which they keep none."""
+"""Stands for the values kept of an activation of which layers keep none."""
 
 
 def forward(state: RankState, op: Op) -> None:
@@ -186,7 +270,7 @@ def forward(state: RankState, op: Op) -> None:
         _save(state, outputs[count], activation, saved)
     elif len(outputs) > count:
         given = f"has {counted(len(outputs), 'output')}, but this layer makes {counted(count, 'value')}"
-        state.refuse("malformed tape", given, "number these, and what is saved")
+        state.refuse("malformed tape", given, "number these outputs, and the saved value")
 
 
 def recompute(state: RankState, op: Op) -> None:
@@ -196,12 +280,6 @@ def recompute(state: RankState, op: Op) -> None:
         given = f"this {rules.layer.name} layer takes or makes several values, and is not recomputed"
         state.refuse("no forward", given, "save what its forward makes")
     _save(state, saved, activation, rules.forward([spec], state.live[weight], "recompute")[1])
-
-
-def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:
-    """Autograd's part: owned by the activation, it goes with that, with its backward, or for a newer one like it."""
-    state.note(number, spec)
-    state.saved_of.setdefault(activation, {})[spec[0]] = number
 
 
 def backward(state: RankState, op: Op) -> None:
@@ -215,24 +293,6 @@ def backward_input(state: RankState, op: Op) -> None:
     state.make_all(outputs, made[1:])
     state.note(half, Spec(follows.half, state.live[activation].cells))
     state.half_of.setdefault(activation, {})[follows.half] = half
-
-
-def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
-    """Derive what both halves of a backward pass make, whichever the op keeps, and what it follows from."""
-    live, inputs = state.live, op[2]
-    activation, gradient, weight, saved = inputs[0], inputs[1], inputs[2], inputs[3]
-    gradients = [live[gradient]]
-    if len(inputs) > 4:
-        gradients += [live[number] for number in inputs[4:]]
-    made, follows = state.layer(op).backward(live[activation], gradients, live[weight])
-    known = state.saved_of.get(activation, NOTHING_SAVED)
-    if known.pop(follows.saved, None) != saved:
-        if saved in known.values():
-            given = "the forward pass was by other slices of the layer than the weight and the gradient"
-            state.refuse("other forward", given, "give the slices of the forward pass")
-        given = f"value {saved} is not what the layer kept of this activation's forward"
-        state.refuse("no forward", given, "read what that saved, once")
-    return made, follows
 
 
 def backward_weight(state: RankState, op: Op) -> None:
@@ -270,22 +330,6 @@ def update(state: RankState, op: Op) -> None:
         del live[number]
     state.make(new_weight, made[0])
     state.make(new_state, made[1])
-
-
-def _want_norms_alike(state: RankState, op: Op, norm: Spec | None = None) -> None:
-    """Want a norm of what is trained alone, and one for each update of this rank or for none."""
-    if norm is not None:
-        steps.require_no_frozen(op.about, norm, Holds(state.trained, state.program.layers))
-    if state.clips is not None and state.clips != (norm is not None):
-        given = "some updates of this rank are given the gradient's norm and some are not"
-        state.refuse("norm for some", given, "give it to all")
-    state.clips = norm is not None
-
-
-def _computed(rule: Callable[..., Spec | Sequence[Spec]], state: RankState, op: Op) -> None:
-    """An op whose rule takes its layer and all that it reads."""
-    made = rule(op[1], *[state.live[number] for number in op[2]])
-    state.make_all(op[3], (made,) if isinstance(made, Spec) else made)
 
 
 def _of_logits(rule: Callable[..., Spec], state: RankState, op: Op) -> None:
@@ -344,23 +388,6 @@ def load_batch(state: RankState, op: Op) -> None:
     state.make(activation, Spec(form_of(Kind.ACTIVATION, 0, 0, space), holds.refined(cells).mask))
 
 
-def _slice_of_weights(state: RankState, op: Op) -> Holds:
-    """Return the slices of a layer's own weights that an op makes a value of."""
-    holds, layer = op.holds, op[1]
-    if (
-        holds is None
-        or not 0 < holds.of <= MOST_SLICES
-        or not 0 < holds.mask < 1 << holds.of
-        or not 0 <= layer < state.program.layers
-    ):
-        state.refuse(
-            "unknown slice", f"there is no slice {_holds_text(holds)} of layer {layer}", "name slices that it has"
-        )
-    if state.program.sizes.weight_of(layer) != layer:
-        state.refuse("tied weight", TIED_HEAD, TIED_HEAD_REMEDY)
-    return holds
-
-
 def scale(state: RankState, op: Op) -> None:
     spec, steps = state.live[op[2][0]], state.rules.space.microbatches
     if op.factor is None or not all(0 < mask < 1 << steps for mask, _ in op.factor.tokens):
@@ -392,11 +419,6 @@ def _load(kind: Kind, state: RankState, op: Op) -> None:
     state.make(number, Spec(form_of(kind, layer, 0, state.rules.space, holds, place=op.place)))
 
 
-def _holds_text(holds: Holds | None) -> str:
-    """Get the slices that a tape claims to load; they may be no set at all."""
-    return str(holds) if holds is None or holds.mask >= 0 else f"bit set {holds.mask} of {holds.of}"
-
-
 COMPUTE_RULES: dict[OpKind, Rule] = {
     OpKind.FORWARD: forward,
     OpKind.BACKWARD: backward,
@@ -422,101 +444,81 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
 }
 
 
-# Conditions at the end of a step: every slice loaded is one step on, or frozen, and nothing else is left.
+def _takes_any(op: Op) -> bool:
+    """Return whether an op takes any number of inputs, and this call of it is well formed."""
+    row = op.kind.row
+    return not row.inputs and len(op.inputs) > 0 and len(op.outputs) in row.outputs and op.handle < 0
 
 
-LOAD_OPT_STATE = OpKind.LOAD_OPT_STATE
+def _refuse_shape(state: RankState, op: Op) -> NoReturn:
+    """Refuse an op with a number of inputs or outputs that its kind never has, or with a wrong handle."""
+    if op.handle >= 0 and op.kind not in COMMUNICATION:
+        given = f"has handle {op.handle}, but only a collective or a message has one"
+        state.refuse("malformed tape", given, "leave it out")
+    has = f"has {counted(len(op.inputs), 'input')} and {counted(len(op.outputs), 'output')}"
+    state.refuse("malformed tape", f"{has}, numbers that this op never has", "give the values that it reads and makes")
 
 
-def trained_layers(program: Program) -> int:
-    """Find the layers whose optimizer state a rank loads, as a bit set; the others are frozen.
+def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:
+    """Record what a layer keeps of a forward pass.
 
-    They are all of them where no rank loads any: such a program trains nothing, and is refused for it.
+    The activation owns it: it ends with the activation, with the backward pass, or with a newer one of the same form.
     """
-    sizes, trained = program.sizes, 0
-    for layer in {op[1] for tape in program.tapes for op in tape if op[0] is LOAD_OPT_STATE}:
-        if 0 <= layer < program.layers:  # a tape from a file may say anything
-            trained |= sizes.layers_of_weight(layer)
-    return trained or (1 << program.layers) - 1
+    state.note(number, spec)
+    state.saved_of.setdefault(activation, {})[spec[0]] = number
 
 
-def check_rank_ending(state: RankState) -> None:
-    """Want nothing in flight, and alive exactly the slices that the rank loaded, updated once or frozen.
-
-    Raises:
-        Refused: naming what is missing or left over.
-    """
-    for issued in state.flying.values():
-        state.refuse("in flight", "is still in flight when the step ends", "wait for it", issued)
-    left = set(state.live.values())
-    finals: set[Spec] = set()
-    for (kind, layer, holds), loaded in state.loaded.items():
-        trained = state.trained >> layer & 1
-        final = Spec(form_of(kind, layer, trained, state.rules.space, holds, place=state.ops[loaded].place))
-        finals.add(final)
-        if final not in left and not trained:
-            given = f"the step ends without {final}; no rank loads an optimizer state of layer {layer}, so it is frozen"
-            state.refuse("frozen and not kept", given, "keep the weight that is loaded in a store", loaded)
-        if final not in left:
-            remedy = "update every slice that is loaded once, and keep the result in a store"
-            state.refuse("not kept", f"the step ends without {final}", remedy, loaded)
-    end = len(state.ops)
-    for number, spec in state.live.items():
-        if spec not in finals:
-            given = f"the step ends with value {number}, {spec}, still live; a step leaves only the slices it loaded"
-            state.refuse("left over", given, "free it", end)
-        if spec not in left:
-            given = f"the step ends with value {number}, {spec}, which is live already; a step leaves each slice once"
-            state.refuse("left over", given, "free one of them", end)
-        left.remove(spec)
+def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
+    """Return the specs that both halves of a backward pass make, and the forward pass that it follows from."""
+    live, inputs = state.live, op[2]
+    activation, gradient, weight, saved = inputs[0], inputs[1], inputs[2], inputs[3]
+    gradients = [live[gradient]]
+    if len(inputs) > 4:
+        gradients += [live[number] for number in inputs[4:]]
+    made, follows = state.layer(op).backward(live[activation], gradients, live[weight])
+    known = state.saved_of.get(activation, NOTHING_SAVED)
+    if known.pop(follows.saved, None) != saved:
+        if saved in known.values():
+            given = "the forward pass was by other slices of the layer than the weight and the gradient"
+            state.refuse("other forward", given, "give the slices of the forward pass")
+        given = f"value {saved} is not what the layer kept of this activation's forward"
+        state.refuse("no forward", given, "read what that saved, once")
+    return made, follows
 
 
-def check_coverage(states: Sequence[RankState], layers: int) -> None:
-    """Want the ranks together to load every slice of every layer, and all to clip its gradient or none.
+def _want_norms_alike(state: RankState, op: Op, norm: Spec | None = None) -> None:
+    """Refuse a norm over frozen layers, and a norm for some updates of this rank but not for all."""
+    if norm is not None:
+        steps.require_no_frozen(op.about, norm, Holds(state.trained, state.program.layers))
+    if state.clips is not None and state.clips != (norm is not None):
+        given = "some updates of this rank are given the gradient's norm and some are not"
+        state.refuse("norm for some", given, "give it to all")
+    state.clips = norm is not None
 
-    Raises:
-        Refused: naming the first slice that nobody loads, or an update that does not clip as others do.
-    """
-    clips = {state.clips: state for state in reversed(states) if state.clips is not None}
-    if len(clips) > 1:
-        plain = clips[False]
-        at = next(at for at, op in enumerate(plain.ops) if op.kind in (OpKind.UPDATE, OpKind.DIRECTION))
-        given = (
-            f"is not given the gradient's norm, but rank {clips[True].index}'s updates are; replicas would drift apart "
-            "and layers learn at different rates"
+
+def _computed(rule: Callable[..., Spec | Sequence[Spec]], state: RankState, op: Op) -> None:
+    """Replay an op whose rule takes its layer and all its inputs."""
+    made = rule(op[1], *[state.live[number] for number in op[2]])
+    state.make_all(op[3], (made,) if isinstance(made, Spec) else made)
+
+
+def _slice_of_weights(state: RankState, op: Op) -> Holds:
+    """Return the slices of a layer's own weights that an op loads, after a check that they exist."""
+    holds, layer = op.holds, op[1]
+    if (
+        holds is None
+        or not 0 < holds.of <= MOST_SLICES
+        or not 0 < holds.mask < 1 << holds.of
+        or not 0 <= layer < state.program.layers
+    ):
+        state.refuse(
+            "unknown slice", f"there is no slice {_holds_text(holds)} of layer {layer}", "name slices that it has"
         )
-        plain.refuse("norm on some ranks", given, "give the norm to all updates", at)
-    held = [Holds(0, 1)] * layers
-    for state in states:
-        for kind, layer, holds in state.loaded:
-            if kind is not Kind.WEIGHT:
-                continue
-            mine, theirs = in_equal_pieces(held[layer], holds)
-            held[layer] = Holds(mine.mask | theirs.mask, mine.of)
-    weight_of = states[0].program.sizes.weight_of
-    for layer, (mask, of) in enumerate(held):
-        if weight_of(layer) == layer and not held[layer].complete:
-            missing = ~mask & (1 << of) - 1
-            given = f"no rank loads {numbered('slice', missing)} of {of}, so nobody updates what is there"
-            remedy = "load and update every slice of every layer on at least one rank"
-            raise Refused("not loaded", About(f"weights[{layer}]", layer), given, remedy, missing=bits(missing))
+    if state.program.sizes.weight_of(layer) != layer:
+        state.refuse("tied weight", TIED_HEAD, TIED_HEAD_REMEDY)
+    return holds
 
 
-def check_losses(states: Sequence[RankState]) -> None:
-    """Want the loss of every piece of every microbatch on one rank at least, and no state of an optimizer.
-
-    Raises:
-        Refused: naming the first microbatch whose loss nobody computes, or what is loaded for updates.
-    """
-    computed = 0
-    for state in states:
-        for (kind, _, _), at in state.loaded.items():
-            if kind is Kind.OPT_STATE:
-                state.refuse("not kept", "is loaded, but nothing is trained here", "leave it out", at)
-        for op in state.ops:
-            if op.kind is OpKind.LOSS:
-                computed |= state.specs[op.inputs[0]].cells
-    space = states[0].rules.space
-    if missing := ~computed & (1 << space.cells) - 1:
-        given = f"nobody computes the loss of {microbatches_text(microbatches_of(missing, space))}"
-        raise Refused("missing microbatches", "", given, "compute every microbatch's loss", missing=bits(missing))
+def _holds_text(holds: Holds | None) -> str:
+    """Return the slices that a tape claims to load, as text. A tape from a file may give an invalid set."""
+    return str(holds) if holds is None or holds.mask >= 0 else f"bit set {holds.mask} of {holds.of}"

@@ -91,36 +91,6 @@ def queues_empty(program: Program, communications: list[Communication]) -> bool:
     return done == sum(communication.stream is not COPY for communication in communications)
 
 
-def _queues(program: Program, communications: list[Communication]) -> list[list[list[int]]]:
-    """Return for each rank its communications in the order of issue, with those of a batch together."""
-    issued: list[list[tuple[int, int]]] = [[] for _ in program.tapes]  # (index of the op, communication)
-    for number, (stream, _, members) in enumerate(communications):
-        if stream is COPY:  # a copy stands in no queue
-            continue
-        for rank, _, at in members:
-            issued[rank].append((at, number))
-    queues: list[list[list[int]]] = []
-    for tape, numbers in zip(program.tapes, issued, strict=True):
-        queue: list[list[int]] = []
-        last = -1
-        for at, number in sorted(numbers):
-            batch = tape[at].batch
-            if batch >= 0 and batch == last:
-                queue[-1].append(number)
-            else:
-                queue.append([number])
-            last = batch
-        queues.append(queue)
-    return queues
-
-
-def _half_batched_sentence(program: Program, half_batched: Communication) -> str:
-    """Return the deadlock of a message between an exchange and a single call, which use different communicators."""
-    named = [(rank, at, program.tapes[rank][at]) for rank, _, at in half_batched.participants]
-    ends = "; ".join(f"rank {rank} waits in {op} (its op {at})" for rank, at, op in named)
-    return f"deadlock: {ends}: one is part of an exchange and the other is not, so they never meet."
-
-
 class QueueEntry:
     """Operations at one place of a queue: one, or those that a batch issues together."""
 
@@ -137,17 +107,13 @@ class Replay:
     NCCL queues operations as follows (ProcessGroupNCCL::pointToPoint in torch 2.9 to 2.13, and NCCL's documentation):
 
     - After `init_process_group(device_id=...)` all messages of a process group, batched or not, use its communicator.
-    So
-      they run one after the other (pytorch/pytorch#156748, first #154132, whose warning says so).
+      So they run one after the other (pytorch/pytorch#156748, first #154132, whose warning says so).
     - Without `device_id`, a single send or receive uses a communicator of the two ranks. It is created at its first
-    use,
-      while the process waits for the other one. `batch_isend_irecv` uses the group's communicator. So one end of a
-          message
-      in a batch never meets an end outside it.
+      use, while the process waits for the other one. `batch_isend_irecv` uses the group's communicator. So one end of a
+      message in a batch never meets an end outside it.
     - Operations on two communicators of a GPU may run side by side, but CUDA does not promise it, and the first message
       between two ranks also waits for a connection. If two ranks issue a message and a collective in different orders,
-          or
-      two collectives, either may hold what the other waits for (NVIDIA/nccl#783, #1192, #1766; NCCL's documentation,
+      or two collectives, either may hold what the other waits for (NVIDIA/nccl#783, #1192, #1766; NCCL's documentation,
       "Using multiple NCCL communicators concurrently"). So QUEUED has one queue for each rank.
     """
 
@@ -308,3 +274,33 @@ class Replay:
             return op < next(member.op for member in self.communications[number].participants if member.rank == rank)
         tape, handle = self.program.tapes[rank], self.stopped[rank]
         return op < next(i for i, o in enumerate(tape) if o.kind is OpKind.WAIT and o.handle == handle)
+
+
+def _queues(program: Program, communications: list[Communication]) -> list[list[list[int]]]:
+    """Return for each rank its communications in the order of issue, with those of a batch together."""
+    issued: list[list[tuple[int, int]]] = [[] for _ in program.tapes]  # (index of the op, communication)
+    for number, (stream, _, members) in enumerate(communications):
+        if stream is COPY:  # a copy stands in no queue
+            continue
+        for rank, _, at in members:
+            issued[rank].append((at, number))
+    queues: list[list[list[int]]] = []
+    for tape, numbers in zip(program.tapes, issued, strict=True):
+        queue: list[list[int]] = []
+        last = -1
+        for at, number in sorted(numbers):
+            batch = tape[at].batch
+            if batch >= 0 and batch == last:
+                queue[-1].append(number)
+            else:
+                queue.append([number])
+            last = batch
+        queues.append(queue)
+    return queues
+
+
+def _half_batched_sentence(program: Program, half_batched: Communication) -> str:
+    """Return the deadlock of a message between an exchange and a single call, which use different communicators."""
+    named = [(rank, at, program.tapes[rank][at]) for rank, _, at in half_batched.participants]
+    ends = "; ".join(f"rank {rank} waits in {op} (its op {at})" for rank, at, op in named)
+    return f"deadlock: {ends}: one is part of an exchange and the other is not, so they never meet."

@@ -1,17 +1,13 @@
 """Values that share memory: ops that overwrite their input, views, and weights that are kept from step to step.
 
 - `InPlace` finds ops that may overwrite what they read, because no later op reads it. If a backward pass makes a
-gradient
-  that is only added to an older one, the pass does the addition itself, and the new gradient takes no memory. Simulated
-  memory and the executor both follow this. The other reuse (`InPlace.first_input`) is the executor's alone: simulated
-  memory counts input and result.
+  gradient that is only added to an older one, the pass does the addition itself, and the new gradient takes no memory.
+  Simulated memory and the executor both follow this. The other reuse (`InPlace.first_input`) is the executor's alone:
+  simulated memory counts input and result.
 - `KeptWeights` maps values to the memory that keeps a weight from step to step, and `check_kept` proves that each
-element
-  there moves one step exactly once. A loaded weight is a view of that memory. An update writes there whatever copy of
-      the
-  weight it gets, and so does a new weight that arrives after the loaded value has ended. The executor puts tensors
-      where
-  this class says.
+  element there moves one step exactly once. A loaded weight is a view of that memory. An update writes there whatever
+  copy of the weight it gets, and so does a new weight that arrives after the loaded value has ended. The executor puts
+  tensors where this class says.
 - `view_roots`, `ending_ops` and the functions after them answer single questions about a tape's memory.
 """
 

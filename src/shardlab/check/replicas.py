@@ -116,7 +116,7 @@ class ParameterCopy(NamedTuple):
 
 
 FOLLOWING_CAUSE = "other weights, which drift, enter their gradients; mend those, and these stay equal"
-"""The cause of a drift that begins a step after another one."""
+"""Cause of a drift that begins one step after another drift."""
 
 
 def drifts_of(checked: Checked) -> list[Drift]:
@@ -189,125 +189,7 @@ def number_steady_step(checked: Checked) -> ValueNumbering:
     return numbering
 
 
-def _copies(numbering: ValueNumbering) -> dict[tuple[Kind, int], list[ParameterCopy]]:
-    """Return the copies of weights and optimizer states that a step leaves, by kind and layer."""
-    checked = numbering.checked
-    copies: dict[tuple[Kind, int], list[ParameterCopy]] = defaultdict(list)
-    for rank, live in enumerate(numbering.live):
-        for value, number in live.items():
-            spec = checked.specs[rank][value]
-            if spec.step == 1 and spec.kind in _LOADS:
-                pieces = numbering.numbers.within(number, spec.holds)
-                copies[spec.kind, spec.layer] += [ParameterCopy(holds, piece, rank) for holds, piece in pieces]
-    return copies
-
-
 _LOADS = {Kind.WEIGHT: OpKind.LOAD_WEIGHT, Kind.OPT_STATE: OpKind.LOAD_OPT_STATE}
-
-
-def _classes(numbering: ValueNumbering) -> dict[LoadKey, list[tuple[Holds, int]]]:
-    """Label what ranks load in the next step: equal labels mean equal bits. Labels count from 0 in each layer."""
-    found: dict[LoadKey, list[tuple[Holds, int]]] = {}
-    labels: dict[tuple[Kind, int], dict[int, int]] = defaultdict(dict)
-    for rank, live in enumerate(numbering.live):
-        for value, number in live.items():
-            spec = numbering.checked.specs[rank][value]
-            if spec.kind in _LOADS:
-                known = labels[spec.kind, spec.layer]
-                pieces = numbering.numbers.within(number, spec.holds)
-                found[rank, _LOADS[spec.kind], spec.layer, spec.holds] = [
-                    (holds, known.setdefault(piece, len(known))) for holds, piece in pieces
-                ]
-    return found
-
-
-def _drifts(numbering: ValueNumbering, copies: Mapping[tuple[Kind, int], list[ParameterCopy]]) -> list[Drift]:
-    """List the copies that differ, in groups of layers with the same ranks and cause."""
-    found: dict[tuple[Kind, tuple[tuple[int, ...], ...], str], list[int]] = defaultdict(list)
-    drifting: set[int] = set()
-    for kind, layer in sorted(copies, key=lambda key: (key[0] is Kind.OPT_STATE, key[1])):
-        apart = _apart(copies[kind, layer])
-        if apart and layer not in drifting:
-            drifting.add(layer)
-            first = apart[0].holds.mask & -apart[0].holds.mask  # other elements may have another cause
-            cause = _cause(numbering.numbers, sorted({copy.number for copy in apart if copy.holds.mask & first}))
-            found[kind, _groups(apart), cause].append(layer)
-    return [Drift(kind.value, tuple(layers), groups, cause) for (kind, groups, cause), layers in found.items()]
-
-
-def _apart(copies: list[ParameterCopy]) -> list[ParameterCopy]:
-    """Return the parts of all copies that have different numbers on different ranks, in pieces of one size."""
-    numbers = {copy.number for copy in copies}
-    if len(numbers) == 1:
-        return []
-    of = math.lcm(*[copy.holds.of for copy in copies])
-    fine = [copy._replace(holds=copy.holds.refined(of)) for copy in copies]
-    whole = dict.fromkeys(numbers, 0)
-    for holds, number, _ in fine:
-        whole[number] |= holds.mask
-    once = twice = 0
-    for mask in whole.values():
-        twice |= once & mask
-        once |= mask
-    cut = [copy._replace(holds=Holds(copy.holds.mask & twice, of)) for copy in fine]
-    return [copy for copy in cut if copy.holds.mask]
-
-
-def _groups(apart: list[ParameterCopy]) -> tuple[tuple[int, ...], ...]:
-    """Group ranks by the numbers that they hold."""
-    has: dict[int, set[tuple[Holds, int]]] = defaultdict(set)
-    for holds, number, rank in apart:
-        has[rank].add((holds, number))
-    groups: dict[frozenset[tuple[Holds, int]], list[int]] = defaultdict(list)
-    for rank in sorted(has):
-        groups[frozenset(has[rank])].append(rank)
-    return tuple(map(tuple, groups.values()))
-
-
-def _cause(numbers: NumberTable, drifting: list[int]) -> str:
-    """Return why copies differ, and how to make them equal."""
-    how, given = zip(*[numbers.keys[number] for number in drifting], strict=True)
-    if any(each[0] is not OpKind.UPDATE for each in how):
-        return "they were made alike again on some ranks only; do so on all, by an all_reduce by mean or a broadcast"
-    gradients, weights, _ = (set(each) for each in zip(*given, strict=True))
-    if len(gradients) > 1:
-        if len({tuple(numbers.terms(gradient)) for gradient in gradients}) == 1:
-            if len({_fused(numbers, gradient) for gradient in gradients}) > 1:
-                return (
-                    "some ranks add a gradient within its backward pass, where nothing else reads it, and others "
-                    "afterwards; read it on all of them or on none, or all_reduce the sums by mean"
-                )
-            return (
-                "their gradients were summed in different orders; all_reduce the gradients, or sum them on one rank "
-                "and broadcast the sum"
-            )
-        return (
-            "their gradients were computed apart, and are equal only up to rounding; all_reduce the gradients by mean, "
-            "or compute them on one rank and broadcast them"
-        )
-    if len({each[2:4] for each in how}) > 1:
-        return (
-            "they are updated in other places, or as other numbers of whole matrices; keep the same slices in the same "
-            "place on all ranks"
-        )
-    if len(set(how)) > 1:
-        return (
-            "the norms that clip their gradients were computed apart; all_reduce the norm, or sum it on one rank and "
-            "broadcast it"
-        )
-    assert len(weights) > 1
-    return "the weights differ before the update; use the weights as they were loaded"
-
-
-def _fused(numbers: NumberTable, gradient: int) -> int:
-    """Count the gradients in a sum that backward passes have added themselves."""
-    left, count = [gradient], 0
-    while left:
-        what, terms = numbers.keys[left.pop()]
-        if what[0] in SUMS:
-            count += what == FUSED_ADD
-            left.extend(terms)
-    return count
 
 
 class ValueNumbering:
@@ -563,6 +445,124 @@ def overlap(one: Holds, other: Holds) -> Holds:
     """Return the positions that are in both."""
     mine, theirs = in_equal_pieces(one, other)
     return Holds(mine.mask & theirs.mask, mine.of)
+
+
+def _copies(numbering: ValueNumbering) -> dict[tuple[Kind, int], list[ParameterCopy]]:
+    """Return the copies of weights and optimizer states that a step leaves, by kind and layer."""
+    checked = numbering.checked
+    copies: dict[tuple[Kind, int], list[ParameterCopy]] = defaultdict(list)
+    for rank, live in enumerate(numbering.live):
+        for value, number in live.items():
+            spec = checked.specs[rank][value]
+            if spec.step == 1 and spec.kind in _LOADS:
+                pieces = numbering.numbers.within(number, spec.holds)
+                copies[spec.kind, spec.layer] += [ParameterCopy(holds, piece, rank) for holds, piece in pieces]
+    return copies
+
+
+def _classes(numbering: ValueNumbering) -> dict[LoadKey, list[tuple[Holds, int]]]:
+    """Label what ranks load in the next step: equal labels mean equal bits. Labels count from 0 in each layer."""
+    found: dict[LoadKey, list[tuple[Holds, int]]] = {}
+    labels: dict[tuple[Kind, int], dict[int, int]] = defaultdict(dict)
+    for rank, live in enumerate(numbering.live):
+        for value, number in live.items():
+            spec = numbering.checked.specs[rank][value]
+            if spec.kind in _LOADS:
+                known = labels[spec.kind, spec.layer]
+                pieces = numbering.numbers.within(number, spec.holds)
+                found[rank, _LOADS[spec.kind], spec.layer, spec.holds] = [
+                    (holds, known.setdefault(piece, len(known))) for holds, piece in pieces
+                ]
+    return found
+
+
+def _drifts(numbering: ValueNumbering, copies: Mapping[tuple[Kind, int], list[ParameterCopy]]) -> list[Drift]:
+    """List the copies that differ, in groups of layers with the same ranks and cause."""
+    found: dict[tuple[Kind, tuple[tuple[int, ...], ...], str], list[int]] = defaultdict(list)
+    drifting: set[int] = set()
+    for kind, layer in sorted(copies, key=lambda key: (key[0] is Kind.OPT_STATE, key[1])):
+        apart = _apart(copies[kind, layer])
+        if apart and layer not in drifting:
+            drifting.add(layer)
+            first = apart[0].holds.mask & -apart[0].holds.mask  # other elements may have another cause
+            cause = _cause(numbering.numbers, sorted({copy.number for copy in apart if copy.holds.mask & first}))
+            found[kind, _groups(apart), cause].append(layer)
+    return [Drift(kind.value, tuple(layers), groups, cause) for (kind, groups, cause), layers in found.items()]
+
+
+def _apart(copies: list[ParameterCopy]) -> list[ParameterCopy]:
+    """Return the parts of all copies that have different numbers on different ranks, in pieces of one size."""
+    numbers = {copy.number for copy in copies}
+    if len(numbers) == 1:
+        return []
+    of = math.lcm(*[copy.holds.of for copy in copies])
+    fine = [copy._replace(holds=copy.holds.refined(of)) for copy in copies]
+    whole = dict.fromkeys(numbers, 0)
+    for holds, number, _ in fine:
+        whole[number] |= holds.mask
+    once = twice = 0
+    for mask in whole.values():
+        twice |= once & mask
+        once |= mask
+    cut = [copy._replace(holds=Holds(copy.holds.mask & twice, of)) for copy in fine]
+    return [copy for copy in cut if copy.holds.mask]
+
+
+def _groups(apart: list[ParameterCopy]) -> tuple[tuple[int, ...], ...]:
+    """Group ranks by the numbers that they hold."""
+    has: dict[int, set[tuple[Holds, int]]] = defaultdict(set)
+    for holds, number, rank in apart:
+        has[rank].add((holds, number))
+    groups: dict[frozenset[tuple[Holds, int]], list[int]] = defaultdict(list)
+    for rank in sorted(has):
+        groups[frozenset(has[rank])].append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+def _cause(numbers: NumberTable, drifting: list[int]) -> str:
+    """Return why copies differ, and how to make them equal."""
+    how, given = zip(*[numbers.keys[number] for number in drifting], strict=True)
+    if any(each[0] is not OpKind.UPDATE for each in how):
+        return "they were made alike again on some ranks only; do so on all, by an all_reduce by mean or a broadcast"
+    gradients, weights, _ = (set(each) for each in zip(*given, strict=True))
+    if len(gradients) > 1:
+        if len({tuple(numbers.terms(gradient)) for gradient in gradients}) == 1:
+            if len({_fused(numbers, gradient) for gradient in gradients}) > 1:
+                return (
+                    "some ranks add a gradient within its backward pass, where nothing else reads it, and others "
+                    "afterwards; read it on all of them or on none, or all_reduce the sums by mean"
+                )
+            return (
+                "their gradients were summed in different orders; all_reduce the gradients, or sum them on one rank "
+                "and broadcast the sum"
+            )
+        return (
+            "their gradients were computed apart, and are equal only up to rounding; all_reduce the gradients by mean, "
+            "or compute them on one rank and broadcast them"
+        )
+    if len({each[2:4] for each in how}) > 1:
+        return (
+            "they are updated in other places, or as other numbers of whole matrices; keep the same slices in the same "
+            "place on all ranks"
+        )
+    if len(set(how)) > 1:
+        return (
+            "the norms that clip their gradients were computed apart; all_reduce the norm, or sum it on one rank and "
+            "broadcast it"
+        )
+    assert len(weights) > 1
+    return "the weights differ before the update; use the weights as they were loaded"
+
+
+def _fused(numbers: NumberTable, gradient: int) -> int:
+    """Count the gradients in a sum that backward passes have added themselves."""
+    left, count = [gradient], 0
+    while left:
+        what, terms = numbers.keys[left.pop()]
+        if what[0] in SUMS:
+            count += what == FUSED_ADD
+            left.extend(terms)
+    return count
 
 
 def _results(tape: list[Op], specs: dict[int, Spec]) -> list[OpResult]:

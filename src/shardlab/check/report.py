@@ -1,7 +1,7 @@
-"""The check of a whole program: the entry points, and the line of the user's file to which a refusal belongs.
+"""Check of a whole program: the entry points, and the line of the user's file to which a refusal belongs.
 
 `check` and `check_forward` run the proof in order: the dataflow of all tapes (`dataflow`), kept weights (`in_place`),
-batches and arenas (`buffers`), deadlocks under each channel model (`deadlock`), and what backends can run
+batches and arenas (`buffers`), deadlocks under each channel model (`deadlock`), and the limits of the backends
 (`runnable`). `FileCheck` does the same for a user's file. If the program is refused, it runs the program once more
 (`Retrace`) and puts `file:line` before the sentence.
 """
@@ -34,11 +34,11 @@ from shardlab.language.world import gc_paused
 def check(program: Program) -> Checked:
     """Prove, from the tapes alone, that a program computes the gradient of one device and cannot hang.
 
-    Every layer's gradient reaches its update from every microbatch exactly once; every slice of every weight is
-    updated exactly once, from step t to t + 1; no value is used freed, stale, partial, written over or of the wrong
-    layer; every message reaches the receive that was meant; the members of a group issue its collectives in one order.
+    Every layer's gradient reaches its update from every microbatch exactly once; every slice of every weight is updated
+    exactly once, from step t to t + 1; no value is used freed, stale, partial, written over or of the wrong layer;
+    every message reaches the receive that was meant; the members of a group issue its collectives in one order.
 
-    The result also says under which channel models the program runs; a backend whose model deadlocks is not for it.
+    The result also says under which channel models the program runs. It cannot run on a backend whose model deadlocks.
 
     Raises:
         Refused: naming rank, op, layer and what is missing or doubled.
@@ -57,29 +57,6 @@ def check_forward(program: Program) -> Checked:
         Deadlock: when ranks wait for one another under every channel model.
     """
     return _checked(program, trains=False)
-
-
-def _checked(program: Program, *, trains: bool) -> Checked:
-    with gc_paused():
-        dataflow = Dataflow(program, trains=trains)
-        try:
-            dataflow.run()
-        finally:
-            dataflow.release()
-        for state in dataflow.states:
-            check_kept(state.index, state.ops, state.specs, state.concerned)
-        replay = dataflow.communication
-        communications, communication_of = replay.communications, replay.communication_of
-        if replay.batches:
-            check_batches(program, communications, communication_of)
-        if any(map(has_arena, program.tapes)):
-            check_arena(program, [state.specs for state in dataflow.states])
-        models = decide_models(program, communications, communication_of, replay.half_batched)
-    specs = [state.specs for state in dataflow.states]
-    untrained = bits(~dataflow.trained & ((1 << program.layers) - 1))
-    frozen = tuple(layer for layer in untrained if program.sizes.weights[program.sizes.weight_of(layer)])
-    why_not = why_not_runnable(program, specs, communications, [state.concerned for state in dataflow.states])
-    return Checked(program, specs, communications, communication_of, models, why_not, frozen)
 
 
 class FileCheck:
@@ -102,7 +79,7 @@ class FileCheck:
         """
         try:
             return check(trace(self.program, mesh, layers, microbatches))
-        except Stalled:  # it names the line, and a second run would stall as well
+        except Stalled:  # the refusal names the line, and a second run would stall as well
             raise
         except Endless as refusal:  # a second run would take as long
             refusal.line = f"{self.file}:{line_in_traceback(refusal.__traceback__, self.file)}"
@@ -132,25 +109,6 @@ class Retrace:
         with contextlib.suppress(Refused), contextlib.redirect_stdout(io.StringIO()):
             world.run(self._traced)
 
-    async def _traced(self, rank: Rank) -> None:
-        await self._drive(rank.index, self.program(rank))
-
-    @types.coroutine
-    def _drive(self, rank: int, program: Coroutine[Any, Any, object]) -> Generator[Any, None, None]:
-        """Drive a program by hand, and note its line whenever it waits."""
-        try:
-            while True:
-                waits_for = program.send(None)
-                self.stopped_at[rank] = line_of_coroutine(program, self.file)
-                yield waits_for
-        except StopIteration:
-            self.stopped_at.pop(rank, None)
-        except Exception as error:
-            self.stopped_at[rank] = line_in_traceback(error.__traceback__, self.file)
-            raise
-        finally:
-            program.close()
-
     def line(self, rank: int | None, op: int | None) -> int:
         """Return the line that wrote an op, or would have; the line of the function if no op is to blame."""
         if rank is not None and op is not None:
@@ -174,6 +132,25 @@ class Retrace:
             for line, ranks in sorted(ranks_at.items())
         ]
         return "".join(rows)
+
+    async def _traced(self, rank: Rank) -> None:
+        await self._drive(rank.index, self.program(rank))
+
+    @types.coroutine
+    def _drive(self, rank: int, program: Coroutine[Any, Any, object]) -> Generator[Any, None, None]:
+        """Drive a program by hand, and note its line whenever it waits."""
+        try:
+            while True:
+                waits_for = program.send(None)
+                self.stopped_at[rank] = line_of_coroutine(program, self.file)
+                yield waits_for
+        except StopIteration:
+            self.stopped_at.pop(rank, None)
+        except Exception as error:
+            self.stopped_at[rank] = line_in_traceback(error.__traceback__, self.file)
+            raise
+        finally:
+            program.close()
 
 
 class LineTape(list[Op]):
@@ -211,3 +188,26 @@ def line_in_traceback(traceback: TracebackType | None, file: str) -> int:
             line = traceback.tb_lineno
         traceback = traceback.tb_next
     return line
+
+
+def _checked(program: Program, *, trains: bool) -> Checked:
+    with gc_paused():
+        dataflow = Dataflow(program, trains=trains)
+        try:
+            dataflow.run()
+        finally:
+            dataflow.release()
+        for state in dataflow.states:
+            check_kept(state.index, state.ops, state.specs, state.concerned)
+        replay = dataflow.communication
+        communications, communication_of = replay.communications, replay.communication_of
+        if replay.batches:
+            check_batches(program, communications, communication_of)
+        if any(map(has_arena, program.tapes)):
+            check_arena(program, [state.specs for state in dataflow.states])
+        models = decide_models(program, communications, communication_of, replay.half_batched)
+    specs = [state.specs for state in dataflow.states]
+    untrained = bits(~dataflow.trained & ((1 << program.layers) - 1))
+    frozen = tuple(layer for layer in untrained if program.sizes.weights[program.sizes.weight_of(layer)])
+    why_not = why_not_runnable(program, specs, communications, [state.concerned for state in dataflow.states])
+    return Checked(program, specs, communications, communication_of, models, why_not, frozen)

@@ -1,8 +1,8 @@
-"""What backends can run of a checked program, and the forward half of one.
+"""Limits of the backends: ops that the algebra allows but no backend can run, and the forward half of a program.
 
-`why_not_runnable` finds ops that the algebra allows but that have no tensors on a device: pieces of unequal size, or
-several slices of a layer at once. `forward_only` cuts a checked program down to the ops that its losses need; the
-sampler and the evaluation run the result.
+`why_not_runnable` finds ops that have no tensors on a device: pieces of unequal size, or several slices of a layer at
+once. `forward_only` cuts a checked program down to the ops that its losses need. The sampler and the evaluation run the
+result.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def why_not_runnable(
     tapes = program.tapes
     passed: set[tuple[OpKind, Form]] = set()  # most communications repeat few ops and forms
     for _, _, members in communications:
-        for rank, _, at in members:  # of a message the sender, of a collective the first that gives a value
+        for rank, _, at in members:  # the sender of a message, or the first member of a collective that gives a value
             op = tapes[rank][at]
             if op[2]:
                 break
@@ -130,6 +130,13 @@ def forward_only(checked: Checked) -> Program:
     return Program(program.mesh, program.microbatches, program.sizes, tapes)
 
 
+_OF_BUFFERS = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
+
+
+Place = tuple[int, int]
+"""(rank, number of a value there or index of an op)"""
+
+
 def _too_long(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
     """Return the refusal of a layer whose flat buffer would be mostly padding.
 
@@ -169,9 +176,6 @@ def _cut_buffers(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused 
     return None
 
 
-_OF_BUFFERS = frozenset({Kind.ACTIVATION, Kind.GRAD_ACTIVATION})
-
-
 def _made_at(layer: Layer, tensor: str) -> set[str]:
     """Return the indices of a tensor that one of the layer's nodes makes."""
     return {index for node in layer.nodes for index in node.makes.get(tensor, "").split()}
@@ -199,7 +203,7 @@ def _cannot_cut(given: Sequence[Spec]) -> Why | None:
 
 
 def _cannot_gather(given: Sequence[Spec]) -> Why | None:
-    """Return why the members' values in a gather make no tensor; None if they make one."""
+    """Return why the members' values in a gather do not form one tensor; None if they do."""
     shares = [_share(spec) for spec in given]
     if any(share != shares[0] for share in shares):
         return f"the members give {', '.join(map(str, shares))} of the whole", "gather equal pieces"
@@ -222,7 +226,7 @@ def _cannot_scatter(given: Sequence[Spec], received: Sequence[Spec]) -> Why | No
 
 
 def _differs_in_two_dims(given: Sequence[Spec]) -> Why | None:
-    """Return why pieces of rows do not make one tensor: they differ in microbatches and in slices of the sequence."""
+    """Return why pieces of rows do not form one tensor: they differ in microbatches and in slices of the sequence."""
     first = given[0]
     if first.kind not in ROW_KINDS or all(spec.microbatches == first.microbatches for spec in given):
         return None
@@ -257,7 +261,8 @@ def _cannot_compute(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> Why 
         if cut > 1 and (holds.of != cut or holds.pieces != 1):
             given = f"layer {op.layer} is cut into {cut} slices and this computes with slices {holds} of it at once"
             return given, "compute with one slice on each rank"
-    elif op[0] is OpKind.LOAD_BATCH:  # what is made of batches has the same slices of each, if they have
+    # A value that is made of batches has the same slices of each batch if the batches have.
+    elif op[0] is OpKind.LOAD_BATCH:
         batch = specs[op.outputs[0]]
         if not _even(batch):
             return f"{batch} has other slices of some microbatches than of others", "load and compute them apart"
@@ -273,12 +278,8 @@ def _even(spec: Spec) -> bool:
     return split_cells(spec.cells, spec.form.space.sequence)[1] >= 0
 
 
-Place = tuple[int, int]
-"""(rank, number of a value there or index of an op)"""
-
-
 def _needed(checked: Checked) -> set[Place]:
-    """Return the ops that losses follow from. A communication brings the parts of all its members and its waits."""
+    """Return the ops that the losses depend on. A communication needs the parts of all its members, and their waits."""
     tapes = checked.program.tapes
     every = [(rank, at, op) for rank, tape in enumerate(tapes) for at, op in enumerate(tape)]
     maker = {(rank, number): at for rank, at, op in every for number in op.outputs}
@@ -301,7 +302,7 @@ def _needed(checked: Checked) -> set[Place]:
 
 
 def _without_gradients(checked: Checked, rank: int, op: Op) -> Op:
-    """Return an op without what only training needs.
+    """Return an op without the inputs and outputs that only training needs.
 
     A loss makes no gradient and a forward pass keeps nothing. Offsets are dropped, since they belong to other
     lifetimes.

@@ -1,6 +1,6 @@
-"""The two ways in which Shardlab says no: to a program that is wrong, and to a request that is wrong.
+"""The two kinds of refusal: of a wrong program (`Refused`), and of a wrong request (`UserError`).
 
-A name that is not known is answered with the nearest one that is.
+The error for an unknown name suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -30,40 +30,39 @@ Rule = Literal[
     "unknown microbatch", "unknown rank", "unknown slice", "written over", "wrong expectation", "wrong factor",
     "wrong kind", "wrong layer", "wrong number", "wrong offset", "wrong root", "wrong step", "wrong store",
 ]  # fmt: skip
-"""The rules that a program may break, in a few words."""
+"""Short names of the rules that a program may break."""
 
 
 class About(NamedTuple):
-    """The op that is refused, as in `update(layer 1)`, and the layer that it is of (-1: of none)."""
+    """Text of the refused op, such as `update(layer 1)`, and the op's layer (-1: it has none)."""
 
     text: str
     layer: int = -1
 
 
 def about_layer(verb: str, layer: int) -> About:
-    """Return the op of that name on a layer."""
+    """Return the `About` of an op with this name on a layer."""
     return About(f"{verb}(layer {layer})", layer)
 
 
 class Refused(Exception):
-    """A program is wrong: it would hang, or would not compute the gradient.
+    """Refusal of a wrong program: it would hang, or would not compute the gradient.
 
-    Its text is one or two sentences: where, what was given and expected, what to do.
+    Its text is one or two sentences: the place, what was given and expected, and what to do.
 
     Args:
-        about: the op; one that is of no layer may be named by its text alone.
+        about: the op. Text alone is enough for an op without a layer.
 
     Attributes:
-        rule: which rule is broken.
-        rank, op: where, once `at` has said it (None: it is the program as a whole). An op is counted on its rank's
-            tape, from 0.
-        layer: the layer that the op is of (None: of none).
-        given: what was found, and after a semicolon what was expected.
+        rule: name of the broken rule.
+        rank, op: the place, set by `at` (None: the program as a whole). `op` is an index of the rank's tape.
+        layer: the op's layer (None: it has none).
+        given: the value found, and after a semicolon the value expected.
         remedy: what to do.
-        missing: numbers of what is missing: microbatches (of cut sequences their cells: slice s of microbatch m is
-            m * slices + s), slices of a layer, terms of a sum.
-        doubled: numbers of what would be counted twice.
-        line: the line of a user's file that is at fault, `file:line`; "": unknown.
+        missing: numbers of the missing microbatches, slices of a layer, or terms of a sum. If sequences are cut,
+            microbatches are counted in cells: slice s of microbatch m is m * slices + s.
+        doubled: numbers of the microbatches, slices or terms that would be counted twice.
+        line: the line at fault in a user's file, as `file:line` ("": unknown).
         trail: more lines, for a reader.
     """
 
@@ -77,7 +76,7 @@ class Refused(Exception):
         missing: Iterable[int] = (),
         doubled: Iterable[int] = (),
     ) -> None:
-        super().__init__(rule, about, given, remedy)  # what unpickling calls this with
+        super().__init__(rule, about, given, remedy)  # arguments with which unpickling calls this constructor
         about, layer = (about, -1) if isinstance(about, str) else about
         self.rule, self.about, self.given, self.remedy = rule, about, given, remedy
         self.layer = layer if layer >= 0 else None
@@ -87,7 +86,7 @@ class Refused(Exception):
         self.line = self.trail = ""
 
     def at(self, rank: int, op: int) -> Self:
-        """Say where it is, once; the innermost place wins."""
+        """Set the place, if none is set: the innermost place wins."""
         if self.rank is None:
             self.rank, self.op = rank, op
         return self
@@ -99,42 +98,42 @@ class Refused(Exception):
         return f"{': '.join(filter(None, parts))}.{self.trail}"
 
     def fields(self) -> dict[str, object]:
-        """Return all that it says, for JSON."""
-        told = ("rule", "line", "rank", "op", "layer", "about", "given", "remedy", "missing", "doubled")
-        return {"text": str(self), **{name: getattr(self, name) for name in told}}
+        """Return all fields, for JSON."""
+        names = ("rule", "line", "rank", "op", "layer", "about", "given", "remedy", "missing", "doubled")
+        return {"text": str(self), **{name: getattr(self, name) for name in names}}
 
 
 class Deadlock(Refused):
-    """Ranks wait for one another for ever; the message names the whole cycle."""
+    """Refusal of a program whose ranks wait for one another for ever. The message names the whole cycle."""
 
 
 class UserError(ValueError):
-    """A request cannot be met as given; the message is one sentence that a user can act on."""
+    """Error of a request that cannot be met as given. The message is one sentence that a user can act on."""
 
 
 class TooDeep(ValueError):
-    """A file has more levels of tables and lists than are read."""
+    """Error of a file with more nested levels of tables and lists than are read."""
 
     def __init__(self, most: int) -> None:
         super().__init__(f"it is nested more than {most} levels deep")
 
 
 def why_unreadable(error: OSError | UnicodeDecodeError | TooDeep) -> str:
-    """Why a file could not be read, for a sentence."""
+    """Return why a file could not be read, as part of a sentence."""
     if isinstance(error, TooDeep):
         return str(error)
     return "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
 
 
 def closest_name(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that `name` was probably meant to be, in any case of letters; None: no name is like it."""
+    """Return the known name nearest to `name`, ignoring case; None if no name is similar."""
     known = {each.lower(): each for each in names}
     close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     return known[close[0]] if close else None
 
 
 def suggest_name(name: str, names: Iterable[str], others: str = "") -> str:
-    """Return the second half of a sentence about an unknown name: what was probably meant, or else what there is.
+    """Return the second half of a sentence about an unknown name: the nearest name, or else all names.
 
     >>> suggest_name("fsdq", ["ddp", "fsdp"])
     'did you mean fsdp?'
@@ -150,15 +149,15 @@ def suggest_name(name: str, names: Iterable[str], others: str = "") -> str:
 
 
 def unknown_name(what: str, name: str | int, names: Iterable[str], others: str = "") -> UserError:
-    """Return the error for a name that is not among `names`; `what` is the noun, `others` as in `suggest_name`."""
+    """Return the error for a name that is not in `names`. `what` is the noun; `others` is as in `suggest_name`."""
     return UserError(f"there is no {what} {name!r}; {suggest_name(str(name), names, others)}")
 
 
 def find_by_name(table: Mapping[str, T], name: str, what: str) -> T:
-    """Return the table's entry of that name, in any case of letters.
+    """Return the table's entry of that name, ignoring case.
 
     Raises:
-        UserError: there is none; the nearest name is suggested.
+        UserError: if there is none; the message suggests the nearest name.
     """
     found = table.get(name.strip().lower())
     if found is None:

@@ -1,6 +1,8 @@
-"""Forms of a dataclass's fields: in Python, as flags, in TOML and in JSON.
+"""Fields of a dataclass of settings, in four forms: Python, flags, TOML and JSON.
 
-A field's annotation names its `FieldType`; the text below the field is the help of its flag.
+The annotation of a field names its `FieldType`, and the docstring of a field is the help of its flag. First come the
+functions on all fields of a class, then the functions that build a `FieldType` (`integer`, `choice`, ...), then the
+common types (`COUNT`, `DURATION`, `INTERVAL`, ...).
 """
 
 from __future__ import annotations
@@ -19,12 +21,9 @@ from typing import Any, cast, get_args, get_type_hints
 
 from shardlab.common.errors import UserError
 
-# Times as a person writes them, the same for every flag.
-
-
 SHORTEST_SECONDS = 1e-9
-"""Seconds that anything measured takes at least: clocks are coarse, and a virtual machine's that is being moved can
-stand still."""
+"""Lower limit of any measured time in seconds. A coarse clock, or the clock of a virtual machine during a migration,
+can report 0."""
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -33,9 +32,9 @@ TIME_FORMATS = "a time, such as 90s, 10m, 2h, 1d, 1:30:00 or 1-12:00:00"
 
 
 def parse_seconds(words: str) -> float | None:
-    """Seconds of a number with a unit, or of [DAYS-]HOURS:MINUTES:SECONDS; None if it is neither.
+    """Return the seconds of a number with a unit, or of [DAYS-]HOURS:MINUTES:SECONDS; None for other text.
 
-    After DAYS- minutes and seconds may be left out, as schedulers write it.
+    After DAYS-, minutes and seconds may be left out, as in the time limits of Slurm.
 
     >>> parse_seconds("90s"), parse_seconds("1.5h"), parse_seconds("1:30:00"), parse_seconds("90")
     (90.0, 5400.0, 5400.0, None)
@@ -55,13 +54,13 @@ def parse_seconds(words: str) -> float | None:
 
 @dataclass(frozen=True)
 class FieldType:
-    """Values that may stand in a field.
+    """Type of a field: its accepted values, and their form on a command line.
 
     Attributes:
-        words: the type of the words that follow its flag (bool: none).
-        metavar: what help shows in the place of these words.
-        wanted: for a value, what to give instead of it; nothing if it fits.
-        of_words: the value that the words of a flag stand for.
+        words: type of the words that follow its flag (bool: no words).
+        metavar: placeholder for these words in the help.
+        wanted: function from a value to a description of accepted values; "" if the value is accepted.
+        of_words: function from the words of a flag to the value.
     """
 
     words: Any
@@ -72,13 +71,13 @@ class FieldType:
 
 @cache
 def field_types(described: type) -> dict[str, FieldType]:
-    """Types of a dataclass's fields, of those whose annotations name one."""
+    """Return the types of the fields whose annotations name one."""
     hints = get_type_hints(described, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
 
 def field_helps(described: type) -> dict[str, str]:
-    """Texts that stand below the fields of a dataclass."""
+    """Return the docstrings of the fields of a dataclass."""
     module = ast.parse(inspect.getsource(sys.modules[described.__module__]))  # getsource(class) is slow
     tree = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == described.__name__)
     helps: dict[str, str] = {}
@@ -92,7 +91,7 @@ def field_helps(described: type) -> dict[str, str]:
 
 
 def check_field(name: str, value: Any, written: FieldType, default: Any) -> None:
-    """Refuse a value that cannot stand in a field.
+    """Refuse a value that its field does not accept.
 
     Raises:
         UserError: with what to give instead.
@@ -103,7 +102,7 @@ def check_field(name: str, value: Any, written: FieldType, default: Any) -> None
 
 
 def check_fields(checked: object) -> None:
-    """Refuse an object whose fields hold what cannot stand in them.
+    """Refuse an object with a field that does not accept its value.
 
     Raises:
         UserError: with what to give instead.
@@ -114,19 +113,19 @@ def check_fields(checked: object) -> None:
 
 
 def value_from_file(written: FieldType, value: Any) -> Any:
-    """Return the value of a field that stands in a TOML file."""
+    """Return the value of a field from its value in a TOML file."""
     if isinstance(value, list):
         return tuple(cast(list[Any], value))
     return written.of_words(value) if written.words is str and isinstance(value, str) else value
 
 
 def as_text(value: Any) -> str:
-    """Return a field's value in a message."""
+    """Return the value of a field as text for a message."""
     return ", ".join(map(str, cast(tuple[Any, ...], value))) or "nothing" if isinstance(value, tuple) else repr(value)
 
 
 def as_flags(values: Mapping[str, Any]) -> str:
-    """Fields, or axes of a mesh, as the flags that give them.
+    """Return the flags that give these fields, or these axes of a mesh.
 
     >>> as_flags({"sequence_parallel": False})
     '--no-sequence-parallel'
@@ -154,7 +153,7 @@ def _count(value: Any) -> str:
 
 
 def integer(wanted: str, least: float) -> FieldType:
-    """Return a whole number of `least` or more."""
+    """Return the type of a whole number of `least` or more."""
     return FieldType(
         int,
         "N",
@@ -163,12 +162,12 @@ def integer(wanted: str, least: float) -> FieldType:
 
 
 def number(wanted: str, fits: Callable[[float], bool]) -> FieldType:
-    """Return a number that fits."""
+    """Return the type of a number that fits."""
     return FieldType(float, "FLOAT", lambda value: "" if _is_number(value) and fits(value) else wanted)
 
 
 def number_or_none(wanted: str, fits: Callable[[float], bool], metavar: str) -> FieldType:
-    """Return a number that fits, or the word none, which is None."""
+    """Return the type of a number that fits, or of the word none, which stands for None."""
 
     def of_words(words: str) -> float | str | None:
         try:
@@ -189,7 +188,7 @@ def _is_number(value: Any) -> bool:
 
 
 def pair(wanted: str, fits: Callable[[float], bool]) -> FieldType:
-    """Two numbers that fit."""
+    """Return the type of two numbers that fit."""
 
     def check(value: Any) -> str:
         numbers = cast(tuple[Any, ...], value) if isinstance(value, tuple) else ()
@@ -199,7 +198,7 @@ def pair(wanted: str, fits: Callable[[float], bool]) -> FieldType:
 
 
 def text(metavar: str, wanted: str) -> FieldType:
-    """Return a text that is not empty."""
+    """Return the type of a text that is not empty."""
     return FieldType(str, metavar, lambda value: "" if isinstance(value, str) and value else wanted)
 
 
@@ -245,7 +244,7 @@ DURATION = FieldType(
 
 
 def split_interval(value: int | str | None) -> tuple[int | None, float | None]:
-    """Return the steps, or the seconds, that an interval has.
+    """Return the steps and the seconds of an interval, one of which is None.
 
     >>> split_interval(100), split_interval("10m"), split_interval(None)
     ((100, None), (None, 600.0), (None, None))
@@ -266,12 +265,12 @@ INTERVAL = FieldType(
 
 
 def name_or(*objects: type) -> FieldType:
-    """Return a name, or in Python an object of one of these types."""
+    """Return the type of a name, or in Python of an object of one of these types."""
     return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else "a word in quotes")
 
 
 def axes(*known: str) -> FieldType:
-    """Some of these axes of the mesh, in any order."""
+    """Return the type of a list of axes of the mesh, in any order."""
 
     def wanted(value: Any) -> str:
         if not isinstance(value, tuple):
@@ -284,14 +283,14 @@ def axes(*known: str) -> FieldType:
 
 
 def choice(literal: Any) -> FieldType:
-    """Return one of the words of a `Literal`."""
+    """Return the type of one of the words of a `Literal`."""
     words = get_args(literal)
     wanted = f"one of {', '.join(words)}"
     return FieldType(literal, f"{{{','.join(words)}}}", lambda value: "" if value in words else wanted)
 
 
 def choice_or_ints(literal: Any, noun: str) -> FieldType:
-    """Return one of the words of a `Literal`, or the numbers of some things."""
+    """Return the type of one of the words of a `Literal`, or of a list of numbers."""
     words = get_args(literal)
     wanted = f"one of {', '.join(words)}, or the numbers of {noun}s, such as 0 1"
 

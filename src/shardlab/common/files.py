@@ -1,4 +1,9 @@
-"""Files that are read from random places, files that appear whole or not at all, and tables of Shardlab's own."""
+"""Files: regular files to read, files and folders that appear whole or not at all, tables in TOML and JSON, and the
+cache.
+
+The parts stand in this order: checks of paths that users give, atomic writing, reading of TOML and JSON, writing of
+TOML, and the name of this machine's processor with the folder of its measurements.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +26,10 @@ from shardlab.common.errors import TooDeep, UserError, why_unreadable
 
 
 def require_regular_file(path: Path) -> None:
-    """Refuse what is no ordinary file, without opening it: a pipe without a writer would hang.
+    """Refuse a path that is not a regular file, without opening it: opening a pipe without a writer would hang.
 
     Raises:
-        UserError: saying what it is instead.
+        UserError: if it is missing, a folder, a pipe or a device.
     """
     try:
         mode = path.stat().st_mode
@@ -40,15 +45,15 @@ def require_regular_file(path: Path) -> None:
 
 
 def path_from_here(name: str, folder: str | None) -> str:
-    """Return a path as it is found from here that a file names relative to the folder of another command.
+    """Return a path for use in this working directory, given a path relative to the folder of another command.
 
     Args:
         name: `PATH`, `PATH:NAME` or `PATH:NUMBER`.
-        folder: in which the other command ran; None if that is not known.
+        folder: the working directory of the other command; None if it is unknown.
 
     Returns:
-        The name with an absolute path, unless both commands run in the same folder, or the path is there only from
-        here: then the name as it is.
+        The name with an absolute path. If both commands run in the same folder, or if the path exists only relative to
+        this one, the name is returned unchanged.
     """
     path = name if ":" not in name or Path(folder or "", name).exists() else name.rpartition(":")[0]
     if folder is None or Path(folder) == Path.cwd() or (Path(path).exists() and not Path(folder, path).exists()):
@@ -57,20 +62,21 @@ def path_from_here(name: str, folder: str | None) -> str:
 
 
 PART_SUFFIX = ".shardlab.part"
-"""End of the name of a file that is being written: what has it was left by a process that was killed."""
+"""Suffix of a file that is being written. A file with this suffix that stays was left by a killed process."""
 
 
 @contextmanager
 def atomic_file(path: Path) -> Generator[Path, None, None]:
-    """Write a file beside `path`: it takes the place of `path` when the block ends, and goes if the block raises.
+    """Write a file that replaces `path` when the block ends, and is removed if the block raises.
 
-    A link stays, and the file that it names is replaced. A device or a pipe, such as /dev/stdout, is written into.
+    The temporary file lies beside `path`. If `path` is a link, the link stays and its target is replaced. A device or a
+    pipe, such as /dev/stdout, is written directly.
 
     Yields:
-        where to write.
+        The path to write to.
 
     Raises:
-        OSError: when it cannot be written; what was at `path` before is still there.
+        OSError: when it cannot be written. The old file at `path` then stays.
     """
     if path.exists() and not path.is_file():
         yield path
@@ -86,13 +92,13 @@ def atomic_file(path: Path) -> Generator[Path, None, None]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Generator[Path, None, None]:
-    """Fill a folder beside `path`: it becomes `path` when the block ends, and goes if the block raises.
+    """Fill a folder that becomes `path` when the block ends, and is removed if the block raises.
 
-    What processes that were killed have left of such folders goes first. One that is being filled is locked, and a
-    process that ends unlocks what it holds, however it ends.
+    The temporary folder lies beside `path` and is locked. The operating system unlocks it when the process ends, so
+    temporary folders of killed processes are recognized and removed first.
 
     Yields:
-        the folder to write into.
+        The folder to write into.
 
     Raises:
         UserError: when there is something at `path`, or the folder cannot be made or written.
@@ -114,36 +120,6 @@ def atomic_folder(path: Path) -> Generator[Path, None, None]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-@contextmanager
-def _made(folder: Path) -> Generator[None, None, None]:
-    """Make a folder, and lock it for as long as the block takes; again, if it was swept away before it was locked."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder) as mine:
-            if mine and folder.exists():
-                yield
-                return
-
-
-@contextmanager
-def _locked(folder: Path) -> Generator[bool, None, None]:
-    """Lock a folder for as long as the block takes; whether nobody else had locked it."""
-    try:
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # renamed or removed meanwhile, or no folder
-        yield False
-        return
-    try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
-    except OSError:
-        free = False
-    try:
-        yield free
-    finally:
-        os.close(place)
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file that appears whole or not at all."""
     with atomic_file(path) as part:
@@ -151,27 +127,22 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def load_table(name: str) -> dict[str, Any]:
-    """Return one of the tables that come with Shardlab, by its path in the package, as in
-    "simulate/hardware/devices.toml".
-    """
+    """Return a table that comes with Shardlab, by its path in the package, such as "simulate/hardware/devices.toml"."""
     return tomllib.loads((resources.files("shardlab") / name).read_text(encoding="utf-8"))
 
 
-# Reading what users write as TOML or JSON: a file that cannot be read, or is nested too deep, ends in a sentence.
-
-
 MOST_LEVELS = 50
-"""Levels of tables and lists; no file that is read needs ten."""
+"""Largest number of nested levels of tables and lists. No file that Shardlab reads needs ten."""
 
 
 _LOADS: dict[str, Callable[[str], Any]] = {"TOML": tomllib.loads, "JSON": json.loads}
 
 
 def read_file(path: Path, form: Literal["TOML", "JSON"]) -> Any:
-    """What a user's file says.
+    """Return the contents of a user's TOML or JSON file.
 
     Raises:
-        UserError: the file cannot be read, is no text, is nested too deep, or is not of that form.
+        UserError: if the file cannot be read, is no text, is nested too deep, or has a syntax error.
     """
     try:
         return parse_document(_LOADS[form], path.read_text(encoding="utf-8"))
@@ -182,11 +153,12 @@ def read_file(path: Path, form: Literal["TOML", "JSON"]) -> Any:
 
 
 def parse_document(loads: Callable[[str], Any], text: str) -> Any:
-    """What a parser makes of a text.
+    """Parse a text, and refuse one that is nested too deep.
 
     Raises:
-        TooDeep: if it is nested deeper than `MOST_NESTED` levels, on which parsers and printing would end in an error.
-        ValueError: what the parser itself raises.
+        TooDeep: if it has more than `MOST_LEVELS` nested levels, at which parsing and printing could overflow the
+            stack.
+        ValueError: raised by the parser itself.
     """
     try:
         data = loads(text)
@@ -201,21 +173,8 @@ def parse_document(loads: Callable[[str], Any], text: str) -> Any:
     return data
 
 
-def _inside(value: Any) -> list[Any]:
-    """Return the tables and lists right inside a value."""
-    inner: list[Any] = []
-    if isinstance(value, dict):
-        inner = list(cast(dict[str, Any], value).values())
-    elif isinstance(value, list):
-        inner = cast(list[Any], value)
-    return [each for each in inner if isinstance(each, dict | list)]
-
-
-# Writing TOML: tables of words, numbers, truth values and lists of these.
-
-
 def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write tables as TOML; a value that is None is left out.
+    """Write tables as TOML, without the values that are None.
 
     >>> print(as_toml({"plan": {"mesh": {"pp": 2}, "schedule": "1f1b", "stages_per_rank": None}}), end="")
     [plan]
@@ -226,12 +185,8 @@ def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(texts)
 
 
-def _lines(table: Mapping[str, Any]) -> list[str]:
-    return [f"{_key(name)} = {toml_value(value)}\n" for name, value in table.items() if value is not None]
-
-
 def toml_value(value: Any) -> str:
-    """Return a value as TOML has it.
+    """Return a value in TOML syntax.
 
     >>> toml_value(["a\\"b", 2e-3, True, float("inf")])
     '["a\\\\"b", 0.002, true, inf]'
@@ -249,15 +204,8 @@ def toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else toml_value(name)
-
-
-# What tells this machine from others, and where measurements of it lie.
-
-
 def processor_name() -> str:
-    """Return the CPU's name, as Linux knows it; elsewhere as Python does."""
+    """Return the name of the CPU, from /proc/cpuinfo if it exists, and otherwise from Python's `platform`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -267,6 +215,54 @@ def processor_name() -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of measurements: $XDG_CACHE_HOME or ~/.cache, then shardlab."""
+    """Return the folder of measurements: `shardlab` in $XDG_CACHE_HOME or ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "shardlab"
+
+
+@contextmanager
+def _made(folder: Path) -> Generator[None, None, None]:
+    """Make a folder and lock it during the block. Make it again if another process removed it before the lock."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder) as mine:
+            if mine and folder.exists():
+                yield
+                return
+
+
+@contextmanager
+def _locked(folder: Path) -> Generator[bool, None, None]:
+    """Lock a folder during the block. Yield False if another process holds the lock."""
+    try:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # it was renamed or removed meanwhile, or is no folder
+        yield False
+        return
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except OSError:
+        free = False
+    try:
+        yield free
+    finally:
+        os.close(place)
+
+
+def _inside(value: Any) -> list[Any]:
+    """Return the tables and lists directly inside a value."""
+    inner: list[Any] = []
+    if isinstance(value, dict):
+        inner = list(cast(dict[str, Any], value).values())
+    elif isinstance(value, list):
+        inner = cast(list[Any], value)
+    return [each for each in inner if isinstance(each, dict | list)]
+
+
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_key(name)} = {toml_value(value)}\n" for name, value in table.items() if value is not None]
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else toml_value(name)

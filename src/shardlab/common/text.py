@@ -1,4 +1,8 @@
-"""Numbers, bytes, shares and times as text for a reader, and back."""
+"""Text for numbers, bytes, sizes, shares and times, and the values of such text.
+
+First come functions from values to text, then sizes of messages (64KB) in both directions, then amounts that a user
+writes with a unit (bytes, tokens), then lists and plurals.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from collections.abc import Iterable
 from shardlab.common.errors import UserError
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-"""Largest first."""
+"""Units of bytes and their sizes, largest first."""
 
 
 def bytes_text(bytes: float, digits: int = 2) -> str:
@@ -23,7 +27,7 @@ def bytes_text(bytes: float, digits: int = 2) -> str:
 
 
 def memory_text(bytes: float) -> str:
-    """Write how much memory a device has: without digits where these would be zeros.
+    """Return the memory of a device as text, without decimals if they are zero.
 
     >>> memory_text(80 * 2**30), memory_text(1.2 * 2**30)
     ('80 GiB', '1.20 GiB')
@@ -32,12 +36,12 @@ def memory_text(bytes: float) -> str:
 
 
 def byte_unit(bytes: float) -> tuple[str, int]:
-    """Find the largest unit that so many bytes fill, and its size in bytes."""
+    """Return the largest unit that is not more than these bytes, and its size in bytes."""
     return next((unit for unit in UNITS if bytes >= unit[1]), UNITS[-1])
 
 
 def percent_text(share: float) -> str:
-    """Write a share in percent with one decimal, or as many as show two digits of a small one.
+    """Return a share in percent, with one decimal, or with two significant digits if it is small.
 
     >>> percent_text(0.421), percent_text(0.00012), percent_text(0)
     ('42.1%', '0.012%', '0.0%')
@@ -55,13 +59,13 @@ def seconds_text(seconds: float) -> str:
 
 
 def axis_time_text(moment: float, end: float, length: float) -> str:
-    """Return a moment of a step that ends at `end`, with as many digits as tell moments of a stretch of it apart.
+    """Return a moment of a step that ends at `end`, with enough digits to tell moments of an interval apart.
 
     >>> axis_time_text(1.2345, 2.75, 0.005), axis_time_text(0.0125, 0.125, 0.125), axis_time_text(0, 1, 1)
     ('1.234500 s', '12.5 ms', '0')
 
     Args:
-        moment, end, length: in seconds; `length` is that of the stretch.
+        moment, end, length: in seconds. `length` is the length of the interval.
     """
     if not moment:
         return "0"
@@ -70,14 +74,11 @@ def axis_time_text(moment: float, end: float, length: float) -> str:
     return f"{moment * size:,.{digits}f} {unit}"
 
 
-# Text that a terminal and a file can show, whatever a model made up.
-
-
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str) -> str:
-    """Replace each character that cannot be seen, but line ends and tabs; a terminal might obey it.
+    """Replace each character that is not printable, except line ends and tabs. A terminal might obey it.
 
     >>> printable("a" + chr(27) + "[2J" + chr(9) + "b")
     'a\ufffd[2J\\tb'
@@ -85,23 +86,20 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() or each in "\n\t" else REPLACEMENT for each in text)
 
 
-# Sizes as people write them, 64KB or 1.5 MiB, and back.
-
-
 POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-"""KB and KiB are both 1024 bytes, as in nccl-tests."""
+"""Power of 1024 of each unit. KB and KiB are both 1024 bytes, as in nccl-tests."""
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(?:I?B)?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size.
+    """Return the bytes of a size.
 
     >>> parse_size("64MB"), parse_size("1.5 k"), parse_size("12")
     (67108864, 1536, 12)
 
     Raises:
-        UserError: when it is no size.
+        UserError: if it is no size.
     """
     found = _SIZE.fullmatch(text)
     if found is None:
@@ -124,10 +122,10 @@ def size_text(size: float) -> str:
 
 
 def sizes_between(smallest: int, largest: int, factor: int = 2) -> list[int]:
-    """Sizes from the smallest to the largest, each `factor` times the one before.
+    """Return the sizes from the smallest to the largest, each `factor` times the size before.
 
     Raises:
-        UserError: when there are none.
+        UserError: if there are none.
     """
     if smallest < 4:
         raise UserError(f"the smallest size is {smallest} bytes; one float32 number has 4: give 4 or more")
@@ -140,9 +138,6 @@ def sizes_between(smallest: int, largest: int, factor: int = 2) -> list[int]:
     return [smallest * factor**step for step in range(int(math.log(largest / smallest, factor) + 1e-9) + 1)]
 
 
-# Amounts that a user writes with a unit: bytes, and tokens.
-
-
 NUMBER = r"\d+(?:\.\d+)?(?:e\d+)?"
 
 BYTES = {"b": 1} | {
@@ -150,14 +145,14 @@ BYTES = {"b": 1} | {
 }
 
 TOKENS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-"""Units of tokens, powers of 1,024 as batches are commonly named: 4M tokens are 512 sequences of 8,192."""
+"""Units of tokens. They are powers of 1,024, as is common for batches: 4M tokens are 512 sequences of 8,192."""
 
 
 def parse_bytes(text: str, flag: str) -> float:
-    """So many bytes: `72GiB`, `80GB`, `5e9B`; a number alone is refused, since it may be meant as GiB.
+    """Return the bytes of text such as `72GiB`, `80GB` or `5e9B`. A unit is required, since a bare number may mean GiB.
 
     Raises:
-        UserError: it is no amount above 0, or it has no unit.
+        UserError: if it is not above 0, or has no unit.
     """
     if re.fullmatch(NUMBER, text.strip().lower()):
         raise UserError(f"{flag} {text} has no unit; write {text}GiB, {text}GB, or {text}B for bytes")
@@ -165,10 +160,10 @@ def parse_bytes(text: str, flag: str) -> float:
 
 
 def parse_tokens(text: str, flag: str) -> int:
-    """So many tokens: `4M`, `512k`, `4194304`.
+    """Return the tokens of text such as `4M`, `512k` or `4194304`.
 
     Raises:
-        UserError: it is no whole number above 0.
+        UserError: if it is no whole number above 0.
     """
     wrong = f"{flag} {text}: give a whole number of tokens, such as 4M (4 x 1024 x 1024) or 500000"
     amount = _amount(text, TOKENS, wrong)
@@ -177,15 +172,8 @@ def parse_tokens(text: str, flag: str) -> int:
     return int(amount)
 
 
-def _amount(text: str, units: dict[str, int], wrong: str) -> float:
-    found = re.fullmatch(rf"({NUMBER})\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in units or not float(found[1]):
-        raise UserError(wrong)
-    return float(found[1]) * units[found[2]]
-
-
 def listed(numbers: Iterable[int]) -> str:
-    """Numbers as a reader writes them: `0-3, 7`."""
+    """Return numbers as ranges, such as `0-3, 7`."""
     runs: list[tuple[int, int]] = []
     for n in numbers:
         if runs and runs[-1][1] == n - 1:
@@ -196,7 +184,7 @@ def listed(numbers: Iterable[int]) -> str:
 
 
 def number_text(number: int) -> str:
-    """Return a whole number, by its digits if they can be read.
+    """Return a whole number as text: its digits, or a power of two if there are more than 15 digits.
 
     >>> number_text(12_000), number_text(10**400)
     ('12,000', 'about 2^1328')
@@ -212,3 +200,10 @@ def plural(noun: str, count: int) -> str:
 def counted(count: int, noun: str) -> str:
     """Return text such as `1 microbatch` or `2 microbatches`."""
     return f"{count:,} {plural(noun, count)}"
+
+
+def _amount(text: str, units: dict[str, int], wrong: str) -> float:
+    found = re.fullmatch(rf"({NUMBER})\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in units or not float(found[1]):
+        raise UserError(wrong)
+    return float(found[1]) * units[found[2]]

@@ -1,4 +1,10 @@
-"""Python files that users name on the command line, as path/to/file.py:NAME."""
+"""Python files of users, named as path/to/file.py:NAME: loading them, finding lines in them, and stopping them.
+
+Read in this order: `load_module` and `find_member` (a file as a module), `SourceLine` and `user_line_of` (the line of
+the user's file that a message names), `Stoppable` and `run_stoppable` (a user's program in its own thread, so that
+Ctrl-C or a time limit can stop it), and `trace_limits` (limits of ops and of CPU time, since a program may never end,
+or ask for more memory than there is).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ from shardlab.common.errors import Refused, UserError, closest_name
 
 
 def file_and_name(name: str) -> tuple[Path | None, str]:
-    """Split `path/to/file.py:NAME`; a built-in name has no file."""
+    """Split `path/to/file.py:NAME` into file and name. A built-in name has no file."""
     path, colon, member = name.rpartition(":")
     if colon:
         return Path(path), member
@@ -30,13 +36,14 @@ def file_and_name(name: str) -> tuple[Path | None, str]:
 
 
 def find_member(module: ModuleType, path: Path, name: str, what: tuple[str, str], is_one: Callable[[Any], bool]) -> Any:
-    """Get what a file has under a name.
+    """Return the object with a name in a user's file.
 
     Args:
-        what: the kind of thing that is wanted, and all that a file has of it; `is_one` knows it.
+        what: noun for such objects, in the singular and in the plural.
+        is_one: function that tells whether an object is one of them.
 
     Raises:
-        UserError: if there is no such name; the nearest one is suggested.
+        UserError: if there is no such name. The message suggests the nearest one.
     """
     found = getattr(module, name, None) if name else None
     if found is None:
@@ -50,7 +57,7 @@ def find_member(module: ModuleType, path: Path, name: str, what: tuple[str, str]
 
 
 def load_module(path: Path) -> ModuleType:
-    """Run a file as a module; nothing is written beside it, and places in it are named as the user named it.
+    """Run a file as a module, without writing bytecode. Tracebacks name the file as the user did.
 
     Raises:
         UserError: if there is no such file, or it cannot be run.
@@ -59,7 +66,7 @@ def load_module(path: Path) -> ModuleType:
         raise UserError(f"{path} is not a file; give path/to/file.py:NAME")
     module = ModuleType(f"shardlab_user_{path.stem}")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses look it up
+    sys.modules[module.__name__] = module  # dataclasses look the module up
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # the file may import its neighbours
@@ -70,10 +77,12 @@ def load_module(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def reporting_errors_of(path: Path) -> Generator[None]:
-    """While a file's code runs, what it prints goes to stderr: a command's stdout is its own.
+    """Run a block of a user's code with its prints on stderr, since stdout belongs to the command.
+
+    Errors of the code become a UserError.
 
     Raises:
-        UserError: for whatever the code raises, with its line.
+        UserError: for any exception of the code, with its line.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -87,20 +96,17 @@ def reporting_errors_of(path: Path) -> Generator[None]:
         raise UserError(f"{place} cannot be run: {type(error).__name__}: {error}") from error
 
 
-# Lines of the user's own program, by which messages are found again in it.
-
-
 _PATHS = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 INSTALLED = (*_PATHS, "<frozen ")
-"""How names of files begin that are the standard library's, or a package's that pip installed."""
+"""Prefixes of file names of the standard library and of installed packages."""
 
 IMPORTING = "<frozen importlib._bootstrap>"
-"""The file of a frame that imports a module."""
+"""File name of a frame that imports a module."""
 
 
 class SourceLine(NamedTuple):
-    """A line of a file, or of a notebook's cell."""
+    """Line of a file, or of a notebook's cell."""
 
     file: str
     number: int
@@ -110,17 +116,17 @@ class SourceLine(NamedTuple):
 
 
 def at_line(line: SourceLine | None) -> str:
-    """Where somebody waits, to be put after it; empty if that is not known."""
+    """Return a line in parentheses, to be put after a sentence; empty if the line is unknown."""
     return "" if line is None else f" ({line})"
 
 
 def line_now() -> SourceLine | None:
-    """Return the innermost line of the user that runs now; None if there is none."""
+    """Return the innermost line of the user's code that runs now; None if there is none."""
     return user_line_of(sys._getframe())  # pyright: ignore[reportPrivateUsage]
 
 
 def user_line_of(frame: FrameType | None) -> SourceLine | None:
-    """Return the innermost line of the user among a frame and its callers; None if there is none."""
+    """Return the innermost line of the user's code in a frame or its callers; None if there is none."""
     while frame is not None and is_library_frame(frame):
         frame = frame.f_back
     return None if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
@@ -134,7 +140,7 @@ def is_importing(frame: FrameType | None) -> bool:
 
 
 def user_traceback(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames by which Shardlab came to the user's program."""
+    """Return a traceback without the outer frames that belong to Shardlab."""
     while traceback is not None and traceback.tb_next is not None and is_library_frame(traceback.tb_frame):
         traceback = traceback.tb_next
     return traceback
@@ -157,34 +163,32 @@ def display_path(file: str) -> str:
     return os.path.relpath(file) if inside else file
 
 
-# Run a user's program in a thread of its own, so that it can be stopped: by Ctrl-C, or when it does not get on.
-
-
 T = TypeVar("T")
 
 STOPPING_SECONDS = 3.0
-"""How long a program is told to stop, before its thread is left to itself: a call into C does not listen."""
+"""Seconds during which a program is asked to stop. Its thread is then abandoned, since a call into C cannot be stopped.
+"""
 
 REPEAT_SECONDS, CLOSING_SECONDS = 0.05, 0.5
-"""Seconds after which it is told again: while its own lines run, and while none does."""
+"""Seconds until the program is asked again: while the user's lines run, and while only the event loop runs."""
 
 LOOK_SECONDS = 0.1
-"""How often it is seen whether a program gets on."""
+"""Seconds between two checks of a program's progress."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised in the program where it stands; asyncio lets it out at once, before another rank runs."""
+    """Exception that is raised in a program to stop it. asyncio passes it on at once, before another rank runs."""
 
 
 class Stalled(Refused):
-    """A program has run for long without writing an op; the message names the line where it stood."""
+    """Refusal of a program that has run for long without writing an op. The message names its current line."""
 
 
 class Stoppable(Thread):
-    """A thread that runs a user's program, in the context of the thread that made it.
+    """Thread that runs a user's program, in the context of the thread that made it.
 
     Attributes:
-        outcome: what it returned or raised, once it has ended.
+        outcome: result or exception of the program, once it has ended.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -206,9 +210,9 @@ class Stoppable(Thread):
         return sys._current_frames().get(self.ident or 0)  # pyright: ignore[reportPrivateUsage]
 
     def cpu_seconds(self) -> float:
-        """CPU time that it has taken, and 0 once it has ended, when its clock is gone.
+        """Return the CPU time of the thread, or 0 after its end.
 
-        The whole process's, where a thread has no clock of its own (macOS, Windows).
+        On systems without a clock for each thread (macOS, Windows), this is the CPU time of the process.
         """
         if self._clock is None:
             return time.process_time()
@@ -217,31 +221,34 @@ class Stoppable(Thread):
         return 0.0
 
     def stop(self) -> None:
-        """End it where it stands, again and again in case that it catches everything."""
+        """Stop the program where it is. Repeat this, since the program may catch the exception."""
         if not self.is_alive():
             return
         deadline = time.monotonic() + STOPPING_SECONDS
         show = sys.unraisablehook
-        sys.unraisablehook = lambda lost: None if lost.exc_type is Stopped else show(lost)  # a collector's callback
+        sys.unraisablehook = lambda lost: None if lost.exc_type is Stopped else show(lost)  # in a collector's callback
         try:
             while self.is_alive() and time.monotonic() < deadline:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident or 0), ctypes.py_object(Stopped))
                 self.join(REPEAT_SECONDS)
-                if user_line_of(self.frame()) is None:  # the event loop is closing, which is not to be disturbed
+                if user_line_of(self.frame()) is None:  # the event loop is closing and must not be disturbed
                     self.join(CLOSING_SECONDS)
         finally:
             sys.unraisablehook = show
 
 
 def run_stoppable(work: Callable[[], T], every: float, refusal: Callable[[Stoppable], Exception | None]) -> T:
-    """What `work` returns, or raises, with the frames of the user's program alone.
+    """Run `work` in a thread that can be stopped, and return its result or raise its error.
+
+    The traceback of an error has only frames of the user's program.
 
     Args:
-        work: what calls the program; within another stoppable program it is only called, and that one's bounds hold.
-        every: seconds after which `refusal` is asked, again and again: an exception stops the program and is raised.
+        work: function that calls the program. Inside another stoppable program it is called directly, under the limits
+            of that program.
+        every: seconds between two calls of `refusal`. An exception that it returns stops the program and is raised.
 
     Raises:
-        KeyboardInterrupt: at once after Ctrl-C, whatever the program does.
+        KeyboardInterrupt: immediately after Ctrl-C, whatever the program does.
     """
     if isinstance(current_thread(), Stoppable):
         return work()
@@ -263,16 +270,16 @@ def run_stoppable(work: Callable[[], T], every: float, refusal: Callable[[Stoppa
 
 
 def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Callable[[], str]) -> T:
-    """What `work` returns, or raises, as long as the user's program in it gets on.
+    """Run `work` while the user's program in it makes progress, and return its result or raise its error.
 
-    Only CPU time in the user's own lines counts, and no import: Shardlab's own programs may take any time.
+    Only CPU time in the user's own lines counts, without imports: Shardlab's own programs may take any time.
 
     Args:
-        steps: a number that grows whenever the program gets on.
-        next_step: what is then waited for, such as "rank 0, op 12".
+        steps: function that returns a number. It grows when the program makes progress.
+        next_step: function that returns the name of the next step, such as "rank 0, op 12".
 
     Raises:
-        Stalled: when it has not grown for `bounds.max_seconds()` of CPU time, with the line that runs.
+        Stalled: if `steps` has not grown for `max_seconds()` of CPU time. The message names the current line.
     """
     most, seen, since = max_seconds(), -1, 0.0
 
@@ -293,35 +300,31 @@ def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Cal
     return run_stoppable(work, LOOK_SECONDS, refusal)
 
 
-# How many ops are traced, and how long one may take: a program may never end, and an input of a few digits may ask
-# for more than memory holds.
-
-
 MAX_OPS = 500_000
-"""Ops on all tapes, if nobody says: two seconds, and some hundred megabytes."""
+"""Default limit of the ops on all tapes: two seconds of tracing, and some hundred megabytes."""
 
 MAX_FOLDED_OPS = 4_000_000
-"""Ops on the tapes of a plan whose alike ranks are folded, if nobody says: a plan ends, so these may be more."""
+"""Default limit for a plan whose identical ranks are folded. A plan always ends, so its limit is higher."""
 
 MAX_SECONDS = 2.0
-"""CPU seconds that a user's program may take until its next op, if nobody says."""
+"""Default limit of a user's program in CPU seconds between two ops."""
 
 VALUES_PER_COUNT = 256
-"""A rank counts its ops whenever it has made so many more values, or issued so many more communications."""
+"""Number of new values, or of new communications, after which a rank reports its ops to the count."""
 
 _limits: ContextVar[tuple[int | None, float | None]] = ContextVar("bounds", default=(None, None))
 
 
 class Endless(Refused):
-    """A program has written more ops than are traced."""
+    """Refusal of a program that has written more ops than the limit."""
 
 
 @contextmanager
 def trace_limits(ops: int | None = None, seconds: float | None = None) -> Generator[None, None, None]:
-    """Let programs have so many ops, and so many CPU seconds for each (None: as if nobody said).
+    """Set the limits of ops, and of CPU seconds per op, during the block. None keeps a default.
 
     Raises:
-        UserError: for no time at all.
+        UserError: if `seconds` is not above 0.
     """
     if seconds is not None and not seconds > 0:
         raise UserError(f"--max-seconds-per-op: {seconds:g} is too little; give more than 0")
@@ -333,22 +336,22 @@ def trace_limits(ops: int | None = None, seconds: float | None = None) -> Genera
 
 
 def max_ops(default: int = MAX_OPS) -> int:
-    """Return how many ops a traced program may have on all its tapes."""
+    """Return the limit of the ops on all tapes of a traced program."""
     return _limits.get()[0] or default
 
 
 def max_seconds() -> float:
-    """Return how many CPU seconds a user's program may take until its next op."""
+    """Return the limit of a user's program in CPU seconds between two ops."""
     return _limits.get()[1] or MAX_SECONDS
 
 
 def require_ops(least: int, what: str, default: int = MAX_OPS) -> None:
-    """Refuse what is sure to have too many ops before any is traced.
+    """Refuse a program that is sure to have too many ops, before tracing.
 
     Args:
-        least: how many ops there will be, or more.
-        what: what they are for, in the plural.
-        default: how many there may be, if nobody said.
+        least: lower bound of the number of ops.
+        what: noun for the message, in the plural.
+        default: the limit, if the user has set none.
 
     Raises:
         UserError: with both numbers.
@@ -361,10 +364,10 @@ def require_ops(least: int, what: str, default: int = MAX_OPS) -> None:
 
 
 class OpCount:
-    """The ops that all ranks of a world have written.
+    """Count of the ops that all ranks of a world have written.
 
     Args:
-        most: how many there may be.
+        most: the limit.
     """
 
     def __init__(self, most: int) -> None:
@@ -372,10 +375,10 @@ class OpCount:
         self._ops = 0
 
     def add(self, ops: int) -> None:
-        """Count some more.
+        """Add to the count.
 
         Raises:
-            Endless: if these are too many.
+            Endless: if the count is above the limit.
         """
         self._ops += ops
         if self._ops > self.most:

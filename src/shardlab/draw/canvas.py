@@ -1,9 +1,9 @@
-"""Page, colours and looks: what all pictures are drawn with.
+"""Page, colours and looks of all pictures.
 
 A `Page` is a matplotlib figure whose coordinates are inches from its top left corner. Its SVG is the same text on every
 machine, so tests compare whole files. `Looks` gives each event of a timeline its `Paint`: the colour and hatch of its
 kind (see `shardlab.language.ops.HUES`), with the lightness of its model chunk or layer. `chunks_of` and `model_layer`
-translate a program's layers into the model chunks of a pipeline and the layers that a reader knows.
+translate a program's layers into the model chunks of a pipeline and the layers of the model.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -280,7 +280,7 @@ def chunks_of(timeline: Timeline) -> Chunks | None:
 
 
 def model_layer_count(sizes: Sizes) -> int:
-    """Count the layers of the model as a reader counts them. A program may divide each of them into several."""
+    """Return the number of layers of the model, each of which a program may divide into several."""
     if sizes.blocks:
         return len(sizes.blocks) - 1
     return len(_experts(sizes)) or sizes.layers

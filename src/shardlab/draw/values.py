@@ -86,12 +86,6 @@ def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: st
         return net.page.svg()
 
 
-def _network_size(value: Value) -> tuple[int, int]:
-    """Return the numbers of layers and microbatches of the world that a value belongs to."""
-    assert isinstance(value.rank, Rank)
-    return len(value.rank.layers), len(value.rank.microbatches)
-
-
 class _Network:
     """Page with a box for each part of a network."""
 
@@ -171,6 +165,12 @@ class _Network:
         fill(self.page.ink, [(left, 0.62, left + 0.14, 0.76)], color, edge=edge, width=0.5)
         self.page.ink.text(left + 0.2, 0.69, text, size=8, color=FAINT, va="center_baseline")
         return left + 0.42 + len(text) * 0.065
+
+
+def _network_size(value: Value) -> tuple[int, int]:
+    """Return the numbers of layers and microbatches of the world that a value belongs to."""
+    assert isinstance(value.rank, Rank)
+    return len(value.rank.layers), len(value.rank.microbatches)
 
 
 def _cell(area: Box, column: int, columns: int, row: int, rows: int) -> Box:

@@ -1,8 +1,8 @@
 """Weights across ranks: one layer gathered on one rank, and averages in place of the weights.
 
 `gather_layer` serves checkpoints and sampling. `averaged_weights` serves evaluation with an exponential moving average
-(EMA): each rank keeps the averages of the slices that it updates, and
-sends them to the ranks that keep the same slices. Every rank calls both functions.
+(EMA): each rank keeps the averages of the slices that it updates, and sends them to the ranks that keep the same
+slices. Every rank calls both functions.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -129,7 +129,7 @@ def _write_averages(state: State) -> None:
 def _average_of(state: State, layer: int, holds: Holds) -> Tensor:
     """Return the average of slices that this rank updates, on the device; before the first step, the weights."""
     optimizer, owner = state.opt_states[layer, holds], state.analysis.kept.memory_of(layer, holds)
-    if owner is not None:  # updates are given copies of weights that are kept elsewhere, and the copies are gone
+    if owner is not None:  # updates get copies of weights that are kept elsewhere, and these copies are gone
         kept = state.kept[owner]
         optimizer.carry([kept[start:stop] for start, stop in state.shapes.places(layer, owner[1], holds)])
     return optimizer.average.to(state.settings.device)

@@ -41,7 +41,8 @@ def forward(state: State, at: int, op: Op) -> Instruction:
     outputs, saved = op.outputs[: len(op.outputs) - saves], op.outputs[-1]
     share, run_of_layer = state.share(op), state.model.run(op.layer)
     factor = state.analysis.gradient_factor.get(saved) if run_of_layer.affine else None
-    stays = at in state.analysis.halved and run_of_layer.keeps_input  # as forecast, to the second half
+    # The input stays for the second half of a split backward pass, as the model counts it.
+    stays = at in state.analysis.halved and run_of_layer.keeps_input
     over = at in state.analysis.last_reads and not stays
 
     def run() -> None:
@@ -104,28 +105,6 @@ def backward_weight(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Waiting], None]:
-    """Prepare a backward pass to the inputs' gradients, whose parameter gradients are accumulated now or later.
-
-    Each gradient gets memory of its own, because other ops write over it.
-    """
-    (_, gradient, weight, saved, *carried), values = op.inputs, state.values
-    own, passes = own_columns(state, op), state.passes[op.layer]
-
-    def run(take: Accumulate, waiting: Waiting) -> None:
-        kept: Any = values[saved]
-        values[saved] = None
-        gradients = [own(values[number]) for number in (gradient, *carried)]
-        made = passes.backward(kept, gradients, state.weights_of(op.layer, weight), take)
-        taken = {each.data_ptr() for each in (*gradients, *(each for _, each, _ in waiting))}
-        for number, each in zip(outputs, made, strict=False):
-            if each is not None:  # tokens have no gradient
-                values[number] = each.clone() if each.data_ptr() in taken else each
-                taken.add(each.data_ptr())
-
-    return run
-
-
 def attend(state: State, at: int, op: Op) -> Instruction:
     """Let queries attend to one part of the keys and values."""
     (queries, keys_values), (output,), values = op.inputs, op.outputs, state.values
@@ -157,34 +136,6 @@ def merge(state: State, op: Op) -> Instruction:
     (a, b), (output,), values = op.inputs, op.outputs, state.values
     part = _heads(state, op.layer - 1, state.specs[a])
     return lambda: values.__setitem__(output, attention.merge(part, values[a], values[b]))
-
-
-def _heads(state: State, layer: int, spec: Spec) -> Attend:
-    """Return the attention primitive with the heads of a value alone."""
-    share = fraction_held(spec.form)
-    return state.model.attention_after(layer).heads_of(share.denominator // share.numerator)
-
-
-def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
-    """Prepare the dropout mask of these queries and keys: drawn whole, as on one device, then cut."""
-    queries, keys_values = (state.specs[number] for number in op.inputs[:2])
-    whole, step = state.model.attention_after(op.layer), state.model.run(op.layer).attend
-    assert step is not None
-    shape = (queries.microbatches.bit_count() * state.shapes.rows, whole.heads, whole.tokens, whole.tokens)
-    tokens, key_tokens = (torch.tensor(state.shapes.tokens(spec)) for spec in (queries, keys_values))
-    count = _heads(state, op.layer, queries).heads
-    pieces = queries.pieces("head")  # neighbours, of which the first says where these heads begin
-    first = whole.heads * ((pieces & -pieces).bit_length() - 1) // queries.form.space.count("head")
-    like = torch.empty(0, dtype=state.exact, device=state.settings.device)
-
-    def mask() -> Tensor | None:
-        dropout = state.dropout(op)
-        if dropout is None:
-            return None
-        drawn = replace(dropout, layer=step.block).mask(DropoutSite.ATTENTION, shape, like)
-        return drawn[:, first : first + count, tokens[:, None].to(drawn.device), key_tokens.to(drawn.device)]
-
-    return mask
 
 
 def load_weight(state: State, at: int, op: Op) -> Instruction:
@@ -244,14 +195,6 @@ def load_batch(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def _rows(state: State, spec: Spec, which: int) -> Tensor:
-    """Return a value's part of this step's tokens (`which` 0) or targets (1): (rows, tokens) on the device."""
-    rows = torch.cat([state.batch[m][which] for m in bits(spec.microbatches)])
-    if not spec.whole_sequences:
-        rows = select_rows(rows.T, state.shapes.tokens(spec)).T.contiguous()
-    return to_device(state.settings.device, rows)
-
-
 def loss_stats(state: State, at: int, op: Op) -> Instruction:
     """Reduce this rank's slice of the logits to the statistics that the loss needs."""
     (x,), (output,), values = op.inputs, op.outputs, state.values
@@ -272,9 +215,9 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     spec = state.specs[x]
     microbatches = spec.microbatches.bit_count()
     owned = [state.loss_owners[cell] == (state.rank, at) for cell in bits(spec.cells)]
-    slices = len(owned) // microbatches  # of each sequence, which are summed one by one
+    slices = len(owned) // microbatches  # pieces of each sequence, which are summed one by one
     if spec.whole_sequences and owned == [mine for mine in owned[::slices] for _ in range(slices)]:
-        owned, slices = owned[::slices], 1  # nobody else reports a part of one
+        owned, slices = owned[::slices], 1  # no other rank reports a part of the batch
     first = state.first_token(spec) if stats else 0
 
     def apart(whole: Tensor, dim: int = 0) -> list[Tensor]:
@@ -411,3 +354,61 @@ def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
 def takes_own(state: State, layer: int) -> bool:
     """Return whether a slice of the layer cuts its own part out of the output's complete gradient."""
     return any(node.takes_own for node in state.signatures[layer].nodes)
+
+
+def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Waiting], None]:
+    """Prepare a backward pass to the inputs' gradients, whose parameter gradients are accumulated now or later.
+
+    Each gradient gets memory of its own, because other ops write over it.
+    """
+    (_, gradient, weight, saved, *carried), values = op.inputs, state.values
+    own, passes = own_columns(state, op), state.passes[op.layer]
+
+    def run(take: Accumulate, waiting: Waiting) -> None:
+        kept: Any = values[saved]
+        values[saved] = None
+        gradients = [own(values[number]) for number in (gradient, *carried)]
+        made = passes.backward(kept, gradients, state.weights_of(op.layer, weight), take)
+        taken = {each.data_ptr() for each in (*gradients, *(each for _, each, _ in waiting))}
+        for number, each in zip(outputs, made, strict=False):
+            if each is not None:  # tokens have no gradient
+                values[number] = each.clone() if each.data_ptr() in taken else each
+                taken.add(each.data_ptr())
+
+    return run
+
+
+def _heads(state: State, layer: int, spec: Spec) -> Attend:
+    """Return the attention primitive with the heads of a value alone."""
+    share = fraction_held(spec.form)
+    return state.model.attention_after(layer).heads_of(share.denominator // share.numerator)
+
+
+def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
+    """Prepare the dropout mask of these queries and keys: drawn whole, as on one device, then cut."""
+    queries, keys_values = (state.specs[number] for number in op.inputs[:2])
+    whole, step = state.model.attention_after(op.layer), state.model.run(op.layer).attend
+    assert step is not None
+    shape = (queries.microbatches.bit_count() * state.shapes.rows, whole.heads, whole.tokens, whole.tokens)
+    tokens, key_tokens = (torch.tensor(state.shapes.tokens(spec)) for spec in (queries, keys_values))
+    count = _heads(state, op.layer, queries).heads
+    pieces = queries.pieces("head")  # the pieces are adjacent, so the first one gives the first head
+    first = whole.heads * ((pieces & -pieces).bit_length() - 1) // queries.form.space.count("head")
+    like = torch.empty(0, dtype=state.exact, device=state.settings.device)
+
+    def mask() -> Tensor | None:
+        dropout = state.dropout(op)
+        if dropout is None:
+            return None
+        drawn = replace(dropout, layer=step.block).mask(DropoutSite.ATTENTION, shape, like)
+        return drawn[:, first : first + count, tokens[:, None].to(drawn.device), key_tokens.to(drawn.device)]
+
+    return mask
+
+
+def _rows(state: State, spec: Spec, which: int) -> Tensor:
+    """Return a value's part of this step's tokens (`which` 0) or targets (1): (rows, tokens) on the device."""
+    rows = torch.cat([state.batch[m][which] for m in bits(spec.microbatches)])
+    if not spec.whole_sequences:
+        rows = select_rows(rows.T, state.shapes.tokens(spec)).T.contiguous()
+    return to_device(state.settings.device, rows)

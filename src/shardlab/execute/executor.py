@@ -45,8 +45,8 @@ class Executor:
         backend: backend of the process group, such as "gloo". The program must be able to run on it.
         observer: called with every gradient before its update.
         groups: process groups that exist already; new ones are added (see `Communicator`).
-        of: state of another program, to share its weights and optimizer states: the program of which this one is the
-            forward half, or one with other microbatches.
+        of: state of another program, to share its weights and optimizer states. This program is its forward half, or
+            has other microbatches.
 
     Attributes:
         state: the rank's tensors.

@@ -1,8 +1,8 @@
 """Choice of kernels for products: the same on all ranks of a run, and in the next run on this machine.
 
-Rank 0 measures the products that came up in the first step (`shardlab.models.tensors.compute`), unless an earlier run
-on this machine has. Two kernels round differently, so replicas and resumed runs are bitwise equal only if they choose
-alike: all ranks are told the choices, and a run's checkpoints have them.
+After the first step, rank 0 measures the products of that step (`shardlab.models.tensors.compute`), unless an earlier
+run on this machine has. Two kernels round differently, so replicas and resumed runs are bitwise equal only if all use
+the same choices. Therefore all ranks get the choices of rank 0, and checkpoints contain them.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -26,7 +26,7 @@ from shardlab.common.files import cache_folder, processor_name, write_atomically
 from shardlab.models.tensors.compute import KERNEL_CHOICES, Product, is_onednn_faster
 
 Choices = Mapping[Product, bool]
-"""Whether oneDNN computes a product, and not torch's own kernel."""
+"""Whether oneDNN computes a product, rather than torch's own kernel."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,20 @@ class KeptChoices:
     """Choices that were measured on this machine, in a file beside its profile.
 
     Attributes:
-        path: the file. One that cannot be read, or is of another machine or torch, has no choices.
+        path: the file. A file that cannot be read, or is from another machine or version of torch, has no choices.
     """
 
     path: Path = field(default_factory=lambda: cache_folder() / "products.json")
 
     def read(self, threads: int) -> dict[Product, bool]:
-        """Return the choices for so many threads."""
+        """Return the choices for a number of threads."""
         return self._table().get(threads, {})
 
     def add(self, threads: int, chosen: Choices) -> dict[Product, bool]:
-        """Keep choices, unless the file cannot be written; those that it has already prevail.
+        """Add choices to the file, if it can be written. Choices that it already has take precedence.
 
         Returns:
-            All choices for so many threads.
+            All choices for this number of threads.
         """
         table = self._table()
         table[threads] = {**chosen, **table.get(threads, {})}
@@ -68,21 +68,16 @@ class KeptChoices:
             return {}
 
 
-@cache
-def _machine() -> dict[str, str]:
-    return {"processor": processor_name(), "torch": version("torch")}
-
-
 def choose_products(device: torch.device, kept: KeptChoices | None = None, *, alone: bool = False) -> bool:
-    """Choose kernels for the products that have come up on any rank; all ranks call this together.
+    """Choose kernels for the products that occurred on any rank. All ranks call this together.
 
     Args:
-        device: of this rank; there is a choice on CPUs alone.
+        device: device of this rank. There is a choice only on CPUs.
         kept: choices of earlier runs (None: this machine's).
-        alone: choose for this rank, which calls it without the others.
+        alone: whether this rank calls it without the others, and chooses only for itself.
 
     Returns:
-        Whether there was anything to choose.
+        Whether there was a choice to make.
     """
     if device.type != "cpu":
         return False
@@ -100,17 +95,8 @@ def choose_products(device: torch.device, kept: KeptChoices | None = None, *, al
     return True
 
 
-def _chosen_here(wanted: Sequence[Product], kept: KeptChoices) -> dict[Product, bool]:
-    """Choose kernels on this rank, and keep the choices for later runs."""
-    threads = torch.get_num_threads()
-    known = kept.read(threads)
-    if fresh := {product: is_onednn_faster(product) for product in wanted if product not in known}:
-        known = kept.add(threads, fresh)
-    return {product: known[product] for product in wanted}
-
-
 def kept_by_rank_0(kept: KeptChoices | None = None) -> Choices:
-    """Return what rank 0 has of earlier runs' choices; all ranks call this together."""
+    """Return the choices of earlier runs that rank 0 has. All ranks call this together."""
     found: list[Choices] = [{}]
     if dist.get_rank() == 0:
         found = [(kept or KeptChoices()).read(torch.get_num_threads())]
@@ -119,17 +105,31 @@ def kept_by_rank_0(kept: KeptChoices | None = None) -> Choices:
 
 
 def rows_of(chosen: Mapping[Product, bool | None]) -> list[list[int]]:
-    """Return choices for a JSON file. Where nothing was chosen, torch's own kernel computes."""
+    """Return choices for a JSON file. Products without a choice use torch's own kernel."""
     return [[*map(int, product), int(bool(onednn))] for product, onednn in sorted(chosen.items())]
 
 
 def choices_of(rows: Sequence[Sequence[Any]]) -> dict[Product, bool]:
-    """Return the choices that a JSON file has.
+    """Return the choices in a JSON file.
 
     Raises:
-        TypeError, ValueError: it has something else.
+        TypeError, ValueError: if it has other contents.
     """
     found: dict[Product, bool] = {}
     for rows_, inputs, outputs, bias, backward, onednn in rows:
         found[Product(int(rows_), int(inputs), int(outputs), bool(bias), bool(backward))] = bool(onednn)
     return found
+
+
+@cache
+def _machine() -> dict[str, str]:
+    return {"processor": processor_name(), "torch": version("torch")}
+
+
+def _chosen_here(wanted: Sequence[Product], kept: KeptChoices) -> dict[Product, bool]:
+    """Choose kernels on this rank, and keep the choices for later runs."""
+    threads = torch.get_num_threads()
+    known = kept.read(threads)
+    if fresh := {product: is_onednn_faster(product) for product in wanted if product not in known}:
+        known = kept.add(threads, fresh)
+    return {product: known[product] for product in wanted}

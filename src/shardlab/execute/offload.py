@@ -19,7 +19,7 @@ from shardlab.execute.transport.collectives import Wait
 from shardlab.language.rules.refusals import DISK
 
 SMALL = 2**16
-"""Largest bytes of a copy that takes less time than waking a thread."""
+"""Largest bytes of a copy that is faster than waking a thread."""
 
 
 def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStorage:
@@ -43,29 +43,10 @@ def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStor
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").untyped_storage()
 
 
-def _reserve(number: int, size: int) -> None:
-    """Reserve a file's space on the disk now, because a full disk would kill the process later."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(number, 0, size)
-        return
-    zeros = memoryview(bytes(min(size, 2**20)))  # macOS has no such call, and holes take no space, so zeros are written
-    while size:
-        size -= os.write(number, zeros[:size])
-
-
 def tensor_at(place: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate a tensor in a place, as `storage_at` does."""
     size = torch.Size(shape)
     return _view_of(storage_at(place, size.numel() * dtype.itemsize, device), dtype).view(size)
-
-
-def _view_of(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-    """View a whole storage as a tensor, (elements,)."""
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return _view_of(storage, torch.uint8)
 
 
 def copy(into: Tensor, given: Tensor) -> Wait:
@@ -87,20 +68,6 @@ def copy(into: Tensor, given: Tensor) -> Wait:
         torch.cuda.current_stream(device).wait_event(event)
 
     return wait
-
-
-@cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@cache
-def _copy_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "copies")
-
-
-def _nothing() -> None:
-    """Wait of a copy that has ended already."""
 
 
 class Parked:
@@ -146,9 +113,42 @@ class Parked:
 
         return wait
 
-    def lying(self, tensor: Tensor) -> Tensor:
-        """Return a tensor where it is now: itself, or a view of its copy elsewhere."""
+    def current(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in its current place: itself, or a view of its copy elsewhere."""
         there = self._copies.get(tensor.untyped_storage()) if self._away else None
         if there is None:
             return tensor
         return _view_of(there, tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _reserve(number: int, size: int) -> None:
+    """Reserve a file's space on the disk now, because a full disk would kill the process later."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(number, 0, size)
+        return
+    zeros = memoryview(bytes(min(size, 2**20)))  # macOS has no such call, and holes take no space, so zeros are written
+    while size:
+        size -= os.write(number, zeros[:size])
+
+
+def _view_of(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    """View a whole storage as a tensor, (elements,)."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return _view_of(storage, torch.uint8)
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@cache
+def _copy_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "copies")
+
+
+def _nothing() -> None:
+    """Wait function of a copy that has ended already."""

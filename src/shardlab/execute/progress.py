@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 OP_BITS = 24
-"""Bits of the first word that number the op; those above count the tapes that the rank has begun."""
+"""Bits of the first word for the number of the op. The bits above count the tapes that the rank has begun."""
 
 _WHERE, _STEP, _EVALUATES, _LENGTH, _PID, _ENDED, _FAILED, _LOST, _REPORTED = range(9)
 
 
 class TapePosition(NamedTuple):
-    """Where a rank is.
+    """Position of a rank on its tape.
 
     Attributes:
-        round: how many tapes it has begun; all ranks begin the same ones, so this orders them.
-        op: the op that it runs or waits in; after the last one, their number.
-        step: the optimizer step, from 0; of an evaluation, which of its own.
+        round: number of tapes that it has begun. All ranks begin the same tapes, so this number orders them.
+        op: index of the op that it runs or waits in; after the last op, the length of the tape.
+        step: number of the optimizer step, from 0; in an evaluation, number of the evaluation's step.
         evaluates: whether the tape is the forward half.
-        length: ops of the tape.
+        length: number of ops of the tape.
     """
 
     round: int
@@ -38,19 +38,19 @@ class TapePosition(NamedTuple):
 
 
 class RankProgress:
-    """One rank's words, and behind them the text of stacks that were asked for.
+    """Progress of one rank as words in shared memory, followed by the text of requested stacks.
 
-    They are a file without a name, so nothing of it stays whoever is killed. A started process is handed it by its
-    starter; processes of one host find each other's by `path`.
+    The memory is a file without a name, so nothing of it remains when a process is killed. A started process gets it
+    from its starter. Processes of one host find each other's by `path`.
 
     Attributes:
-        words: this process's own; each write is one aligned word.
+        words: the words of this process. Each write is one aligned word.
     """
 
     words: ClassVar[Any] = array("q", bytes(72))
 
     def __init__(self, file: int | None = None) -> None:
-        """Make the file, or take one that is open (by its descriptor)."""
+        """Make the file, or use an open one by its descriptor."""
         if file is None:
             memory = Path("/dev/shm")
             with tempfile.TemporaryFile(dir=memory if os.access(memory, os.W_OK) else None) as new:
@@ -67,22 +67,22 @@ class RankProgress:
         return _received, (DupFd(self.file),)
 
     def close(self) -> None:
-        """Let the file go, in this process."""
+        """Close the file in this process."""
         self._words.release()
         self._memory.close()
         os.close(self.file)
 
     @property
     def path(self) -> str:
-        """Where processes of this host find the file while this process lives."""
+        """Path of the file for processes of this host, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self.file}"
 
     @classmethod
     def at(cls, path: str) -> Self:
-        """Open what another process names.
+        """Open the file of another process by its path.
 
         Raises:
-            OSError: when it is on another host, or gone.
+            OSError: if it is on another host, or does not exist any more.
         """
         return cls(os.open(path, os.O_RDWR))
 
@@ -93,12 +93,12 @@ class RankProgress:
 
     @property
     def pid(self) -> int:
-        """The process whose words these are; 0 until it has taken them."""
+        """Process whose words these are; 0 until it has taken them."""
         return self._words[_PID]
 
     @property
     def position(self) -> TapePosition | None:
-        """Where the rank is; None before its first tape."""
+        """Return the position of the rank; None before its first tape."""
         where = self._words[_WHERE]
         if not where:
             return None
@@ -117,16 +117,16 @@ class RankProgress:
 
     @property
     def failed(self) -> int:
-        """When the rank failed, in nanoseconds of a clock that nobody sets; 0 if it did not."""
+        """Time at which the rank failed, in nanoseconds of a clock that cannot be set; 0 if it did not fail."""
         return self._words[_FAILED]
 
     @property
     def lost(self) -> bool:
-        """Whether it failed for want of another rank."""
+        """Whether it failed because of another rank."""
         return bool(self._words[_LOST])
 
     def fail(self, time: int, lost: bool, stack: str) -> None:
-        """Note that the rank has failed, and where."""
+        """Record that the rank has failed, and its stack."""
         self._words[_LOST], self._words[_FAILED] = lost, time
         os.write(self.file, stack.encode())
 
@@ -141,13 +141,16 @@ class RankProgress:
 
     @property
     def text(self) -> str:
-        """What was written behind the words."""
+        """Return the text behind the words."""
         length = os.fstat(self.file).st_size - mmap.PAGESIZE
         return os.pread(self.file, length, mmap.PAGESIZE).decode(errors="replace")
 
 
 def begin_tape(step: int, length: int, *, evaluates: bool) -> tuple[Any, int]:
-    """Note that a tape begins: gives the words, of which the first is to be the number given and that of the op."""
+    """Record the start of a tape.
+
+    Return the words, and the number to which the index of each op is added for the first word.
+    """
     words = RankProgress.words
     base = ((words[_WHERE] >> OP_BITS) + 1) << OP_BITS
     words[_STEP], words[_EVALUATES], words[_LENGTH], words[_WHERE] = step, evaluates, length, base

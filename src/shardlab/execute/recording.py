@@ -1,11 +1,11 @@
-"""Recording of real steps: when each op ran, how long computing took, and how much memory was live.
+"""Recording of real steps: the time of each op, seconds of compute, and live memory.
 
-An executor that nobody records pays nothing for it. The parts, in the order to read them:
+An executor that is not recorded has no overhead. The parts, in the order to read them:
 
-- `Stopwatch`: a clock that says when an op began and ended, and when a communication was over. `HostStopwatch` and
-  `DeviceStopwatch` implement it for a CPU and a GPU.
+- `Stopwatch`: a clock for the begin and the end of an op, and for the completion of a communication. `HostStopwatch`
+  and `DeviceStopwatch` implement it for a CPU and a GPU.
 - `OpTimer` runs steps and records each op; `ComputeClock` only sums the seconds of forward and backward passes.
-- `clock_offset` estimates how far another process's clock is from rank 0's.
+- `clock_offset` estimates the offset of another process's clock from rank 0's.
 - `step_with_memory` runs one step and records the live bytes before each op. Tracking memory slows a step down, so a
   step is either timed or measured.
 """
@@ -39,35 +39,36 @@ from shardlab.language.ops import COMMUNICATION
 from shardlab.language.tape import MemoryRecord, OpTimes, StepRecord
 
 Read = Callable[[], float | None]
-"""A moment, in seconds of this process's clock; None if it has not come. To be called when the step is over."""
+"""Function that returns a moment in seconds of this process's clock (None: not reached). It may be called after the
+step."""
 
 
 class Stopwatch(Protocol):
-    """What a recorder needs of a clock."""
+    """Interface of a clock for a recorder."""
 
     def begin(self) -> None:
-        """A step is about to begin."""
+        """Prepare for a step that begins now."""
         ...
 
     def now(self) -> Read:
-        """This moment, in the order of what is computed."""
+        """Mark this moment, in the order of the computation."""
         ...
 
     def watch(self, work: Any, *, batched: bool) -> tuple[Wait, Read]:
-        """How to wait for a communication that has started, and when it was over.
+        """Return a function that waits for a communication that has started, and the moment at which it was complete.
 
         Args:
-            batched: whether it stands for several messages that were issued together.
+            batched: whether the work is a batch of several messages.
         """
         ...
 
 
 class HostStopwatch:
-    """The host's monotonic clock, which all processes of a host share (time.perf_counter, CLOCK_MONOTONIC on Linux).
+    """Clock of the host, which all its processes share (time.perf_counter, CLOCK_MONOTONIC on Linux).
 
-    Torch's own collectives on gloo have a future, which says at once when the work is over. Sends and receives have
-    none, nor have the collectives that are made of them (see `collectives`), and a second `wait` for such a work would
-    never return. So a thread waits for each of them, and the rank waits for that thread.
+    Torch's own collectives on gloo have a future, whose callback runs when the work is complete. Sends and receives
+    have no future, and neither have collectives that consist of them (see `collectives`). A second `wait` for such a
+    work would never return. So a thread waits for each of them, and the rank waits for that thread.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class HostStopwatch:
         over: Future[float] = Future()
 
         def note(future: Any) -> None:
-            with suppress(Exception):  # the rank hears of a failure where it waits
+            with suppress(Exception):  # the rank gets the error when it waits
                 future.value()
                 over.set_result(time.perf_counter())
 
@@ -97,7 +98,7 @@ class HostStopwatch:
         return wait, lambda: over.result() if over.done() and over.exception() is None else None
 
     def _waiter(self) -> SimpleQueue[tuple[Any, Future[float]]]:
-        """The way to a thread that has nothing to wait for."""
+        """Return the queue of a waiting thread that is idle."""
         if self._waiters:
             return self._waiters.pop()
         box: SimpleQueue[tuple[Any, Future[float]]] = SimpleQueue()
@@ -113,15 +114,15 @@ class HostStopwatch:
                 del work
                 self._waiters.append(box)
 
-        # A daemon: if this rank fails, its process must end although the other ranks' parts never come.
+        # A daemon thread: if this rank fails, its process must end although other ranks' parts never arrive.
         threading.Thread(target=run, daemon=True).start()
         return box
 
 
 class DeviceStopwatch:
-    """A GPU's own clock, by events on its streams, told in seconds of the host's.
+    """Clock of a GPU, by events on its streams, converted to seconds of the host's clock.
 
-    The step begins on a device that has nothing to do: then both clocks are read at one moment.
+    The step begins on an idle device, so that both clocks can be read at the same moment.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -147,13 +148,15 @@ class DeviceStopwatch:
         def note(_: Any) -> None:
             event.record()
 
-        # NCCL's future has its result at once; what is called with it is put on a stream that the communication holds
-        # up. A wait on such a stream would not do: it lets go of tensors that the communication still uses.
+        # NCCL's future has its result at once. Its callback runs on a stream that waits for the communication. A wait
+        # on such a stream is not enough, because it releases tensors that the communication still uses.
         work.get_future().add_done_callback(note)
         return work.wait, lambda: self._read(event)
 
     def _watch_wait(self, work: Any) -> tuple[Wait, Read]:
-        """NCCL's batches have no future (ProcessGroupNCCL::endCoalescing): they are over when nobody waits any more."""
+        """Return the wait of an NCCL batch, which has no future (ProcessGroupNCCL::endCoalescing), and the moment after
+        it.
+        """
         over: list[Read] = []
 
         def wait() -> None:
@@ -167,22 +170,22 @@ class DeviceStopwatch:
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """The clock of what is computed on a device."""
+    """Return the stopwatch of a device's computations."""
     return DeviceStopwatch(device) if device.type == "cuda" else HostStopwatch()
 
 
 FORWARD = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND, OpKind.LOSS_STATS, OpKind.LOSS})
-"""Counted as forward; the loss comes with its own gradient."""
+"""Ops that count as forward pass. The loss includes its own gradient."""
 
 BACKWARD = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, OpKind.ATTEND_BACKWARD})
 
 
 class ComputeClock:
-    """Times the forward and the backward ops of an executor's steps, from then on.
+    """Clock of the forward and backward ops of an executor's later steps.
 
-    Two readings of a clock go around each run of such ops that follow one another: of the host's clock, or on a GPU two
-    events, which are read when the step is over. Of steps that are replayed as a CUDA graph the last one counts for all
-    since the reading before: its events are the graph's.
+    Each run of consecutive such ops is between two readings: of the host's clock, or of a GPU's events, which are read
+    after the step. Steps that are replayed as a CUDA graph share the graph's events, so the last of them counts for all
+    since the previous reading.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -200,7 +203,7 @@ class ComputeClock:
                 around(executor.instructions, run[0], run[-1], direction)
 
     def read(self) -> tuple[float, float]:
-        """Seconds forward and backward since the last reading."""
+        """Return the seconds of forward and of backward passes since the last reading."""
         if self._events:
             torch.cuda.synchronize(self._device)
             for direction, began, ended in self._events:
@@ -240,32 +243,11 @@ class ComputeClock:
         _put_around(instructions, first, last, begin, end)
 
 
-def _direction(kind: OpKind) -> int | None:
-    return 0 if kind in FORWARD else 1 if kind in BACKWARD else None
-
-
-def _put_around(instructions: list[Instruction], first: int, last: int, begin: Instruction, end: Instruction) -> None:
-    opening = instructions[first]
-
-    def first_of_all() -> None:
-        begin()
-        opening()
-
-    instructions[first] = first_of_all
-    closing = instructions[last]
-
-    def last_of_all() -> None:
-        closing()
-        end()
-
-    instructions[last] = last_of_all
-
-
 class OpTimer:
-    """Runs steps of an executor and keeps what it saw of each.
+    """Recorder of an executor's steps.
 
     Attributes:
-        steps: the steps recorded, the last perhaps only as far as it came.
+        steps: the recorded steps. The last one may be incomplete.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -282,7 +264,7 @@ class OpTimer:
         self._timed = [self._around(at, op, instruction) for at, (op, instruction) in enumerate(plain)]
 
     def step(self) -> Tensor:
-        """Run one step as `Executor.step` does; it is among the steps also if it fails."""
+        """Run one step as `Executor.step` does, and record it, even if it fails."""
         executor, watch = self._executor, self._watch
         plain, wait_of = executor.instructions, executor.links.wait_of
         executor.instructions, executor.links.wait_of = self._timed, self._watched
@@ -313,14 +295,14 @@ class OpTimer:
         return run
 
     def _watched(self, work: Any) -> Wait:
-        """In place of the executor's own way to wait; the works of a batch come in the order of its ops."""
+        """Replace the executor's wait. The works of a batch come in the order of its ops."""
         at = next(self._issuing)
         wait, over = self._watch.watch(work, batched=at in self._batched)
         self._over[at].append(over)
         return wait
 
     def _keep(self, began: Read, ended: Read | None) -> None:
-        for ops in self._batches.values():  # one work may stand for a whole batch
+        for ops in self._batches.values():  # one work may be a whole batch
             for at in ops[1:]:
                 if at in self._began:
                     self._over[at] = self._over[at] or self._over[ops[0]]
@@ -342,11 +324,11 @@ ROUNDS = 16
 
 
 class ClockOffset(NamedTuple):
-    """What to take from a process's clock (time.perf_counter) to have rank 0's, in seconds.
+    """Offset of a process's clock (time.perf_counter) from rank 0's, in seconds.
 
     Attributes:
-        seconds: the offset; 0 where none was seen beyond the bound: processes of one host share its clock.
-        bound: the most that the estimate may be wrong by: half of the shortest way there and back.
+        seconds: the offset; 0 if it is within the bound, as processes of one host share a clock.
+        bound: largest error of the estimate: half of the shortest round trip.
     """
 
     seconds: float
@@ -354,10 +336,10 @@ class ClockOffset(NamedTuple):
 
 
 def clock_offset(rank: int, ranks: int, device: torch.device) -> ClockOffset:
-    """This rank's offset; all ranks of the default process group call it together.
+    """Return this rank's offset. All ranks of the default process group call it together.
 
-    Of several messages there and back the fastest is taken, since its two ways can differ least (Mills 1991, "Internet
-    time synchronization: the Network Time Protocol").
+    The fastest of several round trips counts, since its two directions can differ least (Mills 1991, "Internet time
+    synchronization: the Network Time Protocol").
     """
     if rank:
         for _ in range(ROUNDS):
@@ -377,49 +359,40 @@ def clock_offset(rank: int, ranks: int, device: torch.device) -> ClockOffset:
 
 
 def estimate(rounds: list[tuple[float, float]]) -> ClockOffset:
-    """The offset from (time there and back, the other clock's lead over the middle of it) of several rounds."""
+    """Return the offset from several (round trip time, lead of the other clock over the middle of the trip)."""
     way, lead = min(rounds)
     bound = way / 2
     return ClockOffset(lead if abs(lead) > bound else 0.0, bound)
 
 
-def _send(numbers: list[float], to: int, device: torch.device) -> None:
-    dist.send(torch.tensor(numbers, dtype=torch.float64, device=device), to)
-
-
-def _receive(source: int, count: int, device: torch.device) -> list[float]:
-    numbers = torch.empty(count, dtype=torch.float64, device=device)
-    dist.recv(numbers, source)
-    return [float(number) for number in numbers]
-
-
 NAMED = ("parameters", "optimizer", "arena", "gathered", "gradients")
-"""Categories that are told apart by the tensors that they hold; the rest is activations, with what layers keep."""
+"""Categories with known tensors. All other bytes are activations, with the tensors that layers keep."""
 
 
 class Account(Protocol):
-    """Who knows how many bytes are live."""
+    """Interface of a counter of live bytes."""
 
     def tracking(self) -> AbstractContextManager[object]:
-        """Within this, bytes are counted."""
+        """Return a context in which bytes are counted."""
         ...
 
     def live(self) -> int:
-        """Bytes now."""
+        """Return the live bytes."""
         ...
 
     def peak(self) -> int:
-        """The most bytes since tracking began."""
+        """Return the largest number of live bytes since tracking began."""
         ...
 
 
 class TrackedStorages:
-    """Every storage that torch makes while this tracks, and those that the rank had before, but for small sums' rooms:
-    those stay, and the tracker sees them in one step and not in another.
+    """Counter of all storages that torch makes while it tracks, and of those that the rank already had.
+
+    The buffers of small sums do not count: they stay, and torch's tracker sees them in some steps only.
     """
 
     def __init__(self, state: State) -> None:
-        from torch.distributed._tools.mem_tracker import MemTracker  # a second, with torch's compiler
+        from torch.distributed._tools.mem_tracker import MemTracker  # a second import, of torch's compiler
 
         self._tracker = MemTracker()
         self._device = state.settings.device
@@ -443,7 +416,7 @@ class TrackedStorages:
 
 
 class Allocator:
-    """The allocator of a GPU."""
+    """Counter of a GPU's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -460,7 +433,7 @@ class Allocator:
 
 
 def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
-    """Run a step as `Executor.step` does, filling `record` as it goes."""
+    """Run a step as `Executor.step` does, and fill `record` during it."""
     state = executor.state
     account: Account = Allocator(state.settings.device) if _on_gpu(state) else TrackedStorages(state)
 
@@ -481,6 +454,37 @@ def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
         record.peak = account.peak()
 
 
+def _direction(kind: OpKind) -> int | None:
+    return 0 if kind in FORWARD else 1 if kind in BACKWARD else None
+
+
+def _put_around(instructions: list[Instruction], first: int, last: int, begin: Instruction, end: Instruction) -> None:
+    opening = instructions[first]
+
+    def first_of_all() -> None:
+        begin()
+        opening()
+
+    instructions[first] = first_of_all
+    closing = instructions[last]
+
+    def last_of_all() -> None:
+        closing()
+        end()
+
+    instructions[last] = last_of_all
+
+
+def _send(numbers: list[float], to: int, device: torch.device) -> None:
+    dist.send(torch.tensor(numbers, dtype=torch.float64, device=device), to)
+
+
+def _receive(source: int, count: int, device: torch.device) -> list[float]:
+    numbers = torch.empty(count, dtype=torch.float64, device=device)
+    dist.recv(numbers, source)
+    return [float(number) for number in numbers]
+
+
 def _on_gpu(state: State) -> bool:
     return state.settings.device.type == "cuda"
 
@@ -498,7 +502,7 @@ def _by_category(state: State, total: int) -> dict[str, int]:
 
 
 def _kept(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """What outlives the step."""
+    """Yield the tensors that outlive the step, by category."""
     yield "parameters", state.kept.values()
     for part in state.opt_states.values():
         yield "parameters", part.weights
@@ -509,7 +513,7 @@ def _kept(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
 
 
 def _passing(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """Values of the tape that are no activations."""
+    """Yield the values of the tape that are no activations, by category."""
     for number, value in enumerate(state.values):
         if isinstance(value, Tensor) and number in state.specs:
             kind = state.specs[number].kind

@@ -1,4 +1,9 @@
-"""GPUs of this machine."""
+"""Requirements of GPUs, CUDA graphs and torch.compile: on this machine, and on a program.
+
+`gpu_count` finds the GPUs of this machine. `want_step_graph` refuses to capture steps as CUDA graphs if the host has a
+part in them. `want_compilable` refuses to compile layers without a compiler, or for a program that needs tensors which
+compiled layers hide.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,9 @@ from shardlab.models.mixture import Routing
 
 
 def gpu_count() -> int:
-    """How many GPUs torch finds here; where there is no driver it is not asked, since its import takes seconds."""
+    """Return the number of GPUs that torch finds. Without a driver torch is not asked, since its import takes
+    seconds.
+    """
     if "torch" not in sys.modules and not has_driver():
         return 0
     import torch
@@ -30,18 +37,15 @@ def gpu_count() -> int:
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver is here, or AMD's."""
+    """Return whether NVIDIA's or AMD's driver is installed."""
     with suppress(OSError):
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         return True
     return Path("/dev/kfd").exists()
 
 
-# What must hold before steps are captured as CUDA graphs: a GPU, and a program in which the host has no part.
-
-
 CAPTURING = {"cuda"}
-"""Types of devices that capture what they are given (see `step_graph`)."""
+"""Types of devices that can capture a step (see `StepGraph`)."""
 
 
 def want_step_graph(
@@ -53,14 +57,14 @@ def want_step_graph(
     *,
     traced: bool = False,
 ) -> None:
-    """Refuse to capture a step of which the host has a part.
+    """Refuse to capture a step in which the host has a part.
 
     Args:
-        device: the type of that on which layers are computed, cuda or cpu.
-        traced: whether the ops of steps are to be timed.
+        device: type of the device that computes layers, cuda or cpu.
+        traced: whether the ops of steps are timed.
 
     Raises:
-        UserError: with that part, and what to do.
+        UserError: with the host's part, and what to do.
     """
     why = _part_of_the_host(checked, model, precision, optimizer, device)
     if not why and traced:
@@ -69,10 +73,36 @@ def want_step_graph(
         raise UserError(f"--cuda-graph has the GPU do a step by itself, but {why}")
 
 
+def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> None:
+    """Refuse to compile layers if that is impossible.
+
+    Args:
+        checked: the program.
+        device: type of the device that computes layers, cuda or cpu.
+        traced: whether the memory of steps is measured.
+
+    Raises:
+        UserError: if the program has split backward passes, if memory is measured on a CPU, or if torch.compile finds
+            no compiler for the device or no headers of Python.
+    """
+    if any(op.kind is OpKind.BACKWARD_INPUT for tape in checked.program.tapes for op in tape):
+        raise UserError(
+            "--compile hides what the second half of a backward pass needs, and this program has backward passes in "
+            "halves; take a schedule without, such as 1f1b or interleaved-1f1b, or leave out --compile"
+        )
+    if traced and device == "cpu":
+        raise UserError(
+            "--trace measures memory by torch's tracker, which on a CPU cannot follow what --compile compiles; leave "
+            "out one of them"
+        )
+    if lacking := _lacking(device):
+        raise UserError(f"--compile needs {lacking}, or leave out --compile")
+
+
 def _part_of_the_host(
     checked: Checked, model: Model, precision: Precision, optimizer: OptimizerConfig, device: str
 ) -> str:
-    """What the host does within a step, and the way round it; nothing if it does nothing."""
+    """Return the host's part in a step and how to avoid it; "" if there is none."""
     ops = [op for tape in checked.program.tapes for op in tape]
     if device not in CAPTURING:
         return "ranks compute on the CPU here; leave it out, or take a machine with a GPU for each rank"
@@ -91,37 +121,8 @@ def _part_of_the_host(
     return ""
 
 
-# What must hold before layers are compiled: a compiler, and a program that needs none of what compiling hides.
-
-
-def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> None:
-    """Refuse to compile layers where that cannot be.
-
-    Args:
-        checked: the program.
-        device: the type of that on which layers are computed, cuda or cpu.
-        traced: whether the memory of steps is to be measured.
-
-    Raises:
-        UserError: when the program has backward passes in halves; when memory is measured on a CPU; when torch.compile
-            finds no compiler for the device, or no headers of Python.
-    """
-    if any(op.kind is OpKind.BACKWARD_INPUT for tape in checked.program.tapes for op in tape):
-        raise UserError(
-            "--compile hides what the second half of a backward pass needs, and this program has backward passes in "
-            "halves; take a schedule without, such as 1f1b or interleaved-1f1b, or leave out --compile"
-        )
-    if traced and device == "cpu":
-        raise UserError(
-            "--trace measures memory by torch's tracker, which on a CPU cannot follow what --compile compiles; leave "
-            "out one of them"
-        )
-    if lacking := _lacking(device):
-        raise UserError(f"--compile needs {lacking}, or leave out --compile")
-
-
 def _lacking(device: str) -> str:
-    """What torch.compile lacks here and where it looks for it; nothing if it has all."""
+    """Return what torch.compile lacks on this machine, and where it looks for it; "" if nothing is missing."""
     if device == "cuda":
         if find_spec("triton") is None:
             return "the package triton, which is not installed here; install it"

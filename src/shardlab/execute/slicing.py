@@ -19,7 +19,7 @@ Join = Callable[[Sequence[Tensor]], Tensor]
 
 
 def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
-    """A view of the value's tensor; of an optimizer state the part that steps these elements."""
+    """Prepare a view of the value's tensor, or for an optimizer state the optimizer of these elements."""
     (given,), (output,), values = op.inputs, op.outputs, state.values
     whole, part = state.specs[given], state.specs[output]
     if part.kind is Kind.OPT_STATE:
@@ -30,7 +30,7 @@ def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
 
 
 def concatenate(state: State, at: int, op: Op) -> Callable[[], None]:
-    """Pieces side by side in new memory: a weight's in a buffer."""
+    """Prepare to put pieces side by side in new memory. A weight goes into a buffer."""
     given, (output,), values = op.inputs, op.outputs, state.values
     whole = state.specs[output]
     if whole.kind is Kind.OPT_STATE:
@@ -46,7 +46,7 @@ def concatenate(state: State, at: int, op: Op) -> Callable[[], None]:
 
 
 def cut_of(shapes: Shapes, whole: Spec, part: Spec) -> Cut:
-    """How a part is taken out of a value's tensor; a view where it lies in one run."""
+    """Return how a part is cut out of a value's tensor: as a view, if it is contiguous."""
     if whole.kind not in ROW_KINDS:
         places = shapes.places(whole.layer, whole.holds, part.holds)
         start, stop = places[0][0], places[-1][1]
@@ -65,7 +65,7 @@ def cut_of(shapes: Shapes, whole: Spec, part: Spec) -> Cut:
 
 
 def join_of(shapes: Shapes, members: Sequence[Spec]) -> Join:
-    """How the tensors of pieces are laid side by side: parameters, features, slices of sequences, or microbatches."""
+    """Return how the tensors of pieces are joined: as parameters, features, slices of sequences, or microbatches."""
     first = members[0]
     if first.kind not in ROW_KINDS:
         return _of_parameters(shapes, members)
@@ -77,13 +77,13 @@ def join_of(shapes: Shapes, members: Sequence[Spec]) -> Join:
 
 
 def index_apart(members: Sequence[Spec]) -> str | None:
-    """Find the index of which pieces hold different parts: their features lie side by side (None: they are of rows)."""
+    """Return the index along which pieces differ, whose features lie side by side (None: pieces of rows)."""
     indices = {index for member in members for index, _ in member.form.slices}
     return next((index for index in indices if len({member.pieces(index) for member in members}) > 1), None)
 
 
 def along_sequence(members: Sequence[Spec]) -> bool:
-    """Whether pieces are slices of the same sequences; the check sees to it that they are not of others as well."""
+    """Return whether pieces are slices of the same sequences. The check ensures that they are of no others."""
     first = members[0]
     if first.kind not in ROW_KINDS or first.whole_sequences:
         return False
@@ -91,7 +91,7 @@ def along_sequence(members: Sequence[Spec]) -> bool:
 
 
 def _of_pieces(numbers: Sequence[Sequence[int]], dim: int) -> Join:
-    """Equal pieces in a dim, by their numbers."""
+    """Return the join of equal pieces in a dim, by their numbers."""
     order = _ascending(list(chain(*numbers)))
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
@@ -112,7 +112,7 @@ def _of_tokens(tokens: Sequence[Sequence[int]]) -> Join:
 
 
 def _of_parameters(shapes: Shapes, members: Sequence[Spec]) -> Join:
-    """Runs of the flat buffer, which need not be of one length."""
+    """Return the join of runs of the flat buffer, which may differ in length."""
     runs = [(*run, number) for number, spec in enumerate(members) for run in shapes.ranges(spec.layer, spec.holds)]
 
     def join(tensors: Sequence[Tensor]) -> Tensor:

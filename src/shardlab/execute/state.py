@@ -53,7 +53,7 @@ class State:
         rate: this step's learning rate.
         captured: whether the step is being captured (see `StepGraph`). Its numbers are then device tensors, ().
         loss_owners: for each piece of the batch, (rank, op) of the LOSS that reports it.
-        stepping: slices that have their gradients and wait to be stepped together.
+        stepping: slices that have their gradients and wait to be updated together.
         loss_scale: factor of the losses, in float16.
         finite: whether all norms of the step's gradient were finite so far.
         not_finite: first layer of the step whose gradient on this rank is not finite.
@@ -121,42 +121,8 @@ class State:
         self._weights: dict[tuple[int, int, int], list[Tensor]] = {}
         self._last_weights: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
         self.stepping: list[Slice] = []
-        self._given_back: dict[tuple[int, Holds], int] = {}  # bytes of kept weights that have no memory now
+        self._given_back: dict[tuple[int, Holds], int] = {}  # bytes of kept weights without memory
         self._side_by_side: dict[int, Tensor] = {}
-
-    def _passes(self) -> dict[int, PreparedLayer | CompiledPasses]:
-        """Prepare both passes of the layers that this rank computes."""
-        model = self.model
-        numbers = {op.layer for op in self.tape if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
-        if self.settings.compile:
-            compiled = compile_layers(model)
-            return {number: CompiledPasses(compiled[number]) for number in numbers}
-        layers, device = make_layers(model), self.settings.device.type
-        attended = {number + 1 for number, run in enumerate(model.runs) if run.attend is not None}
-        return {
-            number: prepare_layer(model.run(number), layers[number].names, device, attended=number in attended)
-            for number in numbers
-        }
-
-    def _initial(self, layer: int, holds: Holds) -> Tensor:
-        """Return the first weights of some slices, where they are kept."""
-        first = self._first(layer, holds, torch_dtype(self.settings.precision.parameters))
-        return self._at(self.analysis.kept.place_of.get((layer, holds), ""), first)
-
-    def _first(self, layer: int, holds: Holds, dtype: torch.dtype) -> Tensor:
-        """Return the first weights of some slices: read from files, or drawn from the seed."""
-        ranges = self.shapes.ranges(layer, holds)
-        if self.settings.initial is not None:
-            return self.settings.initial(layer, self.shapes.flat[layer], ranges, dtype)
-        whole = initial_weights(self.model, layer, self.settings.seed, dtype)
-        padded = pad_runs(self.shapes.layouts[layer], whole, self.shapes.flat[layer])
-        return torch.cat([padded[a:b] for a, b in ranges])
-
-    def _at(self, place: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor to a place ("": the device)."""
-        if not place:
-            return tensor.to(self.settings.device)
-        return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device).copy_(tensor)
 
     def make_moments(self, key: tuple[int, Holds], updates: int) -> None:
         """Allocate an optimizer's moments as after `updates` updates, where they lie between steps, to be filled in."""
@@ -174,33 +140,8 @@ class State:
             return part.reload()
         return part.offload(partial(storage_at, place, device=self.settings.device))
 
-    def _optimizer(self, layer: int, holds: Holds) -> Slice:
-        """Make the optimizer of some slices: on the kept weights that contain them, or else on weights of its own.
-
-        If the weights are kept elsewhere than they are updated, each update receives a copy of them.
-        """
-        owner = self.analysis.kept.memory_of(layer, holds)
-        place = self.analysis.stepped_at.get((layer, holds), "")
-        if owner is None:
-            flat = self._at(place, self._initial(layer, holds))
-        elif self.analysis.kept.place_of[owner] == place:
-            flat = self.kept[owner]
-        else:
-            flat = torch.empty_like(self.kept[owner], device="cpu" if place else self.settings.device)
-        runs = [flat[a:b] for a, b in self.shapes.places(layer, owner[1] if owner else holds, holds)]
-        starts = [start for start, _ in self.shapes.ranges(layer, holds)]
-        decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
-        precision = self.settings.precision
-        exact = self._at(place, self._first(layer, holds, torch_dtype(precision.state))) if precision.copy else None
-        whole = self.checked.program.sizes.whole_matrices
-        matrices = matrices_of(self.model.run(layer), self.shapes.flat[layer]) if whole else ()
-        made = Slice(runs, starts, decayed, self.settings.optimizer, exact, matrices)
-        if owner is not None and self.analysis.kept.place_of[owner] != place:
-            flat.untyped_storage().resize_(0)
-        return made
-
     def optimizer(self, spec: Spec) -> Slice:
-        """Return the optimizer of some slices. Each element is always stepped by the same optimizer."""
+        """Return the optimizer of some slices. Each element is always updated by the same optimizer."""
         key = spec.layer, spec.holds
         if key not in self.opt_states:
             self.opt_states[key] = self._optimizer(*key)
@@ -366,6 +307,65 @@ class State:
             self._weights[key] = parameter_views(self.shapes.layout_of_weight(layer), flat)
         self._last_weights[layer, number] = flat, self._weights[key]
         return self._weights[key]
+
+    def _passes(self) -> dict[int, PreparedLayer | CompiledPasses]:
+        """Prepare both passes of the layers that this rank computes."""
+        model = self.model
+        numbers = {op.layer for op in self.tape if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
+        if self.settings.compile:
+            compiled = compile_layers(model)
+            return {number: CompiledPasses(compiled[number]) for number in numbers}
+        layers, device = make_layers(model), self.settings.device.type
+        attended = {number + 1 for number, run in enumerate(model.runs) if run.attend is not None}
+        return {
+            number: prepare_layer(model.run(number), layers[number].names, device, attended=number in attended)
+            for number in numbers
+        }
+
+    def _initial(self, layer: int, holds: Holds) -> Tensor:
+        """Return the first weights of some slices, where they are kept."""
+        first = self._first(layer, holds, torch_dtype(self.settings.precision.parameters))
+        return self._at(self.analysis.kept.place_of.get((layer, holds), ""), first)
+
+    def _first(self, layer: int, holds: Holds, dtype: torch.dtype) -> Tensor:
+        """Return the first weights of some slices: read from files, or drawn from the seed."""
+        ranges = self.shapes.ranges(layer, holds)
+        if self.settings.initial is not None:
+            return self.settings.initial(layer, self.shapes.flat[layer], ranges, dtype)
+        whole = initial_weights(self.model, layer, self.settings.seed, dtype)
+        padded = pad_runs(self.shapes.layouts[layer], whole, self.shapes.flat[layer])
+        return torch.cat([padded[a:b] for a, b in ranges])
+
+    def _at(self, place: str, tensor: Tensor) -> Tensor:
+        """Copy a tensor to a place ("": the device)."""
+        if not place:
+            return tensor.to(self.settings.device)
+        return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device).copy_(tensor)
+
+    def _optimizer(self, layer: int, holds: Holds) -> Slice:
+        """Make the optimizer of some slices: on the kept weights that contain them, or else on weights of its own.
+
+        If the weights are kept elsewhere than they are updated, each update receives a copy of them.
+        """
+        owner = self.analysis.kept.memory_of(layer, holds)
+        place = self.analysis.stepped_at.get((layer, holds), "")
+        if owner is None:
+            flat = self._at(place, self._initial(layer, holds))
+        elif self.analysis.kept.place_of[owner] == place:
+            flat = self.kept[owner]
+        else:
+            flat = torch.empty_like(self.kept[owner], device="cpu" if place else self.settings.device)
+        runs = [flat[a:b] for a, b in self.shapes.places(layer, owner[1] if owner else holds, holds)]
+        starts = [start for start, _ in self.shapes.ranges(layer, holds)]
+        decayed = self.shapes.layouts[layer].decayed_runs(self.shapes.flat[layer])
+        precision = self.settings.precision
+        exact = self._at(place, self._first(layer, holds, torch_dtype(precision.state))) if precision.copy else None
+        whole = self.checked.program.sizes.whole_matrices
+        matrices = matrices_of(self.model.run(layer), self.shapes.flat[layer]) if whole else ()
+        made = Slice(runs, starts, decayed, self.settings.optimizer, exact, matrices)
+        if owner is not None and self.analysis.kept.place_of[owner] != place:
+            flat.untyped_storage().resize_(0)
+        return made
 
     def _make_buffers(self) -> list[Tensor]:
         """Make a buffer for each slot of arriving weights, without memory until a weight arrives."""

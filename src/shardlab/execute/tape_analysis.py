@@ -1,4 +1,9 @@
-"""What the executor knows of a tape before it runs: where gathered weights live, and what is done in place."""
+"""Facts of a tape that the executor needs before it runs: memory of values, ops in place, and shapes of tensors.
+
+`Analysis` finds the ops that write in place, and the buffers in which gathered weights live. `ArenaTensors` allocates
+the arena of a step, with a tensor in it for each value that lies there. `Shapes` gives the length of each layer's flat
+buffer, and the shape of each value's tensor.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +26,30 @@ from shardlab.language.rules.spec import fraction_held, fraction_of_pieces
 from shardlab.models import LayerLayout, Model
 
 _BUFFERED = COMMUNICATION | {OpKind.CONCATENATE, OpKind.CAST}
-"""Ops that make weights of which the memory is taken and given back again and again."""
+"""Ops that make weights whose memory is allocated and freed repeatedly."""
 
 
 class Analysis:
     """Facts about one rank's tape.
 
     Attributes:
-        in_place: which ops write over what they read.
-        buckets: the memory of collectives that run as one.
-        halved: indices of FORWARDs and RECOMPUTEs whose backward pass comes in two halves.
-        saved_of: number of an activation to those of what its layer keeps of its forward passes.
-        gradient_factor: number of what a layer keeps of a forward pass to the factor of the gradients that its backward
-            pass is given.
-        kept: the weights that outlive the step, and what is received in their place.
-        homes: number of a slice, or of a weight that an update writes, to that of the value whose memory it lies in.
+        in_place: the ops that overwrite their input.
+        buckets: the memory of batches of collectives.
+        halved: indices of FORWARDs and RECOMPUTEs whose backward pass is split.
+        saved_of: number of an activation to the numbers of the values that its layer keeps of forward passes.
+        gradient_factor: number of a value that a layer keeps of a forward pass to the factor of the gradients of the
+            backward pass.
+        kept: the weights that outlive the step, and the weights that are received into their memory.
+        homes: number of a slice, or of a weight that an update writes, to the number of the value in whose memory it
+            lies.
         stepped_at: (layer, slices) of each optimizer state to the place where its update is computed.
-        slot: number of a gathered or received weight to the buffer that it lives in; `slots` is how many there are.
-        consecutive_updates: indices of UPDATEs that another one follows at once.
-        last_reads: index of a FORWARD or RECOMPUTE to the activation that it is the last to read.
-        last_copies: indices of collectives that send a copy of rows which nobody else reads any more.
-        empties: index of the op that ends such a weight, or the last that lies there, to the buffer.
-        leaves_room: index of the FREE of a kept weight, or of the last that lies there, to the weight, which arrives
-            there again.
+        slot: number of a gathered or received weight to its buffer. `slots` is the number of buffers.
+        consecutive_updates: indices of UPDATEs that another one follows immediately.
+        last_reads: index of a FORWARD or RECOMPUTE to the activation of which it is the last reader.
+        last_copies: indices of collectives that send a copy of rows of which they are the last reader.
+        empties: index of the op at which the memory of such a weight ends to the buffer.
+        leaves_room: index of the FREE after which the memory of a kept weight is unused to the weight. A new weight
+            arrives there later.
     """
 
     def __init__(self, checked: Checked, rank: int) -> None:
@@ -95,7 +101,9 @@ class Analysis:
         return {made[op.inputs[3]] for op in self.tape if op.kind is OpKind.BACKWARD_INPUT}
 
     def _share_buffers(self) -> int:
-        """Give each weight that arrives the first buffer that is free while it lives."""
+        """Give each weight that arrives the first buffer that is free during its lifetime, and return the number of
+        buffers.
+        """
         free_from: list[int] = []
         dtypes: list[str] = []
         for at, op in enumerate(self.tape):
@@ -116,7 +124,7 @@ class Analysis:
 
 
 def loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
-    """(rank, op) of the LOSS that counts for each piece of the batch: of several, the first."""
+    """Return (rank, op) of the LOSS that counts for each piece of the batch: the first one of several."""
     owners: dict[int, tuple[int, int]] = {}
     for rank, tape in enumerate(checked.program.tapes):
         for at, op in enumerate(tape):
@@ -129,14 +137,14 @@ def loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
 def consecutive_updates(tape: Sequence[Op], barriers: Collection[int] = ()) -> set[int]:
     """Find the UPDATEs that another UPDATE follows with nothing but FREEs between them.
 
-    One call can step such updates together: most of a small update's time is the call's.
+    One call can make such updates together. Most of the time of a small update is overhead of the call.
 
     Args:
         tape: the ops of one rank.
         barriers: indices of FREEs before which the updates must have been made.
 
     Returns:
-        Indices of all but the last UPDATE of each such run.
+        Indices of all UPDATEs of each such run except the last one.
     """
     found: set[int] = set()
     last = -1
@@ -150,20 +158,17 @@ def consecutive_updates(tape: Sequence[Op], barriers: Collection[int] = ()) -> s
     return found
 
 
-# The arena of a step: memory that is taken once, and a tensor in it for each value that lies there.
-
-
 class ArenaTensors:
-    """One rank's arena.
+    """Arena of one rank: one allocation for a whole step, and the tensors in it.
 
     Args:
-        of: the arena of another program, whose memory this one takes, since they never run at one time; it grows if
-            need be.
+        of: arena of another program, to share its memory, since the two never run at the same time. The memory grows if
+            necessary.
 
     Attributes:
-        whole: (bytes,) uint8.
-        tensors: by number of a value; every step writes them again.
-        side_by_side: number of each value that lies beside others, to one tensor of all of these.
+        whole: the memory, (bytes,) uint8.
+        tensors: tensors by number of the value. Every step overwrites them.
+        side_by_side: number of each value that lies beside others to one tensor of all of them.
     """
 
     def __init__(
@@ -177,7 +182,7 @@ class ArenaTensors:
     ) -> None:
         specs, arena = checked.specs[rank], arenas_of(checked.program, checked.specs)[rank]
         size = BufferBytes(checked.program, checked.specs)
-        # In float64 casts are to float64 as well (see `Settings`): what is cast is then wider than on the tape.
+        # In float64, casts are to float64 as well (see `Settings`), so values that are cast are wider than on the tape.
         wider = 1
         for room, _ in arena.buffers:
             for spec in (specs[number] for number in room.values):
@@ -186,12 +191,12 @@ class ArenaTensors:
         bytes = wider * arena.bytes
         self.whole = torch.empty(bytes, dtype=torch.uint8, device=device) if of is None else of.whole
         if self.whole.nbytes < bytes:
-            self.whole.resize_(bytes)  # the other program's tensors are where this memory goes
+            self.whole.resize_(bytes)  # the tensors of the other program move with the memory
         self.tensors: dict[int, Tensor] = {}
         self.side_by_side: dict[int, Tensor] = {}
         for room, begin in arena.buffers:
             at = wider * begin
-            for number in room.values:  # side by side by their own bytes, which are not as much wider in every room
+            for number in room.values:  # adjacent by their real bytes: `wider` is too large for some buffers
                 self.tensors[number] = self._at(at, shapes.shape(specs[number]), dtype(specs[number]))
                 at += self.tensors[number].nbytes
             if len(room.values) > 1:
@@ -200,26 +205,26 @@ class ArenaTensors:
                 self.side_by_side |= dict.fromkeys(room.values, whole)
 
     def _at(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that begins at a byte; no view of `whole`, or autograd would take writing another for its change."""
+        """Return a tensor that begins at a byte.
+
+        It is no view of `whole`: autograd would take writes to other tensors for changes of this one.
+        """
         empty: Any = torch.empty(0, dtype=dtype, device=self.whole.device)
         return empty.set_(self.whole.untyped_storage(), offset // dtype.itemsize, shape)
 
 
-# The tensors behind the specs: how long a layer's flat buffer is, and what shape each value has.
-
-
 OF_GRADIENT = {gradient: kind for kind, gradient in GRADIENT_OF.items()}
-"""By the kind of a gradient, the kind of value whose gradient it is: both have one shape."""
+"""Kind of value of each kind of gradient. Both have the same shape."""
 
 
 class Shapes:
     """Shapes of a program's values when it trains `model` on microbatches of `rows` sequences.
 
-    Every layer's flat buffer is padded so that it splits evenly into every number of slices that any value is cut into.
+    Every layer's flat buffer is padded so that it divides evenly into every number of slices of any value.
     """
 
     def __init__(self, checked: Checked, model: Model, rows: int, flat: list[int] | None = None) -> None:
-        """Find the lengths of all layers' flat buffers, unless they are given."""
+        """Compute the lengths of all layers' flat buffers, unless they are given."""
         cuts = fewest_slices(checked.specs)
         self.model = model
         self.rows = rows
@@ -228,16 +233,82 @@ class Shapes:
         self.flat = flat or [layout.padded(cuts[layer]) for layer, layout in enumerate(self.layouts)]
 
     def layout_of_weight(self, layer: int) -> LayerLayout:
-        """The layout of the weight that a layer computes with, and of its gradient."""
+        """Return the layout of the weight that a layer computes with, and of its gradient."""
         return self.layouts[self._sizes.weight_of(layer)]
 
     def shape(self, spec: Spec) -> tuple[int, ...]:
-        """Shape of a value's tensor: its slices or its microbatches' rows, one after the other."""
+        """Return the shape of a value's tensor: its slices, or the rows of its microbatches, one after the other."""
         if spec.kind in ROW_KINDS:
             return self._row_shape(spec)
         if spec.kind is Kind.SCALAR:
             return (1,)
         return (self.flat[spec.layer] // spec.holds.of * spec.holds.pieces,)
+
+    def sections(self, spec: Spec) -> tuple[int, ...]:
+        """Return the features of each section of a value that is cut by heads. Each section has a part of every
+        head.
+        """
+        attend = self.model.attention_after(spec.layer - (spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)))
+        if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
+            return attend.kv_width, attend.kv_width
+        queries = spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES)
+        return (attend.hidden_size,) if queries else (attend.hidden_size, attend.heads)
+
+    def tokens(self, spec: Spec) -> Sequence[int]:
+        """Return the tokens of each sequence that a value holds, ascending; a range if they are consecutive.
+
+        Raises:
+            UserError: if sequences do not divide into the program's slices.
+        """
+        slices, block = spec.form.space.sequence, self.model.seq_len
+        if spec.whole_sequences:
+            return range(block)
+        if block % slices:
+            raise UserError(
+                f"sequences of {block} tokens do not divide into {slices} slices (remainder {block % slices}); choose "
+                f"a block that is a multiple of {slices} ({self._sizes.slices_per_rank} slices for each "
+                "context-parallel rank, times the tensor-parallel ranks)"
+            )
+        held = self.slices(spec)
+        first, last = held[0] * block // slices, (held[-1] + 1) * block // slices
+        if len(held) == held[-1] + 1 - held[0]:
+            return range(first, last)
+        return [token for token in range(first, last) if token * slices // block in held]
+
+    def slices(self, spec: Spec) -> list[int]:
+        """Return the slices of each sequence that a value holds. The check ensures that they are the same for every
+        sequence.
+        """
+        return sorted({cell % spec.form.space.sequence for cell in bits(spec.cells)})
+
+    def positions(self, whole: Spec, part: Spec) -> Sequence[int]:
+        """Return the positions of a part's tokens among those of a value; a range if they are consecutive."""
+        places = {token: place for place, token in enumerate(self.tokens(whole))}
+        found = [places[token] for token in self.tokens(part)]
+        run = range(found[0], found[-1] + 1)
+        return run if len(run) == len(found) else found
+
+    def ranges(self, layer: int, holds: Holds) -> list[tuple[int, int]]:
+        """Return the (start, stop) ranges of a value's slices in the layer's flat buffer, in order."""
+        size = self.flat[layer] // holds.of
+        runs: list[tuple[int, int]] = []
+        for piece in bits(holds.mask):
+            start, stop = piece * size, (piece + 1) * size
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, stop))
+        return runs
+
+    def places(self, layer: int, holds: Holds, wanted: Holds) -> list[tuple[int, int]]:
+        """Return the (start, stop) ranges of some slices in the tensor of a value that contains them."""
+        places: list[tuple[int, int]] = []
+        at = 0
+        for start, stop in self.ranges(layer, holds):
+            for begin, end in self.ranges(layer, wanted):
+                if start <= begin and end <= stop:
+                    places.append((at + begin - start, at + end - start))
+            at += stop - start
+        return places
 
     def _row_shape(self, spec: Spec) -> tuple[int, ...]:
         microbatches = spec.microbatches.bit_count()
@@ -258,65 +329,3 @@ class Shapes:
         if spec.form.slices:
             features = [int(features[0] * fraction_held(spec.form))]
         return (rows, len(self.tokens(spec)), *features)
-
-    def sections(self, spec: Spec) -> tuple[int, ...]:
-        """Features of each section of a value that is cut by heads: each section has a part of every head."""
-        attend = self.model.attention_after(spec.layer - (spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)))
-        if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
-            return attend.kv_width, attend.kv_width
-        queries = spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES)
-        return (attend.hidden_size,) if queries else (attend.hidden_size, attend.heads)
-
-    def tokens(self, spec: Spec) -> Sequence[int]:
-        """The tokens of each sequence that a value holds, ascending; a range where they follow one another.
-
-        Raises:
-            UserError: when sequences do not divide into the program's slices.
-        """
-        slices, block = spec.form.space.sequence, self.model.seq_len
-        if spec.whole_sequences:
-            return range(block)
-        if block % slices:
-            raise UserError(
-                f"sequences of {block} tokens do not divide into {slices} slices (remainder {block % slices}); choose "
-                f"a block that is a multiple of {slices} ({self._sizes.slices_per_rank} slices for each "
-                "context-parallel rank, times the tensor-parallel ranks)"
-            )
-        held = self.slices(spec)
-        first, last = held[0] * block // slices, (held[-1] + 1) * block // slices
-        if len(held) == held[-1] + 1 - held[0]:
-            return range(first, last)
-        return [token for token in range(first, last) if token * slices // block in held]
-
-    def slices(self, spec: Spec) -> list[int]:
-        """The slices of each sequence that a value holds; the check sees to it that they are those of every one."""
-        return sorted({cell % spec.form.space.sequence for cell in bits(spec.cells)})
-
-    def positions(self, whole: Spec, part: Spec) -> Sequence[int]:
-        """Where the tokens of a part stand among those of a value; a range where they follow one another."""
-        places = {token: place for place, token in enumerate(self.tokens(whole))}
-        found = [places[token] for token in self.tokens(part)]
-        run = range(found[0], found[-1] + 1)
-        return run if len(run) == len(found) else found
-
-    def ranges(self, layer: int, holds: Holds) -> list[tuple[int, int]]:
-        """Where a value's slices lie in the layer's flat buffer, as (start, stop), in order."""
-        size = self.flat[layer] // holds.of
-        runs: list[tuple[int, int]] = []
-        for piece in bits(holds.mask):
-            start, stop = piece * size, (piece + 1) * size
-            if runs and runs[-1][1] == start:
-                start = runs.pop()[0]
-            runs.append((start, stop))
-        return runs
-
-    def places(self, layer: int, holds: Holds, wanted: Holds) -> list[tuple[int, int]]:
-        """Where some slices lie in the tensor of a value that holds these and perhaps more, as (start, stop)."""
-        places: list[tuple[int, int]] = []
-        at = 0
-        for start, stop in self.ranges(layer, holds):
-            for begin, end in self.ranges(layer, wanted):
-                if start <= begin and end <= stop:
-                    places.append((at + begin - start, at + end - start))
-            at += stop - start
-        return places

@@ -18,7 +18,7 @@ from shardlab.language import Kind, Op
 Instruction = Callable[[], None]
 
 MOST_COPIED = 2**20
-"""Largest bytes of copied gradients (clipped, or in a wider dtype) that wait for updates to be stepped together."""
+"""Most bytes of copied gradients (clipped, or in a wider dtype) that may wait for updates in one call."""
 
 
 def norm(state: State, at: int, op: Op) -> Instruction:
@@ -49,19 +49,8 @@ def direction(state: State, at: int, op: Op) -> Instruction:
     return run
 
 
-def _own_gradient(state: State, op: Op, gradient: int, opt_state: int) -> Callable[[], Tensor]:
-    """Prepare to cut the slices that an optimizer state steps out of a gradient."""
-    places = state.shapes.places(op.layer, state.specs[gradient].holds, state.specs[opt_state].holds)
-
-    def own() -> Tensor:
-        parts = [state.values[gradient][start:stop] for start, stop in places]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    return own
-
-
 def update(state: State, at: int, op: Op) -> Instruction:
-    """Update the rank's slice in place, together with the updates that follow at once."""
+    """Update the rank's slice in place, together with the updates that follow immediately."""
     (gradient, weight, opt_state, *others), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
     holds, mine = state.specs[opt_state].holds, _own_gradient(state, op, gradient, opt_state)
     norms = [number for number in others if state.specs[number].kind is Kind.SCALAR]
@@ -108,3 +97,14 @@ def update(state: State, at: int, op: Op) -> Instruction:
             state.empty_buffer(slot)
 
     return run
+
+
+def _own_gradient(state: State, op: Op, gradient: int, opt_state: int) -> Callable[[], Tensor]:
+    """Prepare to cut the slices of an optimizer state out of a gradient."""
+    places = state.shapes.places(op.layer, state.specs[gradient].holds, state.specs[opt_state].holds)
+
+    def own() -> Tensor:
+        parts = [state.values[gradient][start:stop] for start, stop in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return own

@@ -1,12 +1,12 @@
-"""The language of strategies: what a program can say, and what tracing makes of it.
+"""The language of strategies: the values and verbs of a program, and its tapes.
 
 A strategy is an async function of one `Rank`. `trace` runs it on all ranks with symbolic values and returns a
 `Program`: one tape of ops for each rank. Read in this order: `mesh` (the grid of ranks), `ops` and `tape` (the table of
-ops, and what a tape is), `values` (values, stores and handles), `rank` with its three families of verbs (`rank_values`,
+ops, and the tape), `values` (values, stores and handles), `rank` with its three families of verbs (`rank_values`,
 `rank_compute`, `rank_communication`), then how tracing works: `tracing` (one rank), `rendezvous` and `collective_calls`
 (communication between ranks) and `world` (the loop that drives them). `rules` is the algebra that derives each value
-from an op's inputs. `sizes` and `precision` give elements and bytes; `pass_names` parses the passes that a user asks
-for.
+from an op's inputs. `sizes` and `precision` give elements and bytes; `pass_names` parses the names of program rewrites
+(passes) that a user asks for.
 """
 
 from shardlab.common.errors import Deadlock, Refused, UserError

@@ -1,8 +1,8 @@
-"""The table of ops: one row for each, with all that other packages need to know of it.
+"""The table of ops: one row for each op, with all that other packages need to know about it.
 
-Tracing, the check, the simulator, the pictures and the executor look here and keep no table of their own. A new op is a
-row of `OpKind`, its rule in `rules`, the verb that calls it and the function that runs it. Below the table are the sets
-of ops that many places need, the colours that rows name, and the registry by which values draw themselves in a
+Tracing, the check, the simulator, the pictures and the executor read this table, and keep none of their own. A new op
+is a row of `OpKind`, its rule in `rules`, the verb that calls it and the function that runs it. Below the table are the
+sets of ops that many places need, the colours that rows name, and the registry by which values draw themselves in a
 notebook.
 """
 
@@ -28,7 +28,7 @@ gradient green, full backward orange.
 
 
 class Stream(Enum):
-    """Where an op runs.
+    """Stream of a rank in which an op runs.
 
     COMPUTE: in tape order, one op at a time. COLLECTIVE and MESSAGE: beside compute, from the issue until the group or
     the peer has come. COPY: beside compute, on this rank alone. These three have a handle. NONE: nowhere, it is
@@ -43,7 +43,7 @@ class Stream(Enum):
 
 
 class Price(Enum):
-    """What the time of an op depends on.
+    """Quantity on which the time of an op depends.
 
     MICROBATCH: the work on each of its microbatches. OP: the op itself. BYTES: the bytes that a device moves; none in
     unit costs. NOTHING: the op takes no time.
@@ -56,7 +56,7 @@ class Price(Enum):
 
 
 class Combiner(Enum):
-    """How several values become one: their sum, or their pieces side by side."""
+    """Combination of several values into one: their sum, or their pieces side by side."""
 
     SUM = "sum"
     UNION = "union"
@@ -69,15 +69,15 @@ class OpRow:
     Attributes:
         name: its name in programs, tapes and messages.
         inputs, outputs: how many values it may read and make (empty inputs: one or more).
-        sign: its character in a terminal; a capital letter is compute.
-        color: of its sign or box.
-        letters: on the box of a communication.
+        sign: its character in a terminal. Capital letters are compute.
+        color: the colour of its sign or box.
+        letters: the letters on the box of a communication.
         word: its name in a picture's legend, if that differs from `name`.
         hatch: the pattern over its colour (matplotlib's).
         part_of: the pass that it belongs to in a picture.
         stream: where it runs.
-        price: what its time depends on.
-        root: what only its root does, if it has one.
+        price: the quantity on which its time depends.
+        root: whether only its root gives or only its root receives, if it has one.
         combines: how it combines values (None for a collective without a root: each member receives another value).
         in_place: whether it may overwrite its first input, if no later op reads that.
         ends: indices of the inputs that end with it.
@@ -233,7 +233,7 @@ HUES: dict[Color, Hue] = {
 
 
 ColorBy = Literal["pass", "layer"]
-"""What the colour of a box in a timeline shows: the pass or the layer."""
+"""Meaning of the colour of a box in a timeline: the pass or the layer."""
 
 
 @singledispatch

@@ -1,4 +1,4 @@
-"""Names and settings of passes: parses what a user asks for. `shardlab.simulate.passes` has the passes themselves.
+"""Names and settings of passes, which rewrite programs. The passes themselves are in `shardlab.simulate.passes`.
 
 `named_passes` parses a text such as `bucket=4,prefetch`; `OffloadTargets` and `EarlyStart` are the settings that are no
 plain number. Two numbers about communication that several packages share stand at the end (`Lag`,

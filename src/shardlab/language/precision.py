@@ -18,7 +18,7 @@ MOMENTS_PER_PARAMETER: dict[Optimizer, int] = {"adamw": 2, "sgd": 1, "lion": 1, 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of what a rank keeps and computes, by torch's names.
+    """Dtypes of the values that a rank keeps and computes, by torch's names.
 
     Attributes:
         name: the name that a user gives.

@@ -32,7 +32,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
 
     Attributes:
         weighted_layers: layers with a weight of their own: all but a head that is tied to the embedding.
-        signatures: what each layer takes and makes.
+        signatures: the values that each layer takes and makes.
         weights, opt_states, activations, grad_activations, grad_weights, directions, scalars, residuals,
             grad_residuals, routing, grad_routing, stats, queries, keys_values, grad_queries, grad_keys_values: the
             stores, a program's only memory.

@@ -1,4 +1,4 @@
-"""Verbs that compute: layers' passes, attention, the loss, sums and updates. They are plain calls."""
+"""Verbs that compute: passes of layers, attention, the loss, sums and updates. They are plain calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADD, UPDATE = OpKind.ADD, OpKind.UPDATE
 
 
 class ComputeVerbs(Tracer):
-    """Verbs that compute layers' passes, attention between slices, the loss, sums, norms and updates.
+    """Verbs that compute passes of layers, attention between slices, the loss, sums, norms and updates.
 
     A layer takes as many values as it has inputs. Given one value, a verb makes one; given a tuple, it makes a tuple.
     Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
@@ -103,7 +103,8 @@ class ComputeVerbs(Tracer):
     def backward(self, layer: int, activation: Value, gradients: Value | Values, weight: Value) -> Values:
         """Compute a layer's backward pass.
 
-        What `forward` kept is used up. If it kept nothing, the layer is computed again first, where that can be done.
+        It consumes what `forward` kept. If `forward` kept nothing, the layer is computed again first, which is possible
+        if it has one input and one output.
 
         Args:
             activation: the first input of the forward pass.
@@ -233,7 +234,7 @@ class ComputeVerbs(Tracer):
             stats: for slices, the `loss_stats` of all slices, gathered.
 
         Returns:
-            The gradient; of as many slices as were given.
+            The gradient, for the slices of `activation`.
 
         Raises:
             Refused: for another activation, for a term of a sum, and for slices without the statistics of all.
@@ -242,7 +243,7 @@ class ComputeVerbs(Tracer):
         return self._compute(OpKind.LOSS, len(self.layers), read, optimizer_step.loss)
 
     def loss_stats(self, logits: Value) -> Value:
-        """Compute what the loss needs of some slices of the logits: three numbers a token.
+        """Compute the statistics of some slices of the logits that the loss needs: three numbers a token.
 
         `all_gather` the result over the ranks that have the other slices, and give it to `loss`.
 
@@ -269,7 +270,8 @@ class ComputeVerbs(Tracer):
         return output
 
     def norm(self, layer: int, gradient: Value) -> Value:
-        """Compute the sum of squares of a finished gradient: a scalar, one layer's or slice's part of the model's.
+        """Compute the sum of squares of a finished gradient: a scalar, the part of one layer or slice in the model's
+        norm.
 
         Add the parts of all layers, and `all_reduce` the sum over the ranks that have other layers or slices. `update`
         takes the result.
@@ -281,7 +283,7 @@ class ComputeVerbs(Tracer):
         return self._compute(OpKind.NORM, layer, (gradient,), partial(optimizer_step.norm, len(self.layers)))
 
     def wants_norm(self) -> bool:
-        """Return whether `update` wants a norm, by which the optimizer may clip. The puzzles' optimizer never does."""
+        """Return whether `update` needs a norm, because the optimizer may clip. The puzzles' optimizer never does."""
         return self._world.sizes.clips
 
     def direction(self, layer: int, gradient: Value, opt_state: Value, norm: Value | None = None) -> Value:

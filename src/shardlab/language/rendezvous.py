@@ -1,8 +1,8 @@
-"""Communication between ranks while they are traced: who meets whom, and who wakes up.
+"""Communication between ranks while they are traced: which ranks take part, and which ranks wake up.
 
 Each rank's k-th communication on a channel is the same communication. A rank *issues* its part, appends the op to its
-tape, and then calls `OpenCollectives.complete` or `Channels.deliver`. With the last part the results get their specs,
-and ranks that wait for them go on.
+tape, and then calls `OpenCollectives.complete` or `Channels.deliver`. When the last part is issued, the results get
+their specs, and the ranks that wait for them resume.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OpenCollectives:
         return handle
 
     def complete(self, handle: CollectiveHandle) -> None:
-        """Give each member its result, if all members have come."""
+        """Give each member its result, if all members have arrived."""
         group = handle.group
         if len(handle.arrived) < len(group.ranks):
             return
@@ -94,7 +94,7 @@ class OpenCollectives:
     def _set_result(self, member: CollectiveHandle, spec: Spec) -> None:
         assert member.result is not None
         member.result.spec = spec
-        if member.spec is None:  # the value comes from the root, so it is known only now
+        if member.spec is None:  # the value comes from the root, so its spec is known only now
             rank = member.rank
             op, message = rank.ops[member.op], ExpectedValue.of(spec)
             if op.expect is None:
@@ -153,7 +153,7 @@ class Channels:
         return handle
 
     def deliver(self, posted: SendHandle | RecvHandle) -> None:
-        """Deliver the first message of a channel, if both ends have come."""
+        """Deliver the first message of a channel, if both ends are there."""
         queue = posted.queue
         if not queue.open or len(queue.open[0]) < 2:
             return

@@ -27,30 +27,30 @@ class Sizes:
     Attributes:
         weights: elements of layer l's parameters (its gradient has as many).
         opt_states: elements of layer l's optimizer state.
-        matrices: elements of layer l's parameters that Muon steps (empty: nobody asks).
-        whole_matrices: whether the optimizer is Muon, which steps those as whole matrices.
+        matrices: elements of layer l's parameters that Muon updates (empty: not needed).
+        whole_matrices: whether the optimizer is Muon, which updates these as whole matrices.
         clips: whether the optimizer limits the norm of the whole gradient; in the puzzles it does not.
         activations: elements of activation l for one microbatch, l = 0 .. layers (its gradient has as many).
-        saved: elements that layer l keeps between forward and backward for one microbatch,
-            beyond the layer's input.
-        saved_for_weight: what is left of that between the two halves of a split backward pass, with the gradients that
-            the first half keeps for the second, beyond those of the layer's output (empty: as much as `saved`).
+        saved: elements that layer l keeps between forward and backward for one microbatch, beyond the layer's input.
+        saved_for_weight: elements that remain between the two halves of a split backward pass: the rest of `saved`, and
+            the gradients that the first half keeps for the second, beyond those of the layer's output (empty: as many
+            as `saved`).
         keeps_input: whether layer l keeps its input for the backward pass (empty: it does).
-        saves_residual: whether `saved[l]` has the residual stream in it that layer l makes (empty: no layer's has).
+        saves_residual: whether `saved[l]` includes the residual stream that layer l makes (empty: never).
         element_bytes: bytes of one element, by kind.
         signatures: what each layer takes and makes (empty: an activation, from a weight that is not sliced).
-        tied: whether the last of several layers, the head, computes with the weight of the first one, the
-            embedding, and has none of its own (`weights[-1]` is 0).
-        residual: elements of the residual stream where it is carried beside the activations, for one microbatch.
-        routing: elements of what a router says of one microbatch's tokens.
-        blocks: where blocks begin and the last one ends, if they are half-blocks, each with a norm, or if embedding
-            and head are layers of their own (empty: each layer is a block).
+        tied: whether the last of several layers, the head, computes with the weight of the first one, the embedding,
+            and has none of its own (`weights[-1]` is 0).
+        residual: elements of one microbatch's residual stream, if it is carried beside the activations.
+        routing: elements of a router's output for one microbatch.
+        blocks: the first layer of each block and the end of the last block, if blocks consist of several layers, or if
+            embedding and head are layers (empty: each layer is a block).
         weight_blocks: the blocks of the whole model whose parameters layer l has (empty: layer l is block l).
-        stats: elements that the loss needs of one slice of the logits, for one microbatch.
+        stats: elements of the loss statistics of one slice of the logits, for one microbatch.
         queries, keys_values: elements of a PROJECT layer's results, for one microbatch.
-        slices_per_rank: into how many slices the mesh cuts every sequence for each context-parallel rank.
-        tiles: into how many slices each tensor-parallel rank's part of a layer is cut, which it may compute one after
-            the other (see `shardlab.simulate.passes.tile`).
+        slices_per_rank: slices of every sequence for each context-parallel rank.
+        tiles: slices of each tensor-parallel rank's part of a layer. The rank may compute them one after the other (see
+            `shardlab.simulate.passes.tile`).
     """
 
     weights: tuple[int, ...]
@@ -94,7 +94,7 @@ class Sizes:
 
     @classmethod
     def of_puzzle(cls, layers: int, mesh: Mesh) -> Sizes:
-        """Return the puzzles' model with so many layers, or so many blocks if the mesh slices layers."""
+        """Return the puzzles' model with this number of layers, or of blocks if the mesh slices layers."""
         if mesh.ep > 1:
             return cls.expert_blocks(layers) if mesh.tp > 1 or mesh.cp > 1 else cls.mixture(layers)
         if mesh.cp > 1:
@@ -191,6 +191,11 @@ class Sizes:
         whole = (self.opt_states if kind is Kind.OPT_STATE else self.weights)[layer]
         return -(-whole * form.holds.mask.bit_count() // form.holds.of)
 
+    def bytes(self, spec: Spec) -> int:
+        """Return the bytes of a value on one rank."""
+        dtype = spec.form.dtype
+        return self.elements(spec) * (int(bytes_of(dtype)) if dtype else self.element_bytes[spec.kind])
+
     def _row_elements(self, spec: Spec) -> int:
         form = spec.form
         kind, layer, space = form.kind, form.layer, form.space
@@ -217,38 +222,9 @@ class Sizes:
             of *= space.count(index)
         return -(-elements // of)
 
-    def bytes(self, spec: Spec) -> int:
-        """Return the bytes of a value on one rank."""
-        dtype = spec.form.dtype
-        return self.elements(spec) * (int(bytes_of(dtype)) if dtype else self.element_bytes[spec.kind])
-
 
 SQUARE, ROWS = PUZZLE_HIDDEN * PUZZLE_HIDDEN, PUZZLE_HIDDEN * PUZZLE_LENGTH
 """Elements of the puzzles' matrix, and of its activation for one microbatch."""
-
-
-def _parameters(layer: Layer, *, vectors: bool) -> int:
-    """Return the elements of a layer's weight: a matrix, a vector for a norm, or none."""
-    if not any(node.weights for node in layer.nodes):
-        return 0
-    return PUZZLE_HIDDEN if layer.carries and vectors else SQUARE
-
-
-def _puzzle_sizes(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = True) -> Sizes:
-    """Return the puzzles' sizes of some layers: matrices, and norms that are vectors if `vectors`."""
-    sizes = tuple(_parameters(layer, vectors=vectors) for layer in layers)
-    weights = (*sizes[:-1], 0) if tied else sizes
-    return Sizes(
-        weights=weights,
-        opt_states=weights,
-        matrices=tuple(elements if elements == SQUARE else 0 for elements in weights),
-        activations=(ROWS,) * (len(layers) + 1),
-        saved=(0,) * len(layers),
-        signatures=layers,
-        residual=ROWS if any(layer.carries for layer in layers) else 0,
-        stats=3 * PUZZLE_LENGTH if any(layer.cut for layer in layers) else 0,
-        tied=tied,
-    )
 
 
 _MATRIX = Node("matrix", {"x": "width"}, {"x": "width"}, {"w": "width in"}, atomic=True)
@@ -326,6 +302,30 @@ def mixture_layers(blocks: int) -> tuple[Layer, ...]:
     last: LayerDefinition = ("non-expert", (_COMBINE, _ADD, _NORM), ())
     experts: LayerDefinition = ("experts", (_EXPERTS,), ("expert",))
     return build_layers([first, experts, *(each for _ in range(blocks - 1) for each in (later, experts)), last])
+
+
+def _parameters(layer: Layer, *, vectors: bool) -> int:
+    """Return the elements of a layer's weight: a matrix, a vector for a norm, or none."""
+    if not any(node.weights for node in layer.nodes):
+        return 0
+    return PUZZLE_HIDDEN if layer.carries and vectors else SQUARE
+
+
+def _puzzle_sizes(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = True) -> Sizes:
+    """Return the puzzles' sizes of some layers: matrices, and norms that are vectors if `vectors`."""
+    sizes = tuple(_parameters(layer, vectors=vectors) for layer in layers)
+    weights = (*sizes[:-1], 0) if tied else sizes
+    return Sizes(
+        weights=weights,
+        opt_states=weights,
+        matrices=tuple(elements if elements == SQUARE else 0 for elements in weights),
+        activations=(ROWS,) * (len(layers) + 1),
+        saved=(0,) * len(layers),
+        signatures=layers,
+        residual=ROWS if any(layer.carries for layer in layers) else 0,
+        stats=3 * PUZZLE_LENGTH if any(layer.cut for layer in layers) else 0,
+        tied=tied,
+    )
 
 
 def _between_norms(bodies: Sequence[LayerDefinition | list[LayerDefinition]]) -> list[LayerDefinition]:

@@ -1,10 +1,10 @@
-"""The tape: what one rank does in one optimizer step, as an ordered list of ops. Everything else reads tapes.
+"""Tapes: the ops of each rank in one optimizer step, as ordered lists. Everything else reads tapes.
 
 `Op` is one entry, and `Program` has the tapes of all ranks. The second part finds out which ops of different ranks
 belong together: each rank's k-th communication on a *channel* is the same communication (`Matcher`,
 `communications_of`). A channel is a group, whose ranks meet in collectives; or (source, destination), along which
 messages keep their order; or (rank,), on which a rank copies alone. Tracing, the check, folding and drawing all match
-in this way. The last part holds what a real run records of a tape (`RankRecord`).
+in this way. The last part is the record of a real run of a tape (`RankRecord`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shardlab.language.sizes import Sizes
 SUM = Reduction.SUM
 
 TIED_HEAD = "the head is tied to the embedding and has no weight of its own"
-"""Why a program cannot load the weight of a tied head."""
+"""Reason why a program cannot load the weight of a tied head."""
 
 TIED_HEAD_REMEDY = "it computes with weights[0], load layer 0"
-"""What to do instead."""
+"""Remedy for a program that loads the weight of a tied head."""
 
 
 _new: Callable[[type[ExpectedValue], tuple[Kind, int, int]], ExpectedValue] = cast(Any, tuple).__new__
-"""Makes an ExpectedValue without the cost of a NamedTuple's own constructor."""
+"""Constructor of an ExpectedValue without the Python call of a NamedTuple's own constructor."""
 
 
 class ExpectedValue(NamedTuple):
@@ -64,7 +64,7 @@ class Op(NamedTuple):
     """One entry of a tape. Values and handles are numbers, counted from 0 on each rank.
 
     Attributes:
-        kind: what is done.
+        kind: the kind of op.
         layer: the layer computed on or communicated for (WAIT and FREE: -1).
         inputs: numbers of the values read. FORWARD (activation, weight[, residual]); BACKWARD (activation, gradient,
             weight, saved[, gradient of the next residual]), of a PROJECT layer (activation, gradient of the queries,
@@ -77,21 +77,23 @@ class Op(NamedTuple):
             keys and values, saved); ATTEND_BACKWARD (gradients of the queries, of keys and values); BACKWARD (weight
             gradient, gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of
             the residual], saved for weight); LOSS (gradient of the activation; none where nothing is trained); UPDATE
-            (weight, optimizer state); BROADCAST (value) on all but the root, which has it; GATHER and
-            REDUCE (value) on the root alone; BARRIER none.
+            (weight, optimizer state); BROADCAST (value) on all but the root, which has it; GATHER and REDUCE (value) on
+            the root alone; BARRIER none.
         handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).
-        holds: what LOAD_WEIGHT, LOAD_OPT_STATE and LOAD_BATCH load (the last in microbatches, or in pieces of them);
-            the slices of a ZERO_GRADIENT; which of so many equal parts of its value a SLICE takes; to which part of the
-            experts a FORWARD dispatches tokens (None: to all).
-        expect: what a RECV must deliver, or a BROADCAST or SCATTER to a rank that is not its root.
+        holds: the slices that LOAD_WEIGHT, LOAD_OPT_STATE and ZERO_GRADIENT make; the microbatches, or pieces of them,
+            that LOAD_BATCH loads; the part of its input that SLICE takes; the part of the experts to which FORWARD
+            dispatches tokens (None: all experts).
+        expect: the value that a RECV must deliver, or that a BROADCAST or SCATTER must deliver to a rank other than its
+            root.
         batch: SENDs and RECVs with one number are issued together, as one group (-1: alone).
-        root: the rank that alone gives or receives in a BROADCAST, SCATTER, GATHER or REDUCE (-1: none).
-        reduction: what a REDUCE or an ALL_REDUCE makes of the members' values.
-        factor: by what a SCALE multiplies.
-        dtype: what a CAST makes of its value ("": the numbers of its kind).
-        place: where an OFFLOAD copies to, and where what LOAD_WEIGHT and LOAD_OPT_STATE load lies ("": the device).
+        root: the only rank that gives (BROADCAST, SCATTER) or receives (GATHER, REDUCE) the whole value (-1: none).
+        reduction: how a REDUCE or an ALL_REDUCE combines the members' values.
+        factor: the factor of a SCALE.
+        dtype: the dtype to which a CAST converts ("": the dtype of the value's kind).
+        place: the place to which an OFFLOAD copies, or in which the value of a LOAD_WEIGHT or LOAD_OPT_STATE lies ("":
+            the device).
         offset: the byte of the step's arena at which the first output begins (-1: memory of its own, taken when it is
             made); see `shardlab.check.buffers`.
     """
@@ -115,14 +117,14 @@ class Op(NamedTuple):
 
     @property
     def about(self) -> About:
-        """What a refusal of this op is about."""
+        """Name of this op in a refusal, with its layer."""
         return About(str(self), self.layer)
 
     def __str__(self) -> str:
         kind = self.kind
         if kind is OpKind.WAIT:
             return f"wait(handle {self.handle})"
-        if kind is OpKind.FREE and self.inputs:  # a tape from a file may say anything
+        if kind is OpKind.FREE and self.inputs:  # a tape from a file may be malformed
             return f"free(value {self.inputs[0]})"
         if kind is OpKind.SEND:
             return f"send to rank {self.peer}"
@@ -189,7 +191,7 @@ class Program:
 
     @cached_property
     def rules(self) -> Rules:
-        """Rules that derive what its ops make of values."""
+        """Rules that derive the outputs of the program's ops."""
         return rules_of(self.sizes.signatures, self.sizes.space(self.mesh, self.microbatches), self.sizes.directed)
 
     def fingerprint(self) -> str:
@@ -219,7 +221,7 @@ class Participant(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """A communication with all its parts.
+    """Communication with all its parts.
 
     Attributes:
         stream: whether it is a collective, a message or a copy.
@@ -399,7 +401,7 @@ class MemoryRecord:
 
 @dataclass
 class RankRecord:
-    """What a real run recorded on one rank.
+    """Record of a real run on one rank.
 
     Attributes:
         rank: its number.

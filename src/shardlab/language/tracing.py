@@ -97,10 +97,11 @@ class Tracer(ABC):
         self._batches = 0
         self._batch = -1  # number of the open batch of messages
         self._counted = 0
-        self._next_count = VALUES_PER_COUNT  # at so many values or handles; costs a comparison an op
+        # The next count is due at this number of values or handles. It costs one comparison an op.
+        self._next_count = VALUES_PER_COUNT
 
     def refuse(self, rule: Rule, about: About | str, given: str, remedy: str) -> NoReturn:
-        """Raise `Refused` for what the program is doing now."""
+        """Raise `Refused` about the verb that the program calls."""
         raise Refused(rule, about, given, remedy).at(self.index, len(self.ops))
 
     def group(self, axis: str | None = None) -> Group:
@@ -131,6 +132,57 @@ class Tracer(ABC):
         value = new_value(self, number, spec)
         values.append(value)
         return value
+
+    def refuse_to_store(self, kind: Kind, key: Hashable, value: object) -> NoReturn:
+        """Refuse to store an object that is no live value of the store's kind."""
+        if isinstance(value, Value) and value.rank is self and value.spec.kind is not kind:
+            remedy = f"it belongs into rank.{value.spec.kind.value}, keep it there"
+            self.refuse("wrong store", "", f"{kind.value}[{key!r}] was given {value.spec}", remedy)
+        self._refuse_value(value, f"{kind.value}[{key!r}]")
+
+    def forget_key(self, value: Value) -> None:
+        """Remove one of the keys that name a value, and free the value with its last key."""
+        value.keys -= 1
+        if not value.keys and value.alive:
+            self._free(value)
+
+    def emit_wait(self, handle: Handle[Any]) -> None:
+        """Append a handle's WAIT to the tape. What the communication read may then be freed."""
+        handle.waited = True
+        number, read = handle.number, handle.read
+        del self._outstanding[number]
+        self.ops.append(wait_op(number))
+        if read is not None:
+            reading = read.reading
+            read.reading = () if len(reading) == 1 else tuple([other for other in reading if other is not handle])
+            if not read.keys and handle.result is not read:
+                self._done_with(read)
+
+    def release(self) -> None:
+        """Drop the tape and all values."""
+        self.ops, self._values = [], []
+
+    def end(self, frozen: int) -> None:
+        """End the step: wait for what is in flight, then free all values but one of each loaded slice.
+
+        Args:
+            frozen: the layers whose weights stay as they were loaded, as a bit set.
+        """
+        for handle in list(self._outstanding.values()):
+            if not handle.waited:
+                self.emit_wait(handle)
+        kept: set[Spec] = set()
+        for value in self._values:
+            if isinstance(value, Value) and value.alive:
+                spec = value.spec
+                at = self._loaded.get((spec.kind, spec.layer, spec.holds))
+                loaded = at is not None and self.ops[at].place == spec.form.place
+                final = spec.step or (spec.kind is Kind.WEIGHT and frozen >> spec.layer & 1)
+                if value.keys and final and loaded and spec not in kept:
+                    kept.add(spec)
+                else:
+                    self._free(value)
+        self._count_ops()
 
     def _make_all(self, specs: Sequence[Spec]) -> list[Value]:
         """Make new values, as `make` does, without a call for each."""
@@ -199,19 +251,6 @@ class Tracer(ABC):
         why = "its last key was deleted, or it was popped for one use and has had it"
         self.refuse("freed", about, f"{given} ({why})", "keep its key until its last use")
 
-    def refuse_to_store(self, kind: Kind, key: Hashable, value: object) -> NoReturn:
-        """Refuse to store an object that is no live value of the store's kind."""
-        if isinstance(value, Value) and value.rank is self and value.spec.kind is not kind:
-            remedy = f"it belongs into rank.{value.spec.kind.value}, keep it there"
-            self.refuse("wrong store", "", f"{kind.value}[{key!r}] was given {value.spec}", remedy)
-        self._refuse_value(value, f"{kind.value}[{key!r}]")
-
-    def forget_key(self, value: Value) -> None:
-        """Remove one of the keys that name a value, and free the value with its last key."""
-        value.keys -= 1
-        if not value.keys and value.alive:
-            self._free(value)
-
     def _done_with(self, *values: Value) -> None:
         """Free the inputs of an op that no key names."""
         for value in values:
@@ -240,41 +279,3 @@ class Tracer(ABC):
         self._outstanding[handle.number] = handle
         if read is not None:
             read.reading += (handle,)
-
-    def emit_wait(self, handle: Handle[Any]) -> None:
-        """Append a handle's WAIT to the tape. What the communication read may then be freed."""
-        handle.waited = True
-        number, read = handle.number, handle.read
-        del self._outstanding[number]
-        self.ops.append(wait_op(number))
-        if read is not None:
-            reading = read.reading
-            read.reading = () if len(reading) == 1 else tuple([other for other in reading if other is not handle])
-            if not read.keys and handle.result is not read:
-                self._done_with(read)
-
-    def release(self) -> None:
-        """Drop the tape and all values."""
-        self.ops, self._values = [], []
-
-    def end(self, frozen: int) -> None:
-        """End the step: wait for what is in flight, then free all values but one of each loaded slice.
-
-        Args:
-            frozen: the layers whose weights stay as they were loaded, as a bit set.
-        """
-        for handle in list(self._outstanding.values()):
-            if not handle.waited:
-                self.emit_wait(handle)
-        kept: set[Spec] = set()
-        for value in self._values:
-            if isinstance(value, Value) and value.alive:
-                spec = value.spec
-                at = self._loaded.get((spec.kind, spec.layer, spec.holds))
-                loaded = at is not None and self.ops[at].place == spec.form.place
-                final = spec.step or (spec.kind is Kind.WEIGHT and frozen >> spec.layer & 1)
-                if value.keys and final and loaded and spec not in kept:
-                    kept.add(spec)
-                else:
-                    self._free(value)
-        self._count_ops()

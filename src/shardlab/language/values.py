@@ -43,7 +43,7 @@ class Value:
     """Symbol of a value on one rank while the program is traced. It has a spec, and no data.
 
     Attributes:
-        rank, number, spec: its rank, its number there, and what it is.
+        rank, number, spec: its rank, its number on that rank, and its spec.
         keys: how many store keys name it.
         reading: communications in flight that read it. Until they complete it is read-only and stays alive.
         alive: whether ops may use it.
@@ -120,12 +120,6 @@ class Store(MutableMapping[Hashable, Value]):
         except KeyError:
             raise self._missing(key) from None
 
-    def _missing(self, key: Hashable) -> Refused:
-        have = ", ".join(map(repr, self._values))
-        has = f"has the keys {have}, use one of these" if have else "is empty, keep the value in it"
-        missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", f"the store {has}")
-        return missing.at(self._rank.index, len(self._rank.ops))
-
     def __setitem__(self, key: Hashable, value: Value) -> None:
         rank = self._rank
         if (
@@ -171,6 +165,12 @@ class Store(MutableMapping[Hashable, Value]):
     def _repr_svg_(self) -> str | None:
         return picture(self)
 
+    def _missing(self, key: Hashable) -> Refused:
+        have = ", ".join(map(repr, self._values))
+        has = f"has the keys {have}, use one of these" if have else "is empty, keep the value in it"
+        missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", f"the store {has}")
+        return missing.at(self._rank.index, len(self._rank.ops))
+
 
 Result = TypeVar("Result", covariant=True)
 
@@ -191,16 +191,6 @@ class Handle(Generic[Result]):
 
     __slots__ = ("number", "op", "others", "rank", "read", "ready", "result", "waited")
 
-    def _begin(self, rank: TracedRank, result: Any, read: Value | None, *, ready: bool = False) -> None:
-        """Set the fields that every kind of handle has. A plain call, since `super` would make an object."""
-        self.rank = rank
-        self.number = rank.handles
-        self.op = len(rank.ops)
-        self.result: Result = result
-        self.read = read
-        self.others: tuple[Handle[Any], ...] = ()
-        self.ready, self.waited = ready, False
-
     def wait(self) -> Wait:
         """Return what this handle waits for."""
         raise AssertionError("every kind of handle says what it waits for")
@@ -216,6 +206,16 @@ class Handle(Generic[Result]):
         if not self.waited:
             self.rank.emit_wait(self)
         return self.result
+
+    def _begin(self, rank: TracedRank, result: Any, read: Value | None, *, ready: bool = False) -> None:
+        """Set the fields that every kind of handle has. A plain call, since `super` would make an object."""
+        self.rank = rank
+        self.number = rank.handles
+        self.op = len(rank.ops)
+        self.result: Result = result
+        self.read = read
+        self.others: tuple[Handle[Any], ...] = ()
+        self.ready, self.waited = ready, False
 
     def _await_others(self) -> Generator[Any, None, None]:
         """Wait until all are ready, then append their WAITs in the order of issue."""

@@ -35,7 +35,7 @@ NO_LOOP = ("no running event loop", "no current event loop")
 """Errors of asyncio's own functions (sleep, gather), since ranks are driven without an event loop."""
 
 CLOSING_TRIES = 100
-"""How many awaits in `finally` clauses are closed before a program is abandoned."""
+"""Most awaits in `finally` clauses that are closed before a program is abandoned."""
 
 
 def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatches: int) -> Program:
@@ -58,10 +58,10 @@ class World:
     """Ranks that run one program together while it is traced.
 
     Args:
-        mesh: the ranks' grid, or how many ranks there are.
+        mesh: the ranks' grid, or the number of ranks.
         sizes: elements of every value, or the number of layers of the puzzles' model (of its blocks, where the mesh is
             tensor, context or expert parallel).
-        microbatches: how many the global batch is cut into.
+        microbatches: number of microbatches of the global batch.
 
     Attributes:
         trained: the layers of which a rank has loaded an optimizer state so far, as a bit set.
@@ -71,7 +71,7 @@ class World:
     """
 
     most_ops = MAX_OPS
-    """Ops on all tapes, unless `trace_limits` sets another limit."""
+    """Limit of the ops on all tapes, unless `trace_limits` sets another one."""
 
     def __init__(
         self,
@@ -125,18 +125,6 @@ class World:
                 lambda: f"rank {self._running.index}, op {len(self._running.ops)}",
             )
 
-    def _drive(self, coroutines: list[Coroutine[Any, Any, object]]) -> Program:
-        self._runnable.extend(range(len(coroutines)))
-        try:
-            while self._runnable:
-                self._resume(self._runnable.popleft(), coroutines)
-            if self._parked:
-                raise deadlock_error({handle.rank.index: handle.wait() for handle in self._parked.values()})
-            return self.finish()
-        finally:
-            for coroutine in coroutines:
-                _close(coroutine)
-
     def finish(self) -> Program:
         """Close every rank's tape after all programs have ended."""
         frozen = ~self.trained if self.trained else 0
@@ -148,6 +136,18 @@ class World:
         """Drop tapes and values: they refer to each other, and would stay until the garbage collector runs."""
         for rank in self.ranks:
             rank.release()
+
+    def _drive(self, coroutines: list[Coroutine[Any, Any, object]]) -> Program:
+        self._runnable.extend(range(len(coroutines)))
+        try:
+            while self._runnable:
+                self._resume(self._runnable.popleft(), coroutines)
+            if self._parked:
+                raise deadlock_error({handle.rank.index: handle.wait() for handle in self._parked.values()})
+            return self.finish()
+        finally:
+            for coroutine in coroutines:
+                _close(coroutine)
 
     def _start(self, strategy: Strategy) -> list[Coroutine[Any, Any, object]]:
         name = getattr(strategy, "__name__", repr(strategy))
@@ -212,6 +212,7 @@ def _refuse_awaited(rank: Rank) -> NoReturn:
 def _close(coroutine: Coroutine[Any, Any, object]) -> None:
     """Close a coroutine whatever its `finally` clauses do: the error to report is the one that ended the trace."""
     for _ in range(CLOSING_TRIES):
-        with suppress(Exception):  # also "coroutine ignored GeneratorExit": it awaits again, so close it again
+        # Also "coroutine ignored GeneratorExit": the coroutine awaits again, so close it again.
+        with suppress(Exception):
             coroutine.close()
             return

@@ -1,7 +1,7 @@
-"""Timing collectives in the manner of nccl-tests: check, warm up, call many times, average over ranks.
+"""Timing of collectives in the manner of nccl-tests: check, warm up, call many times, average over ranks.
 
-(github.com/NVIDIA/nccl-tests.) Unlike there, the calls are timed in several batches and the median batch counts, since
-a machine without devices of its own is seldom quiet.
+See github.com/NVIDIA/nccl-tests. Unlike there, the calls are timed in several batches and the median batch counts,
+since a machine without devices of its own is rarely idle.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -51,8 +51,8 @@ class CollectiveBench:
     Attributes:
         kinds: names of collectives, from `fits.KINDS`.
         sizes: bytes of the whole value, ascending.
-        groups: sizes of the groups of ranks; each divides the number of all ranks.
-        seconds: approximate time of a point in all.
+        groups: sizes of the groups of ranks. Each divides the number of all ranks.
+        seconds: approximate time of a point.
         overlap: whether each kind except messages is also timed between and beside computations, for most of that time.
     """
 
@@ -64,7 +64,7 @@ class CollectiveBench:
 
     @property
     def each(self) -> float:
-        """Seconds for each way in which a point is timed: alone, and in three kinds of rounds, short and long
+        """Seconds for each way to time a point: alone, and in three kinds of rounds, short and long
         (`measure_overlap`).
         """
         return self.seconds / (1 + 3 * len(COMPUTE_SECONDS)) if self.overlap else self.seconds
@@ -80,7 +80,7 @@ class CollectiveBench:
 
 
 def group_sizes(ranks: int) -> tuple[int, ...]:
-    """Return the divisors of a number of ranks from 2 on, which are the sizes of groups in a mesh of so many ranks.
+    """Return the divisors of a number of ranks from 2 on: the sizes of groups in a mesh of these ranks.
 
     >>> group_sizes(8), group_sizes(6)
     ((2, 4, 8), (2, 3, 6))
@@ -137,34 +137,35 @@ def measure_case(
 
 
 PRODUCT = {"cpu": (16, 512), "cuda": (1024, 1024)}
-"""Rows and columns of what is multiplied by a square matrix: a small part of a round, and on a core as much memory for
-its arithmetic as a layer of few tokens moves."""
+"""Rows and columns of the timed matrix products. A product takes a small part of a round, and on a core it moves as
+much memory for its arithmetic as a layer of few tokens."""
 
 LENGTHS = (1, 5, 2, 8, 3)
-"""Relative durations of consecutive computations: as those of layers, they differ."""
+"""Relative durations of consecutive computations. They differ, as those of layers do."""
 
 COMPUTE_SECONDS = (0.5e-3, 5e-3)
-"""Seconds of the computations between two collectives, of short rounds and of long ones: between the halves of a small
-block under tensor parallelism, and between the blocks of a model."""
+"""Seconds of the computations between two collectives, in short rounds and in long rounds: between the halves of a
+small block under tensor parallelism, and between the blocks of a model."""
 
 
 def measure_overlap(
     world: MeasuringRanks, team: Team, kind: str, case: CollectiveCase, alone: float, usual: float, seconds: float
 ) -> OverlapPoint:
-    """Measure rounds of products of matrices alone, of products and then a collective that is waited for at once, and
-    of products between its start and the wait, as an executor does both.
+    """Measure three kinds of rounds: matrix products alone, products followed by a collective, and products during a
+    collective.
 
-    Alone, again and again, a collective finds its threads awake and a core for each. In a step the ranks compute
-    between two of them, and a rank that has what it waited for computes at once, on a core that the other one's
-    communication may still need: the system's scheduler decides who waits, often for milliseconds.
+    The rounds are needed because a collective that is called repeatedly finds its threads awake, with a core for each.
+    In a training step the ranks compute between two collectives. A rank whose data has arrived computes at once, on a
+    core that another rank's communication may still need. The scheduler of the system then decides which of them waits,
+    often for milliseconds.
 
-    On a GPU the collective has a stream of its own. Products take as long as the collective, or longer: there has to be
-    something to hide it behind.
+    On a GPU the collective has a stream of its own. Products take at least as long as the collective, so that they can
+    hide it.
 
     Args:
-        alone: seconds of the collective, called again and again; between computations it takes no less.
-        usual: seconds of the products of a round, if they are no less than that.
-        seconds: how long each of the three is measured for, about.
+        alone: seconds of the collective when it is called repeatedly. Between computations it takes at least as long.
+        usual: seconds of the products of a round, if that is more than `alone`.
+        seconds: approximate time for which each of the three is measured.
     """
     clock = Clock(world.device)
     rows, columns = PRODUCT[world.device.type]
@@ -227,7 +228,7 @@ class Team:
         return len(self.ranks)
 
     def values(self, rank: int, elements: int) -> Tensor:
-        """Make the tensor (elements,) that the member `rank` gives: small whole numbers, whose sums are exact."""
+        """Return the tensor (elements,) that the member `rank` gives: small whole numbers, whose sums are exact."""
         return _pattern(elements, self.device) * (rank + 1)
 
     def sum(self, elements: int) -> Tensor:
@@ -265,35 +266,14 @@ class CollectiveCase:
 
 
 def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
-    """Return a collective on float32 numbers of about `size` bytes in all, a multiple of the ranks."""
+    """Return a collective on float32 numbers of about `size` bytes, a multiple of the ranks."""
     elements = max(1, size // 4 // team.size) * team.size
     return CASES[kind](elements, team)
-
-
-def _pattern(elements: int, device: torch.device) -> Tensor:
-    return torch.arange(elements, device=device).remainder_(7).add_(1).to(torch.float32)
-
-
-def _case(
-    elements: int,
-    team: Team,
-    call: Callable[..., Any],
-    result: Tensor | None,
-    expected: Tensor | None,
-    sent: Tensor | None = None,
-) -> CollectiveCase:
-    """Return a case of a collective that lacks only its group."""
-    work = partial(call, group=team.group)
-    return CollectiveCase(4 * elements, lambda: work().wait, result, expected, sent)
 
 
 def _all_reduce(elements: int, team: Team) -> CollectiveCase:
     x = team.values(team.index, elements)
     return _case(elements, team, partial(all_reduce, x, dist.ReduceOp.SUM), x, team.sum(elements), sent=x)
-
-
-def _whole_value(elements: int, team: Team) -> Tensor:
-    return torch.cat([team.values(rank, elements // team.size) for rank in range(team.size)])
 
 
 def _all_gather(elements: int, team: Team) -> CollectiveCase:
@@ -346,7 +326,7 @@ def _barrier(elements: int, team: Team) -> CollectiveCase:
 
 
 def _send_recv(elements: int, team: Team) -> CollectiveCase:
-    """Return a message from the first rank to the second and back; it takes twice the time of one message."""
+    """Return a message from the first rank to the second and back. It takes twice the time of one message."""
     assert team.size == 2, "a message has two ends"
     other = team.ranks[1 - team.index]
     x = team.values(0, elements) if team.index == 0 else torch.zeros(elements, device=team.device)
@@ -374,7 +354,7 @@ CASES: dict[str, Callable[[int, Team], CollectiveCase]] = {
 
 
 class MeasuringRanks:
-    """This rank among all, with their teams and their common decisions.
+    """This rank in the world, with its teams and the decisions that all ranks share.
 
     Args:
         rank: number of the rank.
@@ -407,7 +387,7 @@ class MeasuringRanks:
         return self.sum(number) / self.size
 
     def meet(self) -> None:
-        """Wait until all ranks have come, and their devices have done what they were given."""
+        """Wait until all ranks are here and their devices are idle."""
         self.sum(0)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -419,7 +399,7 @@ class MeasuringRanks:
 
 
 class Clock:
-    """Marks moments of a device's current stream, and says what lies between them.
+    """Clock that marks moments of a device's current stream, and returns the seconds between them.
 
     >>> clock = Clock(torch.device("cpu"))
     >>> clock.mark(); clock.mark()
@@ -432,7 +412,7 @@ class Clock:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Now, in the order of what the device has been given to do."""
+        """Mark this moment in the device's queue of work."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -441,7 +421,10 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def gaps(self) -> list[float]:
-        """Seconds from each mark to the next, above 0; waits until the device is at the last, and forgets them."""
+        """Return the seconds from each mark to the next, above 0.
+
+        This waits until the device has reached the last mark, and clears the marks.
+        """
         marks, self._marks = self._marks, []
         if self._cuda:
             torch.cuda.synchronize()
@@ -449,7 +432,7 @@ class Clock:
         return [max(SHORTEST_SECONDS, second - first) for first, second in pairwise(marks)]
 
     def seconds(self, run: Callable[[], Any], iterations: int) -> float:
-        """Seconds of one call, as the mean over so many, one after the other."""
+        """Return the seconds of one call, as the mean over consecutive calls."""
         self.mark()
         for _ in range(iterations):
             run()
@@ -458,11 +441,32 @@ class Clock:
 
 
 def iterations_for(seconds: float, budget: float, at_least: int = 5, at_most: int = 2000) -> int:
-    """How many calls of so many seconds fill a budget of seconds."""
+    """Return the number of calls that fill a budget of seconds."""
     return max(at_least, min(at_most, int(budget / max(seconds, SHORTEST_SECONDS))))
 
 
 def batches(iterations: int, count: int) -> Sequence[int]:
-    """Split iterations into `count` batches, as even as can be; fewer batches if there are fewer iterations."""
+    """Split iterations into `count` batches, as evenly as possible. With fewer iterations there are fewer batches."""
     count = min(count, iterations)
     return [iterations // count + (i < iterations % count) for i in range(count)]
+
+
+def _pattern(elements: int, device: torch.device) -> Tensor:
+    return torch.arange(elements, device=device).remainder_(7).add_(1).to(torch.float32)
+
+
+def _case(
+    elements: int,
+    team: Team,
+    call: Callable[..., Any],
+    result: Tensor | None,
+    expected: Tensor | None,
+    sent: Tensor | None = None,
+) -> CollectiveCase:
+    """Return a case of a collective that lacks only its group."""
+    work = partial(call, group=team.group)
+    return CollectiveCase(4 * elements, lambda: work().wait, result, expected, sent)
+
+
+def _whole_value(elements: int, team: Team) -> Tensor:
+    return torch.cat([team.values(rank, elements // team.size) for rank in range(team.size)])

@@ -1,4 +1,18 @@
-"""Fits by least squares of the relative error, so that what is short counts as much as what is long."""
+"""Measured points, and the numbers of a profile that are fitted to them.
+
+All fits minimize the least squares of the relative error, so that short times count as much as long ones
+(`nonnegative_least_squares`, `fit_relative`). Three kinds of numbers follow:
+
+- Rates of kernels (`fit_kernels`). The time of a layer is the overhead of its op, plus for each kernel (launch + FLOPs
+  / rate + bytes / bandwidth), all of them 0 or more. Every measured layer is one equation.
+- Lines of collectives (`fit_lines`): latency, and seconds per byte. A short measurement on a busy machine can give
+  lines that are impossible, so a line comes with a reason to doubt it, if there is one.
+- Costs of a collective during a step that computes (`fit_contention`, `fit_lag`).
+
+The second half has the measured points (`CollectivePoint`, `LayerPoint`, ...) and their file. Each point is written at
+once, so that an interrupted measurement keeps it. At the end are the small models that are trained to time layers
+(`Subject`).
+"""
 
 from __future__ import annotations
 
@@ -29,12 +43,12 @@ from shardlab.strategies.plan.plan import Plan
 Array = NDArray[np.float64]
 
 ROUNDS = 8
-"""Rounds of reweighting. Fewer points change from round to round than a timing repeats."""
+"""Rounds of reweighting. After them, points change less from round to round than timings vary."""
 
 
 @dataclass(frozen=True)
 class FitErrors:
-    """How far predictions are from what was measured, relative to that."""
+    """Errors of predictions, relative to the measurements."""
 
     median: float
     worst: float
@@ -47,19 +61,19 @@ class FitErrors:
 
 
 def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
-    """The x >= 0 that makes |matrix x - target| smallest (Lawson and Hanson 1974, chapter 23: the active set method).
+    """Return the x >= 0 that minimizes |matrix x - target| (Lawson and Hanson 1974, chapter 23: the active set method).
 
     Args:
-        matrix: (equations, unknowns); an unknown whose column is zero is 0.
+        matrix: (equations, unknowns). An unknown whose column is zero is 0.
         target: (equations,).
 
     Returns:
         (unknowns,).
     """
     scale = np.linalg.norm(matrix, axis=0)
-    scale[scale == 0] = 1  # columns of seconds per byte and of seconds differ by ten orders of magnitude
+    scale[scale == 0] = 1  # columns in seconds per byte and in seconds differ by ten orders of magnitude
     triangle = cast(Array, np.linalg.qr(np.column_stack([matrix / scale, target]), mode="r"))
-    scaled, target = triangle[:, :-1], triangle[:, -1]  # the same problem with only as many equations as unknowns
+    scaled, target = triangle[:, :-1], triangle[:, -1]  # an equivalent problem with as many equations as unknowns
     x = np.zeros(scaled.shape[1])
     free = np.zeros(len(x), dtype=bool)
     tolerance = 1e-12 * max(1.0, float(np.abs(scaled.T @ target).max(initial=0)))
@@ -75,7 +89,7 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
             below = free & (trial <= 0)
             if not below.any():
                 break
-            step = float((x[below] / (x[below] - trial[below] + 1e-300)).min())  # as far as all stay positive
+            step = float((x[below] / (x[below] - trial[below] + 1e-300)).min())  # the longest with all positive
             x += step * (trial - x)
             free &= x > 1e-14 * max(1.0, float(x.max()))
             x[~free] = 0
@@ -84,10 +98,10 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
 
 
 def fit_relative(matrix: Array, measured: Array) -> Array:
-    """The x >= 0 for which `matrix @ x` comes closest to what was measured, relative to it.
+    """Return the x >= 0 for which `matrix @ x` is closest to the measurements, relative to them.
 
-    Timings on a busy machine have outliers, always upwards. So residuals beyond the usual one count by their size and
-    not by its square (Huber 1964; iteratively reweighted).
+    Timings on a busy machine have outliers, which are always too large. So residuals larger than the typical one count
+    linearly instead of squared (Huber 1964, by iteratively reweighted least squares).
 
     Args:
         matrix: (points, unknowns).
@@ -105,10 +119,10 @@ def fit_relative(matrix: Array, measured: Array) -> Array:
 
 
 def alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Latency in seconds and seconds per byte: time = alpha + beta x bytes (Hockney 1994).
+    """Return latency in seconds and seconds per byte: time = alpha + beta x bytes (Hockney 1994).
 
     Args:
-        sizes, seconds: what was measured, one of each at every size; with one size alone, all is latency.
+        sizes, seconds: measurements, one at each size. With a single size, all time is latency.
     """
     if len(set(sizes)) < 2:
         return median(seconds), 0.0
@@ -117,25 +131,21 @@ def alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float,
     return float(alpha), float(beta)
 
 
-# Fits the rates of kernels to the times of layers: a layer takes the sum of what its kernels take.
-#
-# time = (what the op takes beside its kernels) + sum over kernels of (launch + FLOPs / rate + bytes / bandwidth), all
-# of them 0 or more; one equation for every measured layer, solved by least squares of the relative error.
-
-
 Rates = dict[tuple[str, str], Rate]
 """Rates by family and dtype, as in `hardware.Profile`."""
 
 POINTWISE = "pointwise:"
 
 OPS_WITH_OVERHEAD = ("forward", "backward", "backward_input", "backward_weight", "load_batch")
-"""The ops that take time beside kernels, to build or walk a graph or to draw tokens; others have but one kernel."""
+"""Ops that take time besides their kernels, to build or walk a graph or to draw tokens. All other ops have one
+kernel."""
 
 
 def fit_kernels(points: Sequence[LayerPoint]) -> Rates:
-    """The rates of every family in every dtype, from layers that were measured with equally many processes.
+    """Return the rates of every family in every dtype, from layers that were measured with the same number of
+    processes.
 
-    What a pointwise kernel takes that was not measured is fitted too, as if all those that were measured were one.
+    Pointwise kernels that were not measured get the rates of all measured ones together.
     """
     rates: Rates = {}
     for dtype in sorted({point.dtype for point in points}):
@@ -147,14 +157,14 @@ def fit_kernels(points: Sequence[LayerPoint]) -> Rates:
 
 
 def predict(point: LayerPoint, rates: Rates) -> float:
-    """How long a layer takes by these rates, in seconds."""
+    """Return the seconds of a layer by these rates."""
     own = rates.get((f"op:{point.op}", point.dtype))
     kernels = (rates[family, point.dtype].seconds(flops, bytes) for family, flops, bytes in point.kernels)
     return (own.launch if own else 0.0) + sum(kernels)
 
 
 def errors_by_layer(points: Sequence[LayerPoint], rates: Rates) -> dict[tuple[str, str], FitErrors]:
-    """How well the rates predict what they were fitted to, by layer and op."""
+    """Return the errors of the rates on the points to which they were fitted, by layer and op."""
     groups: dict[tuple[str, str], list[LayerPoint]] = defaultdict(list)
     for point in points:
         groups[point.layer, point.op].append(point)
@@ -162,43 +172,12 @@ def errors_by_layer(points: Sequence[LayerPoint], rates: Rates) -> dict[tuple[st
 
 
 def rate_errors(points: Sequence[LayerPoint], rates: Rates) -> FitErrors:
-    """How well the rates predict all points together."""
+    """Return the errors of the rates on all points together."""
     return FitErrors.between([predict(point, rates) for point in points], [point.seconds for point in points])
 
 
-def _fit(points: Sequence[LayerPoint], any_pointwise: bool) -> dict[str, Rate]:
-    families: dict[str, None] = {}
-    for point in points:
-        own = [f"op:{point.op}"] if point.op in OPS_WITH_OVERHEAD else []
-        families |= dict.fromkeys([*own, *(_family(kernel, any_pointwise) for kernel in point.kernels)])
-    place = {family: number for number, family in enumerate(families)}
-    matrix: Array = np.zeros((len(points), len(place), 3))
-    for row, point in zip(matrix, points, strict=True):
-        if point.op in OPS_WITH_OVERHEAD:
-            row[place[f"op:{point.op}"], 0] = 1
-        for kernel in point.kernels:
-            row[place[_family(kernel, any_pointwise)]] += (1, *kernel[1:])
-    measured = np.array([point.seconds for point in points])
-    found = fit_relative(matrix.reshape(len(points), -1), measured).reshape(-1, 3)
-    return {
-        family: Rate(float(launch), float(1 / flop) if flop else 0.0, float(1 / byte) if byte else 0.0)
-        for family, (launch, flop, byte) in zip(families, found, strict=True)
-    }
-
-
-def _family(kernel: KernelWork, any_pointwise: bool) -> str:
-    family = kernel[0]
-    if any_pointwise and family.startswith(POINTWISE):
-        return "pointwise_backward" if family.endswith("_backward") else "pointwise"
-    return family
-
-
-# Latency and seconds per byte of every collective, and what speaks against them: a short bench on a busy machine
-# finds lines that cannot be.
-
-
 MOST_MISSED = 1 / 3
-"""A line that half of its points miss by more than this is doubted."""
+"""Relative error above which a line is doubted, if half of its points exceed it."""
 
 ONE_SIZE = "one size alone does not tell latency from bandwidth; give a --max above --min"
 NO_SLOPE = "larger sizes hardly took longer, so bandwidth is a guess; measure longer and larger: --seconds, --max"
@@ -208,7 +187,7 @@ NO_LATENCY = "no latency was found, so small sizes are too cheap; measure longer
 
 @dataclass(frozen=True)
 class FittedLine:
-    """A line, how well it tells its points, and a sentence on why it should not be relied on, or None."""
+    """Line of a collective, its errors, and the reason to doubt it (None: there is none)."""
 
     line: AlphaBeta
     errors: FitErrors
@@ -216,7 +195,7 @@ class FittedLine:
 
 
 def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[int, float]]:
-    """Seconds of a collective, by (its name in a profile, ranks) and then by bytes."""
+    """Return the seconds of a collective by bytes, for each (name in a profile, ranks)."""
     found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for point in points:
         if isinstance(point, CollectivePoint):
@@ -225,18 +204,19 @@ def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[in
 
 
 def fit_lines(points: Sequence[Point]) -> dict[tuple[str, int], FittedLine]:
-    """The line of every collective and group size, through what `collective_seconds` has of it."""
+    """Return the line of every collective and group size, fitted to `collective_seconds`."""
     return {key: fit_line(found) for key, found in collective_seconds(points).items()}
 
 
 def fit_line(found: Mapping[int, float]) -> FittedLine:
-    """A line whose time depends on the size.
+    """Return a line whose time depends on the size.
 
-    Where sizes add less than the points scatter, their bandwidth was not found: then it is what the largest size shows,
-    latency and all. That is less than there is, so that nothing larger is predicted to take no longer.
+    If the time grows with the size by less than the points scatter, the fit gives no bandwidth. The bandwidth is then
+    that of the largest size, with its latency. This is a lower bound, so that larger sizes are predicted to take
+    longer.
 
     Args:
-        found: seconds by bytes; a barrier has none, and its line is latency alone.
+        found: seconds by bytes. A barrier has no bytes, and its line is latency only.
     """
     line = AlphaBeta(*alpha_beta([*found], [*found.values()]))
     errors, largest = line_errors(line, found), max(found)
@@ -254,30 +234,31 @@ def fit_line(found: Mapping[int, float]) -> FittedLine:
 
 
 def line_errors(line: AlphaBeta, found: Mapping[int, float]) -> FitErrors:
-    """How far a line is from its points."""
+    """Return the errors of a line on its points."""
     return FitErrors.between([line.seconds(size) for size in found], [*found.values()])
 
 
-# What a collective costs a step that computes, from rounds of both: what is not hidden, and how ranks come apart.
-
-
 def fit_contention(points: Sequence[OverlapPoint]) -> float:
-    """Seconds that compute loses for each second of communication beside it: the median over the third of the points
-    that have most bytes, since of the others little but the start is seen."""
+    """Return the seconds that compute loses for each second of communication beside it.
+
+    It is the median over the third of the points with most bytes. Smaller points show little but the start of the
+    communication.
+    """
     ascending = sorted(points, key=lambda point: point.bytes)
     return median(point.contention for point in ascending[2 * len(points) // 3 :])
 
 
 def fit_lag(points: Sequence[OverlapPoint]) -> Lag:
-    """How ranks come apart: by a share of what they compute, which short rounds tell, and no further than long ones.
+    """Return the lag of ranks that wait for each other: a share of their compute time, and its limit.
 
-    What is lost beside compute, more than contention says, is the part of it that is not hidden.
+    Short rounds determine the share, and long rounds the limit. The hidden part is the time lost beside compute, beyond
+    that of contention.
     """
     ascending = sorted(points, key=lambda point: point.compute)
     middle = len(ascending) // 2
     short, long = ascending[: middle or 1], ascending[middle:]
     share = median(point.lag / point.compute for point in short)
-    lag = Lag(min(1.0, share), median(point.lag for point in long))  # a rank waits until the other one stops, at most
+    lag = Lag(min(1.0, share), median(point.lag for point in long))  # a rank waits at most until the other one stops
     contention = fit_contention(points)
     parts = [
         (point.lost - contention * min(point.compute, point.alone)) / lag.seconds(point.compute)
@@ -287,25 +268,22 @@ def fit_lag(points: Sequence[OverlapPoint]) -> Lag:
     return replace(lag, hidden=min(1.0, max(0.0, median(parts)))) if parts else lag
 
 
-# Measured points, and the file that each is written into at once: an interrupted bench keeps it.
-
-
 KINDS = (*COSTS, "send_recv")
-"""Collectives that are measured; the last is one message from one rank to another."""
+"""Collectives that are measured. The last is one message from one rank to another."""
 
 
 @dataclass(frozen=True)
 class CollectivePoint:
-    """One collective at one size.
+    """Measurement of one collective at one size.
 
     Attributes:
         kind: its name (see `KINDS`).
-        ranks: of a group; all groups of the world work at once.
-        bytes: of the whole value: what an all_gather or a gather results in, what a reduce_scatter or a scatter is
-            given, one rank's input of an all_to_all; of a barrier none.
-        seconds: of one call, the median over batches of the mean over calls and ranks.
-        iterations: calls that were timed.
-        wrong: elements of the results that were wrong, over all ranks.
+        ranks: ranks of a group. All groups of the world work at the same time.
+        bytes: bytes of the whole value: the result of an all_gather or a gather, the input of a reduce_scatter or a
+            scatter, one rank's input of an all_to_all. A barrier has none.
+        seconds: seconds of one call: the median over batches of the mean over calls and ranks.
+        iterations: number of timed calls.
+        wrong: wrong elements in the results of all ranks.
     """
 
     kind: str
@@ -333,13 +311,13 @@ class CollectivePoint:
 
 @dataclass(frozen=True)
 class OverlapPoint:
-    """A collective in steps that compute: products of matrices, which take about as long as it does, or longer.
+    """Measurement of a collective in steps that compute matrix products of about the same duration, or longer.
 
     Attributes:
-        kind, ranks, bytes: as of `CollectivePoint`.
-        alone: seconds of the collective, called again and again.
+        kind, ranks, bytes: as in `CollectivePoint`.
+        alone: seconds of the collective when it is called repeatedly.
         compute: seconds of the products of a step.
-        communication: what the collective adds where it is waited for between products; no less than `alone`.
+        communication: seconds that the collective adds between products that wait for it, at least `alone`.
         together: seconds of a step that starts it, computes the products, and then waits for it.
     """
 
@@ -353,47 +331,51 @@ class OverlapPoint:
 
     @property
     def overlap(self) -> float:
-        """The share of what could be hidden, the shorter of the two, that was: 1 if both together take the longer one's
-        time, 0 if they take the sum. Below 0 they slow each other down.
+        """Share of the shorter of the two times that was hidden.
+
+        1: both together take the time of the longer one. 0: they take the sum. Below 0: they slow each other down.
         """
         return (self.compute + self.communication - self.together) / min(self.compute, self.communication)
 
     @property
     def lag(self) -> float:
-        """Seconds that ranks which computed before lose where they meet, beside the collective itself."""
+        """Seconds that ranks lose at the collective after they have computed, beyond the collective itself."""
         return self.communication - self.alone
 
     @property
     def lost(self) -> float:
-        """Seconds by which both together take longer than the longer one."""
+        """Seconds by which both together take longer than the longer one alone."""
         return max(0.0, self.together - max(self.compute, self.alone))
 
     @property
     def contention(self) -> float:
-        """Seconds lost for each one in which both went on: 0 if neither slows the other down, 1 if they take turns, and
-        more if the cores have more to do then than for each by itself."""
+        """Seconds lost for each second in which both ran.
+
+        0: neither slows the other down. 1: they take turns. Above 1: together the cores have more work than for each
+        alone.
+        """
         return self.lost / min(self.compute, self.alone)
 
 
 KernelWork = tuple[str, float, float]
-"""A kernel's family (see `hardware.Profile`), its FLOPs, and the bytes that it moves."""
+"""Family of a kernel (see `hardware.Profile`), its FLOPs, and the bytes that it moves."""
 
 
 @dataclass(frozen=True)
 class LayerPoint:
-    """One op of a training step on one layer.
+    """Measurement of one op of a training step on one layer.
 
     Attributes:
-        layer: what the layer is: "embedding", "norm", "attention", "mlp", "head", "first block", ...
-        op: the op's name on the tape: "forward", "backward", "backward_input", ...
+        layer: sort of the layer: "embedding", "norm", "attention", "mlp", "head", "first block", ...
+        op: name of the op on the tape: "forward", "backward", "backward_input", ...
         width: features of a token.
         rows, tokens: sequences of the microbatch, and tokens of each.
         elements: parameters of the layer, padded.
-        dtype: of weights and activations.
-        processes: that computed at once, each on its own device or core.
-        seconds: of one call, the median over steps, mean over processes.
-        fastest: seconds of the fastest calls: far below `seconds` if the machine was busy with something else.
-        kernels: what it runs: (family, FLOPs, bytes) of each.
+        dtype: dtype of weights and activations.
+        processes: number of processes that computed at the same time, each on its own device or core.
+        seconds: seconds of one call: the mean over processes of the median over steps.
+        fastest: seconds of the fastest calls. They are far below `seconds` if the machine was busy.
+        kernels: (family, FLOPs, bytes) of each kernel.
     """
 
     layer: str
@@ -415,14 +397,14 @@ class LayerPoint:
 
 @dataclass(frozen=True)
 class PeakPoint:
-    """The fastest matrix product that was found.
+    """Measurement of the fastest matrix product.
 
     Attributes:
-        dtype: of both matrices.
-        processes: that computed at once.
+        dtype: dtype of both matrices.
+        processes: number of processes that computed at the same time.
         size: rows and columns of both matrices.
-        flops: per second, of one process.
-        threads: of each process.
+        flops: FLOPs per second of one process.
+        threads: threads of each process.
     """
 
     dtype: str
@@ -443,14 +425,14 @@ POINTS: dict[str, type[Any]] = {
 
 
 def append(path: Path, point: Point) -> None:
-    """Write a point at the end of a file."""
+    """Append a point to a file."""
     name = next(name for name, kind in POINTS.items() if isinstance(point, kind))
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"point": name, **asdict(point)}) + "\n")
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read all points of a file; none if there is no file. A last line that was cut off is left out."""
+    """Read all points of a file; none if there is no file. An incomplete last line is ignored."""
     if not path.exists():
         return []
     points: list[Point] = []
@@ -464,11 +446,8 @@ def read_points(path: Path) -> list[Point]:
     return points
 
 
-# Models that are computed to time layers: small ones of each width, whole and in halves, for one rank.
-
-
 MICROBATCHES = 2
-"""The first gradient of a step is made, the next one is added to it."""
+"""Microbatches of a timed step: the first gradient is made, and the second is added to it."""
 
 MEASURED = (
     OpKind.FORWARD,
@@ -483,11 +462,11 @@ MEASURED = (
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""Data types that layers are computed in."""
+"""Dtypes in which layers are computed."""
 
 
 class Shape(NamedTuple):
-    """A model's width, and a microbatch of so many sequences of so many tokens."""
+    """Width of a model, and the sequences and tokens of a microbatch."""
 
     width: int
     rows: int
@@ -495,13 +474,13 @@ class Shape(NamedTuple):
 
 
 def parse_batch(text: str) -> tuple[int, int]:
-    """Sequences and tokens of each.
+    """Parse the sequences of a microbatch, and the tokens of each.
 
     >>> parse_batch("8x128")
     (8, 128)
 
     Raises:
-        UserError: when it is no such pair.
+        UserError: if the text is no such pair.
     """
     rows, _, tokens = text.lower().partition("x")
     if not (rows.isdecimal() and tokens.isdecimal() and int(rows) and int(tokens)):
@@ -511,13 +490,13 @@ def parse_batch(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the way in which it is trained on one rank.
+    """Model that is trained on one rank to time its layers.
 
     Attributes:
-        model: in whole blocks or in halves.
+        model: the model, in whole blocks or in half-blocks.
         rows: sequences of a microbatch.
         split: whether the backward pass has two halves.
-        dtype: torch's name of it.
+        dtype: name of the dtype in torch.
     """
 
     model: Model
@@ -526,14 +505,16 @@ class Subject:
     dtype: str
 
     def checked(self) -> Checked:
-        """A step of two microbatches, one after the other."""
+        """Return a checked step of two microbatches, one after the other."""
         plan = Plan(schedule="zb-h1" if self.split else "1f1b")
         sizes = self.model.sizes(self.rows, int(bytes_of(self.dtype)))
         return check(trace(load(plan).program, Mesh(), sizes, MICROBATCHES))
 
     def layer_name(self, op: Op) -> str:
-        """Name the layer that an op computes on, as "norm", "attention", "first block" or "loss"; of an update "model",
-        for all layers are updated at once."""
+        """Return the sort of layer that an op computes on, such as "norm", "attention", "first block" or "loss".
+
+        For an update it is "model", because all layers are updated together.
+        """
         if op.kind is OpKind.LOSS:
             return "loss"
         if op.kind is OpKind.UPDATE:
@@ -548,7 +529,7 @@ class Subject:
         return {0: "first block", last: "last block"}.get(op.layer, "block")
 
     def work(self, op: Op, elements: int) -> tuple[KernelWork, ...]:
-        """The kernels of an op; `elements` are those of its layer's weights."""
+        """Return the kernels of an op. `elements` are those of its layer's weights."""
         bytes = bytes_of(self.dtype)
         if op.kind is OpKind.UPDATE:
             return (("update", 0.0, float(elements * bytes * UPDATE_MOVES)),)
@@ -573,12 +554,16 @@ class Subject:
 
 
 UPDATE_MOVES = 7
-"""Elements that AdamW moves for each of a weight: it reads gradient, weight and two moments, and writes all but one."""
+"""Elements that AdamW moves for each element of a weight: it reads gradient, weight and two moments, and writes all but
+the gradient."""
 
 
 def subjects(shape: Shape, dtype: str, vocab_size: int) -> list[Subject]:
-    """Models that are measured for a shape: GPT's whole blocks (first, middle, last) and halves of blocks, both also
-    with a split backward; of Llama, whose kernels are others but whose ops are the same, halves."""
+    """Return the models that are timed for a shape.
+
+    They are GPT in whole blocks (first, middle, last) and in half-blocks, both also with a split backward pass, and
+    Llama in half-blocks, whose kernels differ but whose ops are the same.
+    """
     heads = heads_of(shape.width)
     gpt = GPT(layers=1, hidden_size=shape.width, heads=heads, seq_len=shape.tokens, vocab_size=vocab_size)
     llama = Llama(layers=1, hidden_size=shape.width, heads=heads, seq_len=shape.tokens, vocab_size=vocab_size)
@@ -590,9 +575,36 @@ def subjects(shape: Shape, dtype: str, vocab_size: int) -> list[Subject]:
 
 
 def heads_of(width: int) -> int:
-    """Heads of about 64 features, as the models that are trained have; two at least.
+    """Return a number of heads of about 64 features, as in common models, but at least two.
 
     >>> heads_of(64), heads_of(768)
     (2, 12)
     """
     return next((heads for heads in range(max(2, width // 64), width) if width % heads == 0), 1)
+
+
+def _fit(points: Sequence[LayerPoint], any_pointwise: bool) -> dict[str, Rate]:
+    families: dict[str, None] = {}
+    for point in points:
+        own = [f"op:{point.op}"] if point.op in OPS_WITH_OVERHEAD else []
+        families |= dict.fromkeys([*own, *(_family(kernel, any_pointwise) for kernel in point.kernels)])
+    place = {family: number for number, family in enumerate(families)}
+    matrix: Array = np.zeros((len(points), len(place), 3))
+    for row, point in zip(matrix, points, strict=True):
+        if point.op in OPS_WITH_OVERHEAD:
+            row[place[f"op:{point.op}"], 0] = 1
+        for kernel in point.kernels:
+            row[place[_family(kernel, any_pointwise)]] += (1, *kernel[1:])
+    measured = np.array([point.seconds for point in points])
+    found = fit_relative(matrix.reshape(len(points), -1), measured).reshape(-1, 3)
+    return {
+        family: Rate(float(launch), float(1 / flop) if flop else 0.0, float(1 / byte) if byte else 0.0)
+        for family, (launch, flop, byte) in zip(families, found, strict=True)
+    }
+
+
+def _family(kernel: KernelWork, any_pointwise: bool) -> str:
+    family = kernel[0]
+    if any_pointwise and family.startswith(POINTWISE):
+        return "pointwise_backward" if family.endswith("_backward") else "pointwise"
+    return family

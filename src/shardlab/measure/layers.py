@@ -1,4 +1,4 @@
-"""Timing the ops of a real training step, one by one, on the executor's own path."""
+"""Timing of single ops of a real training step, as the executor runs them."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch leaves some of its annotations out.
@@ -71,7 +71,7 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
     world = MeasuringRanks(rank, device)
     plan = bench.plan(world.size)
     own = torch.get_num_threads()
-    alone = max(own, threads_of([CpuShare.of_this_process()]))  # as the rank of a run on one rank
+    alone = max(own, threads_of([CpuShare.of_this_process()]))  # as in a run on one rank
     progress = Progress(len(plan), show=rank == 0)
     for processes, dtype, shape in plan:
         what = "large products" if shape is None else f"width {shape.width}, {shape.rows} x {shape.tokens} tokens"
@@ -91,7 +91,7 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
 
 @dataclass(frozen=True)
 class Crowd:
-    """Processes that compute at once: all of the world, or one while the others wait."""
+    """Processes that compute at the same time: all of the world, or one while the others wait."""
 
     world: MeasuringRanks
     processes: int
@@ -176,7 +176,9 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     tape, shapes = executor.state.tape, executor.state.shapes
 
     def step() -> list[float]:
-        """Seconds of each op; those in which the microbatches are drawn, before, are of the ops that load them."""
+        """Run a step and return the seconds of each op. The time to draw microbatches counts for the ops that load
+        them.
+        """
         crowd.meet()
         clock.mark()
         executor.step()
@@ -219,8 +221,8 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
 
 
 def _key_of(op: Op) -> OpKey:
-    """Return the key under which an op is timed. The updates of all layers count as one, because the last makes them
-    all.
+    """Return the key under which an op is timed. All updates of a step count as one, because the last one does their
+    work.
     """
     return ALL_UPDATES if op.kind is OpKind.UPDATE else (op.kind, op.layer)
 

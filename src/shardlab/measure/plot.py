@@ -71,24 +71,12 @@ def plot_compute(points: Sequence[Point], path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure as SVG, PNG or PDF, by its suffix. Its metadata name Shardlab, so that a later figure may
-    replace
-    it.
+    """Write a figure as SVG, PNG or PDF, by its suffix.
+
+    The figure's metadata name Shardlab, so that a later figure may replace it.
     """
     with atomic_file(path) as part:
         figure.savefig(part, format=path.suffix[1:], metadata={"Creator": "shardlab"})
-
-
-def _panels(rows: int, columns: int) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def _ticks(set_ticks: Callable[..., Any], sizes: Sequence[int], text: Callable[[float], str]) -> None:
-    shown = sorted(set(sizes))
-    shown = shown[:: max(1, len(shown) // 5)]
-    set_ticks(shown, [text(size) for size in shown])
-    set_ticks([], minor=True)
 
 
 COLORS = ("#54aeff", "#d4a72c", "#d0d7de")
@@ -105,6 +93,18 @@ def plot_strategies(found: Mapping[str, list[tuple[StrategyPair, Comparison]]], 
         figure.supxlabel("time of a step over PyTorch's: ours above, PyTorch's below", fontsize=8)
         for path in paths:
             save_figure(figure, path)
+
+
+def _panels(rows: int, columns: int) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _ticks(set_ticks: Callable[..., Any], sizes: Sequence[int], text: Callable[[float], str]) -> None:
+    shown = sorted(set(sizes))
+    shown = shown[:: max(1, len(shown) // 5)]
+    set_ticks(shown, [text(size) for size in shown])
+    set_ticks([], minor=True)
 
 
 def _panel(axis: Any, title: str, pairs: list[tuple[StrategyPair, Comparison]]) -> None:

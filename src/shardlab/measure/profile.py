@@ -1,4 +1,8 @@
-"""Profile of this machine, updated: new measurements replace older ones of the same kind, and leave the rest."""
+"""Profile of this machine, updated with new measurements, and the JSON of a measurement.
+
+New measurements replace older ones of the same kind; the rest of the profile stays. `updated_profile` and `save` make
+the profile that the simulator reads. `as_json` has all measured points, and the fits that follow from them.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -34,7 +38,7 @@ from shardlab.simulate.hardware.profile import FastestProduct, differences, rate
 
 
 def this_machine() -> Machine:
-    """Describe this machine, as far as that tells it from others."""
+    """Return a description that distinguishes this machine from others."""
     if gpus := gpu_count():
         import torch
 
@@ -43,9 +47,9 @@ def this_machine() -> Machine:
 
 
 def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Profile:
-    """The profile that follows from what was measured, and for the rest from an older one of this machine.
+    """Return the profile that follows from measurements, and for the rest from an older profile of this machine.
 
-    With several numbers of processes, the kernels are those of the most.
+    If layers were measured with several numbers of processes, the rates are those of the largest number.
     """
     profile = old or Profile(this_machine(), {}, None, {}, memory_here())
     lines = {key: fitted.line for key, fitted in fit_lines(points).items()}
@@ -72,9 +76,9 @@ def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Prof
 
 
 def save(points: Sequence[Point], path: Path | None = None) -> Path:
-    """Write what was measured into this machine's profile; returns where it is.
+    """Write measurements into this machine's profile, and return its path.
 
-    At the default place, a profile of another machine (or of another torch) makes room.
+    At the default path, a profile of another machine or of another version of torch is replaced.
 
     Raises:
         UserError: a file that was named holds something else.
@@ -83,7 +87,7 @@ def save(points: Sequence[Point], path: Path | None = None) -> Path:
 
 
 def profile_to_update(path: Path | None = None) -> Profile | None:
-    """Read the profile that a file has of this machine already, if it has one.
+    """Read the profile of this machine from a file; None if the file has none.
 
     Raises:
         UserError: a file that was named holds something else.
@@ -105,7 +109,7 @@ def profile_to_update(path: Path | None = None) -> Profile | None:
 
 
 def memory_here() -> float:
-    """Bytes that all ranks have together, or each device."""
+    """Return the bytes of memory of all ranks together, or of each GPU."""
     if gpu_count():
         import torch
 
@@ -113,11 +117,8 @@ def memory_here() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-# JSON of a bench: all points that were measured, and the fits that follow from them.
-
-
 def as_json(points: Sequence[Point]) -> dict[str, Any]:
-    """Seconds, bytes, FLOPs and bytes/s throughout; errors are relative."""
+    """Return points and fits as JSON, in seconds, bytes, FLOPs and bytes/s. Errors are relative."""
     return {
         "machine": asdict(this_machine()),
         "collectives": [
@@ -125,7 +126,7 @@ def as_json(points: Sequence[Point]) -> dict[str, Any]:
                 **asdict(point),
                 "algorithm_bandwidth": point.algorithm_bandwidth,
                 "bus_bandwidth": point.bus_bandwidth,
-                "cs336_bandwidth": point.cs336_bandwidth,  # in GiB/s
+                "cs336_bandwidth": point.cs336_bandwidth,  # the point has GiB/s
             }
             for point in points
             if isinstance(point, CollectivePoint)
@@ -139,7 +140,7 @@ def as_json(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def collective_fits(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Alpha and beta of every collective and group size, how well they tell the points, and why not to rely on it."""
+    """Return alpha and beta of every collective and group size, with their errors and the reason to doubt them."""
     return [
         {"kind": kind, "ranks": ranks, **asdict(fitted.line), "errors": asdict(fitted.errors), "doubt": fitted.doubt}
         for (kind, ranks), fitted in fit_lines(points).items()
@@ -147,7 +148,7 @@ def collective_fits(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def crowds(points: Sequence[Point]) -> list[list[LayerPoint]]:
-    """The layers that were measured with equally many processes, the most first."""
+    """Return the layers that were measured with the same number of processes, the largest number first."""
     layers = [point for point in points if isinstance(point, LayerPoint)]
     counts = sorted({point.processes for point in layers}, reverse=True)
     return [[point for point in layers if point.processes == count] for count in counts]

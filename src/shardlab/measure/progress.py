@@ -49,12 +49,12 @@ class Progress:
         self._bar.start()
 
     def say(self, text: str) -> None:
-        """Name the thing that is measured next."""
+        """Name the next measurement."""
         self._text = text
         self._bar.update(self._task, description=text)
 
     def step(self) -> None:
-        """Count one thing that has been measured."""
+        """Count one measurement."""
         self._done += 1
         self._bar.update(self._task, completed=self._done)
         if self._pipe and (self._done % max(1, self._total // PIPE_LINES) == 0 or self._done == self._total):

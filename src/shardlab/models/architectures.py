@@ -1,4 +1,4 @@
-"""GPT, with nanoGPT's architecture, and the choices that later transformers make otherwise."""
+"""Architectures: GPT, Llama, mixtures of experts made of their parts, and an MLP without attention."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NormKind = Literal["layer", "rms"]
 
 @dataclass(frozen=True, kw_only=True)
 class GPT(Blocks):
-    """A pre-norm transformer: causal attention, a GELU MLP four times as wide, learned positions (karpathy/nanoGPT).
+    """Pre-norm transformer: causal attention, a GELU MLP four times as wide, learned positions (karpathy/nanoGPT).
 
-    >>> GPT(layers=12, heads=12, hidden_size=768, vocabulary=50304, seq_len=1024).parameter_count
+    >>> GPT(layers=12, heads=12, hidden_size=768, vocab_size=50304, seq_len=1024).parameter_count
     163109376
 
     Attributes:
@@ -32,9 +32,9 @@ class GPT(Blocks):
         ffn_hidden_size: features inside each MLP (None: 4 x hidden_size).
         activation: of the MLPs: gelu, gelu_tanh, squared_relu or swiglu.
         norm: layer, or rms (RMSNorm).
-        norm_eps: what norms add to the variance, or to the mean square.
+        norm_eps: number that norms add to the variance, or to the mean square.
         rope_theta: the base of rotary position embeddings (None: positions are learned).
-        rope_scaling: how its slower frequencies are stretched for contexts longer than the first one (None: not).
+        rope_scaling: scaling of the slower frequencies for contexts longer than the original one (None: no scaling).
     """
 
     heads: int = 4
@@ -66,37 +66,6 @@ class GPT(Blocks):
             self.at_least_one("ffn_hidden_size")
         self._check_choices()
 
-    def _check_choices(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise UserError(f"activation is {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
-        if self.norm not in ("layer", "rms"):
-            raise UserError(f"norm is {self.norm!r}; choose layer or rms")
-        if not 0 < self.norm_eps < math.inf:
-            raise UserError(f"norm_eps is {self.norm_eps}; give a small positive number, such as 1e-5")
-        if self.rope_scaling is not None:
-            object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))  # a list, if it was read from a file
-            self._check_scaling()
-        if self.rope_theta is None:
-            return
-        if not 0 < self.rope_theta < math.inf:
-            raise UserError(f"rope_theta is {self.rope_theta}; the base of the rotary angles is a positive number")
-        if self.hidden_size // self.heads % 2:
-            raise UserError(
-                f"rotary positions turn pairs of features, but a head has {self.hidden_size // self.heads} (width "
-                f"{self.hidden_size} / {self.heads} heads); choose a width that is a multiple of twice the heads"
-            )
-
-    def _check_scaling(self) -> None:
-        scaling = tuple[object, ...](self.rope_scaling or ())
-        numbers = [each for each in scaling if isinstance(each, int | float) and 0 < each < math.inf]
-        if self.rope_theta is None:
-            raise UserError("rope_scaling stretches rotary positions, but these are learned; give rope_theta as well")
-        if len(numbers) != 4 or len(scaling) != 4 or numbers[1] >= numbers[2]:
-            raise UserError(
-                f"rope_scaling is {list(scaling)}; give four positive numbers: factor, low_freq_factor, a larger "
-                "high_freq_factor, and the original context in tokens"
-            )
-
     @property
     def hidden(self) -> int:
         """Features inside each MLP."""
@@ -119,7 +88,7 @@ class GPT(Blocks):
         return self.tied
 
     def attention_part(self) -> tuple[Primitive, ...]:
-        """Norm, attention, sum with the residual stream."""
+        """Primitives of the attention half of a block: norm, attention, sum with the residual stream."""
         heads, kv_heads, drops = self.heads, self.kv_heads or self.heads, self.dropout > 0
         rope = self.rope_theta, self.rope_scaling
         body = attention(self.seq_len, self.hidden_size, heads, kv_heads, self.bias, drops, *rope)
@@ -130,36 +99,65 @@ class GPT(Blocks):
         added = self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
         return ("attention", self.attention_part()), ("feed-forward", (self.norm_of("ln_2"), *body, added))
 
+    def _check_choices(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"activation is {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        if self.norm not in ("layer", "rms"):
+            raise UserError(f"norm is {self.norm!r}; choose layer or rms")
+        if not 0 < self.norm_eps < math.inf:
+            raise UserError(f"norm_eps is {self.norm_eps}; give a small positive number, such as 1e-5")
+        if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))  # a file gives a list
+            self._check_scaling()
+        if self.rope_theta is None:
+            return
+        if not 0 < self.rope_theta < math.inf:
+            raise UserError(f"rope_theta is {self.rope_theta}; the base of the rotary angles is a positive number")
+        if self.hidden_size // self.heads % 2:
+            raise UserError(
+                f"rotary positions turn pairs of features, but a head has {self.hidden_size // self.heads} (width "
+                f"{self.hidden_size} / {self.heads} heads); choose a width that is a multiple of twice the heads"
+            )
 
-# A transformer whose MLPs are mixtures of experts.
+    def _check_scaling(self) -> None:
+        scaling = tuple[object, ...](self.rope_scaling or ())
+        numbers = [each for each in scaling if isinstance(each, int | float) and 0 < each < math.inf]
+        if self.rope_theta is None:
+            raise UserError("rope_scaling stretches rotary positions, but these are learned; give rope_theta as well")
+        if len(numbers) != 4 or len(scaling) != 4 or numbers[1] >= numbers[2]:
+            raise UserError(
+                f"rope_scaling is {list(scaling)}; give four positive numbers: factor, low_freq_factor, a larger "
+                "high_freq_factor, and the original context in tokens"
+            )
 
 
 MOST_EXPERTS = 256
-"""An expert's number travels beside the residual stream in the compute dtype; bfloat16 is exact up to here."""
+"""Most experts of a layer. An expert's number travels beside the residual stream in the compute dtype, and bfloat16 is
+exact up to here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoE(GPT):
     """GPT with a mixture of experts in place of every MLP.
 
-    The router's softmax is over all experts. With one choice a token's result is weighted by its probability (Fedus et
-    al. 2021, arXiv 2101.03961); with more by the choices' probabilities, made to sum to 1 (Lepikhin et al. 2020, arXiv
-    2006.16668, section 2.2; Jiang et al. 2024, arXiv 2401.04088). First choices take places before second ones, and
-    earlier tokens before later ones; a token that finds none passes by on the residual stream.
+    The router's softmax is over all experts. With one choice, a token's result is weighted by its probability (Fedus et
+    al. 2021, arXiv 2101.03961). With several choices, the weights are their probabilities, divided by the sum (Lepikhin
+    et al. 2020, arXiv 2006.16668, section 2.2; Jiang et al. 2024, arXiv 2401.04088). First choices take slots before
+    second choices, and earlier tokens before later ones. A token that finds no slot stays on the residual stream.
 
     >>> MoE(experts=8, top_k=2).parameter_count > GPT().parameter_count
     True
 
     Attributes:
-        experts: of every layer, each as large as GPT's MLP.
-        shared_experts: of these beside them, which every token is sent to: as one that is so many times as wide. They
-            read what the router reads (Dai et al. 2024, arXiv 2401.06066, eq. 9).
-        top_k: how many experts a token is sent to.
-        capacity_factor: an expert's places for a microbatch, as a multiple of top_k * tokens / experts (None: dropless,
-            with room for every token at every expert: experts * tokens * width elements a layer, which is the bound of
-            what can arrive, and is taken whatever does).
-        auxiliary: weight of the load-balancing loss, which is the mean over microbatches. It enters the gradient; the
-            loss that is reported is the cross-entropy alone.
+        experts: experts of every layer, each as large as GPT's MLP.
+        shared_experts: experts that every token is sent to, computed as one that is wider by this factor. They read the
+            router's input (Dai et al. 2024, arXiv 2401.06066, eq. 9).
+        top_k: number of experts that a token is sent to.
+        capacity_factor: an expert's slots for a microbatch, as a multiple of top_k * tokens / experts. None: dropless,
+            with a slot for every token at every expert. The buffers then always take experts * tokens * width elements
+            a layer, the most that can arrive.
+        auxiliary: weight of the load-balancing loss, which is the mean over microbatches. It contributes to the
+            gradient. The reported loss is the cross-entropy alone.
     """
 
     experts: int = 4
@@ -189,7 +187,7 @@ class MoE(GPT):
 
     @property
     def router(self) -> Router:
-        """How every layer's tokens are routed."""
+        """Router of every layer."""
         return Router(
             hidden_size=self.hidden_size,
             experts=self.experts,
@@ -209,24 +207,16 @@ class MoE(GPT):
         return ("attention", self.attention_part()), ("shared experts", (norm, *shared, added)), ("experts", experts)
 
 
-# Llama, and mixtures of experts that are made of its parts.
-
-
 ROUND = 32
-"""SwiGLU's hidden features are a multiple of this unless they are given."""
-
-
-def _two_thirds(hidden_size: int) -> int:
-    """Hidden features of a SwiGLU with as many parameters as an MLP of 4 x width (Shazeer 2020, arXiv 2002.05202)."""
-    return aligned(-(-8 * hidden_size // 3), ROUND)
+"""Multiple to which the default hidden features of SwiGLU are rounded up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama(GPT):
-    """A GPT with RMSNorm, rotary positions and SwiGLU, without biases (Touvron et al. 2023, arXiv 2302.13971, 2.2).
+    """GPT with RMSNorm, rotary positions and SwiGLU, without biases (Touvron et al. 2023, arXiv 2302.13971, 2.2).
 
-    Llama 3 has fewer key/value heads than heads (arXiv 2407.21783, section 3.2). Llama 3.1
-    rescales frequencies for contexts longer than 8192 tokens (`rope_scaling`).
+    Llama 3 has fewer key/value heads than heads (arXiv 2407.21783, section 3.2). Llama 3.1 rescales frequencies for
+    contexts longer than 8192 tokens (`rope_scaling`).
 
     >>> Llama(hidden_size=48, heads=4, kv_heads=2).hidden
     128
@@ -247,7 +237,7 @@ class Llama(GPT):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixtral(MoE):
-    """A mixture of SwiGLU experts between Llama's attentions (Jiang et al. 2024, arXiv 2401.04088, section 2)."""
+    """Mixture of SwiGLU experts between Llama's attentions (Jiang et al. 2024, arXiv 2401.04088, section 2)."""
 
     bias: bool = False
     activation: Activation = "swiglu"
@@ -259,12 +249,11 @@ class Mixtral(MoE):
         return self.ffn_hidden_size or _two_thirds(self.hidden_size)
 
 
-# The smallest language model: it guesses the next token from the last one alone.
-
-
 @dataclass(frozen=True, kw_only=True)
 class MLP(Blocks):
-    """A GPT without attention and positions: every token goes its own way through residual pre-norm GELU MLPs.
+    """GPT without attention and positions: each token passes through residual pre-norm GELU MLPs by itself.
+
+    It is the smallest language model, and predicts the next token from the last one alone.
 
     Attributes:
         ffn_hidden_size: features inside each MLP (None: 4 x hidden_size).
@@ -286,3 +275,10 @@ class MLP(Blocks):
         body = feed_forward(self.seq_len, self.hidden_size, self.hidden, self.bias, "gelu")
         added = self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
         return (("feed-forward", (self.norm_of("ln_2"), *body, added)),)
+
+
+def _two_thirds(hidden_size: int) -> int:
+    """Return the hidden features of a SwiGLU with as many parameters as an MLP of 4 x width (Shazeer 2020, arXiv
+    2002.05202).
+    """
+    return aligned(-(-8 * hidden_size // 3), ROUND)

@@ -1,4 +1,4 @@
-"""The primitives of causal attention: projection, queries that meet keys and values, output."""
+"""Primitives of causal attention: the projection to queries, keys and values; the attention; and the output map."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from shardlab.models.layout import FusedAttention, Kernel, Matmul, Parameter, Po
 from shardlab.models.primitives import Linear, Pieces, Primitive, piece
 
 RopeScaling = tuple[float, float, float, int]
-"""Factor, low and high frequency factor, and the context that rotary frequencies were first trained for.
+"""Scaling of rotary frequencies: factor, low and high frequency factor, and the original context length. As in Llama
+3.1, a frequency with fewer than `low` turns in that context is divided by the factor, one with more than `high` turns
+is unchanged, and those between are interpolated linearly (meta-llama/llama-models, llama3/model.py, apply_scaling).
 
 Llama 3.1: a frequency with less than `low` turns in that context is divided by the factor, one with more than `high`
-stays, and what lies between is mixed linearly (meta-llama/llama-models, llama3/model.py, apply_scaling).
-"""
+stays, and what lies between is mixed linearly (meta-llama/llama-models, llama3/model.py, apply_scaling)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedHeads(Primitive):
-    """A primitive whose heads share keys and values in groups, if there are fewer `kv_heads` than heads.
+    """Primitive whose heads share keys and values in groups, if there are fewer `kv_heads` than heads.
 
     Grouped queries: Ainslie et al. 2023, arXiv 2305.13245.
 
     Attributes:
-        heads, kv_heads: of queries, and of keys and values.
+        heads, kv_heads: heads of queries, and of keys and values.
     """
 
     hidden_size: int
@@ -38,13 +39,15 @@ class GroupedHeads(Primitive):
 
 @dataclass(frozen=True, kw_only=True)
 class Projection(GroupedHeads):
-    """Normalised features `x` to queries `q` (rows, T, C), and keys and values `kv` (rows, T, 2 kv_width), by one map.
+    """Linear map of normalised features `x` to queries `q` (rows, T, C), and keys and values `kv` (rows, T, 2
+    kv_width).
 
-    Cut by heads.
+    It is cut by heads.
 
     Attributes:
-        rope_theta: base of the rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864; none: None).
-        rope_scaling: how its slower frequencies are stretched (None: not at all).
+        rope_theta: base of the rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864; None: no rotary
+            embedding).
+        rope_scaling: scaling of its slower frequencies (None: no scaling).
     """
 
     einsum: ClassVar[str] = "x(width) -> q(head) kv(head)"
@@ -75,7 +78,7 @@ class Projection(GroupedHeads):
         return ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """The gradient of queries, keys and values together."""
+        """Elements of the gradient of queries, keys and values together."""
         return rows * self.tokens * self.outputs
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:
@@ -85,7 +88,7 @@ class Projection(GroupedHeads):
         return 2 * self.tokens * self.hidden_size * self.outputs
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """Kernels of one product, then of the rotation of queries and keys."""
+        """Return the kernels of one product, then of the rotation of queries and keys."""
         rows = sequences * tokens
         made = Matmul(rows, piece(self.outputs, pieces, "head"), self.hidden_size, bias=self.bias)
         if self.rope_theta is None:
@@ -96,11 +99,11 @@ class Projection(GroupedHeads):
 
 @dataclass(frozen=True, kw_only=True)
 class Attend(GroupedHeads):
-    """What queries `q` make of keys and values `kv`: `x` (rows, T, C), causal scaled dot product attention.
+    """Causal scaled dot product attention of queries `q` to keys and values `kv`, with result `x` (rows, T, C).
 
-    Without dropout, it is one fused op that keeps the log-sum-exp of each head's rows; with it, three T x T matrices a
-    head: the softmax, its mask, and the product of both; and a copy of queries, keys and values, shared ones once for
-    each head. Cut by heads.
+    Without dropout, it is one fused op that keeps the log-sum-exp of each head's rows. With dropout, it keeps three T x
+    T matrices a head (the softmax, its mask, and the product of both), and a copy of queries, keys and values, with
+    shared ones once for each head. It is cut by heads.
     """
 
     einsum: ClassVar[str] = "q(head) kv(head) -> x(head)"
@@ -110,7 +113,7 @@ class Attend(GroupedHeads):
     drops: bool
 
     def heads_of(self, pieces: int) -> Attend:
-        """This primitive with the heads of one piece of so many alone."""
+        """Return this primitive with the heads of one piece only."""
         if pieces == 1:
             return self
         return replace(
@@ -135,23 +138,23 @@ class Attend(GroupedHeads):
         return 2 * (2 * self.tokens**2 * self.hidden_size)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """All tokens' queries, keys and values."""
+        """Return the kernels for all tokens' queries, keys and values."""
         seen = (tokens + 1) / (2 * tokens)  # the causal triangle, with its diagonal
         return self.kernels_between(sequences, tokens, tokens, seen, pieces)
 
     def kernels_between(
         self, sequences: int, queries: int, keys: int, seen: float, pieces: Pieces
     ) -> tuple[Kernel, ...]:
-        """Some tokens' queries that meet some tokens' keys and values.
+        """Return the kernels for some tokens' queries and some tokens' keys and values.
 
-        Fused without dropout. With it step by step, as masks are drawn for the T x T square; then all pairs are
-        computed, also those that are not seen.
+        Without dropout they are fused. With dropout each step is a kernel, because masks are drawn for the T x T
+        square; then all pairs are computed, also those that are masked.
 
         Args:
-            sequences: of the microbatches that are computed together.
+            sequences: sequences of the microbatches that are computed together.
             queries, keys: tokens of each sequence.
-            seen: the part of the pairs in which the query comes no earlier than the key.
-            pieces: into which heads are cut.
+            seen: fraction of the pairs whose query is not before the key.
+            pieces: number of pieces of the heads.
         """
         size, heads = self.hidden_size // self.heads, piece(self.heads, pieces, "head")
         if not self.drops:
@@ -177,7 +180,10 @@ def attention(
     rope_theta: float | None,
     rope_scaling: RopeScaling | None = None,
 ) -> tuple[Projection, Attend, Linear]:
-    """Projection, attention, and the map back onto the residual stream, whose bias is added with the residual."""
+    """Return the primitives of an attention: projection, attention, and the map back to the residual stream.
+
+    The bias of the last map is added with the residual.
+    """
     projection = Projection(
         tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta,
         rope_scaling=rope_scaling,

@@ -1,4 +1,9 @@
-"""Cutting a model: choosing where its list of primitives is cut into layers, and along which indices these are cut."""
+"""Cutting of models into finer layers, so that programs can communicate between them and slice them over ranks.
+
+`cut_for` decides how a mesh and a plan cut a model. `cut` splits the blocks around their bodies, and `cut_at_tie` makes
+the embedding and the head layers of their own. Both return a `CutModel`. `sampled` and `Repeated`, at the end, describe
+a model whose blocks are identical by three of them: the first, one in the middle, and the last.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +27,19 @@ from shardlab.models.model import Blocks, Model
 from shardlab.models.primitives import Linear, Lookup, Norm, Primitive, Step
 
 Matrix = Projection | Linear | Lookup | ExpertLinear
-"""Primitives with parameters that may be cut."""
+"""Types of the primitives with parameters that may be cut."""
 
 SLICED = {"vocab", "head", "ffn", "expert"}
-"""The indices that tp and ep cut."""
+"""Indices that tp and ep cut."""
 
 
 @dataclass(frozen=True, init=False)
 class CutModel(Model):
-    """The blocks of another model, cut into finer layers, some of them sliced over ranks.
+    """Model cut into finer layers, some of which are sliced over ranks.
 
     Attributes:
-        whole: the model that is cut; `layers` counts the finer layers, all other fields are its own.
-        has_blocks: whether whole blocks are layers, between the embedding and the head (see `cut_at_tie`).
+        whole: the model that is cut. `layers` counts the finer layers; all other fields are those of `whole`.
+        has_blocks: whether the layers are the embedding, whole blocks and the head (see `cut_at_tie`).
         tiles: slices of each tensor-parallel rank's part of a layer.
     """
 
@@ -78,7 +83,7 @@ class CutModel(Model):
 
     @property
     def block_bounds(self) -> tuple[int, ...]:
-        """Each block's first layer, and at last the head's; none where experts are layers."""
+        """First layer of each block, then the head; empty if experts are layers."""
         if self.has_blocks:
             return tuple(range(1, self.layers))
         first: dict[str, int] = {}
@@ -89,16 +94,16 @@ class CutModel(Model):
         return tuple(first.values())
 
     def first_token(self, slice: int) -> int:
-        """The first token of the vocabulary whose embedding and logit belong to a slice."""
+        """Return the first token of the vocabulary whose embedding and logit belong to a slice."""
         return self.logits // self.vocab_slices * slice
 
     @property
     def vocab_slices(self) -> int:
-        """Into how many slices the vocabulary is cut."""
+        """Number of slices of the vocabulary."""
         return self.run(self.layers - 1).pieces.get("vocab", 1)
 
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
-        """Elements of every value, as `Model.sizes` gives them, of layers that are cut into tiles."""
+        """Return the elements of every value, as `Model.sizes` does, with the number of tiles."""
         return replace(super().sizes(rows, element_bytes), tiles=self.tiles)
 
 
@@ -112,14 +117,13 @@ def cut(
     columns: bool = False,
     halves: bool = True,
 ) -> CutModel:
-    """Cut a model where programs communicate.
+    """Cut a model at the places where programs communicate.
 
-    The list of primitives is cut before and after each part's body, between the matrices that its slices share: a body
-    makes a term of the branch from a slice of its parameters (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053,
-    section 3), and the sum with the residual stream and the next norm are a layer that every rank computes, or a slice
-    of the sequence. A mixture of experts is cut before and after its experts too; where this is all that is cut, the
-    layers before and after them reach as far as the next ones. The vocabulary is padded to a multiple of the slices:
-    rows of zeros, and logits of -inf.
+    The list of primitives is cut before and after each body. A body is the run of matrices whose slices work on one
+    tensor: from a slice of its parameters it makes a term of the branch (Megatron-LM, Shoeybi et al. 2019, arXiv
+    1909.08053, section 3). The sum with the residual stream and the next norm are a layer that every rank computes,
+    whole or for a slice of the sequence. A mixture of experts is also cut before and after its experts. The vocabulary
+    is padded to a multiple of the slices, by rows of zeros and logits of -inf.
 
     >>> from shardlab.models import GPT, MLP, MoE
     >>> cut(GPT(layers=2), tp=4).layers, cut(MLP(layers=2), tp=4, columns=True).layers, cut(MoE(layers=2), ep=2).layers
@@ -127,15 +131,15 @@ def cut(
 
     Args:
         tp: slices of every body.
-        ep: slices of a mixture's experts: the ranks of `ep` and `cp` together have as many.
+        ep: slices of a mixture's experts, which are over the ranks of `ep` and `cp` together.
         tiles: slices of each of the bodies' slices.
-        attention_apart: whether attention lies between two layers, as an op of its own: then every layer computes any
-            tokens alone.
-        columns: whether every matrix is a layer of its own, cut along what it makes.
-        halves: whether a mixture of experts with a tied head is cut into half-blocks, and not around its experts alone.
+        attention_apart: whether attention is an op between two layers. Every layer then treats each token by itself.
+        columns: whether every matrix is a layer, cut along its output features.
+        halves: whether a mixture of experts with a tied head is cut into half-blocks, instead of only around its
+            experts.
 
     Raises:
-        UserError: when the model does not divide, or cannot be cut so.
+        UserError: if the model does not divide, or cannot be cut in this way.
     """
     if min(tp, ep) < 1:
         raise UserError(f"a model was to be cut into {tp} x {ep} slices (tp x ep); give at least 1 of each")
@@ -156,7 +160,8 @@ def cut(
     steps, pieces = model.steps, {"vocab": tp * tiles, "head": tp * tiles, "ffn": tp * tiles}
     if isinstance(model, MoE):
         steps, pieces = _placed_again(steps), {"expert": ep} | pieces
-        if tp == 1 and not attention_apart and not (model.tied and halves):  # attention is in layers before experts
+        # Attention belongs to the layers before experts.
+        if tp == 1 and not attention_apart and not (model.tied and halves):
             ends = [1, len(steps) - 1] if model.tied else []
             return _sliced(model, runs(steps, sorted([*_experts(steps), *ends])), {"expert": ep})
     want_cuttable(steps, pieces)
@@ -168,10 +173,10 @@ def cut(
 
 
 def cut_at_tie(model: Blocks) -> CutModel:
-    """Cut a model whose head is tied to its embedding, so that both are layers: they compute with one matrix.
+    """Cut a model whose head is tied to its embedding so that both are layers: they compute with one matrix.
 
-    Whole blocks lie between them, and one activation between any two layers. The positions belong to the first block
-    and the last norm to the last.
+    The layers between them are whole blocks, and one activation passes between any two layers. Position embeddings
+    belong to the first block, and the last norm to the last block.
 
     >>> from shardlab.models import GPT
     >>> cut_at_tie(GPT(layers=3, tied=True)).layers
@@ -182,10 +187,123 @@ def cut_at_tie(model: Blocks) -> CutModel:
     return CutModel(model, runs(model.steps, [1, *between, len(blocks) - 1]), has_blocks=True)
 
 
-def _bodies(steps: Sequence[Step]) -> list[int]:
-    """Where bodies begin, with what reads a tensor that slices share, and where they end, with what makes their sum.
+def cut_for(
+    model: Blocks,
+    mesh: Mesh,
+    *,
+    planned: bool = False,
+    attention_apart: bool = False,
+    ulysses: int = 1,
+    columns: bool = False,
+    tiles: int = 1,
+) -> Model:
+    """Return the model as the layers of a program: finer ones, if the mesh slices layers, or if the plan or a tied head
+    needs them.
 
-    What mixes tokens and is not cut, such as routing, begins a layer as well: it wants whole sequences.
+    Args:
+        planned: whether the program follows a plan. Pipelines of plans cut a model with a tied head into half-blocks.
+        attention_apart: whether the plan needs attention as an op of its own.
+        ulysses: number of neighbouring ranks of `cp` that exchange slices of sequences for heads in the plan.
+        columns: whether the program needs every matrix cut by columns.
+        tiles: number of tiles in which each rank computes a layer that can be cut.
+
+    Raises:
+        UserError: if the model does not divide, or if the program is not written for such layers.
+    """
+    require_half_blocks(tiles, planned=planned or mesh.tp > 1)
+    if mesh.ep > 1 and not isinstance(model, MoE):
+        raise UserError(
+            f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but {type(model).__name__} has none; "
+            "train a MoE, or set ep to 1"
+        )
+    tied = bool(model.borrowed(model.layers - 1))
+    apart = mesh.cp > 1 or attention_apart
+    if ulysses > 1:
+        _want_heads(model, mesh.tp, ulysses)
+    if mesh.ep > 1 or mesh.tp > 1 or apart or (tied and planned and mesh.pp > 1) or columns or tiles > 1:
+        ep = mesh.ep * mesh.cp
+        return cut(model, tp=mesh.tp, ep=ep, tiles=tiles, attention_apart=apart, columns=columns, halves=planned)
+    return cut_at_tie(model) if tied and mesh.pp == 1 else model
+
+
+T = TypeVar("T")
+
+SAMPLED = 3
+"""Number of blocks in a sample."""
+
+
+def sampled(model: Blocks) -> Blocks:
+    """Return a model with three of this model's blocks, or all blocks if it has fewer or if they differ."""
+    kind = type(model)
+    alike = kind.steps is Blocks.steps and kind.runs is Blocks.runs
+    return replace(model, layers=min(SAMPLED, model.layers)) if alike else model
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Layers of a model, each identical to a layer of a sample.
+
+    Attributes:
+        sample: three blocks, cut into layers as the model is, or all of its blocks.
+        more: number of the model's blocks beyond those of the sample.
+    """
+
+    sample: Model
+    more: int
+
+    @cached_property
+    def each(self) -> int:
+        """Number of layers of a block in the middle."""
+        return sum(run.steps[-1].block == 1 for run in self.sample.runs)
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each layer, the identical layer of the sample, then the number of the sample's loss."""
+        sampled, each = self.sample.layers, self.each
+        first = (sampled - each) // 2
+        again = [first + layer % each for layer in range(self.more * each)]
+        return (*range(first + each), *again, *range(first + each, sampled + 1))
+
+    def place(self, layer: int) -> str:
+        """Return the place of a layer in the model, as `Model.place` does."""
+        like = self.alike[layer]
+        if like == layer:
+            return self.sample.place(layer)
+        further = (layer - like) // self.each
+        return re.sub(r"\bblock (\d+)", lambda found: f"block {int(found[1]) + further}", self.sample.place(like))
+
+    def sizes(self, sizes: Sizes) -> Sizes:
+        """Return the sizes of the model, given those of its sample."""
+        if not self.more:
+            return sizes
+        layers = self.alike[:-1]
+        starts = sizes.blocks[:1] and [sizes.blocks[0] + block * self.each for block in range(self.more)]
+        return replace(
+            sizes,
+            weights=_taken(sizes.weights, layers),
+            opt_states=_taken(sizes.opt_states, layers),
+            matrices=_taken(sizes.matrices, layers),
+            activations=_taken(sizes.activations, self.alike),
+            saved=_taken(sizes.saved, layers),
+            saved_for_weight=_taken(sizes.saved_for_weight, layers),
+            keeps_input=_taken(sizes.keeps_input, layers),
+            saves_residual=_taken(sizes.saves_residual, layers),
+            signatures=_signatures(sizes.signatures, layers),
+            weight_blocks=tuple(
+                [
+                    tuple([block + (layer - like) // self.each for block in sizes.weight_blocks[like]])
+                    for layer, like in enumerate(layers)
+                ]
+            ),
+            blocks=(*starts, *[start + self.more * self.each for start in sizes.blocks]),
+        )
+
+
+def _bodies(steps: Sequence[Step]) -> list[int]:
+    """Return the steps at which bodies begin and end.
+
+    A body begins with the step that reads a tensor which slices share, and ends with the step that makes their sum. A
+    step that mixes tokens and is not cut, such as routing, also begins a layer, because it needs whole sequences.
     """
     return [
         number
@@ -195,12 +313,12 @@ def _bodies(steps: Sequence[Step]) -> list[int]:
 
 
 def _mixes(step: Step) -> bool:
-    """Whether a primitive mixes tokens, and has no slices that do."""
+    """Return whether a primitive mixes tokens and has no slices that do."""
     return step.primitive.mixes_tokens and not cut_indices(step.primitive, SLICED)
 
 
 def _experts(steps: Sequence[Step]) -> list[int]:
-    """Where experts begin, when tokens have been dispatched, and where they end."""
+    """Return the steps at which experts begin, after the dispatch of tokens, and at which they end."""
     kinds = [(type(before.primitive), type(step.primitive)) for before, step in pairwise(steps)]
     return [
         number
@@ -210,8 +328,9 @@ def _experts(steps: Sequence[Step]) -> list[int]:
 
 
 def _placed_again(steps: Sequence[Step]) -> list[Step]:
-    """What has been dispatched is combined in another layer than it was: there, places follow from the choices again,
-    so that experts' numbers alone are carried, exactly, in the compute dtype.
+    """Return the steps with slots assigned again before the combine, if it is in another layer than the dispatch.
+
+    So only the experts' numbers are carried between the layers. They are exact in the compute dtype.
     """
     again: list[Step] = []
     for step in steps:
@@ -225,7 +344,7 @@ def _placed_again(steps: Sequence[Step]) -> list[Step]:
 def _sliced(
     model: Blocks, layers: Sequence[Run], pieces: Mapping[str, int], *, columns: bool = False, tiles: int = 1
 ) -> CutModel:
-    """These layers, each cut along those indices that its parameters have; by columns, along what it makes."""
+    """Return these layers, each cut along the indices of its parameters, or along its output features if `columns`."""
     found: list[Run] = []
     want_carried(layers)
     for run in layers:
@@ -252,7 +371,7 @@ def _sliced(
 
 
 def _taking_own(step: Step) -> Step:
-    """A primitive whose slices make slices of its result, and take their own of a complete gradient."""
+    """Return a primitive whose slices make slices of its result, and take their own part of a complete gradient."""
     return step._replace(primitive=replace(step.primitive, takes_own=True))
 
 
@@ -262,7 +381,7 @@ def _indices(primitive: Primitive) -> set[str]:
 
 
 def _name(run: Run, before: Run | None, cut: bool) -> str:
-    """What sort of layer it is, for messages."""
+    """Return the name of a sort of layer, for messages."""
     if not cut:
         first, last = run.steps[0].primitive, run.steps[-1].primitive
         if isinstance(first, Route):
@@ -285,132 +404,18 @@ def _want_heads(model: Blocks, tp: int, ulysses: int) -> None:
                 )
 
 
-def cut_for(
-    model: Blocks,
-    mesh: Mesh,
-    *,
-    planned: bool = False,
-    attention_apart: bool = False,
-    ulysses: int = 1,
-    columns: bool = False,
-    tiles: int = 1,
-) -> Model:
-    """The model as a program's layers are: cut finer where the mesh slices layers, or the plan or a tie says so.
-
-    Args:
-        planned: whether a plan is followed. Its pipelines cut a model with a tied head into half-blocks.
-        attention_apart: whether that plan wants attention to be a step of its own.
-        ulysses: how many neighbours of `cp` exchange slices of sequences for heads in that plan.
-        columns: whether the program wants every matrix cut by columns.
-        tiles: in how many tiles each rank computes a layer that can be cut.
-
-    Raises:
-        UserError: when the model does not divide, or the program is not written for the layers that this makes.
-    """
-    require_half_blocks(tiles, planned=planned or mesh.tp > 1)
-    if mesh.ep > 1 and not isinstance(model, MoE):
-        raise UserError(
-            f"the mesh has ep {mesh.ep}, which cuts mixtures of experts, but {type(model).__name__} has none; "
-            "train a MoE, or set ep to 1"
-        )
-    tied = bool(model.borrowed(model.layers - 1))
-    apart = mesh.cp > 1 or attention_apart
-    if ulysses > 1:
-        _want_heads(model, mesh.tp, ulysses)
-    if mesh.ep > 1 or mesh.tp > 1 or apart or (tied and planned and mesh.pp > 1) or columns or tiles > 1:
-        ep = mesh.ep * mesh.cp
-        return cut(model, tp=mesh.tp, ep=ep, tiles=tiles, attention_apart=apart, columns=columns, halves=planned)
-    return cut_at_tie(model) if tied and mesh.pp == 1 else model
-
-
-# Models whose blocks are all alike, told by three of them: the first, one in the middle, and the last.
-
-
-T = TypeVar("T")
-
-SAMPLED = 3
-"""Blocks of a sample."""
-
-
-def sampled(model: Blocks) -> Blocks:
-    """Take three of a model's blocks; all, if it has no more or does not make them all alike, as `Blocks` does."""
-    kind = type(model)
-    alike = kind.steps is Blocks.steps and kind.runs is Blocks.runs
-    return replace(model, layers=min(SAMPLED, model.layers)) if alike else model
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """The layers of a model, each like one of its sample's.
-
-    Attributes:
-        sample: three blocks, cut into layers as the model is; or all of its blocks.
-        more: how many blocks the model has beside them.
-    """
-
-    sample: Model
-    more: int
-
-    @cached_property
-    def each(self) -> int:
-        """Layers of a block in the middle."""
-        return sum(run.steps[-1].block == 1 for run in self.sample.runs)
-
-    @cached_property
-    def alike(self) -> tuple[int, ...]:
-        """For each layer the sample's layer that it is like; the loss's place follows the last one's."""
-        sampled, each = self.sample.layers, self.each
-        first = (sampled - each) // 2
-        again = [first + layer % each for layer in range(self.more * each)]
-        return (*range(first + each), *again, *range(first + each, sampled + 1))
-
-    def place(self, layer: int) -> str:
-        """Where a layer stands in the model, as `Model.place` tells it."""
-        like = self.alike[layer]
-        if like == layer:
-            return self.sample.place(layer)
-        further = (layer - like) // self.each
-        return re.sub(r"\bblock (\d+)", lambda found: f"block {int(found[1]) + further}", self.sample.place(like))
-
-    def sizes(self, sizes: Sizes) -> Sizes:
-        """Sizes of the model, from those of its sample."""
-        if not self.more:
-            return sizes
-        layers = self.alike[:-1]
-        starts = sizes.blocks[:1] and [sizes.blocks[0] + block * self.each for block in range(self.more)]
-        return replace(
-            sizes,
-            weights=_taken(sizes.weights, layers),
-            opt_states=_taken(sizes.opt_states, layers),
-            matrices=_taken(sizes.matrices, layers),
-            activations=_taken(sizes.activations, self.alike),
-            saved=_taken(sizes.saved, layers),
-            saved_for_weight=_taken(sizes.saved_for_weight, layers),
-            keeps_input=_taken(sizes.keeps_input, layers),
-            saves_residual=_taken(sizes.saves_residual, layers),
-            signatures=_signatures(sizes.signatures, layers),
-            weight_blocks=tuple(
-                [
-                    tuple([block + (layer - like) // self.each for block in sizes.weight_blocks[like]])
-                    for layer, like in enumerate(layers)
-                ]
-            ),
-            blocks=(*starts, *[start + self.more * self.each for start in sizes.blocks]),
-        )
-
-
 def _taken(values: Sequence[T], layers: Sequence[int]) -> tuple[T, ...]:
     return tuple([values[layer] for layer in layers]) if values else ()
 
 
 @lru_cache(maxsize=64)
 def _signatures(sampled: tuple[Layer, ...], alike: tuple[int, ...]) -> tuple[Layer, ...]:
-    """Signatures of layers that are like these; the same objects for all models of one shape."""
+    """Return the signatures of layers that are identical to these. Models of one shape share the objects."""
     return tuple([_moved(sampled[like], layer - like) for layer, like in enumerate(alike)])
 
 
 def _moved(layer: Layer, by: int) -> Layer:
-    """A layer that stands so many places further; the weight of a tied one stays the first layer's."""
+    """Return a layer moved by a number of layers. A tied one still computes with the first layer's weight."""
     if not by:
         return layer
     inputs = tuple([port._replace(layer=port.layer + by) for port in layer.inputs])

@@ -1,4 +1,10 @@
-"""Where each parameter of a layer lies in the layer's one flat buffer."""
+"""Layout of a layer's parameters in its flat buffer, and the kernels of a layer.
+
+`Parameter` and `Cut` describe one parameter and its slices; `LayerLayout` places all parameters of a layer in one
+buffer. The second half describes the work of a layer as a list of kernels (`Matmul`, `FusedAttention`, `Pointwise`),
+each with its arithmetic and the memory that it moves. These counts are the same on all devices.
+`shardlab.simulate.hardware` turns them into time.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +17,14 @@ from operator import mul
 from typing import NamedTuple
 
 ALIGNMENT = 16
-"""Elements between the places where a parameter may start: 64 bytes of float32, one cache line."""
+"""Alignment of a parameter in elements: 64 bytes of float32, one cache line."""
 
 
 class Cut(NamedTuple):
-    """How a parameter is sliced: along `dim`, each of its `sections` into `pieces` of equal length.
+    """Cut of a parameter: along `dim`, each of its `sections` is cut into `pieces` of equal length.
 
-    A slice is its piece of every section, one after the other. Attention's matrix has three sections, for queries, keys
-    and values; no `sections` means one. A single section that does not divide is cut as if it were longer (by padding).
+    A slice is one piece of every section, one after the other. Attention's matrix has three sections, for queries, keys
+    and values. Without `sections` there is one. A single section that does not divide is padded.
     """
 
     dim: int
@@ -30,11 +36,11 @@ class Parameter(NamedTuple):
     """One parameter of a layer.
 
     Attributes:
-        name: as in nanoGPT.
-        shape: of the whole parameter.
+        name: its name, as in nanoGPT.
+        shape: shape of the whole parameter.
         decayed: whether AdamW's weight decay acts on it.
-        indices: the name of each dim, which says along what it may be cut.
-        sections: lengths of the sections of dim `section_dim` (none: one), which are cut alike.
+        indices: index name of each dim, which says how it may be cut.
+        sections: lengths of the sections of dim `section_dim` (empty: one section), which are all cut.
         section_dim: the dim that has sections.
     """
 
@@ -51,16 +57,16 @@ class Parameter(NamedTuple):
 
     @property
     def hidden_matrix(self) -> bool:
-        """Whether Muon steps it: a matrix, or one for each expert, but no embedding and no head."""
+        """Whether Muon updates it: a matrix, or one for each expert, but no embedding and no head."""
         return self.decayed and not {"vocab", "token"} & set(self.indices)
 
     def cuts(self, pieces: Mapping[str, int]) -> list[Cut]:
-        """How it is sliced where each index is cut into so many pieces."""
+        """Return how it is cut, given the number of pieces of each index."""
         named = [(dim, pieces.get(index, 1)) for dim, index in enumerate(self.indices)]
         return [Cut(dim, count, self.sections if dim == self.section_dim else ()) for dim, count in named if count > 1]
 
     def sliced(self, pieces: Mapping[str, int]) -> Parameter:
-        """One slice of it; all have one shape."""
+        """Return one slice of it. All slices have one shape."""
         counts = [pieces.get(index, 1) for index in self.indices]
         if all(count == 1 for count in counts):
             return self
@@ -70,33 +76,33 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """The flat buffer of one layer: its decayed parameters, then the others, each on a 64-byte boundary.
+    """Layout of one layer's flat buffer: its decayed parameters, then the others, each aligned to 64 bytes.
 
-    With the decayed ones in front, an optimizer treats a whole layer, or any slice of it, as at most two runs.
+    Since the decayed parameters come first, an optimizer treats a whole layer, or any slice of it, as at most two runs.
 
     >>> bias, weight = Parameter("bias", (3,), False, ("out",)), Parameter("weight", (3, 7), True, ("out", "in"))
     >>> layout = LayerLayout([bias, weight])
     >>> [p.name for p in layout.parameters], layout.offsets, layout.numel, layout.decayed_numel
     (['weight', 'bias'], (0, 32), 48, 32)
 
-    A layer that tensor parallelism cuts has one such run for every slice, all alike, one after the other.
+    If tensor parallelism cuts the layer, the buffer has one such run for every slice, all equally long.
 
     Attributes:
-        parameters: of one slice, in the buffer's order, whichever order they were given in.
-        slices: runs of the buffer.
+        parameters: the parameters of one slice, in the order of the buffer.
+        slices: number of runs of the buffer.
     """
 
     parameters: tuple[Parameter, ...]
     slices: int = 1
 
     def __init__(self, parameters: Iterable[Parameter], slices: int = 1) -> None:
-        ordered = sorted(parameters, key=lambda parameter: not parameter.decayed)  # stable
+        ordered = sorted(parameters, key=lambda parameter: not parameter.decayed)  # the sort is stable
         object.__setattr__(self, "parameters", tuple(ordered))
         object.__setattr__(self, "slices", slices)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The element of a run at which each parameter starts."""
+        """First element of each parameter in a run."""
         return (0, *accumulate(aligned(p.numel) for p in self.parameters))[:-1]
 
     @cached_property
@@ -109,63 +115,59 @@ class LayerLayout:
 
     @cached_property
     def run_numel(self) -> int:
-        """Elements of one slice's run, gaps included."""
+        """Elements of one slice's run, with gaps."""
         return sum(aligned(p.numel) for p in self.parameters)
 
     @property
     def numel(self) -> int:
-        """Elements of the buffer, gaps included."""
+        """Elements of the buffer, with gaps."""
         return self.slices * self.run_numel
 
     @cached_property
     def decayed_numel(self) -> int:
-        """Elements of a run's front part, which holds the decayed parameters; gaps included."""
+        """Elements of the front part of a run, which holds the decayed parameters, with gaps."""
         return sum(aligned(p.numel) for p in self.parameters if p.decayed)
 
     @property
     def parameter_count(self) -> int:
-        """Elements of the parameters, without the gaps."""
+        """Elements of the parameters, without gaps."""
         return self.slices * sum(p.numel for p in self.parameters)
 
     @property
     def matrix_count(self) -> int:
-        """Elements of the parameters that Muon steps."""
+        """Elements of the parameters that Muon updates."""
         return self.slices * sum(p.numel for p in self.parameters if p.hidden_matrix)
 
     def padded(self, of: int) -> int:
-        """Elements of the buffer once its runs are lengthened so that it splits into `of` equal, aligned slices.
+        """Return the elements of the buffer after its runs are padded so that it splits into `of` equal, aligned
+        slices.
 
-        Each of them lies in one run if `of` is a multiple of `slices`.
+        If `of` is a multiple of `slices`, each of these slices lies in one run.
         """
         pieces = math.lcm(of, self.slices) // self.slices
         return self.slices * aligned(self.run_numel, pieces * ALIGNMENT)
 
     def decayed_runs(self, length: int) -> list[tuple[int, int]]:
-        """Where the decayed parameters lie, as (start, stop), in a buffer whose runs fill `length` elements."""
+        """Return the (start, stop) ranges of decayed parameters in a buffer of `length` elements."""
         run = length // self.slices
         return [(i * run, i * run + self.decayed_numel) for i in range(self.slices)]
 
 
 def aligned(elements: int, to: int = ALIGNMENT) -> int:
-    """The next multiple of `to`."""
+    """Return the next multiple of `to`."""
     return -(-elements // to) * to
 
 
-# The work of a layer as a device sees it: a list of kernels, each with its arithmetic and the memory that it moves.
-#
-# A device says how long a kernel takes (`shardlab.simulate.hardware`). What is counted here is the same on all of
-# them.
-
-
 class Matmul(NamedTuple):
-    """A product of matrices, (m, k) by (k, n), so many at once.
+    """Product of matrices, (m, k) by (k, n), `batch` of them at once.
 
     Attributes:
-        m, n, k: rows of the result, its columns, and what is summed over.
-        batch: how many independent products.
+        m, n, k: rows of the result, its columns, and the length of the sum.
+        batch: number of independent products.
         learned: whether the second matrix is a parameter, so that its gradient is the weight's.
-        bias: whether a learned row is added as well; its gradient is a sum over the result's rows.
-        backward: whether it makes a gradient, which runs at another speed: of transposed matrices, added to others.
+        bias: whether a learned row is added. Its gradient is a sum over the result's rows.
+        backward: whether it makes a gradient. Such a product has transposed matrices and adds to its result, so it runs
+            at another speed.
     """
 
     m: int
@@ -178,21 +180,21 @@ class Matmul(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """An addition and a multiplication for each term."""
+        """FLOPs: an addition and a multiplication for each term."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
     @property
     def elements(self) -> float:
-        """Read and written, each once."""
+        """Elements that are read and written, each once."""
         return float(self.batch * (self.m * self.k + self.k * self.n + self.m * self.n))
 
     def backward_input(self) -> tuple[Kernel, ...]:
-        """The gradient of the first matrix, and of the second if it is an input too."""
+        """Return the kernels of the gradient of the first matrix, and of the second if it is an input too."""
         first = self._replace(n=self.k, k=self.n, bias=False, backward=True)
         return (first,) if self.learned else (first, self._second())
 
     def backward_weight(self) -> tuple[Kernel, ...]:
-        """The gradient of the second matrix, if it is a parameter, and of the bias."""
+        """Return the kernels of the gradient of the second matrix, if it is a parameter, and of the bias."""
         bias = (Pointwise("bias", float(self.batch * self.m * self.n), 0.0, backward=True),) if self.bias else ()
         return (self._second(), *bias) if self.learned else ()
 
@@ -201,16 +203,16 @@ class Matmul(NamedTuple):
 
 
 class FusedAttention(NamedTuple):
-    """Softmax of scaled products of queries and keys, times values, in one kernel that keeps no T x T matrix.
+    """Attention in one kernel that stores no T x T matrix.
 
     Attributes:
-        sequences: how many, each on its own.
-        heads, kv_heads: of queries, and of keys and values.
-        queries, keys: tokens of a sequence that ask, and that are asked.
+        sequences: number of independent sequences.
+        heads, kv_heads: heads of queries, and of keys and values.
+        queries, keys: tokens of a sequence that give queries, and that give keys.
         head_width: features of a head.
-        seen: the part of the queries x keys pairs that is not masked (about 1/2 of a causal square).
-        backward: whether this is the backward pass: five products for each pair instead of two (Dao 2023, arXiv
-            2307.08691, section 4.1), and queries, keys, values, output and their gradients moved.
+        seen: fraction of the queries x keys pairs that is not masked (about 1/2 of a causal square).
+        backward: whether this is the backward pass. It computes five products for each pair instead of two (Dao 2023,
+            arXiv 2307.08691, section 4.1), and moves queries, keys, values, output and their gradients.
     """
 
     sequences: int
@@ -224,14 +226,14 @@ class FusedAttention(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """An addition and a multiplication for each term, over the pairs that are seen."""
+        """FLOPs: an addition and a multiplication for each term, over the pairs that are not masked."""
         products = 5 if self.backward else 2
         pairs = self.seen * self.sequences * self.heads * self.queries * self.keys
         return 2.0 * products * pairs * self.head_width
 
     @property
     def elements(self) -> float:
-        """Queries and output, keys and values; on the way back also their gradients."""
+        """Elements of queries, output, keys and values, and in the backward pass of their gradients."""
         each = self.sequences * self.head_width
         passed = each * (2 * self.heads * self.queries + 2 * self.kv_heads * self.keys)
         return float(2 * passed if self.backward else passed)
@@ -244,18 +246,18 @@ class FusedAttention(NamedTuple):
 
 
 LOOKUPS = ("embedding", "positions")
-"""Pointwise kernels whose backward pass makes a matrix's gradient, and none of an input."""
+"""Pointwise kernels whose backward pass makes the gradient of a matrix, and of no input."""
 
 
 class Pointwise(NamedTuple):
-    """What goes through memory element by element: norms, activations, dropout, sums, softmax, look-ups.
+    """Element-wise kernel: norms, activations, dropout, sums, softmax, look-ups.
 
-    Counted as by one fused kernel, which reads what goes in and writes what comes out once.
+    It counts as one fused kernel, which reads its inputs and writes its results once.
 
     Attributes:
-        name: what is computed.
-        elements: read and written in the forward pass.
-        back: read and written in the backward pass.
+        name: name of the computation.
+        elements: elements read and written in the forward pass.
+        back: elements read and written in the backward pass.
         backward: whether this is the backward pass.
     """
 
@@ -266,14 +268,14 @@ class Pointwise(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Zero: memory is what takes the time."""
+        """Zero: its time depends on memory alone."""
         return 0.0
 
     def backward_input(self) -> tuple[Kernel, ...]:
         return () if self.name in LOOKUPS else self._back()
 
     def backward_weight(self) -> tuple[Kernel, ...]:
-        """The gradient of the matrix, of a look-up."""
+        """Return the kernels of the gradient of a look-up's matrix."""
         return self._back() if self.name in LOOKUPS else ()
 
     def _back(self) -> tuple[Kernel, ...]:
@@ -281,4 +283,4 @@ class Pointwise(NamedTuple):
 
 
 Kernel = Matmul | FusedAttention | Pointwise
-"""One thing that a device runs."""
+"""Kernel of a device."""

@@ -1,4 +1,11 @@
-"""Matrices of a layer that an optimizer steps whole, and where their pieces lie in the layer's flat buffer."""
+"""Two further counts of a model: the matrices that Muon updates whole, and the activations that frameworks keep.
+
+`matrices_of` finds the whole matrices in a layer's flat buffer. `SavedActivations` describes what a framework keeps for
+the backward pass, and `kept_elements` counts it. Our own count (`Model.saved_elements`) is measured on a CPU. Autograd,
+by which other frameworks run, keeps the outputs of activation functions too. On a GPU a dropout mask takes one byte an
+element (Korthikanti et al. 2022, arXiv 2205.05198, eq. 1: 34 sbh + 5 a s^2 b bytes a layer in half precision, with
+masks of one byte). A framework may also hold a value once that our programs hold twice, or compute some values again.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +21,17 @@ from shardlab.models.model import Model
 from shardlab.models.primitives import Activate, Embed, Linear, Norm, Primitive, Scores
 
 ITERATIONS = 5
-"""Rounds of Newton and Schulz's iteration (Jordan 2024, https://kellerjordan.github.io/posts/muon/)."""
+"""Iterations of Newton-Schulz (Jordan 2024, https://kellerjordan.github.io/posts/muon/)."""
 
 
 class WholeMatrix(NamedTuple):
-    """One matrix: a parameter, one section of it, or one expert's.
+    """Matrix that Muon updates whole: a parameter, one section of it, or one expert's.
 
     Attributes:
-        name: of the parameter.
-        shape: of the whole matrix.
-        dim: along which its pieces lie side by side.
-        starts: the element of the buffer at which each piece begins, a run; pieces are equally large.
+        name: name of the parameter.
+        shape: shape of the whole matrix.
+        dim: dim along which its pieces lie side by side.
+        starts: first element of each piece in the buffer. Pieces are contiguous and equally large.
     """
 
     name: str
@@ -45,13 +52,13 @@ class WholeMatrix(NamedTuple):
         return rows * columns
 
     def kernels(self) -> tuple[Matmul, ...]:
-        """What it takes to make it orthogonal: three products in each round."""
+        """Return the kernels that make it orthogonal: three products in each iteration."""
         short, long = sorted(self.shape)
         return (Matmul(short, short, long), Matmul(short, short, short), Matmul(short, long, short)) * ITERATIONS
 
 
 def matrices_of(run: Run, length: int) -> list[WholeMatrix]:
-    """The matrices of a layer whose flat buffer has `length` elements; queries, keys and values are each one."""
+    """Return the matrices of a layer whose flat buffer has `length` elements. Queries, keys and values are one each."""
     layout = run.layout
     wholes = LayerLayout(parameter for _, parameter in run.parameters()).parameters
     slices = [run.numbers(slice) for slice in range(layout.slices)]
@@ -67,42 +74,24 @@ def matrices_of(run: Run, length: int) -> list[WholeMatrix]:
     return found
 
 
-def _matrices(parameter: Parameter, pieces: Mapping[str, int], begins: Sequence[int]) -> Iterator[WholeMatrix]:
-    """The matrices of a parameter, one for each expert and section, whose slices begin at these elements."""
-    *experts, rows, width = parameter.sliced(pieces).shape
-    columns, dim = parameter.shape[-1], int(width < parameter.shape[-1])
-    top = 0
-    for _ in range(math.prod(experts)):
-        for height in parameter.sections or (parameter.shape[-2],):
-            yield WholeMatrix(parameter.name, (height, columns), dim, tuple(begin + top * width for begin in begins))
-            top += height * rows // parameter.shape[-2]
-
-
-# What a framework keeps for the backward pass, where it is not what our own executor keeps on a CPU.
-#
-# Our own count (`Model.saved_elements`) is measured on a CPU. Autograd, by which other frameworks run, keeps the
-# outputs of activation functions as well. On a GPU a dropout mask is one byte an element (Korthikanti et al. 2022,
-# arXiv 2205.05198, eq. 1: 34 sbh + 5 a s^2 b bytes a layer in half precision, masks of a byte included), and a
-# framework may hold a value once that our programs hold twice, or compute some of it again.
-
-
 @dataclass(frozen=True)
 class SavedActivations:
-    """Choices of what is kept.
+    """Choices of a framework about the activations that it keeps for the backward pass.
 
     Attributes:
-        mask: bytes of an element of a dropout mask (0: as wide as an activation).
-        branch: whether the branch that a norm of half-blocks adds to the residual stays until its backward pass.
-        gathered: whether a body's input that sequence parallelism has gathered stays so; otherwise a slice of it does
-            (Korthikanti et al. 2022, section 4.2.2).
-        activated: whether an activation function that is run as several kernels keeps what is between them.
-        per_op: whether of each block only its input, attention's result and every second product are kept, and all
-            else is computed again (torchtitan's selective activation checkpointing,
-            torchtitan/distributed/activation_checkpoint.py: every second product by `_get_custom_policy`).
-        unread: whether of these products also those stay that no backward pass reads (the feed-forward's last), as
-            they do where no compiler sees that.
-        copied: whether keys and values are copied beside each other, and stay in both places.
-        made_again: whether what only products read is not kept, and made again, as our own executor does.
+        mask: bytes of one element of a dropout mask (0: the bytes of an activation's element).
+        branch: whether the branch that a norm of half-blocks adds to the residual is kept until the norm's backward
+            pass.
+        gathered: whether the gathered input of a body is kept under sequence parallelism. Otherwise a slice of it is
+            kept (Korthikanti et al. 2022, section 4.2.2).
+        activated: whether an activation function that runs as several kernels keeps its intermediate results.
+        per_op: whether only each block's input, attention's result and every second product are kept, and everything
+            else is computed again (torchtitan's selective activation checkpointing, `_get_custom_policy` in
+            torchtitan/distributed/activation_checkpoint.py).
+        unread: whether such products are kept even if no backward pass reads them (the feed-forward's last product), as
+            they are without a compiler.
+        copied: whether keys and values are copied into one tensor, and both copies are kept.
+        made_again: whether inputs that only products read are computed again instead of kept, as in our own executor.
     """
 
     mask: float = 0.0
@@ -116,14 +105,17 @@ class SavedActivations:
 
 
 AUTOGRAD = SavedActivations()
-"""What autograd saves of a model on a CPU, if norms and activation functions are kernels that save their input."""
+"""Activations that autograd saves on a CPU, if norms and activation functions are kernels that save their input."""
 
 EXECUTOR = SavedActivations(made_again=True)
-"""What our own executor keeps, as measured on a CPU (see `shardlab.models.tensors.backward`)."""
+"""Activations that our own executor keeps, as measured on a CPU (see `shardlab.models.tensors.backward`)."""
 
 
 def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, element: int) -> int:
-    """Elements of `element` bytes that are kept of a layer for a microbatch of `rows` sequences, beyond its input."""
+    """Return the elements kept of a layer for a microbatch of `rows` sequences, beyond its input.
+
+    An element counts as `element` bytes.
+    """
     run = model.run(layer)
     primitives = [step.primitive for step in run.steps]
     if kept.per_op:
@@ -133,13 +125,16 @@ def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, e
 
 
 def saves_residual(model: Model, layer: int, kept: SavedActivations) -> bool:
-    """Whether what is kept of a layer has the residual stream in it that the layer makes."""
+    """Return whether the kept elements of a layer include the residual stream that the layer makes."""
     run = model.run(layer)
     return run.saves_residual and (not kept.per_op or _residuals(run, 1) > 0)
 
 
 def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: int) -> tuple[int, ...]:
-    """Elements that stay of each activation that enters a layer; `slices`: into how many sequence parallelism cuts."""
+    """Return the elements kept of each activation that enters a layer.
+
+    Sequence parallelism cuts these into `slices`.
+    """
     sizes = [model.microbatch_elements(index, rows) for index in range(model.layers + 1)]
     for layer, run in enumerate(model.runs):
         if "s" in run.inputs[1:] or isinstance(run.steps[0].primitive, Embed):
@@ -149,8 +144,19 @@ def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: in
     return tuple(sizes)
 
 
+def _matrices(parameter: Parameter, pieces: Mapping[str, int], begins: Sequence[int]) -> Iterator[WholeMatrix]:
+    """Yield the matrices of a parameter, one for each expert and section, given the first element of each slice."""
+    *experts, rows, width = parameter.sliced(pieces).shape
+    columns, dim = parameter.shape[-1], int(width < parameter.shape[-1])
+    top = 0
+    for _ in range(math.prod(experts)):
+        for height in parameter.sections or (parameter.shape[-2],):
+            yield WholeMatrix(parameter.name, (height, columns), dim, tuple(begin + top * width for begin in begins))
+            top += height * rows // parameter.shape[-2]
+
+
 def _dropped(primitive: Primitive, kept: SavedActivations, element: int, rows: int) -> float:
-    """Elements of a primitive that autograd keeps and this choice does not (negative: it keeps more)."""
+    """Return the elements of a primitive that autograd keeps and this choice does not (negative: it keeps more)."""
     if isinstance(primitive, Activate) and kept.activated and primitive.activation == "swiglu":
         return -rows * primitive.tokens * primitive.hidden
     if isinstance(primitive, Projection) and kept.copied:
@@ -160,7 +166,9 @@ def _dropped(primitive: Primitive, kept: SavedActivations, element: int, rows: i
 
 
 def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> int:
-    """Elements kept of a primitive where every second product is: queries and values, gates, attention's result."""
+    """Return the elements kept of a primitive if every second product is: queries and values, gates, attention's
+    result.
+    """
     each = rows * primitive.tokens
     if isinstance(primitive, Projection):
         return each * (primitive.hidden_size + primitive.kv_width)
@@ -178,7 +186,7 @@ def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> in
 
 
 def _residuals(run: Run, rows: int) -> int:
-    """Elements of the blocks' inputs that are made in a layer: what attention's norms read."""
+    """Return the elements of the blocks' inputs that are made in a layer: the inputs of attention's norms."""
     primitives = [step.primitive for step in run.steps]
     norms = [n for n, each in enumerate(primitives) if n and isinstance(each, Norm) and each.name == "ln_1"]
     return sum(rows * primitives[n].tokens * primitives[n].features("x") for n in norms)

@@ -1,7 +1,7 @@
-"""The primitives of a mixture of experts: route, dispatch, experts, combine.
+"""Primitives of a mixture of experts: route, place, dispatch, experts, combine.
 
-Each token takes `top_k` of the experts. Experts compute on buffers of one fixed size: `capacity` places each, for the
-tokens of one microbatch.
+Each token takes `top_k` of the experts. Experts compute on buffers of one fixed size: `capacity` slots for each expert
+and microbatch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from shardlab.models.primitives import (
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How tokens are routed.
+    """Settings of the routing of tokens.
 
     Attributes:
-        hidden_size: features of a token, C.
-        experts: how many there are.
-        top_k: how many of them a token is sent to.
-        capacity_factor: an expert's places for a microbatch, as a multiple of top_k * tokens / experts (None: as many
-            as tokens).
+        hidden_size: features C of a token.
+        experts: number of experts.
+        top_k: number of experts that a token is sent to.
+        capacity_factor: an expert's slots for a microbatch, as a multiple of top_k * tokens / experts (None: one slot
+            for each token).
         auxiliary: weight of the load-balancing loss.
     """
 
@@ -43,30 +43,34 @@ class Router:
     auxiliary: float
 
     def capacity(self, tokens: int) -> int:
-        """Places of each expert for a microbatch of so many tokens (Fedus et al. 2021, arXiv 2101.03961, eq. 3).
+        """Return the slots of each expert for a microbatch with these tokens (Fedus et al. 2021, arXiv 2101.03961, eq.
+        3).
 
-        Without a factor nothing is dropped: a token reaches an expert at most once, so as many places as tokens do.
+        Without a factor nothing is dropped: a token reaches an expert at most once, so one slot for each token is
+        enough.
         """
         if self.capacity_factor is None:
             return tokens
         return min(tokens, math.ceil(self.capacity_factor * self.top_k * tokens / self.experts))
 
     def places(self, tokens: int) -> int:
-        """Places of all experts' buffers."""
+        """Return the slots of all experts' buffers."""
         return self.experts * self.capacity(tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing(Primitive):
-    """A primitive that knows how tokens are routed."""
+    """Primitive that has a router."""
 
     router: Router
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route(Routing):
-    """Normalised features `x` to `gates`, each token's weights of its experts, and `choices`, their numbers (int32),
-    both (rows, T, top_k). The balance of a microbatch's choices enters the gradient of each.
+    """Router: normalised features `x` to `gates` and `choices`, both (rows, T, top_k).
+
+    `gates` are the weights of a token's experts, and `choices` are their numbers (int32). The gradient includes that of
+    each microbatch's load-balancing loss.
     """
 
     einsum: ClassVar[str] = "x(width) -> gates choices"
@@ -85,14 +89,14 @@ class Route(Routing):
         return ("x",)
 
     def keeps_beside(self, rows: int) -> int:
-        """The probabilities of all experts, and the numbers of those chosen."""
+        """Return the elements of the probabilities of all experts, and of the numbers of those chosen."""
         return rows * self.tokens * (self.router.experts + self.router.top_k)
 
     def gradients_for_weight(self) -> tuple[str, ...]:
         return ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """The gradient of the scores."""
+        """Return the elements of the gradient of the scores."""
         return rows * self.tokens * self.router.experts
 
     def flops(self) -> int:
@@ -106,7 +110,7 @@ class Route(Routing):
 
 @dataclass(frozen=True, kw_only=True)
 class Place(Routing):
-    """`choices` to `slots` (rows, T, top_k; int32): where each goes in the experts' buffers, -1 where none is left."""
+    """Assignment of slots: `choices` to `slots` (rows, T, top_k; int32), -1 if the expert has no slot left."""
 
     einsum: ClassVar[str] = "choices -> slots"
     mixes_tokens: ClassVar[bool] = True
@@ -115,13 +119,15 @@ class Place(Routing):
         return self.router.top_k
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """Nothing that counts."""
+        """Return no kernels, since their time is negligible."""
         return ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch(Routing):
-    """Normalised features `x` to the experts' buffers `x` (experts, capacity, C), with tokens in their `slots`."""
+    """Copy of normalised features `x` to the experts' buffers `x` (experts, capacity, C), in the slots of their
+    tokens.
+    """
 
     einsum: ClassVar[str] = "x(width) slots -> x(expert width)"
     deals: ClassVar[frozenset[str]] = frozenset({"expert"})
@@ -141,7 +147,7 @@ class Dispatch(Routing):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLinear(Routing):
-    """A linear map for each expert, of its buffer `x` (experts, capacity, features)."""
+    """Linear map for each expert, of its buffer `x` (experts, capacity, features)."""
 
     einsum: ClassVar[str] = "x(expert {in_index}) -> x(expert {out_index})"
     product: ClassVar[bool] = True
@@ -158,7 +164,9 @@ class ExpertLinear(Routing):
         return (self.router.experts, self.router.capacity(rows * self.tokens), self.outputs)
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """A bias of features that are summed over slices of `ffn` is cut as well: each slice adds its part of it."""
+        """Weight and bias. A bias of features that are summed over slices of `ffn` is cut too: each slice adds its
+        part.
+        """
         experts, indices = self.router.experts, ("expert", self.out_index, self.in_index)
         shape = (experts, self.outputs, self.inputs)
         weight = Parameter(f"{self.name}.weight", shape, True, indices, self.sections, 1)
@@ -172,11 +180,11 @@ class ExpertLinear(Routing):
         return (("expert", "experts", self.router.experts),)
 
     def flops(self) -> int:
-        """Those of full buffers, with the capacity of one sequence."""
+        """FLOPs on full buffers, with the capacity of one sequence."""
         return 2 * self.router.places(self.tokens) * self.inputs * self.outputs
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """On the full buffers of one piece."""
+        """Return the kernels on the full buffers of one piece."""
         experts, capacity = piece(self.router.experts, pieces, "expert"), self.router.capacity(sequences * tokens)
         outputs, inputs = piece(self.outputs, pieces, self.out_index), piece(self.inputs, pieces, self.in_index)
         return (Matmul(capacity, outputs, inputs, experts, bias=self.bias),)
@@ -184,7 +192,7 @@ class ExpertLinear(Routing):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertActivate(Routing):
-    """An activation function on the experts' buffers `x`."""
+    """Activation function on the experts' buffers `x`."""
 
     einsum: ClassVar[str] = "x(expert ffn) -> x(expert ffn)"
     made_again: ClassVar[bool] = True
@@ -208,8 +216,9 @@ class ExpertActivate(Routing):
 
 @dataclass(frozen=True, kw_only=True)
 class Combine(Routing):
-    """The experts' buffers `x` to each token's results `x` (rows, T, C), weighted by its `gates` and summed; a choice
-    without a slot adds nothing.
+    """Sum of each token's results, weighted by its `gates`: the experts' buffers `x` to `x` (rows, T, C).
+
+    A choice without a slot adds nothing.
     """
 
     einsum: ClassVar[str] = "x(expert width) gates slots -> x(width)"
@@ -231,9 +240,10 @@ class Combine(Routing):
 def shared_experts(
     tokens: int, hidden_size: int, hidden: int, bias: bool, activation: Activation
 ) -> tuple[Primitive, ...]:
-    """A feed-forward network of all tokens `x`, which stay for the router: its result is the branch `y`.
+    """Return the primitives of a feed-forward network of all tokens `x`, with the branch `y` as its result.
 
-    Every rank has it whole, on the tokens that it has: its features go by another name than those that are cut.
+    The router reads `x` after it. Every rank has the whole network, so its features have another index name than those
+    that are cut.
     """
     features = features_of(activation, hidden)
     up = Linear(
@@ -248,7 +258,9 @@ def shared_experts(
 
 
 def mixture(tokens: int, router: Router, hidden: int, bias: bool, activation: Activation) -> tuple[Primitive, ...]:
-    """Route, dispatch, the experts' two linear maps with an activation between them, combine."""
+    """Return the primitives of a mixture: route, place, dispatch, two linear maps with an activation between them,
+    combine.
+    """
     features = features_of(activation, hidden)
     up = ExpertLinear(
         tokens=tokens, router=router, name="mlp.experts.c_fc", outputs=features, inputs=router.hidden_size, bias=bias,

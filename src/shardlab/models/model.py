@@ -1,4 +1,9 @@
-"""What every model is: a list of layers, from tokens to logits."""
+"""Language models as lists of layers, from tokens to logits.
+
+`Model` is the interface that all packages use: shapes, layouts, kernels, and the sizes of a program. `Blocks` is its
+base for architectures, with one whole block in each layer. `count_parameters`, at the end, counts parameters as
+trainers report them.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,12 @@ from shardlab.models.primitives import Add, DropoutSite, Embed, Lookup, Norm, Pr
 
 @dataclass(frozen=True, kw_only=True)
 class Model(ABC):
-    """A language model, cut into the layers of a program. Activation l enters layer l.
+    """Language model, divided into the layers of a program. Activation l enters layer l.
 
     Attributes:
-        layers: layers of the program.
+        layers: number of layers of the program.
         hidden_size: features of a token in the residual stream.
-        vocab_size: how many different tokens there are (256: bytes).
+        vocab_size: number of different tokens (256: bytes).
         seq_len: tokens of a sequence, and the longest context.
         bias: whether linear maps and norms have a bias.
         dropout: probability that an element is dropped in training.
@@ -56,21 +61,22 @@ class Model(ABC):
 
     @abstractmethod
     def place(self, layer: int) -> str:
-        """Where a layer of the program stands in the model, as a reader knows it: `block 31, feed-forward`."""
+        """Return the place of a layer in the model, in words such as `block 31, feed-forward`."""
 
     def run(self, layer: int) -> Run:
-        """What layer `layer` computes."""
+        """Return the primitives of a layer."""
         assert 0 <= layer < self.layers, f"layer {layer} of {self.layers}"
         return self.runs[layer]
 
     def layout(self, layer: int) -> LayerLayout:
-        """Where the layer's parameters lie in its flat buffer."""
+        """Return the layout of a layer's parameters in its flat buffer."""
         return self.run(layer).layout
 
     def activation_shape(self, index: int, rows: int = 1) -> tuple[int, ...]:
-        """Shape of activation `index` for a microbatch of `rows` sequences: int64 tokens at first, logits at last.
+        """Return the shape of activation `index` for a microbatch of `rows` sequences: int64 tokens at first, logits at
+        last.
 
-        What attention has mixed, as an op of its own, comes with the log-sum-exp of each head's scores.
+        The output of an attention that is an op of its own includes the log-sum-exp of each head's scores.
         """
         if index == 0:
             return (rows, self.seq_len)
@@ -82,45 +88,47 @@ class Model(ABC):
         return before.shape(before.outputs[0], rows)
 
     def is_buffers(self, index: int) -> bool:
-        """Whether activation `index` is the experts' buffers, (experts, capacity, features)."""
+        """Return whether activation `index` is the experts' buffers, (experts, capacity, features)."""
         before = self.run(index - 1) if index else None
         return before is not None and before.attend is None and "expert" in before.indices(before.outputs[0])
 
     def saved_elements(self, layer: int) -> int:
-        """Elements that are kept between the layer's forward and backward, for one sequence in training.
+        """Return the elements kept between a layer's forward and backward pass, for one sequence in training.
 
-        Beyond the layer's inputs and its parameters; exactly what is measured on a CPU. All are of the
-        compute dtype, but for attention's log-sum-exp (without dropout): it is float32 in half precision, so that
-        `heads * block` elements count twice there. Not measured on a GPU: its kernels keep other statistics, and where
-        it has no fused attention (float64) also T x T matrices.
+        The layer's inputs and parameters do not count. The number is exactly that measured on a CPU. Elements have the
+        compute dtype, except for attention's log-sum-exp (without dropout): it is float32 in half precision, where its
+        `heads * block` elements count twice. A GPU is not measured: its kernels keep other statistics, and T x T
+        matrices if there is no fused attention (float64).
         """
         return self.run(layer).saved(1)
 
     def saved_for_weight(self, layer: int) -> int:
-        """Elements that are left of that between the halves of a split backward pass, for one sequence.
+        """Return the elements that remain of `saved_elements` between the halves of a split backward pass, for one
+        sequence.
 
-        With the gradients that the first half leaves for the second, beyond that of the layer's output. So it is from
-        the second time on: in the first, it is not yet known what the second half reads, and all stays.
+        They include the gradients that the first half leaves for the second, beyond that of the layer's output. This
+        holds from the second step on. In the first step the executor does not know yet what the second half reads, and
+        keeps everything.
         """
         return self.run(layer).saved_for_weight(1)
 
     def forward_flops(self, layer: int) -> int:
-        """FLOPs of the layer's matrix products for one sequence; a backward pass takes twice as many."""
+        """Return the FLOPs of a layer's matrix products for one sequence. A backward pass takes twice as many."""
         return self.run(layer).flops()
 
     def kernels(self, layer: int, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
-        """What the layer's forward pass asks of a device.
+        """Return the kernels of a layer's forward pass.
 
         Args:
-            layer: its number.
-            sequences: of the microbatches that are computed together.
-            tokens: of each sequence that are here, at most `seq_len`.
-            slices: that the layer's parameters are cut into, if they are cut; one of them is computed.
+            layer: number of the layer.
+            sequences: sequences of the microbatches that are computed together.
+            tokens: tokens of each sequence on this rank, at most `seq_len`.
+            slices: number of slices of the layer's parameters, one of which is computed.
         """
         return self.run(layer).kernels(sequences, tokens, slices)
 
     def attention_after(self, layer: int) -> Attend:
-        """The attention that mixes what a layer makes of queries, keys and values, as an op of its own."""
+        """Return the attention after a layer that makes queries, keys and values for an op of its own."""
         attend = self.run(layer).attend
         assert attend is not None, f"attention is no op of its own after layer {layer}"
         assert isinstance(attend.primitive, Attend)
@@ -129,37 +137,38 @@ class Model(ABC):
     def attend_kernels(
         self, layer: int, sequences: int, queries: int, keys: int, seen: float, slices: int = 1
     ) -> tuple[Kernel, ...]:
-        """What queries that layer `layer` made ask, when they meet keys and values: for models cut for `cp`.
+        """Return the kernels of an ATTEND: queries of a layer meet keys and values, in models cut for `cp`.
 
         Args:
-            layer: its number.
-            sequences: of the microbatches that are computed together.
+            layer: number of the layer.
+            sequences: sequences of the microbatches that are computed together.
             queries, keys: tokens of each sequence.
-            seen: the part of the pairs of queries and keys in which the query comes no earlier than the key.
-            slices: that heads are cut into.
+            seen: fraction of the pairs whose query is not before the key.
+            slices: number of slices of the heads.
         """
         return self.attention_after(layer).kernels_between(sequences, queries, keys, seen, {"head": slices})
 
     @property
     def logits(self) -> int:
-        """Scores of a token, those of padding included."""
+        """Scores of a token, with those of padding."""
         return self.activation_shape(self.layers)[-1]
 
     def loss_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
-        """Cross-entropy of one of `slices` slices of the vocabulary; its backward kernels make the logits' gradient.
+        """Return the kernels of the cross-entropy of one of `slices` slices of the vocabulary.
 
-        A LOSS op does both at once. Where the vocabulary is sliced, LOSS_STATS is the first and LOSS the second.
+        Its backward kernels make the logits' gradient. A LOSS does both at once. If the vocabulary is sliced,
+        LOSS_STATS does the first part and LOSS the second.
         """
         logits = sequences * tokens * self.logits // slices
         return (Pointwise("cross_entropy", logits, 2 * logits),)
 
     def borrowed(self, layer: int) -> tuple[str, ...]:
-        """The parameters of the first layer that this other layer computes with as well, by name: a tied embedding."""
+        """Return the names of the first layer's parameters with which another layer computes too: a tied embedding."""
         return self.run(layer).borrows
 
     @cached_property
     def carried_features(self) -> dict[Kind, int]:
-        """Features of a token in each kind of value that is carried from layer to layer beside the activations."""
+        """Features of a token in each kind of value that is carried between layers beside the activations."""
         found = {Kind.RESIDUAL: 0, Kind.ROUTING: 0}
         for run in self.runs:
             for kind, names in run.carried_outputs.items():
@@ -167,11 +176,11 @@ class Model(ABC):
         return found
 
     def microbatch_elements(self, index: int, rows: int) -> int:
-        """Elements of activation `index` for a microbatch of `rows` sequences."""
+        """Return the elements of activation `index` for a microbatch of `rows` sequences."""
         return math.prod(self.activation_shape(index, rows))
 
     def microbatch_saved(self, layer: int, rows: int) -> int:
-        """`saved_elements` for a microbatch of `rows` sequences."""
+        """Return `saved_elements` for a microbatch of `rows` sequences."""
         return self.run(layer).saved(rows)
 
     @property
@@ -181,12 +190,12 @@ class Model(ABC):
 
     @property
     def parameter_tensors(self) -> int:
-        """How many tensors these are."""
+        """Number of the parameters' tensors."""
         return sum(len(self.layout(layer).parameters) for layer in range(self.layers))
 
     @cached_property
     def signatures(self) -> tuple[Layer, ...]:
-        """What each layer takes and makes."""
+        """Signature of each layer: the values that it takes and makes."""
         written: list[LayerDefinition] = []
         for run in self.runs:
             written.append((run.name, [step.primitive.node for step in run.steps], run.cut))
@@ -196,12 +205,14 @@ class Model(ABC):
 
     @property
     def block_bounds(self) -> tuple[int, ...]:
-        """Where blocks begin, and where the last one ends; none if each layer is a block."""
+        """First layer of each block, and the end of the last block; empty if each layer is a block."""
         return ()
 
     @property
     def attention_features(self) -> tuple[int, int]:
-        """Features of a token's queries, and of its keys and values, where layers make them for others to mix."""
+        """Features of a token's queries, and of its keys and values, if layers make them for an attention of
+        its own.
+        """
         layer = next((layer for layer in range(self.layers) if self.run(layer).attend), None)
         if layer is None:
             return (0, 0)
@@ -209,10 +220,10 @@ class Model(ABC):
         return attend.hidden_size, 2 * attend.kv_width
 
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
-        """Elements of every value in a program whose microbatches are `rows` sequences.
+        """Return the elements of every value in a program whose microbatches are `rows` sequences.
 
-        The optimizer state is AdamW's two moments. Activation 0 counts its tokens as elements (they are int64); its
-        gradient, which does not exist, has the same entry. A sliced layer's entries are of all its slices together.
+        The optimizer state is AdamW's two moments. The elements of activation 0 are its tokens (int64). Its gradient
+        does not exist, but has the same entry. The entries of a sliced layer are for all its slices together.
         """
         if rows < 1:
             raise UserError(f"a microbatch of {rows} sequences is empty; it needs at least 1")
@@ -240,19 +251,16 @@ class Model(ABC):
         )
 
 
-# Models of which a program's layer is a whole block.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Model):
-    """A model with one block in each layer.
+    """Model with one block in each layer, and base of the architectures.
 
-    The embedding belongs to layer 0, the final norm and the head to layer `layers - 1`.
+    The embedding belongs to layer 0, and the final norm and the head to layer `layers - 1`.
     """
 
     @abstractmethod
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
-        """What every block computes: each part's name for a reader, and its primitives."""
+        """Parts of every block: each part's name for messages, and its primitives."""
 
     @property
     def positions(self) -> bool:
@@ -266,7 +274,7 @@ class Blocks(Model):
 
     @property
     def epsilon(self) -> float:
-        """What norms add to the variance, or to the mean square."""
+        """Number that norms add to the variance, or to the mean square."""
         return 1e-5
 
     @property
@@ -292,13 +300,13 @@ class Blocks(Model):
         return (*found, Step(self.norm_of("ln_f"), last, "head"), Step(scores, last, "head"))
 
     def norm_of(self, name: str) -> Norm:
-        """A norm of the residual stream."""
+        """Return a norm of the residual stream."""
         return Norm(
             tokens=self.seq_len, name=name, hidden_size=self.hidden_size, rms=self.rms, bias=self.bias, eps=self.epsilon
         )
 
     def add(self, site: DropoutSite, bias: str = "") -> Add:
-        """A sum of a branch with the residual stream; `bias` names that of the linear map before it."""
+        """Return the sum of a branch with the residual stream. `bias` names the bias of the linear map before it."""
         drops, bias = self.dropout > 0, bias if self.bias else ""
         return Add(tokens=self.seq_len, hidden_size=self.hidden_size, bias=bias, drops=drops, site=site)
 
@@ -311,15 +319,14 @@ class Blocks(Model):
         return f"block {layer}"
 
     def borrowed(self, layer: int) -> tuple[str, ...]:
-        """Name what a layer borrows, as `Model.borrowed` does, without making all layers: there may be more than memory
-        holds."""
+        """Return the names that `Model.borrowed` returns, without making all layers, which may not fit into memory."""
         return ("wte.weight",) if self.has_tied_head and 0 < layer == self.layers - 1 else ()
 
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
-        """Sizes for programs of whole blocks, as `Model.sizes` gives them.
+        """Return the sizes for programs of whole blocks, as `Model.sizes` does.
 
         Raises:
-            UserError: when the last block computes with a weight of the first one, as no program of whole blocks can.
+            UserError: if the head is tied to the embedding, which no program of whole blocks can compute.
         """
         if self.borrowed(self.layers - 1):
             raise UserError(
@@ -330,22 +337,19 @@ class Blocks(Model):
         return super().sizes(rows, element_bytes)
 
 
-# How many parameters a model has, as trainers report it.
-
-
 POSITIONS = "wpe.weight"
-"""The parameter that holds learned position embeddings."""
+"""Name of the parameter that holds learned position embeddings."""
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters of a model; a tied embedding counts once.
+    """Numbers of parameters of a model. A tied embedding counts once.
 
     Attributes:
-        parameters: all.
-        decayed, decayed_tensors: those on which weight decay acts, and in how many tensors they are.
-        not_decayed, not_decayed_tensors: the others.
-        without_positions: all but position embeddings, as nanoGPT's `get_num_params` counts.
+        parameters: all parameters.
+        decayed, decayed_tensors: parameters on which weight decay acts, and the number of their tensors.
+        not_decayed, not_decayed_tensors: all other parameters, and the number of their tensors.
+        without_positions: all parameters except position embeddings, as nanoGPT's `get_num_params` counts.
     """
 
     parameters: int

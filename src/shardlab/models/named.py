@@ -1,4 +1,8 @@
-"""Finding a model by what a user calls it: an architecture, a published model, a class in a file, or a TOML file."""
+"""Models by name: an architecture, a published model, a class in a Python file, or a TOML file.
+
+`find_model` is the entry point. The last part names the files of a model's weights: one file, or several files and
+their index, as in transformers.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,10 @@ from shardlab.models.layer import want_carried, want_sound
 from shardlab.models.model import Blocks
 
 ARCHITECTURES: dict[str, type[Blocks]] = {"gpt": GPT, "mlp": MLP, "moe": MoE, "llama": Llama, "mixtral": Mixtral}
-"""Kinds of model by name; alone, such a name is the smallest thing of its kind, for trying out."""
+"""Architectures by name. Such a name alone stands for a very small model, for experiments."""
 
 FROM_FILES: dict[type[Blocks], str] = {}
-"""Kinds of model that were found in users' files, and by what name."""
+"""Names of the architectures that were found in users' files."""
 
 WANTED: dict[Any, tuple[Any, str]] = {
     int: (int, "a whole number"),
@@ -31,24 +35,24 @@ WANTED: dict[Any, tuple[Any, str]] = {
     bool: (bool, "true or false"),
     str: (str, "a word in quotes"),
 }
-"""What a field's value in a file must be, by the field's type."""
+"""Description of a field's accepted values in a file, by the field's type."""
 
 
 def find_model(name: str) -> Blocks:
-    """The model called `name`, in any case; or one of a file: path/to/file.py:NAME or path/to/model.toml.
+    """Return the model of a name, in any case, or of a file: path/to/file.py:NAME or path/to/model.toml.
 
     >>> find_model("gpt2").parameter_count
     124439808
 
-    In a Python file the name is that of a subclass of `Blocks`, or of a model with sizes of its own. A TOML file holds
-    the fields of a model, and in `model` the name of the one whose fields it changes:
+    In a Python file, NAME is a subclass of `Blocks`, or an instance of one. A TOML file has the name of a model in
+    `model`, and the fields that it changes:
 
         model = "llama3-8b"
         layers = 4
 
     Raises:
-        UserError: when there is no such name or file, what a Python file has is no model, or the fields of a TOML file
-            are not the model's.
+        UserError: if there is no such name or file, if the object in a Python file is no model, or if the model does
+            not have the fields of a TOML file.
     """
     if name.endswith(".toml"):
         return _from_toml(Path(name))
@@ -66,8 +70,10 @@ def find_model(name: str) -> Blocks:
 
 
 def unsized(name: str, model: Blocks) -> set[str]:
-    """Fields of the model called `name` whose values nobody has chosen: all of an architecture's, those of a class in a
-    file that it has not given itself, and none of others'.
+    """Return the fields of a model whose values no one has chosen.
+
+    These are all fields of an architecture, the fields that a class in a file does not set itself, and none of a
+    published model.
     """
     kind = type(model)
     if name.lower() not in ARCHITECTURES and not FROM_FILES.get(kind, "").endswith(f":{kind.__name__}"):
@@ -77,20 +83,20 @@ def unsized(name: str, model: Blocks) -> set[str]:
 
 
 def name_of(kind: type[Blocks]) -> str:
-    """A name by which `find_model` finds such a model."""
+    """Return a name by which `find_model` finds an architecture."""
     return FROM_FILES.get(kind, kind.__name__.lower())
 
 
 def sources() -> dict[str, str]:
-    """Every published model's name, and where its sizes are published."""
+    """Return the names of all published models, each with the source of its sizes."""
     return {name: written["source"] for name, written in _table().items()}
 
 
 def with_fields(model: Blocks, changes: Mapping[str, Any], source: str) -> Blocks:
-    """Change some fields of a model; a refusal begins with `source`.
+    """Return a model with some fields changed. An error message begins with `source`.
 
     Raises:
-        UserError: for a field that it does not have, or values that do not go together.
+        UserError: for a field that it does not have, or for values that contradict each other.
     """
     known = [field.name for field in fields(model)]
     for name in changes:
@@ -102,10 +108,10 @@ def with_fields(model: Blocks, changes: Mapping[str, Any], source: str) -> Block
 
 
 def with_written(model: Blocks, written: Mapping[str, Any], source: str) -> Blocks:
-    """Change some fields of a model to what stands in a file: an infinite number is none.
+    """Return a model with some fields changed to values from a file, in which infinity stands for None.
 
     Raises:
-        UserError: as `with_fields`, and for a value of another type.
+        UserError: as `with_fields` does, and for a value of another type.
     """
     hints = get_type_hints(type(model))
     for name, value in written.items():
@@ -120,8 +126,51 @@ def with_written(model: Blocks, written: Mapping[str, Any], source: str) -> Bloc
     return with_fields(model, changes, source)
 
 
+ENDING = ".safetensors"
+SINGLE = "model.safetensors"
+
+SHARD_BYTES = 5 * 10**9
+"""Most bytes of a file, unless one tensor has more, as in transformers."""
+
+
+def index_of(single: Path) -> Path:
+    """Return the path of the index that replaces a file of weights if there are several."""
+    return single.with_name(single.name + ".index.json")
+
+
+def shards_of(sizes: Iterable[int], single: str, shard_bytes: int) -> list[str]:
+    """Return the file name of each tensor, given the tensors' bytes, in order: one file, or several numbered ones."""
+    numbers: list[int] = []
+    number = filled = 0
+    for size in sizes:
+        if filled and filled + size > shard_bytes:
+            number, filled = number + 1, 0
+        filled += size
+        numbers.append(number)
+    stem, count = single.removesuffix(ENDING), number + 1
+    return [single if count == 1 else f"{stem}-{each + 1:05}-of-{count:05}{ENDING}" for each in numbers]
+
+
+def index_text(files: Mapping[str, str], total: int) -> str:
+    """Return the text of the index of several files of weights.
+
+    Args:
+        files: the file of each tensor.
+        total: bytes of all tensors.
+    """
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(files)}, indent=2) + "\n"
+
+
+def weights_at(single: Path) -> Path | None:
+    """Return the path of a file of weights, or of the index of several files; None if there is neither.
+
+    If both exist, the result is the single file, as in transformers.
+    """
+    return next((path for path in (single, index_of(single)) if path.is_file()), None)
+
+
 def _from_python(path: Path, name: str) -> Blocks:
-    """A subclass of `Blocks`, or a model, of a user's file; tried on one block, so that mistakes are told here."""
+    """Return a model of a user's file. It is tried with one block, so that mistakes are reported here."""
     found = find_member(load_module(path), path, name, ("model", "models"), _is_own)
     if not _is_model(found):
         raise UserError(
@@ -141,7 +190,7 @@ def _from_python(path: Path, name: str) -> Blocks:
     kind = type(model)
     if kind not in ARCHITECTURES.values():
         FROM_FILES[kind] = f"{path}:{name}"
-        copyreg.pickle(kind, _by_name)  # other processes cannot import it
+        copyreg.pickle(kind, _by_name)  # other processes cannot import the class
     return model
 
 
@@ -150,12 +199,12 @@ def _is_model(found: object) -> TypeGuard[Blocks | type[Blocks]]:
 
 
 def _is_own(found: object) -> bool:
-    """Whether it is a model, and not one that the file has imported."""
+    """Return whether an object is a model that the file defines, rather than one that it imports."""
     return _is_model(found) and found not in ARCHITECTURES.values()
 
 
 def _by_name(model: Blocks) -> tuple[Any, ...]:
-    """How another process makes a file's model again."""
+    """Return the function and the arguments by which another process builds the model of a file again."""
     return _again, (name_of(type(model)), {field.name: getattr(model, field.name) for field in fields(model)})
 
 
@@ -179,51 +228,5 @@ def _from_toml(path: Path) -> Blocks:
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    """The published models, as they are written down."""
+    """Return the table of published models."""
     return load_table("models/named.toml")
-
-
-# Names of files of weights: one, or several and their index, as transformers has them.
-
-
-ENDING = ".safetensors"
-SINGLE = "model.safetensors"
-
-SHARD_BYTES = 5 * 10**9
-"""Bytes of a file, unless one tensor has more: transformers' own bound."""
-
-
-def index_of(single: Path) -> Path:
-    """The index that stands for a file of weights where there are several of them."""
-    return single.with_name(single.name + ".index.json")
-
-
-def shards_of(sizes: Iterable[int], single: str, shard_bytes: int) -> list[str]:
-    """For tensors of so many bytes, in order, the names of the files that have them: one, or several with numbers."""
-    numbers: list[int] = []
-    number = filled = 0
-    for size in sizes:
-        if filled and filled + size > shard_bytes:
-            number, filled = number + 1, 0
-        filled += size
-        numbers.append(number)
-    stem, count = single.removesuffix(ENDING), number + 1
-    return [single if count == 1 else f"{stem}-{each + 1:05}-of-{count:05}{ENDING}" for each in numbers]
-
-
-def index_text(files: Mapping[str, str], total: int) -> str:
-    """The index of several files of weights.
-
-    Args:
-        files: of each tensor.
-        total: bytes of all tensors.
-    """
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(files)}, indent=2) + "\n"
-
-
-def weights_at(single: Path) -> Path | None:
-    """A file of weights, or the index of several in its place; None where there is neither.
-
-    Where there are both, the file is read, as transformers does.
-    """
-    return next((path for path in (single, index_of(single)) if path.is_file()), None)

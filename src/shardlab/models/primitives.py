@@ -1,18 +1,20 @@
-"""A primitive: one step of a model's arithmetic, on tensors that go by names.
+"""Primitives: single steps of a model's arithmetic, on tensors with names.
 
-Each primitive says once what it reads and makes, along which indices it may be cut, its parameters, its FLOPs and
-kernels, and what is kept of it; `shardlab.models.tensors` computes it on torch, and a test holds the two
-together. Everything else is a sum over primitives: a layer's sizes, its memory, its rules.
+Each primitive states once which tensors it reads and makes, along which indices it may be cut, its parameters, its
+FLOPs and kernels, and the tensors that its backward pass reads. `shardlab.models.tensors` computes it on torch, and a
+test compares the two. All other properties of a model are sums over primitives: sizes, memory and rules of its layers.
+`Primitive` is the base, and `Step` is a primitive in its place in a model. Below them are the primitives that most
+models consist of: look-up, norm, linear map, activation, and sum with the residual stream.
 
-The tensors of a model go by these names: `x`, what most primitives read and make; `s`, the residual stream; `q` and
-`kv`, queries, and keys and values; `gates`, `choices` and `slots`, what a router says of each token. A name is used
-again and again: a primitive reads the last tensor that was made under it.
+The tensors of a model have these names: `x`, which most primitives read and make; `s`, the residual stream; `q` and
+`kv`, queries, and keys and values; `gates`, `choices` and `slots`, the results of a router. Names are reused: a
+primitive reads the last tensor that was made under a name.
 
 FLOPs are those of matrix products in the forward pass, an addition and a multiplication each (Narayanan et al. 2021,
 arXiv 2104.04473, appendix: 24 T C^2 + 4 T^2 C a layer, and 2 T C V for the logits, for T tokens, C features and V
 tokens of the vocabulary). As there, attention counts the whole T x T square although its upper half is masked;
-look-ups, norms, softmax, activations and sums count 0. Kernels are the same arithmetic for a device to price; there a
-fused attention counts only the pairs that it sees.
+look-ups, norms, softmax, activations and sums count 0. Kernels are the same arithmetic, as a device computes it: a
+fused attention counts only pairs that are not masked.
 """
 
 from __future__ import annotations
@@ -29,22 +31,23 @@ from shardlab.language.rules.layer_graph import Node
 from shardlab.models.layout import Kernel, Matmul, Parameter, Pointwise
 
 Pieces = Mapping[str, int]
-"""Into how many pieces each index is cut (1 where it is not named)."""
+"""Number of pieces of each index (1 if it is not named)."""
 
 
 LARGE = 2**14
-"""Elements of a weight from which on its product is worth a choice of kernels."""
+"""Elements of a weight from which on a choice between kernels for its product pays off."""
 
 RECOMPUTED_FROM = 2**17
-"""Elements of a weight from which on an activation that it is multiplied by is computed again in the backward pass. It
-takes a thirtieth of a step of a model with 128 features, and less of wider ones: products grow faster."""
+"""Elements of a weight from which on its input, the result of an activation function, is computed again in the backward
+pass. That takes a thirtieth of a step of a model with 128 features, and less for wider ones, because products grow
+faster."""
 
 INTEGERS = ("choices", "slots")
-"""Tensors of integers."""
+"""Names of tensors of integers."""
 
 
 def piece(length: int, pieces: Pieces, index: str) -> int:
-    """Elements of one piece of an index; the last one may be filled up."""
+    """Return the elements of one piece of an index. The last piece may be padded."""
     return -(-length // pieces.get(index, 1))
 
 
@@ -53,47 +56,49 @@ class Primitive(ABC):
     """One step of a layer's arithmetic.
 
     Attributes:
-        tokens: of a sequence, T.
+        tokens: tokens T of a sequence.
     """
 
     einsum: ClassVar[str]
-    """The tensors that it reads and makes, each with its indices: `x(ffn) -> x(width)`; {} is one of its fields."""
+    """Tensors that it reads and makes, each with its indices: `x(ffn) -> x(width)`. A field's name in braces stands for
+    the field's value."""
     whole: ClassVar[frozenset[str]] = frozenset()
-    """Indices that it must hold whole, since it mixes them."""
+    """Indices that it must have whole, because it mixes them."""
     deals: ClassVar[frozenset[str]] = frozenset()
-    """Indices of its result of which it may make some pieces alone."""
+    """Indices of its result of which it may make some pieces only."""
     mixes_tokens: ClassVar[bool] = False
-    """Whether tokens of a sequence are mixed."""
+    """Whether it mixes the tokens of a sequence."""
     atomic: ClassVar[bool] = False
     """Whether its backward pass may add with atomics on a GPU, in no fixed order."""
     affine: ClassVar[bool] = False
-    """Whether its backward pass adds a gradient of its own, as that of an auxiliary loss, to what follows from the
-    gradient that it is given: then it multiplies its own by `Share.gradient_scale`. Otherwise the pass is linear."""
+    """Whether its backward pass adds a gradient of its own, such as that of an auxiliary loss, multiplied by
+    `Share.gradient_scale`. Otherwise the pass is linear."""
 
     product: ClassVar[bool] = False
-    """Whether it multiplies by a weight, and what it reads is kept for that weight's gradient alone."""
+    """Whether it is a product with a weight, whose input is kept only for the weight's gradient."""
     made_again: ClassVar[bool] = False
-    """Whether its one result, made without parameters, is cheap to make again: so a product need not keep it."""
+    """Whether its single result, made without parameters, is cheap to compute again, so that a product need not keep
+    it."""
 
     tokens: int
     takes_own: bool = False
 
     @cached_property
     def reads(self) -> Mapping[str, str]:
-        """The tensors that it reads, each with its indices."""
+        """Tensors that it reads, each with its indices."""
         return _tensors(self.einsum.format_map(vars(self)).split(" -> ")[0])
 
     @cached_property
     def makes(self) -> Mapping[str, str]:
-        """The tensors that it makes, each with its indices."""
+        """Tensors that it makes, each with its indices."""
         return _tensors(self.einsum.format_map(vars(self)).split(" -> ")[1])
 
     def features(self, tensor: str) -> int:
-        """Features of a token in a tensor that it makes."""
+        """Return the features of a token in a tensor that it makes."""
         raise AssertionError(f"{type(self).__name__} makes no {tensor}")
 
     def shape(self, tensor: str, rows: int) -> tuple[int, ...]:
-        """Shape of a tensor that it makes of a microbatch of `rows` sequences, (rows, T, features) for most."""
+        """Return the shape of a tensor that it makes of `rows` sequences, which is (rows, T, features) for most."""
         return (rows, self.tokens, self.features(tensor))
 
     def parameters(self) -> tuple[Parameter, ...]:
@@ -102,41 +107,36 @@ class Primitive(ABC):
 
     @property
     def borrows(self) -> tuple[str, ...]:
-        """Names of parameters of the first block that it computes with as well: a tied embedding."""
+        """Names of the first block's parameters with which it computes too: a tied embedding."""
         return ()
 
     def keeps(self) -> tuple[str, ...]:
-        """The tensors, read or made, that its backward pass reads; not all are kept (`Run.made_again`)."""
+        """Tensors, read or made, that its backward pass reads. Not all are kept (see `Run.made_again`)."""
         return ()
 
     def keeps_beside(self, rows: int) -> int:
-        """Elements that are kept beside tensors that have names, for `rows` sequences: statistics, masks."""
+        """Return the elements kept besides named tensors, for `rows` sequences: statistics, masks."""
         return self.mask(rows)
 
     def mask(self, rows: int) -> int:
-        """Elements of those that are dropout masks."""
+        """Return the elements of its dropout masks, which are part of `keeps_beside`."""
         return 0
 
     def keeps_for_weight(self) -> tuple[str, ...]:
-        """The tensors that the second half of a split backward pass reads."""
+        """Tensors that the second half of a split backward pass reads."""
         return tuple(self.reads) if self._has_matrix else ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """Elements that the second half reads beside tensors that have names, and gradients of those."""
+        """Return the elements that the second half reads besides named tensors and their gradients."""
         return 0
 
     def gradients_for_weight(self) -> tuple[str, ...]:
-        """The tensors, made (or else read), whose gradients the second half reads."""
+        """Tensors, made (or else read), whose gradients the second half reads."""
         return tuple(self.makes) if self._has_matrix else ()
 
     @property
-    def _has_matrix(self) -> bool:
-        """Whether a parameter's gradient is left to the second half: those of vectors are made in the first."""
-        return any(len(parameter.shape) > 1 for parameter in self.parameters())
-
-    @property
     def adds_to(self) -> str:
-        """The tensor that it adds another one to, so that both have one gradient (empty: none)."""
+        """Name of the tensor to which it adds another one, so that both have one gradient ("": none)."""
         return ""
 
     def flops(self) -> int:
@@ -145,21 +145,23 @@ class Primitive(ABC):
 
     @abstractmethod
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """What its forward pass asks of a device.
+        """Return the kernels of its forward pass.
 
         Args:
-            sequences: of the microbatches that are computed together.
-            tokens: of each sequence that are here, T at most.
-            pieces: into which its indices are cut; one of them is computed.
+            sequences: sequences of the microbatches that are computed together.
+            tokens: tokens of each sequence on this rank, at most T.
+            pieces: number of pieces of each index, one of which is computed.
         """
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:
-        """(index, what it counts, how many) for what must divide evenly where an index is cut."""
+        """Conditions for a cut, as (index, noun, count): the count must be a multiple of the index's pieces."""
         return ()
 
     @cached_property
     def node(self) -> Node:
-        """Its rule; integers have no gradient, and go where the tensors go that they are about."""
+        """Rule of the primitive. Tensors of integers are not part of it: they have no gradient, and accompany other
+        tensors.
+        """
         weights = {parameter.name: " ".join(parameter.indices) for parameter in self.parameters()}
         reads, makes = (
             {name: indices for name, indices in tensors.items() if name not in INTEGERS}
@@ -171,26 +173,22 @@ class Primitive(ABC):
             affine=self.affine,
         )  # fmt: skip
 
+    @property
+    def _has_matrix(self) -> bool:
+        """Whether the second half makes a parameter's gradient. The gradients of vectors are made in the first half."""
+        return any(len(parameter.shape) > 1 for parameter in self.parameters())
+
     def _borrowed_indices(self) -> dict[str, str]:
         return {}
 
 
-def _tensors(written: str) -> dict[str, str]:
-    """Tensors and their indices.
-
-    >>> _tensors("x(expert ffn) slots")
-    {'x': 'expert ffn', 'slots': ''}
-    """
-    return {name: indices or "" for name, indices in re.findall(r"(\w+)(?:\(([^)]*)\))?", written)}
-
-
 class Step(NamedTuple):
-    """A primitive in its place in a model.
+    """Primitive in its place in a model.
 
     Attributes:
-        primitive: what is computed.
+        primitive: the primitive.
         block: the block that it belongs to, which holds its parameters and draws its masks.
-        place: where that is, as a reader knows it: `block 31, feed-forward`, `embedding`.
+        place: the place in words: `block 31, feed-forward`, `embedding`.
     """
 
     primitive: Primitive
@@ -198,18 +196,15 @@ class Step(NamedTuple):
     place: str
 
 
-# The primitives that most models are made of: look-up, norm, linear map, activation, sum with the residual stream.
-
-
 Activation = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu"]
-"""Exact GELU; GELU by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415; GPT-2's own); max(x, 0)^2 (So et al.
-2021, arXiv 2109.08668); silu(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
+"""Activation functions: exact GELU; GELU by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415; as in GPT-2); max(x,
+0)^2 (So et al. 2021, arXiv 2109.08668); silu(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 
 class DropoutSite(IntEnum):
-    """The places of a block where elements are dropped."""
+    """Place in a block where elements are dropped."""
 
     EMBEDDING = 0
     ATTENTION = 1
@@ -220,8 +215,9 @@ class DropoutSite(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup(Primitive):
-    """Tokens (rows, T) to their rows of the embedding, `x` (rows, T, C). Of a slice of the vocabulary, the tokens of
-    other slices give zero.
+    """Look-up of tokens (rows, T) in the embedding, with result `x` (rows, T, C).
+
+    In a slice of the vocabulary, tokens of other slices give zero.
     """
 
     einsum: ClassVar[str] = "x -> x(width)"
@@ -243,8 +239,9 @@ class Lookup(Primitive):
         return (("width", "width", self.hidden_size),)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """Kernels of the look-up. Its backward pass makes a gradient of the whole matrix and adds the tokens' rows to
-        it."""
+        """Return the kernels of the look-up. Its backward pass makes a gradient of the whole matrix, and adds the
+        tokens' rows.
+        """
         hidden_size = piece(self.hidden_size, pieces, "width")
         elements, matrix = sequences * tokens * hidden_size, piece(self.vocab_size, pieces, "vocab") * hidden_size
         return (Pointwise("embedding", 2 * elements, 3 * elements + matrix),)
@@ -252,7 +249,7 @@ class Lookup(Primitive):
 
 @dataclass(frozen=True, kw_only=True)
 class Embed(Primitive):
-    """The embedding `x` to the residual stream `s`: learned positions are added if there are any; dropout."""
+    """Start of the residual stream `s`: the embedding `x`, plus learned positions if there are any, with dropout."""
 
     einsum: ClassVar[str] = "x(width) -> s(width)"
 
@@ -290,11 +287,11 @@ class Embed(Primitive):
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Primitive):
-    """The residual stream `s`, normalised, to `x`: a LayerNorm, or an RMSNorm (Zhang and Sennrich 2019, arXiv
-    1910.07467), which has no bias.
+    """Norm of the residual stream `s`, with result `x`: a LayerNorm, or an RMSNorm without bias (Zhang and Sennrich
+    2019, arXiv 1910.07467).
 
     Attributes:
-        eps: added to the variance, or to the mean square.
+        eps: number added to the variance, or to the mean square.
     """
 
     einsum: ClassVar[str] = "s(width) -> x(width)"
@@ -317,7 +314,7 @@ class Norm(Primitive):
         return ("s",)
 
     def keeps_beside(self, rows: int) -> int:
-        """1/deviation of each token, and of a LayerNorm the mean."""
+        """Return the elements of 1/deviation of each token, and for a LayerNorm also of the mean."""
         return rows * self.tokens * (1 if self.rms else 2)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
@@ -327,13 +324,13 @@ class Norm(Primitive):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Primitive):
-    """A linear map of `x`: of each token's `inputs` features, `outputs` features.
+    """Linear map of `x`, from `inputs` features of each token to `outputs` features.
 
     Attributes:
-        name: of its parameters, without "weight" and "bias".
-        read, made: names of the tensors, where they are not `x`.
-        out_index, in_index: names of the features made and read.
-        sections: of the outputs that are cut alike.
+        name: name of its parameters, without "weight" and "bias".
+        read, made: names of the tensors, `x` by default.
+        out_index, in_index: index names of the features made and read.
+        sections: sections of the outputs, each of which is cut.
     """
 
     einsum: ClassVar[str] = "{read}({in_index}) -> {made}({out_index})"
@@ -371,8 +368,10 @@ class Linear(Primitive):
 
 @dataclass(frozen=True, kw_only=True)
 class Scores(Linear):
-    """A score (logit) for every token of the vocabulary. If `tied`, the scores are products with the token embedding,
-    and there is no matrix of its own. A slice takes its own part of the gradient of gathered logits.
+    """Score (logit) of every token of the vocabulary.
+
+    If `tied`, the scores are products with the token embedding, and there is no matrix of its own. A slice takes its
+    own part of the gradient of gathered logits.
     """
 
     takes_own: bool = True
@@ -398,12 +397,12 @@ class Scores(Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class Activate(Primitive):
-    """An activation function, from the features that a linear map makes for it to the `hidden` that the next one takes.
+    """Activation function, from the features of the linear map before it to the `hidden` features of the one after it.
 
-    SwiGLU takes two features for each: all gates, then all that they multiply.
+    SwiGLU takes two features for each hidden one: all gates come first, then all factors of the gates.
 
     Attributes:
-        tensor, index: names of what it reads and makes, and of its features.
+        tensor, index: name of the tensor that it reads and makes, and index name of its features.
     """
 
     einsum: ClassVar[str] = "{tensor}({index}) -> {tensor}({index})"
@@ -428,24 +427,24 @@ class Activate(Primitive):
 
 
 def activation_kernel(activation: Activation, rows: int, hidden: int) -> Pointwise:
-    """The activation function on rows of what a linear map made for it."""
+    """Return the kernel of the activation function on rows of a linear map's result."""
     before, after = rows * features_of(activation, hidden), rows * hidden
     return Pointwise(activation, before + after, 2 * before + after)
 
 
 def features_of(activation: Activation, hidden: int) -> int:
-    """Features that a linear map makes for `hidden` features after the activation."""
+    """Return the features that a linear map makes for `hidden` features after the activation."""
     return 2 * hidden if activation == "swiglu" else hidden
 
 
 @dataclass(frozen=True, kw_only=True)
 class Add(Primitive):
-    """A branch `x` to the residual stream `s`: the last linear map's bias is added if there is one, dropout, the sum.
+    """Sum of a branch `x` with the residual stream `s`: the bias of the last linear map, dropout, then the sum.
 
     Attributes:
-        branch: the branch's name, where it is not `x`.
-        bias: the name of the bias (empty: none).
-        site: where elements are dropped.
+        branch: name of the branch, `x` by default.
+        bias: name of the bias ("": none).
+        site: place of the dropout.
     """
 
     einsum: ClassVar[str] = "{branch}(width) s(width) -> s(width)"
@@ -470,7 +469,9 @@ class Add(Primitive):
         return "" if self.drops else "s"
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """Kernels of the addition. Its backward pass also sums what norm and residual give to the gradient."""
+        """Return the kernels of the addition. Its backward pass also sums the gradients from the norm and the residual
+        stream.
+        """
         elements = sequences * tokens * self.hidden_size
         bias = (Pointwise("bias", 2 * elements, elements),) if self.bias else ()
         return (*bias, Pointwise("residual", (3 + self.drops) * elements, (3 + 3 * self.drops) * elements))
@@ -479,7 +480,9 @@ class Add(Primitive):
 def feed_forward(
     tokens: int, hidden_size: int, hidden: int, bias: bool, activation: Activation
 ) -> tuple[Primitive, ...]:
-    """Two linear maps with an activation between them; the second one's bias is added with the residual."""
+    """Return two linear maps with an activation between them. The second one's bias is added with the residual
+    stream.
+    """
     features = features_of(activation, hidden)
     sections = (hidden, hidden) if features > hidden else ()
     up = Linear(
@@ -496,3 +499,12 @@ def feed_forward(
         in_index="ffn",
     )
     return up, Activate(tokens=tokens, activation=activation, hidden=hidden), down
+
+
+def _tensors(written: str) -> dict[str, str]:
+    """Parse tensors with their indices.
+
+    >>> _tensors("x(expert ffn) slots")
+    {'x': 'expert ffn', 'slots': ''}
+    """
+    return {name: indices or "" for name, indices in re.findall(r"(\w+)(?:\(([^)]*)\))?", written)}

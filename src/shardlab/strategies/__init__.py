@@ -117,6 +117,26 @@ def four_dimensional(ranks: int) -> Plan:
     return replace(three_dimensional(ranks), sequence_parallel=True)
 
 
+def find(name: str) -> StrategyEntry:
+    """Return the built-in strategy with this name; `_` and `-` are the same.
+
+    Raises:
+        UserError: if there is none. The message suggests the nearest name.
+    """
+    if (spelled := name.replace("_", "-")) in STRATEGIES:
+        return STRATEGIES[spelled]
+    raise unknown_name("strategy", name, STRATEGIES, " and path/to/file.py:function")
+
+
+for module in iter_modules(__path__):
+    import_module(f"{__name__}.{module.name}")
+
+STRATEGIES = {entry.name: entry for entry in sorted(DECLARED, key=lambda entry: entry.order)}
+"""Every built-in strategy by name."""
+
+__all__ = ["STRATEGIES", "Plan", "StrategyEntry", "find"]
+
+
 def _fully_sharded(mesh: Mesh, schedule: str = "1f1b") -> Plan:
     return Plan(
         mesh,
@@ -140,23 +160,3 @@ def _square(ranks: int) -> Mesh:
     """Return the mesh whose number of stages is the largest divisor of the ranks up to their square root."""
     stages = max(n for n in range(1, math.isqrt(max(ranks, 1)) + 1) if ranks % n == 0)
     return Mesh(pp=stages, dp_shard=ranks // stages)
-
-
-def find(name: str) -> StrategyEntry:
-    """Return the built-in strategy with this name; `_` and `-` are the same.
-
-    Raises:
-        UserError: if there is none. The message suggests the nearest name.
-    """
-    if (spelled := name.replace("_", "-")) in STRATEGIES:
-        return STRATEGIES[spelled]
-    raise unknown_name("strategy", name, STRATEGIES, " and path/to/file.py:function")
-
-
-for module in iter_modules(__path__):
-    import_module(f"{__name__}.{module.name}")
-
-STRATEGIES = {entry.name: entry for entry in sorted(DECLARED, key=lambda entry: entry.order)}
-"""Every built-in strategy by name."""
-
-__all__ = ["STRATEGIES", "Plan", "StrategyEntry", "find"]

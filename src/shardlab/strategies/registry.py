@@ -1,4 +1,4 @@
-"""Table of strategies: what is known of each, and the two ways to declare one.
+"""Table of strategies: the properties of each, and the two ways to declare one.
 
 `StrategyEntry` is a row of the table. `built_in` declares a program, and `preset` declares a plan for any number of
 ranks. The functions at the top give the default mesh of each kind of program.
@@ -78,8 +78,8 @@ class StrategyEntry:
         columns: whether the program needs a model whose layers are all split by columns.
         plan: function from a number of ranks to the plan (None: the strategy is a program without a plan).
         memory: formula of the model state that one rank stores. W is the weights, G the gradients, O the optimizer
-            state; of a mixture, D is the dense layers and E the experts. There are n ranks: p along the pipeline with
-            v stages each, s along dp_shard, t along tp. The formula leaves out activations and one or two gathered
+            state; of a mixture, D is the dense layers and E the experts. There are n ranks: p along the pipeline with v
+            stages each, s along dp_shard, t along tp. The formula leaves out activations and one or two gathered
             layers.
         order: position in listings. The nine programs have 1 to 9, a user's programs 50, and plans 100.
         passes: names of the passes that rewrite the program (None: those of the plan, if any); see `Plan.passes`.

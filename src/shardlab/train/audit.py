@@ -213,14 +213,6 @@ def first_difference(prints: Fingerprints) -> tuple[Hashable, tuple[tuple[int, .
     return None
 
 
-def _computation_order(item: tuple[Hashable, object]) -> tuple[int, int]:
-    """Return the sort key by which a microbatch's results follow from one another, also across ranks."""
-    kind, layer = cast(tuple[OpKind, int], item[0])[:2]
-    if kind in (OpKind.FORWARD, OpKind.ATTEND):
-        return 0, layer
-    return (1, 0) if kind is OpKind.LOSS else (2, -layer)
-
-
 def describe_groups(groups: Sequence[tuple[int, ...]]) -> str:
     """Name the ranks that differ from the largest group; if two groups are largest, name all ranks."""
     largest, *others = groups
@@ -235,11 +227,6 @@ def advice(checked: Checked) -> str:
     if drifts := drifts_of(checked):
         return f"It may be rounding, and no host's fault: {str(drifts[0]).removesuffix('.')}"
     return "Leave the host out, and go on from what was saved before the last audit that passed"
-
-
-def _op_text(key: Hashable) -> str:
-    kind, layer = cast(tuple[OpKind, int], key)[:2]
-    return f"{kind.value}(layer {layer})"
 
 
 class Auditing(Callback):
@@ -271,3 +258,16 @@ class Auditing(Callback):
                 f"the audit after step {state.step} found a silent fault: {fault}. Training has stopped; "
                 f"{self._saved()}. {advice(state.checked)}"
             )
+
+
+def _computation_order(item: tuple[Hashable, object]) -> tuple[int, int]:
+    """Return the sort key by which a microbatch's results follow from one another, also across ranks."""
+    kind, layer = cast(tuple[OpKind, int], item[0])[:2]
+    if kind in (OpKind.FORWARD, OpKind.ATTEND):
+        return 0, layer
+    return (1, 0) if kind is OpKind.LOSS else (2, -layer)
+
+
+def _op_text(key: Hashable) -> str:
+    kind, layer = cast(tuple[OpKind, int], key)[:2]
+    return f"{kind.value}(layer {layer})"

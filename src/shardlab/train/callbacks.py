@@ -215,10 +215,6 @@ class Records(Callback):
             self._folder.note_unwritten(self._weights.unwritten)
             self._close(self._folder, training, self._validation.losses)
 
-    def _close(self, folder: OutputFolder, training: Training, losses: dict[str, float]) -> None:
-        folder.write_plot(training.validation_before, losses)
-        folder.close()
-
     def summary(self, training: Training, sampling: Sampling, saved: int | None) -> Summary | None:
         """Return the results of the training on rank 0, and None on the others.
 
@@ -254,6 +250,10 @@ class Records(Callback):
             out=str(run.out),
             unwritten=self._folder.unwritten,
         )
+
+    def _close(self, folder: OutputFolder, training: Training, losses: dict[str, float]) -> None:
+        folder.write_plot(training.validation_before, losses)
+        folder.close()
 
 
 def warn_of_threads(before: int, device: torch.device) -> None:
@@ -337,8 +337,8 @@ class TrainingProgress:
     Args:
         steps: number of steps of the run.
         log_every: number of steps from one logged step to the next.
-        silence: seconds after which a pipe gets a line in any case (None: `interrupt.SILENCE`). A step prints a line
-            if the last one is half as old.
+        silence: seconds after which a pipe gets a line in any case (None: `interrupt.SILENCE`). A step prints a line if
+            the last one is half as old.
         console: console to print to (None: stderr).
     """
 

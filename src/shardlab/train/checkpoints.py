@@ -96,20 +96,16 @@ class Saver(Callback):
         self._steps, self._seconds = split_interval(run.config.saving.save_every)
         self._snapshot: Snapshot | None = None
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[None] | None = None  # of this rank's file
+        self._writing: Future[None] | None = None  # write of this rank's file
         self._documents: dict[str, str] = {}
         self._fingerprints: dict[int, str] = {}
-        self._number = 0  # of the checkpoint in flight, or of the last one
+        self._number = 0  # step of the checkpoint in flight, or of the last one
         self._step = executor.state.step
         self._began = time.monotonic()
         self._requested = False
-        self._stalls: dict[int, float] = {}  # seconds for which the run stood still, by step
+        self._stalls: dict[int, float] = {}  # seconds for which the run was paused, by step
         self._training: Training | None = None
         self.saved: int | None = executor.state.step or None
-
-    @property
-    def _state(self) -> State:
-        return self._executor.state
 
     def on_begin(self, training: Training) -> None:
         """Remember the training: its loss before the first step is saved in each checkpoint."""
@@ -149,24 +145,6 @@ class Saver(Callback):
         else:
             self._receive([int(message) for message in messages])
 
-    @property
-    def _written(self) -> int:
-        if self._writing is None or not self._writing.done():
-            return 0
-        return self._number if self._writing.exception() is None else -self._number
-
-    def _receive(self, numbers: Sequence[int]) -> None:
-        """End the checkpoint in flight if `numbers`, the values of `_written` by rank, say that all have written."""
-        if self._writing is None or any(abs(number) != self._number for number in numbers):
-            return
-        error, self._writing = self._writing.exception(), None
-        if error is not None:
-            self._say_lost(self._step, error)
-        if self._state.rank == 0:
-            complete = all(number > 0 for number in numbers)
-            end = partial(self._complete, documents=self._documents) if complete else self._drop
-            self._pool.submit(end, self._step)
-
     def save(self) -> float:
         """Copy the state that this rank keeps, and start to write the copy.
 
@@ -199,6 +177,28 @@ class Saver(Callback):
         """Wait until this rank's thread has nothing left to do."""
         wait([self._pool.submit(int)])
 
+    @property
+    def _state(self) -> State:
+        return self._executor.state
+
+    @property
+    def _written(self) -> int:
+        if self._writing is None or not self._writing.done():
+            return 0
+        return self._number if self._writing.exception() is None else -self._number
+
+    def _receive(self, numbers: Sequence[int]) -> None:
+        """End the checkpoint in flight if `numbers`, the values of `_written` by rank, say that all have written."""
+        if self._writing is None or any(abs(number) != self._number for number in numbers):
+            return
+        error, self._writing = self._writing.exception(), None
+        if error is not None:
+            self._say_lost(self._step, error)
+        if self._state.rank == 0:
+            complete = all(number > 0 for number in numbers)
+            end = partial(self._complete, documents=self._documents) if complete else self._drop
+            self._pool.submit(end, self._step)
+
     def _abort(self, finite: int) -> None:
         """Drop the checkpoint in flight if it is later than the steps that were finite, and end the thread."""
         if self._writing is not None and self._step > finite:
@@ -213,10 +213,11 @@ class Saver(Callback):
         self.settle()
         self._pool.shutdown()
         dist.barrier()  # rank 0 has completed the last checkpoint, or dropped it
-        for part in (self._run.out / CHECKPOINTS).glob(f"*{PART}"):  # of a failed save, if hosts do not share a disk
+        # The folder is left from a failed save, if hosts do not share a disk.
+        for part in (self._run.out / CHECKPOINTS).glob(f"*{PART}"):
             with suppress(OSError):
                 remove_shard(part, self._state.rank)
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # the folder is not empty
             (self._run.out / CHECKPOINTS).rmdir()
 
     def _complete(self, step: int, documents: dict[str, str]) -> None:
@@ -346,34 +347,6 @@ def find_checkpoint(
     raise UserError(f"{run} {what}; name the folder of a run")
 
 
-def _recorded_model(run: Path) -> Blocks | None:
-    """Return the model in a run's record; None if the record is missing or damaged.
-
-    Raises:
-        UserError: if the record has no model, or one that no longer exists.
-    """
-    try:
-        record = read_file(run / RECORD, "JSON")
-    except UserError:
-        return None
-    try:
-        return recorded_model(record, run / RECORD)
-    except UserError as error:
-        raise UserError(f"the model of {run} cannot be made again: {error}") from None
-
-
-def _open_verified(model: Blocks | None, folder: Path, together: RankExchange) -> Checkpoint:
-    """Open a checkpoint, and check that it is complete and has the run's model, if that is known.
-
-    Raises:
-        UserError: if it is not.
-    """
-    checkpoint = Checkpoint.open(folder).verify(together.rank, together.world)
-    if model is not None:
-        require_same(recorded_model(dict(checkpoint.state), folder / STATE), model, folder)
-    return checkpoint
-
-
 @dataclass(frozen=True)
 class ResumedRun:
     """A run that is resumed from a checkpoint.
@@ -464,11 +437,6 @@ class ResumedRun:
         """Optimizer steps before the checkpoint that the user has named, or else before the run's last weights."""
         return self.checkpoint.step if self.chosen else max(self.checkpoint.step, self._finished_steps)
 
-    @property
-    def _finished_steps(self) -> int:
-        """Optimizer steps before the weights that the run left when it finished; 0 if it has not finished."""
-        return int(last_figures(self.out / METRICS).get("step") or 0) + 1 if has_finished(self.out) else 0
-
     def has_ended(self, steps: int) -> bool:
         """Return whether a run of so many steps has nothing left to do.
 
@@ -522,6 +490,11 @@ class ResumedRun:
                 "them with --data"
             )
 
+    @property
+    def _finished_steps(self) -> int:
+        """Optimizer steps before the weights that the run left when it finished; 0 if it has not finished."""
+        return int(last_figures(self.out / METRICS).get("step") or 0) + 1 if has_finished(self.out) else 0
+
     @cached_property
     def _saved(self) -> ConfigSource:
         """Configuration file in the checkpoint, with paths that are valid in the current folder."""
@@ -538,6 +511,34 @@ class ResumedRun:
         if (init := saved.sections["train"].get("init")) is not None:
             sections["train"] = {**saved.sections["train"], "init": Path(path_from_here(str(init), folder))}
         return ConfigSource(saved.name, sections)
+
+
+def _recorded_model(run: Path) -> Blocks | None:
+    """Return the model in a run's record; None if the record is missing or damaged.
+
+    Raises:
+        UserError: if the record has no model, or one that no longer exists.
+    """
+    try:
+        record = read_file(run / RECORD, "JSON")
+    except UserError:
+        return None
+    try:
+        return recorded_model(record, run / RECORD)
+    except UserError as error:
+        raise UserError(f"the model of {run} cannot be made again: {error}") from None
+
+
+def _open_verified(model: Blocks | None, folder: Path, together: RankExchange) -> Checkpoint:
+    """Open a checkpoint, and check that it is complete and has the run's model, if that is known.
+
+    Raises:
+        UserError: if it is not.
+    """
+    checkpoint = Checkpoint.open(folder).verify(together.rank, together.world)
+    if model is not None:
+        require_same(recorded_model(dict(checkpoint.state), folder / STATE), model, folder)
+    return checkpoint
 
 
 def _frozen(plan: Mapping[str, Any]) -> str:

@@ -237,18 +237,6 @@ class TextJob:
         return min(len(text), most)
 
 
-def _in_order(text: EvaluationText, job: Job, numbers: Numbers) -> OrderedBatches:
-    rows = job.micro_batch_size
-
-    def load(number: int) -> tuple[Tensor, Tensor]:
-        present = numbers[number * rows : (number + 1) * rows]
-        absent = np.full(rows - len(present), len(text), np.int64)
-        tokens, targets = text.cut(np.append(present, absent), job.model.seq_len)
-        return torch.from_numpy(tokens), torch.from_numpy(targets)
-
-    return OrderedBatches(rows, math.ceil(len(numbers) / rows), job.microbatches, load)
-
-
 def widths_of(lengths: Numbers, seq_len: int, multiple: int, together: int) -> list[int]:
     """Return the widths to which sequences are padded, ascending.
 
@@ -298,3 +286,15 @@ def evaluate_rank(rank: int, device: torch.device, task: TextJob) -> TextLoss | 
             loss = Evaluation(job, checked, rank, device, batches, initial=initial, groups=groups).loss()
             total, tokens = total + loss.total, tokens + loss.tokens
     return None if rank else TextLoss(total, tokens, task.bytes(text))
+
+
+def _in_order(text: EvaluationText, job: Job, numbers: Numbers) -> OrderedBatches:
+    rows = job.micro_batch_size
+
+    def load(number: int) -> tuple[Tensor, Tensor]:
+        present = numbers[number * rows : (number + 1) * rows]
+        absent = np.full(rows - len(present), len(text), np.int64)
+        tokens, targets = text.cut(np.append(present, absent), job.model.seq_len)
+        return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+    return OrderedBatches(rows, math.ceil(len(numbers) / rows), job.microbatches, load)

@@ -5,8 +5,8 @@ for the state of the processes, so it needs no help from a rank. If `shardlab tr
 process runs the watch. Under a launcher such as torchrun there is no such process: each rank has a `Watchdog`, a thread
 that watches the ranks of its host, and the first rank that still runs reports for the host.
 
-`report_text` formats a report. `TapeWaits` finds from the positions on the tapes which rank waits for which others,
-and in which op. The last functions read the state of a process and its Python stack.
+`report_text` formats a report. `TapeWaits` finds from the positions on the tapes which rank waits for which others, and
+in which op. The last functions read the state of a process and its Python stack.
 """
 
 from __future__ import annotations
@@ -96,16 +96,13 @@ class Watch:
     def look(self) -> list[int]:
         """Look at all ranks, and return those that have made no progress within the timeout."""
         now = time.monotonic()
-        passed = min(now - self._looked, 3 * self.interval)  # a longer time means that this process was stopped
+        passed = min(now - self._looked, 3 * self.interval)  # a longer time means that this process itself was stopped
         self._looked = now
         for rank, progress in self._progresses.items():
             position = progress.position
             moved = position != self._seen[rank] or progress.ended
             self._seen[rank], self._idle[rank] = position, 0.0 if moved else self._idle[rank] + passed
         return [rank for rank, idle in self._idle.items() if idle >= self._patience(rank)]
-
-    def _patience(self, rank: int) -> float:
-        return self._settings.timeout + (START if self._seen[rank] is None else 0)
 
     def ask_for_stacks(self) -> None:
         """Ask all running ranks to write their stacks before they end."""
@@ -115,7 +112,7 @@ class Watch:
         """Return a report of where the ranks of this host are.
 
         Args:
-            fates: what became of the ranks that have ended.
+            fates: the ends of the ranks that have ended, in words.
         """
         self.look()
         return report_text(self._ranks(fates, awaited=False))
@@ -126,6 +123,9 @@ class Watch:
         fates = {rank: fate for rank in self._progresses if (fate := self._fate(rank))}
         ranks = self._ranks(fates, awaited=True)
         return report_text(ranks), self._verdict(ranks)
+
+    def _patience(self, rank: int) -> float:
+        return self._settings.timeout + (START if self._seen[rank] is None else 0)
 
     def _fate(self, rank: int) -> str:
         progress = self._progresses[rank]
@@ -166,11 +166,6 @@ class Watch:
             verb = "does" if len(blamed) == 1 else "do"
             return f"{rank_names(blamed)} on another host {verb} not get on, and {after}."
         return _network(waits) + f", and {after}."
-
-
-def _network(waits: Mapping[int, RankWait]) -> str:
-    rank, wait = next(((rank, wait) for rank, wait in waits.items() if wait.come), next(iter(waits.items())))
-    return f"nothing arrives between {rank_names([rank, *wait.blockers])}, which have all come: the network drops it"
 
 
 class Watchdog:
@@ -295,14 +290,6 @@ class Watchdog:
 _GONE = "has gone (killed?)"
 
 
-def _namespace() -> str:
-    """Return a name of this process's PID namespace, since two containers may have equal process numbers."""
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
-
-
 @dataclass(frozen=True)
 class RankReport:
     """A rank's part of a report.
@@ -357,13 +344,6 @@ def report_text(ranks: Mapping[int, RankReport]) -> str:
     return "\n".join(lines)
 
 
-def _sentence(wait: RankWait, idle: float, fate: str) -> str:
-    whom = f" for {rank_names(wait.blockers)}" if wait.blockers else ""
-    come = ", which came as well" if wait.come and wait.blockers else ""
-    since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
-    return f"{wait.what}{whom}{come}, since {since} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
-
-
 @dataclass(frozen=True)
 class RankWait:
     """Place of a rank in its program, and the ranks that it waits for.
@@ -391,10 +371,6 @@ class TapeWaits:
         self._checked = checked
         self._line_of = line_of
 
-    @cached_property
-    def _forward(self) -> Checked:
-        return check_forward(forward_only(self._checked))
-
     def waits(self, positions: Mapping[int, TapePosition | None]) -> dict[int, RankWait]:
         """Return for each rank the op in which it is and the ranks that it waits for.
 
@@ -402,6 +378,10 @@ class TapeWaits:
             positions: position of each rank of this host; None before its first tape.
         """
         return {rank: self._wait(rank, positions) for rank in positions}
+
+    @cached_property
+    def _forward(self) -> Checked:
+        return check_forward(forward_only(self._checked))
 
     def _wait(self, rank: int, positions: Mapping[int, TapePosition | None]) -> RankWait:
         here = positions[rank]
@@ -416,7 +396,7 @@ class TapeWaits:
             return RankWait(
                 f"is at the end of {'an evaluation' if here.evaluates else f'step {here.step + 1}'}", behind
             )
-        if here.length != len(tape):  # an earlier stage of a batch ramp, or a sample
+        if here.length != len(tape):  # the rank runs an earlier stage of a batch ramp, or a sample
             return RankWait(f"is in op {here.op} of {here.length} of another program")
         line = "" if here.evaluates else self._line_of(rank, here.op)
         name = "evaluation" if here.evaluates else "step"
@@ -443,11 +423,6 @@ class TapeWaits:
         if at is None or at.round != tape_round:
             return at is None or at.round < tape_round
         return at.op < at.length
-
-
-def _before(position: TapePosition | None, tape_round: int, op: int) -> bool:
-    """Return whether a rank has not done an op of a round yet."""
-    return position is None or (position.round, position.op) <= (tape_round, op)
 
 
 def op_text(checked: Checked, rank: int, op: Op) -> str:
@@ -543,3 +518,28 @@ def parse_frames(text: str) -> list[str]:
     frames = [f'File "{file}", line {line} in {name}' for file, line, name in _FRAME.findall(last)][::-1]
     entered = [place for place, frame in enumerate(frames) if _ENTERED.search(frame)]
     return frames[entered[-1] :] if entered else frames
+
+
+def _network(waits: Mapping[int, RankWait]) -> str:
+    rank, wait = next(((rank, wait) for rank, wait in waits.items() if wait.come), next(iter(waits.items())))
+    return f"nothing arrives between {rank_names([rank, *wait.blockers])}, which have all come: the network drops it"
+
+
+def _namespace() -> str:
+    """Return a name of this process's PID namespace, since two containers may have equal process numbers."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _sentence(wait: RankWait, idle: float, fate: str) -> str:
+    whom = f" for {rank_names(wait.blockers)}" if wait.blockers else ""
+    come = ", which came as well" if wait.come and wait.blockers else ""
+    since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
+    return f"{wait.what}{whom}{come}, since {since} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
+
+
+def _before(position: TapePosition | None, tape_round: int, op: int) -> bool:
+    """Return whether a rank has not done an op of a round yet."""
+    return position is None or (position.round, position.op) <= (tape_round, op)

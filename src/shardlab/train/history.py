@@ -185,40 +185,6 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _last_validation(folder: Path) -> float | None:
-    losses = [record.get(VALIDATION) for record in read_records(folder)]
-    return next((loss for loss in reversed(losses) if loss is not None), None)
-
-
-def _guess_end(folder: Path, complete: bool) -> str:
-    """Return how a run ended whose record does not tell.
-
-    Args:
-        folder: folder of the run.
-        complete: whether all its steps are recorded.
-    """
-    if _in_use(folder / METRICS):
-        return "running"
-    return "finished" if complete and weights_at(folder / WEIGHTS) else "killed"
-
-
-def _configured_steps(folder: Path) -> int | None:
-    try:
-        return int(read_file(folder / CONFIG, "TOML")["train"]["steps"])
-    except (UserError, KeyError, TypeError, ValueError):
-        return None
-
-
-def _in_use(path: Path) -> bool:
-    """Return whether a process has locked a run's metrics, as the process that writes them does."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    return False
-
-
 def remove_incomplete(out: Path) -> None:
     """Remove the incomplete files and checkpoints that a killed run has left, and nothing that others put there."""
     for part in out.glob(f"*{PART_SUFFIX}"):
@@ -253,27 +219,6 @@ def describe_saved(out: Path) -> str:
     steps = checkpoints_in(out)
     command = f"; go on after step {steps[-1]} with: shardlab train --resume {out}" if steps else ""
     return _describe_weights(out) + command
-
-
-def _describe_weights(out: Path) -> str:
-    weights, metrics = weights_at(out / WEIGHTS), out / METRICS
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    if weights is not None:
-        steps = counted(int(last_figures(metrics).get("step", -1) or 0) + 1, "step")
-        if weights.stat().st_mtime < _began(out):
-            return f"the weights in {weights} are from before the run was resumed; on record are {steps} ({METRICS})"
-        return f"the weights after {steps} are in {weights}"
-    if lines:
-        return f"there are no weights in {out}, only the figures of {counted(len(lines), 'step')} ({METRICS})"
-    return "no step had ended, so nothing is saved"
-
-
-def _began(out: Path) -> float:
-    """Return when a run began or was last resumed, in seconds since 1970; 0 if its record does not tell."""
-    try:
-        return datetime.fromisoformat(json.loads((out / RECORD).read_text())["began"]).timestamp()
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
 
 
 def lock_metrics(folder: Path) -> FileIO:
@@ -349,3 +294,58 @@ def free_folder(parent: Path, name: str) -> Path:
     while os.path.exists(parent / f"{name}-{number}"):  # false instead of an error if permission is denied
         number += 1
     return parent / f"{name}-{number}"
+
+
+def _last_validation(folder: Path) -> float | None:
+    losses = [record.get(VALIDATION) for record in read_records(folder)]
+    return next((loss for loss in reversed(losses) if loss is not None), None)
+
+
+def _guess_end(folder: Path, complete: bool) -> str:
+    """Return how a run ended whose record does not tell.
+
+    Args:
+        folder: folder of the run.
+        complete: whether all its steps are recorded.
+    """
+    if _in_use(folder / METRICS):
+        return "running"
+    return "finished" if complete and weights_at(folder / WEIGHTS) else "killed"
+
+
+def _configured_steps(folder: Path) -> int | None:
+    try:
+        return int(read_file(folder / CONFIG, "TOML")["train"]["steps"])
+    except (UserError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _in_use(path: Path) -> bool:
+    """Return whether a process has locked a run's metrics, as the process that writes them does."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+def _describe_weights(out: Path) -> str:
+    weights, metrics = weights_at(out / WEIGHTS), out / METRICS
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    if weights is not None:
+        steps = counted(int(last_figures(metrics).get("step", -1) or 0) + 1, "step")
+        if weights.stat().st_mtime < _began(out):
+            return f"the weights in {weights} are from before the run was resumed; on record are {steps} ({METRICS})"
+        return f"the weights after {steps} are in {weights}"
+    if lines:
+        return f"there are no weights in {out}, only the figures of {counted(len(lines), 'step')} ({METRICS})"
+    return "no step had ended, so nothing is saved"
+
+
+def _began(out: Path) -> float:
+    """Return when a run began or was last resumed, in seconds since 1970; 0 if its record does not tell."""
+    try:
+        return datetime.fromisoformat(json.loads((out / RECORD).read_text())["began"]).timestamp()
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0

@@ -1,7 +1,7 @@
 """Job of a training run: a strategy, a model and the shape of a step.
 
 Every process traces the same program from the same `Job`. `job_as_dict` and `job_from_dict` store a job in a file.
-`Tracing` says which steps of a run are recorded.
+`Tracing` has the steps of a run that are recorded.
 """
 
 from __future__ import annotations
@@ -89,14 +89,6 @@ class Job:
         self.__dict__["_checked"] = checked
 
     @cached_property
-    def _checked(self) -> Checked:
-        entry = self.entry
-        unbounded = trace_limits(sys.maxsize, math.inf)  # the command has traced it within bounds already
-        with unbounded, contextlib.redirect_stdout(sys.stderr):  # stdout is the command's, whatever the program prints
-            checked = check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
-        return apply_passes(checked, entry.passes_on(self.ranks))
-
-    @cached_property
     def cut(self) -> Model:
         """The model as the program's layers: blocks are split if the mesh, the plan, a tie or the pass `tile` needs it.
 
@@ -133,6 +125,14 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.microbatches * self.micro_batch_size * self.model.seq_len
+
+    @cached_property
+    def _checked(self) -> Checked:
+        entry = self.entry
+        unbounded = trace_limits(sys.maxsize, math.inf)  # the command has traced it within bounds already
+        with unbounded, contextlib.redirect_stdout(sys.stderr):  # stdout is the command's, whatever the program prints
+            checked = check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
+        return apply_passes(checked, entry.passes_on(self.ranks))
 
 
 def job_as_dict(job: Job) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 `train_rank` builds everything that a rank needs and chooses the order of the callbacks. `fit` is the training loop.
 `RankSetup` opens the data and the checkpoint, makes the output folder, and builds the executors of the program.
 
-The loop itself knows only steps and callbacks. Saving, validation, sampling, records and audits are callbacks; they
-are in `checkpoints.py`, `callbacks.py` and `audit.py`.
+The loop itself knows only steps and callbacks. Saving, validation, sampling, records and audits are callbacks; they are
+in `checkpoints.py`, `callbacks.py` and `audit.py`.
 """
 
 from __future__ import annotations
@@ -114,14 +114,6 @@ def fit(training: Training) -> bool:
     return True
 
 
-def _add_figures(training: Training, step: StepResult, callback: Callback, figures: Mapping[str, float]) -> None:
-    """Add the figures that a callback has returned to the metrics of a step."""
-    if any(callback is each for each in training.run.callbacks.values):  # `in` would call an `__eq__` of the user's
-        figures = step.check_user_figures(figures, type(callback).__name__)
-        step.user_figures.update(figures)
-    step.metrics.update(figures)
-
-
 class RankSetup:
     """Data, checkpoint, output folder and executors with which one rank's training begins.
 
@@ -221,3 +213,11 @@ class RankSetup:
 def unfilled_weights(layer: int, length: int, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
     """Return weights that are NaN: the first step would diverge if a checkpoint did not fill in all of them."""
     return torch.full((sum(stop - start for start, stop in ranges),), math.nan, dtype=dtype)
+
+
+def _add_figures(training: Training, step: StepResult, callback: Callback, figures: Mapping[str, float]) -> None:
+    """Add the figures that a callback has returned to the metrics of a step."""
+    if any(callback is each for each in training.run.callbacks.values):  # `in` would call an `__eq__` of the user's
+        figures = step.check_user_figures(figures, type(callback).__name__)
+        step.user_figures.update(figures)
+    step.metrics.update(figures)

@@ -145,15 +145,6 @@ class OutputFolder:
         if not pending:
             self._append()
 
-    def _append(self) -> None:
-        if self._last is not None:
-            self._history.append(self._last)
-            for logger in self.loggers:
-                logger.log(self._last)
-            self._pending += json.dumps(self._last, allow_nan=False).encode() + b"\n"
-        self._last = None
-        self._flush()
-
     def note_unwritten(self, names: Iterable[str]) -> None:
         """Add names of files that other code could not write."""
         self._unwritten.update(names)
@@ -192,6 +183,15 @@ class OutputFolder:
         if self._pending:
             path = self.path / METRICS
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+    def _append(self) -> None:
+        if self._last is not None:
+            self._history.append(self._last)
+            for logger in self.loggers:
+                logger.log(self._last)
+            self._pending += json.dumps(self._last, allow_nan=False).encode() + b"\n"
+        self._last = None
+        self._flush()
 
     def _flush(self) -> None:
         with self._noted(METRICS):

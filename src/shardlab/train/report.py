@@ -48,81 +48,6 @@ def write_report(run: TrainingRun, summary: Summary, predicted: float | str) -> 
         write_atomically(path, _text(run, summary, predicted, records))
 
 
-def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: list[dict[str, Any]]) -> str:
-    job, record = run.job, json.loads((run.out / "run.json").read_text())
-    last = records[-1]
-    hours = summary.seconds * job.ranks / 3600
-    rows = {
-        "steps": f"{summary.steps}" + (", interrupted" if summary.interrupted else ""),
-        "validation loss": f"{summary.validation_before:.4f} before, {summary.validation_after:.4f} after",
-        "bits per byte": f"{summary.validation_after * last['bits_per_byte'] / last['loss']:.4f} (validation, after)",
-        "step": f"{summary.dt:.4f} s (median after {summary.warm_up} steps)",
-        "predicted step": predicted if isinstance(predicted, str) else _prediction(predicted, summary.dt),
-        "tokens per second": f"{summary.tps:,.0f}, {summary.tps / job.ranks:,.0f} a rank",
-        "MFU": _mfu(run, summary, records),
-        "memory of the fullest rank": f"{last['memory_max'] / 2**20:,.0f} MiB",
-        "device-hours": f"{hours:.4f} ({summary.seconds:.1f} s on {counted(job.ranks, 'device')})",
-        "cost": _cost(run.config.logging.price, hours),
-    }
-    if summary.validation_after_ema is not None:
-        rows["validation loss of averages"] = f"{summary.validation_after_ema:.4f} after"
-    places = [f"| {each['rank']} | {each['host']} | {each['device']} | {_mesh(each)} |" for each in record["places"]]
-    return "\n".join(
-        [
-            f"# {job.title} on {counted(job.ranks, 'rank')}",
-            "",
-            f"`{run.command}`, begun {record['began']}.",
-            "",
-            "| what | figure |",
-            "| --- | --- |",
-            *(f"| {name} | {figure} |" for name, figure in rows.items()),
-            "",
-            "![training and validation loss](loss.svg)",
-            "",
-            f"![loss, tokens per second, learning rate, gradient norm, memory, step times]({PLOTS})",
-            "",
-            "## Configuration and plan",
-            "",
-            "```toml",
-            run.config.as_toml().strip(),
-            "```",
-            "",
-            "![one optimizer step in unit costs](strategy.svg)",
-            "",
-            "## World",
-            "",
-            f"{record['backend']}, started by {record['launcher']}.",
-            "",
-            "| rank | host | device | mesh |",
-            "| --- | --- | --- | --- |",
-            *places,
-            "",
-        ]
-    )
-
-
-def _mfu(run: TrainingRun, summary: Summary, records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the model FLOPs utilization of the run's typical step, or the reason why it is not known."""
-    if run.peak is None:
-        return "the device's peak is not known; shardlab bench compute measures it"
-    known = [each["mfu"] * each["dt"] / summary.dt for each in records if each["mfu"] is not None]
-    if not known or known[-1] > 1:
-        return "steps were faster than the peak that was measured; shardlab bench compute measures it again"
-    return f"{known[-1]:.1%}"
-
-
-def _prediction(predicted: float, measured: float) -> str:
-    return f"{predicted:.4f} s, {predicted / measured:.2f} of what was measured"
-
-
-def _cost(price: float | None, hours: float) -> str:
-    return "give --price, for a device-hour" if price is None else f"{hours * price:.4f} at {price:g} a device-hour"
-
-
-def _mesh(place: dict[str, Any]) -> str:
-    return ", ".join(f"{axis} {number}" for axis, number in place["mesh"].items())
-
-
 def usual_times(records: Sequence[Mapping[str, Any]], warm_up: int) -> list[float]:
     """Return the seconds of the recorded steps without the outliers that would hide the rest of a histogram.
 
@@ -145,7 +70,8 @@ def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, warm_
         warm_up: number of first steps of each run that are not in the histogram.
     """
     figure = Figure(figsize=(10, 9))
-    figure.subplots_adjust(0.1, 0.06, 0.98, 0.98, 0.25, 0.25)  # fixed, since an automatic layout draws everything twice
+    # A fixed layout, since an automatic one draws everything twice.
+    figure.subplots_adjust(0.1, 0.06, 0.98, 0.98, 0.25, 0.25)
     grid = figure.subplots(3, 2)
     several = len(runs) > 1
     for number, (run, records) in enumerate(runs.items()):
@@ -178,11 +104,6 @@ def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, warm_
         grid[0][0].legend()
     with atomic_file(path) as part:
         figure.savefig(part, format=path.suffix[1:], metadata={"Creator": "shardlab"})
-
-
-def _column(records: Sequence[Mapping[str, Any]], name: str, scale: float = 1.0) -> list[float]:
-    """Return a figure of every record; NaN for records without it."""
-    return [math.nan if record.get(name) is None else record[name] * scale for record in records]
 
 
 _START = re.compile(r"(?:offline-)?run-(\d+_\d+)-(.+?)(?:-\d+)?")
@@ -288,3 +209,83 @@ def require_loggers(config: LoggingConfig) -> None:
 def known_figures(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """Return the figures that are known, without the number of the step."""
     return {name: figure for name, figure in metrics.items() if figure is not None and name != "step"}
+
+
+def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: list[dict[str, Any]]) -> str:
+    job, record = run.job, json.loads((run.out / "run.json").read_text())
+    last = records[-1]
+    hours = summary.seconds * job.ranks / 3600
+    rows = {
+        "steps": f"{summary.steps}" + (", interrupted" if summary.interrupted else ""),
+        "validation loss": f"{summary.validation_before:.4f} before, {summary.validation_after:.4f} after",
+        "bits per byte": f"{summary.validation_after * last['bits_per_byte'] / last['loss']:.4f} (validation, after)",
+        "step": f"{summary.dt:.4f} s (median after {summary.warm_up} steps)",
+        "predicted step": predicted if isinstance(predicted, str) else _prediction(predicted, summary.dt),
+        "tokens per second": f"{summary.tps:,.0f}, {summary.tps / job.ranks:,.0f} a rank",
+        "MFU": _mfu(run, summary, records),
+        "memory of the fullest rank": f"{last['memory_max'] / 2**20:,.0f} MiB",
+        "device-hours": f"{hours:.4f} ({summary.seconds:.1f} s on {counted(job.ranks, 'device')})",
+        "cost": _cost(run.config.logging.price, hours),
+    }
+    if summary.validation_after_ema is not None:
+        rows["validation loss of averages"] = f"{summary.validation_after_ema:.4f} after"
+    places = [f"| {each['rank']} | {each['host']} | {each['device']} | {_mesh(each)} |" for each in record["places"]]
+    return "\n".join(
+        [
+            f"# {job.title} on {counted(job.ranks, 'rank')}",
+            "",
+            f"`{run.command}`, begun {record['began']}.",
+            "",
+            "| what | figure |",
+            "| --- | --- |",
+            *(f"| {name} | {figure} |" for name, figure in rows.items()),
+            "",
+            "![training and validation loss](loss.svg)",
+            "",
+            f"![loss, tokens per second, learning rate, gradient norm, memory, step times]({PLOTS})",
+            "",
+            "## Configuration and plan",
+            "",
+            "```toml",
+            run.config.as_toml().strip(),
+            "```",
+            "",
+            "![one optimizer step in unit costs](strategy.svg)",
+            "",
+            "## World",
+            "",
+            f"{record['backend']}, started by {record['launcher']}.",
+            "",
+            "| rank | host | device | mesh |",
+            "| --- | --- | --- | --- |",
+            *places,
+            "",
+        ]
+    )
+
+
+def _mfu(run: TrainingRun, summary: Summary, records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the model FLOPs utilization of the run's typical step, or the reason why it is not known."""
+    if run.peak is None:
+        return "the device's peak is not known; shardlab bench compute measures it"
+    known = [each["mfu"] * each["dt"] / summary.dt for each in records if each["mfu"] is not None]
+    if not known or known[-1] > 1:
+        return "steps were faster than the peak that was measured; shardlab bench compute measures it again"
+    return f"{known[-1]:.1%}"
+
+
+def _prediction(predicted: float, measured: float) -> str:
+    return f"{predicted:.4f} s, {predicted / measured:.2f} of what was measured"
+
+
+def _cost(price: float | None, hours: float) -> str:
+    return "give --price, for a device-hour" if price is None else f"{hours * price:.4f} at {price:g} a device-hour"
+
+
+def _mesh(place: dict[str, Any]) -> str:
+    return ", ".join(f"{axis} {number}" for axis, number in place["mesh"].items())
+
+
+def _column(records: Sequence[Mapping[str, Any]], name: str, scale: float = 1.0) -> list[float]:
+    """Return a figure of every record; NaN for records without it."""
+    return [math.nan if record.get(name) is None else record[name] * scale for record in records]

@@ -1,6 +1,7 @@
-"""A training run: its settings, the record that it leaves, and its results.
+"""Training run: its settings, its record, and its results.
 
-`TrainingRun` is what the command hands to the ranks; they receive it pickled. `Summary` is what rank 0 returns.
+`TrainingRun` has the settings that the command passes to the ranks, pickled. `Summary` is the result that rank 0
+returns.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -51,10 +52,6 @@ class ByValue:
         import cloudpickle
 
         return _by_value, (cloudpickle.dumps(self.values),)
-
-
-def _by_value(pickled: bytes) -> ByValue:
-    return ByValue(pickle.loads(pickled) if pickled else ())
 
 
 @dataclass(frozen=True)
@@ -134,22 +131,6 @@ class TrainingRun:
         corpus.require_vocabulary(self.job.model.vocab_size, None if init is None else str(init))
         return corpus
 
-    def _tokenizer(self, prepared: bool) -> Tokenizer | None:
-        """Return the tokenizer of the weights with which the run starts; None if the data have their own.
-
-        Args:
-            prepared: whether all data are tokens already, so that the weights need no tokenizer.
-
-        Raises:
-            UserError: if weights in Hugging Face's format come without a tokenizer.
-        """
-        init = self.config.train.init
-        if self.continues and (found := find_tokenizer(self.out)) is not None:
-            return found
-        if init is None:
-            return None
-        return find_tokenizer(init) if prepared else require_tokenizer(init, self.job.model.vocab_size)
-
     def record(self, corpus: Corpus, checked: Checked, world: RunningWorld) -> dict[str, Any]:
         """Return the content of run.json: command, configuration, data, versions and ranks."""
         return {
@@ -168,6 +149,22 @@ class TrainingRun:
             "platform": platform.platform(),
             **world.as_dict(),
         }
+
+    def _tokenizer(self, prepared: bool) -> Tokenizer | None:
+        """Return the tokenizer of the weights with which the run starts; None if the data have their own.
+
+        Args:
+            prepared: whether all data are tokens already, so that the weights need no tokenizer.
+
+        Raises:
+            UserError: if weights in Hugging Face's format come without a tokenizer.
+        """
+        init = self.config.train.init
+        if self.continues and (found := find_tokenizer(self.out)) is not None:
+            return found
+        if init is None:
+            return None
+        return find_tokenizer(init) if prepared else require_tokenizer(init, self.job.model.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -206,3 +203,7 @@ class Summary:
     sample: str
     out: str
     unwritten: list[str]
+
+
+def _by_value(pickled: bytes) -> ByValue:
+    return ByValue(pickle.loads(pickled) if pickled else ())

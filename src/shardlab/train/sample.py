@@ -189,40 +189,6 @@ class ParallelWriter(TextGenerator):
                 yield token
 
 
-def _whole_blocks(state: State, whole: Blocks, parts: Sequence[range]) -> list[Tensor]:
-    """Gather the flat weights of the blocks of each rank. Every rank calls this.
-
-    Returns:
-        The weights of each block that this rank computes or borrows parameters from; an empty tensor for the others.
-    """
-    model = state.model
-    needed = [
-        {(block, each.name) for block in part for each in whole.layout(block).parameters}
-        | {(0, name) for block in part for name in whole.borrowed(block)}
-        for part in parts
-    ]
-    mine = {block for block, _ in needed[state.rank]}
-    lengths = [whole.layout(block).numel if block in mine else 0 for block in range(whole.layers)]
-    flats = [torch.zeros(length, dtype=state.exact, device=state.settings.device) for length in lengths]
-    views = {block: named_views(whole.layout(block), flats[block]) for block in mine}
-    buffers = {(block, name): views[block][name] for block, name in needed[state.rank]}
-    for layer in range(model.layers):
-        names = {(block, each.name) for block, each in model.run(layer).parameters()}
-        for rank, theirs in enumerate(needed):
-            if names & theirs:
-                _gather_layer(state, layer, rank, buffers)
-    return flats
-
-
-def _gather_layer(state: State, layer: int, rank: int, buffers: Mapping[tuple[int, str], Tensor]) -> None:
-    """Gather a layer on a rank, which copies the parameters into those of its buffers (by block and name)."""
-    flat = gather_layer(state, state.kept, layer, rank)
-    if flat is not None:
-        for block, parameter, tensor in whole_parameters(state.model, layer, flat):
-            if (block, parameter.name) in buffers:
-                buffers[block, parameter.name].copy_(tensor)
-
-
 @dataclass
 class Conversation:
     """Turns of a user and a model. The model sees the last turns, as many as it has positions for.
@@ -299,3 +265,37 @@ def until(parts: Iterator[str], stop: str) -> Iterator[str]:
         yield pending[: len(pending) - kept]
         pending = pending[len(pending) - kept :]
     yield pending
+
+
+def _whole_blocks(state: State, whole: Blocks, parts: Sequence[range]) -> list[Tensor]:
+    """Gather the flat weights of the blocks of each rank. Every rank calls this.
+
+    Returns:
+        The weights of each block that this rank computes or borrows parameters from; an empty tensor for the others.
+    """
+    model = state.model
+    needed = [
+        {(block, each.name) for block in part for each in whole.layout(block).parameters}
+        | {(0, name) for block in part for name in whole.borrowed(block)}
+        for part in parts
+    ]
+    mine = {block for block, _ in needed[state.rank]}
+    lengths = [whole.layout(block).numel if block in mine else 0 for block in range(whole.layers)]
+    flats = [torch.zeros(length, dtype=state.exact, device=state.settings.device) for length in lengths]
+    views = {block: named_views(whole.layout(block), flats[block]) for block in mine}
+    buffers = {(block, name): views[block][name] for block, name in needed[state.rank]}
+    for layer in range(model.layers):
+        names = {(block, each.name) for block, each in model.run(layer).parameters()}
+        for rank, theirs in enumerate(needed):
+            if names & theirs:
+                _gather_layer(state, layer, rank, buffers)
+    return flats
+
+
+def _gather_layer(state: State, layer: int, rank: int, buffers: Mapping[tuple[int, str], Tensor]) -> None:
+    """Gather a layer on a rank, which copies the parameters into those of its buffers (by block and name)."""
+    flat = gather_layer(state, state.kept, layer, rank)
+    if flat is not None:
+        for block, parameter, tensor in whole_parameters(state.model, layer, flat):
+            if (block, parameter.name) in buffers:
+                buffers[block, parameter.name].copy_(tensor)

@@ -243,9 +243,8 @@ class Training:
     def __iter__(self) -> Iterator[StepResult]:
         """Run the steps, and yield the result of each while the next one runs already. All ranks yield the same steps.
 
-        If a callback needs the weights after a step, the result is yielded before the next step begins. The last
-        result is that of the run's last step, of the first step that diverged, or of the step after a rank asked to
-        stop.
+        If a callback needs the weights after a step, the result is yielded before the next step begins. The last result
+        is that of the run's last step, of the first step that diverged, or of the step after a rank asked to stop.
         """
         pending: tuple[int, Tensor, dist.Work] | None = None  # the last step, while its figures are summed
         self.start_clock()
@@ -277,8 +276,8 @@ class Training:
         Returns:
             The vector that is being summed, and the handle of its all-reduce. It holds the loss (sum and tokens), the
             requests to stop (asked, warned), and a matrix (rows, ranks) in which each rank fills its own column: the
-            code of what is not finite, the squared norm of the gradient (NaN if the rank does not know it), the
-            figures of RANK_FIGURES, and the messages of the callbacks.
+            code of what is not finite, the squared norm of the gradient (NaN if the rank does not know it), the figures
+            of RANK_FIGURES, and the messages of the callbacks.
         """
         loss = self._executor.step()
         state = self.state
@@ -333,29 +332,6 @@ def divergence_error(run: TrainingRun, what: str) -> UserError:
         f"{what} is not finite, so training has stopped; {describe_saved(run.out)}; "
         f"try a --learning-rate of less than {run.config.optimizer.learning_rate:g}, or {limit}"
     )
-
-
-def _non_finite_code(loss: Tensor, state: State) -> int:
-    """Return what is not finite on this rank as a number.
-
-    Returns:
-        0 if all is finite, 1 for the loss, l + 2 for the gradient of layer l. If the gradient of every layer is finite
-        but the norm of all of them is not: the number of layers + 2.
-    """
-    if not loss.isfinite().all():
-        return 1
-    if state.finite or state.settings.precision.scaled:
-        return 0
-    return 2 + (state.model.layers if state.not_finite is None else state.not_finite)
-
-
-def _describe_non_finite(codes: Sequence[int], step: int, run: TrainingRun) -> str:
-    """Describe the lowest of the codes of `_non_finite_code`, and name all ranks that have it."""
-    lowest = min(code for code in codes if code)
-    ranks = [rank for rank, code in enumerate(codes) if code == lowest]
-    layer = f"gradient of layer {lowest - 2}" if lowest - 2 < run.job.cut.layers else "gradient's norm"
-    what = "loss" if lowest == 1 else layer
-    return f"the {what} of step {step + 1} on rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
 RANK_FIGURES = ("dt", "dtf", "dtb", "memory")
@@ -439,14 +415,37 @@ def bytes_per_token(corpus: Corpus) -> float:
     return sum(share * ratio for share, ratio in zip(stream.shares, each, strict=True)) / sum(stream.shares)
 
 
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Convert a loss from nats per token to bits per byte of text."""
+    return loss / math.log(2) / bytes_per_token
+
+
+def _non_finite_code(loss: Tensor, state: State) -> int:
+    """Return what is not finite on this rank as a number.
+
+    Returns:
+        0 if all is finite, 1 for the loss, l + 2 for the gradient of layer l. If the gradient of every layer is finite
+        but the norm of all of them is not: the number of layers + 2.
+    """
+    if not loss.isfinite().all():
+        return 1
+    if state.finite or state.settings.precision.scaled:
+        return 0
+    return 2 + (state.model.layers if state.not_finite is None else state.not_finite)
+
+
+def _describe_non_finite(codes: Sequence[int], step: int, run: TrainingRun) -> str:
+    """Describe the lowest of the codes of `_non_finite_code`, and name all ranks that have it."""
+    lowest = min(code for code in codes if code)
+    ranks = [rank for rank, code in enumerate(codes) if code == lowest]
+    layer = f"gradient of layer {lowest - 2}" if lowest - 2 < run.job.cut.layers else "gradient's norm"
+    what = "loss" if lowest == 1 else layer
+    return f"the {what} of step {step + 1} on rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+
+
 def _bytes_per_token(run: TokenRun, tokenizer: Tokenizer) -> float:
     if run.sizes is None:
         tokens = np.asarray(run.tokens[:DECODED_TOKENS])
         return max(1, tokenizer.count_bytes(tokens)) / len(tokens)
     predicted = int(run.sizes.sum()) - count_first_token_bytes(run, tokenizer)
     return max(1, predicted) / (len(run.tokens) - run.documents)
-
-
-def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """Convert a loss from nats per token to bits per byte of text."""
-    return loss / math.log(2) / bytes_per_token

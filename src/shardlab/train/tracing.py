@@ -2,8 +2,8 @@
 
 `TracedExecutor` (`train --trace`) times each op in a few early steps, and then measures the memory of a few.
 `ProfiledExecutor` (`train --profile-steps`) runs torch.profiler over a few steps, in which ops have their names.
-`RampedExecutor` is what a training steps: it chooses the program with the microbatches of each step, and the executor
-around it.
+`RampedExecutor` is the executor of a training: it chooses the program by the number of microbatches of each step, and
+the executor around it.
 """
 
 # pyright: reportUnknownMemberType=false

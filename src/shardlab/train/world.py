@@ -125,14 +125,6 @@ def versions() -> dict[str, str | None]:
     return {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}}
 
 
-def _version(package: str) -> str | None:
-    """Return the version of a package; None if it runs from a folder without being installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def ranks_without_folder(folder: Path, patience: float) -> str:
     """Find the ranks that do not see the files that rank 0 writes into a folder. Every rank calls this.
 
@@ -166,13 +158,6 @@ def ranks_without_folder(folder: Path, patience: float) -> str:
     )
 
 
-def _has_text(path: Path, text: str) -> bool:
-    try:
-        return path.read_text() == text
-    except OSError:
-        return False
-
-
 def require_agreement(checked: Checked, data: str, resumed: str = "") -> None:
     """Check that all ranks have traced the same tapes, read the same data and resume from the same checkpoint.
 
@@ -196,3 +181,18 @@ def require_agreement(checked: Checked, data: str, resumed: str = "") -> None:
                 f"rank {', '.join(map(str, others))} has {what} than rank 0; "
                 "run the same files, with the same Python, on every host"
             )
+
+
+def _version(package: str) -> str | None:
+    """Return the version of a package; None if it runs from a folder without being installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _has_text(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except OSError:
+        return False

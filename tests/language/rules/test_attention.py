@@ -16,7 +16,7 @@ from shardlab.language.rules.attention import attend, attend_backward, split_cel
 from shardlab.language.rules.kinds import bits, mask_of
 from shardlab.language.rules.layer_rules import rules_of
 from shardlab.language.rules.spec import KEY, Space, Term, form_of
-from shardlab.strategies.plan.layer_passes import slices_of_rank
+from shardlab.strategies.plan.context_parallel import slices_of_rank
 from tests.support.refusing import refuses
 
 LAYER = 2
@@ -55,7 +55,7 @@ def is_term(given_: Spec) -> bool:
 
 
 @given(deals(), st.randoms(use_true_random=False))
-def test_whatever_the_order_all_that_is_seen_must_be_met_and_nothing_else(
+def test_queries_must_meet_all_visible_keys_in_any_order_and_no_others(
     dealt: tuple[int, list[set[int]]], chance: random.Random
 ) -> None:
     slices, ranks = dealt
@@ -137,7 +137,7 @@ def test_a_chunk_that_was_met_twice_is_named() -> None:
         added([part, spec(Kind.ACTIVATION, {1, 2}, 4, LAYER + 1)])
 
 
-def test_what_queries_have_met_is_no_term_over_ranks() -> None:
+def test_partial_attention_is_no_term_over_ranks() -> None:
     part = attend(LAYER, spec(Kind.QUERIES, {0, 3}, 4), spec(Kind.KEYS_VALUES, {1, 2}, 4))
     rules = rules_of(Sizes.context_blocks(1).signatures, Space(2, 4))
     with refuses("merged terms", layer=3):

@@ -1,4 +1,4 @@
-"""The rules of collectives: a gather unites what is held, a reduction what is summed, each piece once."""
+"""Rules of collectives: a gather unites pieces, a reduction unites sums, and each piece counts once."""
 
 from __future__ import annotations
 
@@ -205,11 +205,11 @@ REFUSALS: Refusals = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_breaks_a_rule_is_refused_with_what_was_given_and_wanted(case: str) -> None:
+def test_a_broken_rule_is_refused_with_the_given_and_the_expected_value(case: str) -> None:
     assert is_refused(REFUSALS[case]).about.startswith(case.split(",")[0]), "a refusal begins with the op's name"
 
 
-# What an ALL_TO_ALL makes of buffers, and what no rank may exchange or sum.
+# Results of ALL_TO_ALL on buffers, and values that no rank may exchange or sum.
 
 
 SIZES = Sizes.mixture(2)
@@ -298,7 +298,7 @@ def test_experts_make_the_slices_that_they_were_given() -> None:
         ([buffers({0}, kind=Kind.RESIDUAL, layer=2)] * 2, told("not exchanged")),
     ],
 )
-def test_what_no_all_to_all_can_exchange_is_refused(given_: list[Spec], said: Told) -> None:
+def test_values_that_no_all_to_all_can_exchange_are_refused(given_: list[Spec], said: Told) -> None:
     with refuses(said):
         exchanged(given_)
 
@@ -322,7 +322,7 @@ def summed(term: int, *, over: tuple[str, ...] = ("ffn",)) -> list[Spec]:
 
 
 def test_terms_of_a_sum_are_exchanged_and_stay_terms() -> None:
-    """Of an all_to_all everything is linear: the sum of what went home is what the sum would have been there."""
+    """An all_to_all is linear: the sum of the returned terms is the returned sum."""
     for term in (0b01, 0b10):
         home = exchanged(summed(term))
         assert [spec.form.term for spec in home] == [Term(("ffn",), term)] * 2
@@ -334,7 +334,7 @@ def test_terms_of_other_slices_are_not_exchanged() -> None:
         exchanged([summed(0b01)[0], summed(0b10)[1]])
 
 
-def test_what_has_met_some_keys_alone_is_not_exchanged() -> None:
+def test_partial_attention_is_not_exchanged() -> None:
     with refuses("not exchanged", layer=2):
         exchanged(summed(0b01, over=KEY))
 
@@ -345,7 +345,7 @@ def test_without_experts_there_is_nothing_to_exchange() -> None:
         collective_results(Call(OpKind.ALL_TO_ALL), whole, range(2), rules_of(Sizes.puzzle(4).signatures, Space(STEP)))
 
 
-def test_buffers_of_some_experts_for_all_are_as_many_as_of_all_experts_for_some() -> None:
+def test_an_exchange_keeps_the_number_of_buffers() -> None:
     sizes = Sizes.mixture(1)
     assert sizes.elements(buffers({0, 1}, 1)) == sizes.elements(buffers({0}))
 
@@ -392,7 +392,7 @@ class Held(NamedTuple):
 
 
 def whole_of(spec: Spec) -> Array:
-    """What one device has in the place of a complete value."""
+    """Return one device's value in place of a complete value."""
     array, indices = WHOLE[spec.kind, spec.layer]
     pieces = dict(spec.form.slices)
     if spec.form.holds.of > 1:
@@ -455,7 +455,7 @@ def backward(
 
 
 def test_matrices_cut_along_both_indices_give_one_devices_numbers() -> None:
-    """Of each matrix a slice; its result is a piece of one index, and a term over the other's pieces."""
+    """A rank has a slice of each matrix. The result is a piece of one index, and a term over the other index."""
     xs = {rank: start(Kind.ACTIVATION, 0, rank, "width") for rank in RANKS}
     up = forward(0, xs)
     assert str(up[1, 2].spec) == "activations[1] (microbatch 0, feed-forward slice 1 of 2, " + (

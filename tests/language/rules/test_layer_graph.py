@@ -1,4 +1,4 @@
-"""What forward holds backward sums, and the other way round: a backward pass is the transposed layer's forward pass."""
+"""Duality of passes: the backward pass sums what the forward pass holds, and is the transposed layer's forward pass."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_columns_take_their_own_of_a_complete_gradient(layer: Layer, cut: tuple[
         (Sizes.mixture(1).signatures, 1, "held", "held"),
     ],
 )
-def test_what_each_sort_of_layer_holds_and_sums(
+def test_each_sort_of_layer_holds_and_sums_as_its_table_says(
     layers: Sequence[Layer], number: int, forward: str, backward: str
 ) -> None:
     _, outputs, _, made = passes(layers[number], 2, 0b10)
@@ -267,7 +267,7 @@ def test_terms_are_reduced_and_scattered_along_the_sequence() -> None:
     assert gathered == [x(3)._replace(joined=((FIRST, ()), (SECOND, ())))] * 2
 
 
-def test_what_becomes_of_gathered_slices_is_scattered_to_whom_they_belonged() -> None:
+def test_results_of_gathered_slices_are_scattered_to_their_owners() -> None:
     """Whichever rank had the first slice of the sequence has it again."""
     gathered, _ = meet(OpKind.ALL_GATHER, x(2, SECOND), x(2, FIRST))
     terms = [forward(2, weight(2, holds), gathered)[0] for holds in (ONE_SLICE, OTHER_SLICE)]
@@ -491,5 +491,5 @@ REFUSED: Refusals = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_breaks_a_rule_of_half_blocks_is_refused_with_what_was_given_and_wanted(case: str) -> None:
+def test_a_broken_rule_of_half_blocks_is_refused_with_the_given_and_the_expected_value(case: str) -> None:
     is_refused(REFUSED[case])

@@ -31,7 +31,7 @@ def grad_weight(cells: int = 0b11, step: int = 0) -> Spec:
 
 
 def half(step: int = 0) -> Spec:
-    """What the first half of a backward pass leaves for the second."""
+    """Return the value that the first half of a backward pass leaves for the second."""
     return LAYER.saved(activation(step=step), weight(step=step), Kind.SAVED_FOR_WEIGHT)
 
 
@@ -49,7 +49,7 @@ def test_a_rule_that_was_asked_before_says_the_same_of_other_rows() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.SAVED, Kind.SAVED_FOR_WEIGHT])
-def test_what_autograd_keeps_is_of_the_same_rows(kind: Kind) -> None:
+def test_saved_values_have_the_same_rows(kind: Kind) -> None:
     assert LAYER.saved(activation(), weight(), kind) == TOY.spec_of(kind, 1, 0b11)
 
 
@@ -155,5 +155,5 @@ REFUSALS: Refusals = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_breaks_a_rule_is_refused_with_what_was_given_and_wanted(case: str) -> None:
+def test_a_broken_rule_is_refused_with_the_given_and_the_expected_value(case: str) -> None:
     assert is_refused(REFUSALS[case]).about.startswith(case.split(",")[0]), "a refusal begins with the op's name"

@@ -101,7 +101,7 @@ def test_update_makes_the_states_slice_of_a_weight_that_holds_more(held: Holds, 
 
 
 def test_a_program_asks_for_every_microbatch_in_every_update() -> None:
-    """What was found of one gradient is not said of another one of the same form."""
+    """A cached result for one gradient does not apply to another one of the same form."""
     given = (weight(), state())
     assert TOY.rules.update(1, (grad_weight(), *given), 0b11) == (weight(step=1), state(step=1))
     is_refused(
@@ -313,5 +313,5 @@ REFUSALS: Refusals = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_breaks_a_rule_is_refused_with_what_was_given_and_wanted(case: str) -> None:
+def test_a_broken_rule_is_refused_with_the_given_and_the_expected_value(case: str) -> None:
     assert is_refused(REFUSALS[case]).about.startswith(case.split(",")[0]), "a refusal begins with the op's name"

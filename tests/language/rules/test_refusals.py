@@ -446,15 +446,15 @@ SENTENCES = {
         "cast(scalars): scalars was given, which is in numbers of its own; cast weights, activations or gradients."
     ),
     ("rules", "wrong step, cast"): (
-        "cast(weights[1]): weights[1] (step 1) was given, which this step has updated; what is rounded now would "
-        "be lost for ever. Leave it as it is, and cast it where it is used in the next step."
+        "cast(weights[1]): weights[1] (step 1) was given, which this step has updated; a cast would lose its "
+        "last bits for ever. Leave it as it is, and cast it where it is used in the next step."
     ),
 }
 """Of a call, by its table and its name there, the whole sentence without the line of the user's file."""
 
 
 @pytest.mark.parametrize("case", SENTENCES, ids=": ".join)
-def test_what_is_refused_is_said_in_a_sentence(case: tuple[str, str]) -> None:
+def test_a_refusal_is_a_sentence(case: tuple[str, str]) -> None:
     table, name = case
     assert sentence_of(CALLS[table][name]) == SENTENCES[case]
 

@@ -1,4 +1,4 @@
-"""What a value is: equal forms are one object, and a spec says what the value is and what it lacks."""
+"""Specs and forms: equal forms are one object, and the text of a spec says what the value is and lacks."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_cells_are_said_with_their_use() -> None:
     assert Spec(gradient, 0b1100_0011).microbatches == 0b11
 
 
-def test_what_is_missing_is_named_in_the_singular_or_the_plural() -> None:
+def test_missing_pieces_are_named_in_the_singular_or_the_plural() -> None:
     assert missing_text("head slice", 0b10) == "head slice 1 is missing"
     assert missing_text("expert", 0b1101) == "experts 0, 2-3 are missing"
 
@@ -130,7 +130,7 @@ def test_a_slice_takes_its_share_and_so_does_a_term() -> None:
 
 @st.composite
 def some_specs(draw: st.DrawFn) -> Spec:
-    """Of any kind, cut and summed in any way."""
+    """Draw specs of any kind, cut and summed in any way."""
     pieces = draw(st.dictionaries(st.sampled_from(["expert", "ffn", "head"]), st.integers(2, 4)))
     space = Space(
         draw(st.integers(1, 4)), draw(st.integers(1, 4)), tuple(sorted(pieces.items())), draw(st.integers(1, 2))
@@ -311,7 +311,7 @@ class Ranks:
 
 
 @given(models())
-def test_what_the_rules_say_is_what_arrays_are(model: tuple[int, list[str]]) -> None:
+def test_the_rules_agree_with_arrays(model: tuple[int, list[str]]) -> None:
     slices, sorts = model
     Ranks(slices, sorts).run(np.arange(2 * FEATURES).reshape(2, FEATURES))
 

@@ -1,4 +1,4 @@
-"""What the puzzles' tests share: a run of one solution on several ranks."""
+"""Runs of one solution on several ranks, for the puzzles' tests."""
 
 import asyncio
 import inspect
@@ -29,7 +29,7 @@ def run(solution: Callable[[Model], Any], ranks: int, layers: int = 2, batches: 
 
 
 def results(solution: Callable[[Model], Any], ranks: int, layers: int = 2, batches: int = 1) -> list[Any]:
-    """What `solution` returns on every rank."""
+    """Return the result of `solution` on every rank."""
     return asyncio.run(gathered(solution, models_of(ranks, layers, batches)))
 
 

@@ -134,7 +134,7 @@ def test_messages_go_round_a_ring() -> None:
     assert results(solution, 6) == [15] * 6
 
 
-# Memory of values that stand in no store: it counts from their making to their last use.
+# Memory of values in no store counts from their creation to their last use.
 
 
 SQUARE, ROW = 512 * 512, 512 * 256
@@ -313,7 +313,7 @@ def test_a_solution_that_never_ends_is_stopped_with_a_sentence(solution: Any) ->
         assert code.co_firstlineno < number <= max(line for _, _, line in code.co_lines() if line)
 
 
-def test_what_took_too_long_does_not_go_on() -> None:
+def test_a_solution_beyond_the_time_limit_is_stopped() -> None:
     turns = [0]
 
     async def solution(model: Model) -> None:

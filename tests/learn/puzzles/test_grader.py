@@ -48,14 +48,14 @@ def test_a_solution_is_a_function() -> None:
             grade("ddp", thing)
 
 
-def test_a_solution_that_is_right_but_slow_is_told_so() -> None:
+def test_a_right_but_slow_solution_gets_a_verdict_about_time() -> None:
     result = grade("gpipe", solutions.pipeline)
     assert result.correct
     assert not result.solved
     assert result.verdict == "Correct, but too slow."
 
 
-def test_a_solution_that_takes_too_much_memory_is_told_so() -> None:
+def test_a_solution_with_too_much_memory_gets_a_verdict_about_memory() -> None:
     assert grade("grad_accum", solutions.standard).verdict == "Correct, but too much memory."
 
 
@@ -66,7 +66,7 @@ async def without_reducing(model: Model) -> None:
     solutions.update_all(model, range(1))
 
 
-def test_a_wrong_solution_is_told_why() -> None:
+def test_a_wrong_solution_gets_the_reason() -> None:
     result = grade("ddp", without_reducing)
     assert not result.correct
     assert re.search(r"\nWrong: \S+solutions\.py:\d+: rank 0, op 0 update\(layer 0\): microbatches 1-3 ", str(result))
@@ -114,7 +114,7 @@ def test_a_grade_is_printed_at_any_width(width: int) -> None:
 
 
 def words_of(result: Grade) -> str:
-    """What is written in a grade's picture, line breaks as blanks."""
+    """Return the text in a grade's picture, with line breaks as blanks."""
     picture = result._repr_svg_()
     assert picture is not None
     return " ".join(" ".join(text.itertext()).strip() for text in ET.fromstring(picture).iter() if "text" in text.tag)
@@ -258,7 +258,7 @@ async def waiting_in_a_ring(rank: Rank) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_wrong_strategy_is_told_why_and_at_which_line(strategy: Any, line: str, sentence: str) -> None:
+def test_a_wrong_strategy_gets_the_reason_and_the_line(strategy: Any, line: str, sentence: str) -> None:
     result = grade("ddp", strategy)
     assert not result.correct
     assert sentence in result.error

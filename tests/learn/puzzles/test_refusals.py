@@ -1,4 +1,4 @@
-"""What is wrong is refused, in a said that names rank, op, layer and the elements."""
+"""Mistakes are refused in a sentence with rank, op, layer and elements."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -38,7 +38,7 @@ def whole_step() -> Model:
     return model
 
 
-# What the published library lets through.
+# Solutions that the published library accepts.
 
 
 def test_a_gradient_reduced_twice_is_refused() -> None:
@@ -132,7 +132,7 @@ def test_old_and_new_shards_are_not_gathered_together() -> None:
         run(solution, 2, layers=1)
 
 
-# What it refuses too.
+# Solutions that it refuses too.
 
 
 def arguments(model: Model) -> dict[str, Any]:

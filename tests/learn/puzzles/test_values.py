@@ -173,7 +173,7 @@ def test_values_are_printed_with_all_they_know() -> None:
     assert repr(Weight(1, 2, 0, {1}, 4)) == "Weight(layer=1, layers=2, step=0, shards=frozenset({1}), total=4)"
 
 
-# The rules of the face: what it lets pass so that published solutions keep running.
+# Rules that are more lenient, so that published solutions keep running.
 
 
 SQUARE = 512 * 512
@@ -373,7 +373,7 @@ class Grumpy:
         raise KeyError("not with me")
 
 
-def test_what_objects_raise_as_they_are_added_is_raised_on_every_rank() -> None:
+def test_errors_of_adding_objects_are_raised_on_every_rank() -> None:
     async def main() -> list[Any]:
         calls = [model.allreduce(Grumpy(), 0) for model in models_of(3)]
         return await asyncio.gather(*calls, return_exceptions=True)

@@ -38,7 +38,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "said"), BAD)
-def test_what_is_wrong_is_said(change: dict[str, Any], said: str) -> None:
+def test_faults_of_the_host_are_reported(change: dict[str, Any], said: str) -> None:
     (sentence,) = replace(GOOD, **change).failures()
     assert said in sentence
 

@@ -106,7 +106,7 @@ PRIMITIVES: list[tuple[Primitive, str]] = [
 
 
 def parameters_of(primitive: Primitive) -> list[Parameter]:
-    """Those that it computes with."""
+    """Return random parameters of a primitive."""
     borrowed = [Parameter(name, (HIDDEN, C), True, ("vocab", "width")) for name in primitive.borrows]
     return [*primitive.parameters(), *borrowed]
 
@@ -139,7 +139,7 @@ def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dic
 def made_by(
     primitive: Primitive, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], share: Share
 ) -> dict[str, Tensor]:
-    """What it makes, by name."""
+    """Return the results of a primitive by name."""
     drops = isinstance(primitive, Add | Embed | Attend) and primitive.drops
     dropout = Dropout(0.3, seed=1, step=2, layer=3, microbatches=(4,)) if drops else None
     x = next(iter(tensors.values()))

@@ -102,7 +102,7 @@ def test_queries_make_nothing_of_keys_that_come_after_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_what_is_mixed_keeps_float32_at_least(dtype: torch.dtype) -> None:
+def test_partial_attention_is_in_float32_at_least(dtype: torch.dtype) -> None:
     part = part_of(6, 2, 1)
     q, kv, grad = (x.to(dtype) for x in inputs(part, 1))
     mixed = attend(part, q, kv, range(6), range(6))

@@ -45,7 +45,7 @@ def cuts() -> Iterator[tuple[Primitive, str, int]]:
 
 @dataclass
 class Slices:
-    """What slices of a primitive make, put together as its rule says and compared with the whole.
+    """Results of slices of a primitive, put together by its rule and compared with the whole.
 
     Attributes:
         whole: the primitive on whole tensors.

@@ -145,6 +145,6 @@ def test_a_prompt_that_is_empty_or_of_other_tokens_is_refused() -> None:
         text_of(GPT_SMALL, [1, 20], 5, TokenSampling())
 
 
-def test_weights_that_are_no_numbers_are_told() -> None:
+def test_weights_that_are_nan_are_reported() -> None:
     with pytest.raises(UserError, match="its weights have diverged"):
         TokenSampling().draw(torch.tensor([1.0, float("nan")]), torch.Generator())

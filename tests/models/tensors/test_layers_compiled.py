@@ -127,7 +127,7 @@ def executor(compile: bool, layers: int, recompute: Recompute = "none") -> Execu
 
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize(("recompute", "most"), [("none", 3), ("full", 6)])
-def test_graphs_are_as_many_as_kinds_of_layers_whatever_the_steps(recompute: Recompute, most: int) -> None:
+def test_each_kind_of_layer_has_one_graph_in_any_number_of_steps(recompute: Recompute, most: int) -> None:
     """Recomputed layers have one without gradients as well."""
     plain, ours = (executor(compile, 12, recompute) for compile in (False, True))
     for _ in range(3):

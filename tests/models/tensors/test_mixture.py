@@ -52,7 +52,7 @@ def parameters_of(router: Router, seed: int = 0) -> dict[str, Tensor]:
 
 
 def branch_of(router: Router, p: Mapping[str, Tensor], x: Tensor, share: Share) -> Tensor:
-    """What a mixture makes of its tokens."""
+    """Return the branch of a mixture for its tokens."""
     tensors = {"x": x}
     for step in steps_of(router):
         tensors |= zip(step.makes, compute(step, Operands(p, tensors, share)), strict=True)
@@ -60,7 +60,7 @@ def branch_of(router: Router, p: Mapping[str, Tensor], x: Tensor, share: Share) 
 
 
 def by_definition(router: Router, p: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Of one microbatch's tokens (N, C): the branch, the auxiliary loss, and how many choices were dropped."""
+    """Return the branch, the auxiliary loss, and the number of dropped choices of one microbatch's tokens (N, C)."""
     probabilities = F.linear(x, p["mlp.router.weight"]).softmax(-1)
     order: list[list[int]] = [
         row.argsort(descending=True, stable=True).tolist() for row in probabilities

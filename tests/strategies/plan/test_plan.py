@@ -1,4 +1,4 @@
-"""What a plan says, and which plans are refused in a sentence."""
+"""Settings of plans, and refusals of contradictory ones."""
 
 from __future__ import annotations
 
@@ -209,7 +209,9 @@ def test_an_empty_file_is_one_device(tmp_path: Path) -> None:
         ("mesh = ", "is not TOML: "),
     ],
 )
-def test_what_is_no_plan_is_one_sentence_with_the_file(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_invalid_plan_file_is_refused_in_one_sentence_with_its_path(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
     file = tmp_path / "plan.toml"
     file.write_text(text)
     with pytest.raises(UserError) as refused:

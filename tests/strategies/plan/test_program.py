@@ -1,4 +1,4 @@
-"""The program that follows plans: any schedule, a user's or an imported one too, with any sharding."""
+"""The program of plans: any schedule, also of users and of files, with any sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan made out for one rank: its stages, microbatches, slices, and what it reduces over which axes."""
+"""Plans resolved for one rank: stages, microbatches, slices, and axes of reductions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_half_blocks_are_cut_before_a_norm() -> None:
     assert resolve(replace(plan, layers_per_stage=(1, 4)), sizes, 2, 0).stages == (range(3), range(3, 11))
 
 
-def test_too_many_stages_for_half_blocks_are_told_in_halves_of_blocks() -> None:
+def test_too_many_stages_for_half_blocks_are_counted_in_half_blocks() -> None:
     with pytest.raises(UserError, match="4 half-blocks of 2 blocks, and the head, do not reach 8 pipeline stages"):
         resolve(Plan(Mesh(pp=8, tp=2)), Sizes.half_blocks(2), 8, 0)
 

@@ -1,4 +1,4 @@
-"""When a plan's weights are gathered and freed: from the order in which they are used, and counted on the tape."""
+"""Gathers and frees of a plan's weights: by the order of uses, and counted on the tape."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def gathers(program: Program) -> set[int]:
     return {count for of_layers in counts for count in of_layers.values()}
 
 
-def test_gathers_on_the_tape_are_as_many_as_the_plan_says() -> None:
+def test_the_tape_has_the_number_of_gathers_that_the_plan_implies() -> None:
     """Three microbatches, forward and backward; the last layer's forward and backward follow each other only once."""
     assert gathers(fsdp("step")) == {1}
     assert max(gathers(fsdp("layer"))) == 6
@@ -146,7 +146,7 @@ def test_a_gradient_kept_whole_along_one_axis_is_not_cut_along_the_next() -> Non
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reduce_at", ["layer", "step"])
-def test_what_is_reduced_once_a_step_is_so_beside_the_backward_passes_or_after_them(
+def test_gradients_reduced_once_a_step_are_reduced_during_or_after_the_backward_passes(
     schedule: str, reduce_at: Literal["layer", "step"]
 ) -> None:
     """Each layer that a rank keeps, once over each axis; beside them if other passes come after its own."""
@@ -167,7 +167,7 @@ def test_what_is_reduced_once_a_step_is_so_beside_the_backward_passes_or_after_t
     assert (early > 0) == (reduce_at == "layer")
 
 
-def test_what_is_reduced_at_each_microbatch_is_so_at_once_whenever_the_rest_is() -> None:
+def test_gradients_reduced_at_each_microbatch_are_reduced_immediately() -> None:
     late = replace(hsdp(None), reduce_at="step")
     assert reductions(late) == reductions(hsdp(None))
 

@@ -215,7 +215,7 @@ def test_an_overlapped_pair_is_two_steps_at_one_place() -> None:
 
 
 @pytest.mark.parametrize("text", ["0F0,0B0", "0F0,0B0\r\n\r\n", "\ufeff0F0,0B0\n", '"0F0", 0B0 \n', "00F0,0B00"])
-def test_what_editors_and_spreadsheets_do_to_a_file_is_no_matter(text: str) -> None:
+def test_changes_by_editors_and_spreadsheets_do_not_matter(text: str) -> None:
     assert [cell.word for cell in parse_cells(text)[0]] == ["0F0", "0B0"]
 
 
@@ -277,7 +277,7 @@ def test_a_rank_without_a_stage_and_a_file_without_ranks_are_refused(text: str, 
         ("0F0,0B0,0I0,0W0", "0F0,0B0,0I0,0W0"),  # work that is done twice, whatever the spelling
     ],
 )
-def test_what_torch_2_5_wrote_is_read_as_it_was_meant(old: str, today: str) -> None:
+def test_files_of_torch_2_5_are_read_with_their_meaning(old: str, today: str) -> None:
     assert [cell.word for cell in parse_cells(old)[0]] == today.split(",")
 
 
@@ -400,7 +400,7 @@ def test_messages_to_one_peer_cannot_be_swapped(steps: list[list[ShardedStep]], 
 
 
 @given(random_schedules(), st.data())
-def test_whatever_passes_can_be_followed_to_its_end(steps: list[list[ShardedStep]], data: st.DataObject) -> None:
+def test_accepted_schedules_can_be_followed_to_their_end(steps: list[list[ShardedStep]], data: st.DataObject) -> None:
     row = data.draw(st.sampled_from(steps))
     for _ in range(data.draw(st.integers(1, 3))):
         row.insert(data.draw(st.integers(0, len(row) - 1)), row.pop(data.draw(st.integers(0, len(row) - 1))))
@@ -542,7 +542,7 @@ TORCH = {
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_what_torch_writes_is_understood(name: str) -> None:
+def test_files_that_torch_writes_are_accepted(name: str) -> None:
     actions, everything = (import_csv(text) for text in TORCH[name])
     for imported in (actions, everything):
         assert imported.ranks_of_stages == ((0, 1, 0, 1) if "Interleaved" in name else (0, 1, 1, 0))
@@ -556,8 +556,8 @@ def compute(row: Sequence[ShardedStep]) -> list[Action]:
 
 
 @pytest.mark.parametrize("name", [name for name in TORCH if "DualPipe" not in name])
-def test_what_torch_writes_is_written_again_word_for_word(name: str) -> None:
-    """But for the idle slots, and for overlapped pairs, which become two words."""
+def test_files_that_torch_writes_are_written_again_word_for_word(name: str) -> None:
+    """Exceptions are idle slots, and overlapped pairs, which become two cells."""
     actions, everything = TORCH[name]
     assert write_csv(read_csv(everything)) == everything
     idle = [",".join(word for word in line.split(",") if word) for line in actions.splitlines()]

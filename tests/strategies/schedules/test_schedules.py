@@ -101,7 +101,9 @@ def test_messages_of_two_ranks_stand_in_one_order_on_both(case: Case) -> None:
 
 
 def between(steps: list[Step], peer: int) -> list[tuple[bool, int, int]]:
-    """What travels between a rank and a peer, in the order of the rank's steps, named by the stage that made it."""
+    """Return the values between a rank and a peer, in the order of the rank's steps, named by the stage that
+    made them.
+    """
     return [
         (step.forward, step.stage + (0 if isinstance(step, Send) else -1 if step.forward else 1), step.microbatch)
         for step in steps

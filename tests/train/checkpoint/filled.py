@@ -53,7 +53,7 @@ def whole(kind: str, block: int, parameter: Parameter) -> Tensor:
 
 
 class Known:
-    """What a model's parameters are filled with; exact copies and weights alike, since one is rounded to the other."""
+    """Values that fill a model's parameters. Exact copies and weights are equal, since one is rounded to the other."""
 
     def __init__(self, kind: str) -> None:
         self._kind = WEIGHTS if kind == EXACT else kind
@@ -94,7 +94,7 @@ def fill(states: list[State]) -> list[State]:
 
 
 def known(state: State, each: KeptRange) -> Tensor:
-    """What a range is filled with."""
+    """Return the values that fill a range."""
     length, dtype = state.shapes.flat[each.layer], each.tensor.dtype
     return read_range(Known(each.kind), state.model, each.layer, length, each.start, each.stop, dtype)
 

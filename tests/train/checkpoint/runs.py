@@ -26,5 +26,5 @@ def saving_run(
 
 
 def trained(rank: int, run: TrainingRun) -> None:
-    """What every rank does."""
+    """Train on every rank."""
     train_plainly(rank, run)

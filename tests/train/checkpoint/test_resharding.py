@@ -102,7 +102,7 @@ def states() -> dict[str, list[State]]:
 
 
 @pytest.mark.parametrize("writer", sampled(PLANS, list(PLANS)[::2].__contains__))
-def test_what_each_plan_wrote_is_read_by_itself_and_by_others(writer: str, tmp_path: Path) -> None:
+def test_checkpoints_of_each_plan_are_read_by_it_and_by_others(writer: str, tmp_path: Path) -> None:
     """Each writes for five and reads from five, so that its slices meet coarser and finer ones on both sides."""
     names = list(PLANS)
     readers = [names[(names.index(writer) + apart) % len(names)] for apart in (0, 1, 2, 4, 8)]
@@ -244,7 +244,7 @@ def test_a_batch_that_grows_goes_on_growing(ranks: World, tmp_path: Path) -> Non
 
 
 def trained_with_kernels_of_its_own(rank: int, run: TrainingRun) -> None:
-    """As `trained`, on a machine where oneDNN makes gradients faster; none is measured when the run goes on."""
+    """Train as `trained` does, on a machine where oneDNN makes gradients faster. A resumed run measures nothing."""
 
     def measured(product: Product) -> bool:
         assert rank == 0

@@ -1,4 +1,4 @@
-"""Whenever the machine stops, what has a checkpoint's name is a checkpoint, and one of the last two is there."""
+"""Crashes at any moment: a folder named as a checkpoint is complete, and one of the last two checkpoints exists."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(disk: CrashingDisk) -> list[int]:
 
 
 def want_sound(disk: CrashingDisk, saved: list[int], draw: Callable[[int], int]) -> None:
-    """What is left has the last checkpoint that was saved, or the one that was just being saved, and no torn one."""
+    """Require that the last saved checkpoint, or the one being saved, is there, and no incomplete one."""
     with TemporaryDirectory() as folder:
         disk.left(Path(folder, "disk"), draw)
         checkpoints = Path(folder, "disk", *CHECKPOINTS.parts[1:])
@@ -137,7 +137,7 @@ def test_the_newest_checkpoints_are_kept_however_many_they_are(tmp_path: Path, k
         assert steps_in(Disk(), tmp_path) == steps[max(0, count - keep) : count]
 
 
-def test_what_is_no_checkpoint_yet_is_none(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_not_listed(tmp_path: Path) -> None:
     write_shard(Disk(), folder_of(tmp_path, 10), 0, [b"half"], {})
     assert steps_in(Disk(), tmp_path) == []
 

@@ -1,4 +1,4 @@
-"""What a run trains on: documents of files and iterables become tokens by the tokenizer of the model."""
+"""Corpora: documents of files and iterables become tokens by the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_documents_of_an_iterable_are_a_corpus() -> None:
         Corpus.encode(Documents([[5]] * 40, "mine"), LLAMA, seq_len=4)
 
 
-def test_what_is_dropped_is_noted() -> None:
+def test_dropped_characters_are_noted() -> None:
     letters = HuggingFace(tokenizer_files.dropping("abcdefgh ").to_str().encode())
     found = Corpus.encode(Documents(["a bad öd"] * 20, "mine"), letters, seq_len=4)
     assert found.notes[1].startswith(

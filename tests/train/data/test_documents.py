@@ -207,7 +207,7 @@ def test_documents_of_an_iterable_are_texts_bytes_or_tokens() -> None:
         ("\ud800", "document 2 has half of a surrogate pair"),
     ],
 )
-def test_what_is_no_document_is_refused_with_its_number(document: Any, said: str) -> None:
+def test_invalid_documents_are_refused_with_their_number(document: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         list(Documents(["fine", document]).pieces())
 
@@ -255,7 +255,7 @@ def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path: Path) -> None
         map_text(tmp_path)
 
 
-def test_what_has_no_random_places_is_refused_without_being_opened(tmp_path: Path) -> None:
+def test_files_without_random_access_are_refused_unopened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(UserError, match="fifo is a pipe, but text is read from random places"):
         map_text(tmp_path / "fifo")

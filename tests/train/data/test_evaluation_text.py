@@ -1,4 +1,4 @@
-"""What a model is judged by: each document apart, every token but its first predicted once, and bytes counted."""
+"""Evaluation texts: documents apart, every token but the first predicted once, and bytes counted."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
         (b"ab\xff", "a.txt: the text is not UTF-8"),
     ],
 )
-def test_what_cannot_be_judged_is_one_sentence(tmp_path: Path, content: str | bytes, said: str) -> None:
+def test_a_text_that_cannot_be_evaluated_is_refused_in_one_sentence(
+    tmp_path: Path, content: str | bytes, said: str
+) -> None:
     (tmp_path / "a.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=said):
         read_eval_text(tmp_path / "a.txt", Characters.from_texts(["ab"]), 8)
@@ -121,7 +123,7 @@ def test_a_document_that_begins_within_a_character_counts_its_other_bytes(tmp_pa
     assert int(text.lengths(len(text)).sum()) == sum(len(each.encode()) for each in texts), "and the end of each"
 
 
-def test_what_begins_every_document_is_no_text_and_all_of_it_is_predicted(tmp_path: Path) -> None:
+def test_after_begin_tokens_all_text_of_a_document_is_predicted(tmp_path: Path) -> None:
     texts = ["is it 漢", "it"]
     tokenizer = HuggingFace(tokenizer_files.byte_fallback(["is", "it"], bos=True).to_str().encode())
     text = read_eval_text(jsonl(tmp_path / "a.jsonl", texts), tokenizer, 64)
@@ -130,7 +132,7 @@ def test_what_begins_every_document_is_no_text_and_all_of_it_is_predicted(tmp_pa
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_what_a_tokenizer_drops_is_text_all_the_same(tmp_path: Path, prepared: bool) -> None:
+def test_dropped_characters_count_as_text(tmp_path: Path, prepared: bool) -> None:
     tokenizer = HuggingFace(tokenizer_files.dropping("abcdefgh ").to_str().encode())
     source = jsonl(tmp_path / "a.jsonl", ["öa bad öd", "aßb"] * 2)
     path = prepare([Input.from_path(source, None, "text")], tmp_path / "out", tokenizer, validation=0.5).folder

@@ -105,7 +105,7 @@ def test_progress_reaches_the_whole_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped", [KeyboardInterrupt, OSError(28, "No space left on device"), UserError("no")])
-def test_what_is_interrupted_leaves_nothing(
+def test_an_interrupted_preparation_leaves_nothing(
     stopped: BaseException, text: Input, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
@@ -131,9 +131,7 @@ prepare([Input(Path("a.txt"), "text")], Path("out"), progress=wait)
 """
 
 
-def test_what_a_killed_process_leaves_goes_with_the_next_and_what_another_fills_stays(
-    text: Input, tmp_path: Path
-) -> None:
+def test_leftovers_of_killed_processes_are_removed_and_folders_in_use_stay(text: Input, tmp_path: Path) -> None:
     def parts() -> list[Path]:
         return sorted(tmp_path.glob("out.part-*"))
 
@@ -309,7 +307,7 @@ def test_a_folder_without_sizes_is_read_as_before(text: Input, tmp_path: Path) -
     assert run.largest == ord("u")
 
 
-def test_what_a_tokenizer_drops_is_on_record(tmp_path: Path) -> None:
+def test_dropped_characters_are_recorded(tmp_path: Path) -> None:
     tokenizer_files.dropping("abcdefgh .").save(str(tmp_path / "tokenizer.json"))
     lines = lines_of(tmp_path / "a.jsonl", ["a bad ö.", "öß", "a bed", "a cab"] * 3)
     made = prepare([lines], tmp_path / "out", str(tmp_path / "tokenizer.json"))
@@ -410,7 +408,7 @@ def test_bytes_are_those_of_the_text_wherever_it_is_cut(
         assert abs(before - sizes[0]) <= len(documents), "a decoder drops a space where a document begins"
 
 
-def test_what_is_dropped_counts_as_text_and_is_said() -> None:
+def test_dropped_characters_count_as_text_and_are_reported() -> None:
     text = encode_in_memory(Documents(["a bad öd", "öß"]), LETTERS)
     run = text.ends.part(text.tokens, 0, len(text.tokens), LETTERS)
     assert run.sizes is not None

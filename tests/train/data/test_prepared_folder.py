@@ -61,7 +61,7 @@ def written(folder: Path, tokenizer: Tokenizer, *, record: bool = True) -> Path:
 
 @pytest.mark.parametrize("record", [True, False], ids=["run", "hf"])
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)
-def test_what_was_kept_is_the_tokenizer_again(tmp_path: Path, tokenizer: Tokenizer, record: bool) -> None:
+def test_a_stored_tokenizer_is_restored(tmp_path: Path, tokenizer: Tokenizer, record: bool) -> None:
     found = require_tokenizer(written(tmp_path, tokenizer, record=record), tokenizer.vocab_size)
     assert same_tokens(found, tokenizer)
     (tokens,) = found.encode([TEXT_of_kept.encode()])

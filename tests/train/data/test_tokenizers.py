@@ -279,7 +279,7 @@ def test_tokens_that_only_files_beside_it_have_are_added() -> None:
     ],
     ids=["dropped", "unknown words", "byte-level", "byte fallback", "characters"],
 )
-def test_what_has_no_token_is_counted(tokenizer: Tokenizer, lost: dict[str, int]) -> None:
+def test_characters_without_a_token_are_counted(tokenizer: Tokenizer, lost: dict[str, int]) -> None:
     text = "a bad ößöM".encode()
     (tokens,) = tokenizer.encode([text])
     assert tokenizer.count_lost(text, tokens) == lost
@@ -344,7 +344,7 @@ def test_a_character_without_a_token_raises_there_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)
-def test_what_was_exported_is_our_own_tokenizer_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_an_exported_tokenizer_reads_back_as_ours(tmp_path: Path, tokenizer: Tokenizer) -> None:
     found = find_tokenizer(written(tmp_path, tokenizer))
     assert type(found) is type(tokenizer)
 
@@ -364,7 +364,7 @@ def test_transformers_knows_which_token_ends_a_document(tmp_path: Path) -> None:
     assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == tokenizer.end
 
 
-def test_what_a_tokenizer_s_own_files_say_stays() -> None:
+def test_fields_in_a_tokenizers_own_files_stay() -> None:
     own = {"tokenizer_config.json": b'{"eos_token": "a"}', "generation_config.json": b'{"eos_token_id": [1, 2]}'}
     plain = HuggingFace.train([TEXT_of_exported], 260).files()
     tokenizer = HuggingFace(plain["tokenizer.json"], beside=own | {"config.json": b"{}"})

@@ -1,4 +1,4 @@
-"""What is converted comes back to the bit, whatever the model's sizes are, and appears whole or not at all."""
+"""Conversion there and back is bitwise exact for models of any sizes, and a folder appears whole or not at all."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch and safetensors leave some of their annotations out.

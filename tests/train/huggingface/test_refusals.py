@@ -152,7 +152,7 @@ def test_a_stored_head_must_be_the_embedding_that_it_is_tied_to(
     assert not open_source(folder).model.has_tied_head
 
 
-def test_what_older_folders_have_beside_the_weights_is_passed_over(tmp_path: Path) -> None:
+def test_additional_tensors_of_older_folders_are_ignored(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path, MODELS["llama"])
     rewritten(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))
     assert open_source(folder).model == Llama(**SIZES, ffn_hidden_size=64, kv_heads=2)

@@ -55,7 +55,7 @@ def test_any_range_of_any_slice_is_read(whole: Blocks, how: dict[str, Any], form
         assert torch.equal(read(layer, length, ranges, DTYPE), torch.cat([longer[a:b] for a, b in ranges]))
 
 
-def test_a_run_and_its_folder_for_transformers_begin_alike(tmp_path: Path) -> None:
+def test_a_run_and_its_converted_folder_start_with_equal_losses(tmp_path: Path) -> None:
     model = Llama(**SIZES, kv_heads=2)
     run = random_run(tmp_path / "run", model)
     convert_weights(open_source(run), tmp_path / "hf", "hf")

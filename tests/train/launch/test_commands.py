@@ -1,4 +1,4 @@
-"""What ranks of a launcher's world tell one another by its store."""
+"""Exchange of messages between the ranks of a launcher's world, by its store."""
 
 # pyright: reportPrivateImportUsage=false
 # torch does not mark its stores as exported.
@@ -27,7 +27,7 @@ def place(rank: int, port: int, world: int = 2) -> LaunchEnvironment:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said of waits, without delay."""
+    """Collect the lines about waits, without delay."""
     said: list[str] = []
     monkeypatch.setattr("shardlab.train.launch.commands.say_waiting", said.append)
     monkeypatch.setattr("shardlab.train.launch.commands.SAY_SECONDS", 0.0)

@@ -1,4 +1,4 @@
-"""Which world a process belongs to is read from its launcher's variables, and from nothing else."""
+"""The world of a process follows from its launcher's variables alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_TORCH = "import sys; from shardlab.cli import main; print(main({words}), 'tor
 
 
 @pytest.mark.parametrize("command", ["train", "verify ddp", "collectives show barrier"])
-def test_a_port_in_use_is_said_before_torch_is_imported(command: str) -> None:
+def test_a_port_in_use_is_reported_before_torch_is_imported(command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = {**TORCHRUN, "RANK": "0", "MASTER_PORT": str(taken.getsockname()[1])}
         code = NO_TORCH.format(words=command.split())
@@ -115,7 +115,7 @@ def test_hosts_of_slurm_that_leave_rank_0_open_are_refused(hosts: dict[str, str]
     assert said in str(refused.value)
 
 
-def test_what_launchers_leave_open_is_refused_with_what_was_read_and_what_to_set() -> None:
+def test_missing_facts_are_refused_with_the_variables_read_and_the_one_to_set() -> None:
     pmi = {"PMI_RANK": "5", "PMI_SIZE": "8"}
     with pytest.raises(UserError, match=r"^PMI_RANK is 5, PMI_SIZE is 8: no variable says on how many hosts.*MASTER_A"):
         find_launch_environment(pmi)
@@ -168,7 +168,7 @@ NAMES = {
 
 
 def variables_of(launcher: str, rank: int, counts: list[int]) -> dict[str, str]:
-    """What a launcher sets for a rank of a world with so many ranks on each host."""
+    """Return the variables that a launcher sets for a rank, given the ranks on each host."""
     node, local = place_of(rank, counts)
     numbers = [str(number) for number in (rank, sum(counts), local, counts[node])]
     if launcher != "srun":
@@ -188,7 +188,7 @@ worlds = st.lists(st.integers(1, 4), min_size=1, max_size=4).flatmap(
 
 
 @given(worlds, st.sets(st.sampled_from(["srun", *NAMES]), min_size=1).filter(lambda names: names != {"srun's PMI"}))
-def test_what_launchers_tell_together_is_the_world(world: tuple[int, list[int]], launchers: set[str]) -> None:
+def test_facts_of_several_launchers_together_give_the_world(world: tuple[int, list[int]], launchers: set[str]) -> None:
     rank, counts = world
     environment = {} if "srun" in launchers or len(counts) == 1 else {"MASTER_ADDR": "n1"}
     for launcher in launchers:

@@ -62,7 +62,7 @@ def test_silence_is_broken_before_ten_seconds_are_over() -> None:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What has been said."""
+    """Collect the printed lines."""
     said: list[str] = []
     monkeypatch.setattr("shardlab.train.launch.interrupt.say", said.append)
     return said

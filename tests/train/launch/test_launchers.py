@@ -1,4 +1,4 @@
-"""What launchers tell by their variables: lists of hosts are expanded, and outer steps are left out."""
+"""Facts in launchers' variables: lists of hosts are expanded, and outer steps are ignored."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def worlds_in(environment: dict[str, str]) -> list[tuple[str, int, int]]:
     ("inner", "name"),
     [(OPEN_MPI, "Open MPI's mpiexec"), (HYDRA, "MPICH's mpiexec"), (TORCHRUN, "torchrun")],
 )
-def test_what_a_step_of_one_task_a_host_starts_itself_is_the_world(
+def test_processes_started_by_a_step_of_one_task_a_host_are_the_world(
     inner: dict[str, str], name: str, outer: dict[str, str]
 ) -> None:
     assert worlds_in({**outer, **inner}) == [(name, 3, 8)]

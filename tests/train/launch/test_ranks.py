@@ -74,7 +74,7 @@ SUM = partial(jobs.sum_of_ranks, addend=5)
 
 
 def launched(environments: list[dict[str, str]], function: Callable[..., float] = SUM) -> list[float | str]:
-    """What `run_ranks` gives, or says is wrong, in one process for each environment."""
+    """Return the results or errors of `run_ranks`, in one process for each environment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     pipes: list[Connection] = []

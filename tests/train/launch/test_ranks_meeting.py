@@ -1,4 +1,4 @@
-"""Where ranks meet: a file that goes with the process that named it, however that ended."""
+"""The file of a rendezvous is removed with the process that named it, however that ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def left(folder: Path) -> int:
     return len([*folder.glob(f"{PREFIX}*")])
 
 
-def test_what_a_killed_process_left_goes_with_the_next_start_and_what_a_live_one_has_stays(folder: Path) -> None:
+def test_folders_of_killed_processes_are_removed_and_those_of_live_ones_stay(folder: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", KILLED], check=False)
     assert ended.returncode == -signal.SIGKILL
     assert left(folder) == 1
@@ -48,9 +48,7 @@ def test_what_a_killed_process_left_goes_with_the_next_start_and_what_a_live_one
     assert left(folder) == 0
 
 
-def test_a_folder_for_temporary_files_that_is_full_is_told_in_one_sentence(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_temporary_folder_is_reported_in_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -61,9 +59,7 @@ def test_a_folder_for_temporary_files_that_is_full_is_told_in_one_sentence(
     assert left(folder) == 0
 
 
-def test_a_folder_for_temporary_files_that_is_missing_is_told_in_one_sentence(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_temporary_folder_is_reported_in_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "gone"))
     told = r"cannot be written \(.*gone.*: No such file or directory\)"
     with pytest.raises(UserError, match=told), rendezvous_file():

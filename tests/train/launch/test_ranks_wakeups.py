@@ -24,7 +24,7 @@ if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
 
 
 def policies(rank: int, device: torch.device) -> dict[str, int]:
-    """Those of a rank's own thread and of gloo's, by their names."""
+    """Return the scheduling policies of a rank's own thread and of gloo's, by name."""
     dist.all_reduce(torch.zeros(1))  # or gloo's may have gone
     threads = [Path("/proc/self/task", name) for name in os.listdir("/proc/self/task")]
     found = {(thread / "comm").read_text().strip(): os.sched_getscheduler(int(thread.name)) for thread in threads}

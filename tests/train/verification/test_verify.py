@@ -95,7 +95,7 @@ def test_the_table_has_every_axis_with_every_other_that_it_goes_with() -> None:
 
 
 def test_the_table_has_every_value_of_every_option() -> None:
-    """Of options that cut, all mappings: none, ZeRO-1 to 3, over both data axes, over `cp`."""
+    """For options that shard, these are all mappings: none, ZeRO-1 to 3, over both data axes, over `cp`."""
     for option, words in {
         "context": Context,
         "recompute": Recompute,
@@ -127,7 +127,7 @@ def test_the_table_has_every_family_of_models_and_what_they_can_do() -> None:
 
 
 def test_the_table_has_large_products_under_every_schedule_and_sharding() -> None:
-    """Those whose gradients are made beside autograd, and whose activations are made again."""
+    """Large products have gradients beside autograd, and recomputed activations."""
     large = [case for case in sharded_pipelines() if any(run.made_again for run in case.job().cut.runs)]
     assert {case.row for case in large} == {*PIPELINES}
     assert {case.column for case in large} >= {name for name, plan in SHARDINGS.items() if plan.mesh.world == 2}
@@ -139,7 +139,7 @@ def test_every_case_shows_something_of_its_own() -> None:
     assert len({str(replace(case, shows="")) for case in TABLE}) == len(TABLE)
 
 
-# What is wrong is noticed.
+# Faults are noticed.
 
 
 def refused(rank: int, job: Job) -> str:

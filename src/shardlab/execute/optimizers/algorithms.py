@@ -24,15 +24,15 @@ from shardlab.models.matrices import ITERATIONS
 
 
 class TensorOptimizer(ABC):
-    """Optimizer of tensors in groups, laid out as torch.optim.Optimizer is, without its hooks and closures.
+    """Optimizer of tensors in groups, with the layout of torch.optim.Optimizer, without its hooks and closures.
 
     Attributes:
         param_groups: settings of each group, and under "params" its tensors.
-        state: what the optimizer keeps of each tensor, by name; empty before the tensor's first step.
+        state: the optimizer state of each tensor, by name; empty before the tensor's first step.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
-        """Make an optimizer of groups, which have the defaults where they have no setting of their own."""
+        """Make an optimizer of groups. The defaults fill in settings that a group does not have."""
         self.param_groups: list[dict[str, Any]] = [
             {**defaults, **group, "params": list(group["params"])} for group in groups
         ]
@@ -43,14 +43,8 @@ class TensorOptimizer(ABC):
         """Update every tensor that has a gradient."""
 
 
-def _with_gradients(group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors of a group that have a gradient, and their gradients."""
-    weights: list[Tensor] = [weight for weight in group["params"] if weight.grad is not None]
-    return weights, [weight.grad for weight in weights if weight.grad is not None]
-
-
 class AdamW(TensorOptimizer):
-    """torch.optim.AdamW, to the bit."""
+    """AdamW, bitwise equal to torch.optim.AdamW."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, *, fused: bool
@@ -68,8 +62,8 @@ class AdamW(TensorOptimizer):
     def _state_of(self, weight: Tensor) -> dict[str, Any]:
         state = self.state[weight]
         if not state:
-            # The fused kernel reads the number of steps where the weight is; the other one on the host, in the numbers
-            # that are the default.
+            # The fused kernel reads the number of steps on the weight's device. The other kernel reads it on the host,
+            # in the default dtype.
             where: dict[str, Any] = {"dtype": torch.float32, "device": weight.device} if self._fused else {}
             state["step"] = torch.zeros((), **where)
             state["exp_avg"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
@@ -86,10 +80,10 @@ def update_by_adamw(
     fused: bool,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Update weights, which AdamW keeps such states of, by the settings of a group.
+    """Update weights by the settings of a group, given their AdamW states.
 
     Args:
-        found_inf: (), 1 where the fused kernel is to leave the weights as they are.
+        found_inf: (), 1 if the fused kernel shall skip the update.
     """
     adamw(
         weights,
@@ -111,7 +105,7 @@ def update_by_adamw(
 
 
 class SGD(TensorOptimizer):
-    """torch.optim.SGD with a momentum, to the bit."""
+    """SGD with momentum, bitwise equal to torch.optim.SGD."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float, *, fused: bool) -> None:
         super().__init__(groups, lr=lr, momentum=momentum, weight_decay=0.0)
@@ -140,7 +134,7 @@ class SGD(TensorOptimizer):
 
 
 class OneMoment(TensorOptimizer):
-    """Base of optimizers that keep one moment of each weight and decay weights separately (decoupled decay)."""
+    """Base of optimizers with one moment for each weight and decoupled weight decay."""
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float) -> None:
         super().__init__(params, lr=lr, weight_decay=0.0)
@@ -162,7 +156,7 @@ class OneMoment(TensorOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move every weight that has a gradient."""
+        """Update every weight that has a gradient."""
         for group in self.param_groups:
             rate = group["lr"]
             for weight in group["params"]:
@@ -173,14 +167,14 @@ class OneMoment(TensorOptimizer):
 
 
 class Lion(OneMoment):
-    """Steps by the sign of a moment that the gradient is mixed into (Chen et al. 2023, arXiv 2302.06675, program 1)."""
+    """Lion: steps by the sign of a mixture of gradient and moment (Chen et al. 2023, arXiv 2302.06675, program 1)."""
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
         super().__init__(params, lr)
         self._betas = betas
 
     def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
-        """The sign of a mixture by the first decay; the moment keeps one by the second."""
+        """Return the sign of the mixture by the first decay. The moment becomes the mixture by the second decay."""
         assert weight.grad is not None
         by, kept = self._betas
         sign = torch.lerp(weight.grad, moment, by).sign_()
@@ -193,30 +187,34 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(OneMoment):
-    """A momentum, made nearly orthogonal by Newton and Schulz's iteration (Jordan 2024).
+    """Muon: momentum, made nearly orthogonal by Newton-Schulz iterations (Jordan 2024).
 
-    Steps are as long as AdamW's usually are, by 0.2 sqrt(max(rows, columns)), so that one learning rate fits both (Liu
-    et al. 2025, arXiv 2502.16982, eq. 4). It is torch.optim.Muon to the bit, but keeps float64 where weights are in it.
+    The factor 0.2 sqrt(max(rows, columns)) makes updates about as long as AdamW's, so that one learning rate fits both
+    (Liu et al. 2025, arXiv 2502.16982, eq. 4). The result is bitwise equal to torch.optim.Muon's, except that float64
+    weights stay in float64.
 
     Attributes:
-        ways: how a weight goes that is no whole matrix, at the next step: its part of the orthogonal one, and how far.
+        part_updates: next update of each weight that is only a part of a matrix: its part of the orthogonal matrix, and
+            the length.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float, momentum: float) -> None:
         super().__init__(params, lr)
         self._momentum = momentum
-        self.ways: dict[Tensor, tuple[Tensor, float]] = {}
+        self.part_updates: dict[Tensor, tuple[Tensor, float]] = {}
 
     def direction(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Nesterov's mixture of a gradient and the moment that it would make; nothing is changed."""
+        """Return Nesterov's mixture of a gradient and its new moment, without changing the moment."""
         return gradient.lerp(self.moment(weight).lerp(gradient, 1 - self._momentum), self._momentum)
 
     def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
-        """The orthogonal matrix that is nearest to the direction, or the part of it that was given."""
+        """Return the nearest orthogonal matrix to the direction, or the part of it in `part_updates`."""
         assert weight.grad is not None
-        way = self.ways.pop(weight, None) or (orthogonal(self.direction(weight, weight.grad)), length(weight.shape))
+        update = self.part_updates.pop(weight, None)
+        if update is None:
+            update = orthogonal(self.direction(weight, weight.grad)), length(weight.shape)
         moment.lerp_(weight.grad, 1 - self._momentum)
-        return way
+        return update
 
 
 def length(shape: Sequence[int]) -> float:
@@ -266,5 +264,11 @@ class Average(TensorOptimizer):
                 state["average"].lerp_(tensor, (1 - decay) / (1 - decay ** state["step"]))
 
     def average_of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's average; the tensor itself before the first step."""
+        """Return a tensor's average. Before the first step, it is the tensor itself."""
         return self.state[tensor]["average"] if self.state.get(tensor) else tensor
+
+
+def _with_gradients(group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors of a group that have a gradient, and their gradients."""
+    weights: list[Tensor] = [weight for weight in group["params"] if weight.grad is not None]
+    return weights, [weight.grad for weight in weights if weight.grad is not None]

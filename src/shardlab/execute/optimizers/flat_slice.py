@@ -1,4 +1,4 @@
-"""Optimizer of a slice of a layer's flat weights (`Slice`), and steps of several slices in one call.
+"""Optimizer of a slice of a layer's flat weights (`Slice`), and updates of several slices in one call.
 
 Muon updates whole matrices, but a slice may have only parts of them. It then receives the direction of the whole matrix
 (`Direction`), which the program has gathered.
@@ -45,9 +45,9 @@ def torch_optimizers(
     *,
     fused: bool = True,
 ) -> list[TensorOptimizer]:
-    """The optimizers of some leaf tensors: of Muon's `matrices`, which decay, and of the rest; last an average.
+    """Return the optimizers of some tensors: of Muon's `matrices`, which decay, of the rest, and last an average.
 
-    There are none of no tensors, as a layer without parameters has.
+    Without tensors, as in a layer without parameters, there are no optimizers.
     """
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},
@@ -69,13 +69,13 @@ def torch_optimizers(
 
 
 class SteppedRun(NamedTuple):
-    """A run of a slice's elements that are stepped alike.
+    """Run of a slice's elements with the same treatment in an update.
 
     Attributes:
-        leaf: its weights, a view.
-        begin, end: where it lies in the slice.
-        matrix: what it is a part of, if that is stepped whole.
-        piece, start: of the matrix, and the element of that piece at which the run begins.
+        leaf: view of its weights.
+        begin, end: its elements in the slice.
+        matrix: the matrix of which it is a part, if the optimizer updates whole matrices.
+        piece, start: piece of the matrix, and the element of that piece at which the run begins.
     """
 
     leaf: Tensor
@@ -87,7 +87,7 @@ class SteppedRun(NamedTuple):
 
 
 class Slice:
-    """An optimizer's state for a slice of a layer's flat weights: what a rank keeps from step to step."""
+    """Optimizer of a slice of a layer's flat weights, with its state, which lasts from step to step."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class Slice:
         exact: Tensor | None = None,
         matrices: Sequence[WholeMatrix] = (),
     ) -> None:
-        """`weights` are the slice's runs, updated in place; run i begins at element `starts[i]` of the layer's buffer.
+        """`weights` are the slice's runs, updated in place. Run i begins at element `starts[i]` of the layer's buffer.
 
-        Of that buffer the runs `decayed` (start, stop) decay. With `exact`, (elements,), a copy of the weights in more
-        bits, the copy is updated and the weights are rounded from it. `matrices` are those of the layer that Muon
-        steps, of which the slice may have parts.
+        Weight decay acts on the runs `decayed` (start, stop) of that buffer. `exact`, (elements,), is a copy of the
+        weights in more bits: it is updated, and the weights are rounded from it. `matrices` are the layer's matrices
+        that Muon updates, of which the slice may have parts.
         """
         self.weights = weights
         self.exact: Sequence[Tensor] = () if exact is None else torch.split(exact, [len(run) for run in weights])
@@ -111,7 +111,7 @@ class Slice:
         self._ranges = [(start, start + len(run)) for run, start in zip(weights, starts, strict=True)]
         runs = [(start, start + m.size, m, piece) for m in matrices for piece, start in enumerate(m.starts)]
         edges = {place for run in (*decayed, *(run[:2] for run in runs)) for place in run}
-        self.leaves: list[tuple[int, Tensor]] = []  # what is stepped, each with the buffer's element that begins it
+        self.leaves: list[tuple[int, Tensor]] = []  # the updated tensors, each with its first element in the buffer
         self._parts: list[SteppedRun] = []
         self._matrices: dict[WholeMatrix, list[SteppedRun]] = defaultdict(list)
         roles: list[list[Tensor]] = [[], [], []]
@@ -133,11 +133,11 @@ class Slice:
             at += len(run)
         self.optimizers = torch_optimizers(config, *roles)
         self._muon = next((each for each in self.optimizers if isinstance(each, Muon)), None)
-        self.dropped: Tensor | None = None  # (), 1 where the gradient that was taken is not finite; None: it is
-        self.copied = 0  # bytes that hold a gradient which was taken, beside the gradient itself
+        self.dropped: Tensor | None = None  # (), 1 if the taken gradient is not finite; None: it is finite
+        self.copied = 0  # bytes of copies of the taken gradient
 
     def carry(self, weights: list[Tensor]) -> None:
-        """Step these tensors from now on, of the same runs: a copy of weights that are kept elsewhere."""
+        """Update these tensors, of the same runs, from now on: copies of weights that are kept elsewhere."""
         self.weights = weights
         if self.exact:
             return
@@ -147,23 +147,23 @@ class Slice:
             part.leaf.data = weights[run][part.begin - flat_places[run] : part.end - flat_places[run]]
 
     def offload(self, room: Callable[[int], torch.UntypedStorage]) -> Wait:
-        """Start to copy what the optimizer keeps into new room; its memory where it is updated is freed at the end."""
+        """Start to copy the optimizer state to new memory. Its old memory is freed at the end of the copy."""
         return self._parked.offload([kept for kept in (*self.moments, *self.exact) if kept.numel() > 1], room)
 
     def reload(self) -> Wait:
-        """Start to bring what the optimizer keeps back to where it is updated."""
+        """Start to copy the optimizer state back to where it is updated."""
         return self._parked.reload()
 
-    def lying(self, kept: Tensor) -> Tensor:
-        """What the optimizer keeps of something, where that lies now."""
-        return self._parked.lying(kept)
+    def current(self, kept: Tensor) -> Tensor:
+        """Return a tensor of the optimizer state in its current place."""
+        return self._parked.current(kept)
 
     def make_moments(self, updates: int) -> None:
-        """Make what the optimizers keep after so many updates, to be filled in; a step by a gradient of zero does.
+        """Allocate the optimizer state after some updates, to be filled in, by an update with a zero gradient.
 
-        What they keep is where it is updated.
+        It is allocated where updates are computed.
         """
-        gone = [run for run in self.weights if not run.untyped_storage().nbytes()]  # an update is given a copy
+        gone = [run for run in self.weights if not run.untyped_storage().nbytes()]  # an update gets a copy
         for run in gone:
             memory, end = run.untyped_storage(), (int(run.storage_offset()) + len(run)) * run.itemsize
             memory.resize_(max(memory.nbytes(), end))
@@ -171,7 +171,7 @@ class Slice:
         for part in self._parts:
             part.leaf.grad = torch.zeros_like(part.leaf)
         for optimizer in self.optimizers:
-            if isinstance(optimizer, Muon):  # it may have parts of matrices, and steps whole ones
+            if isinstance(optimizer, Muon):  # the slice may have parts of matrices, and Muon updates whole ones
                 for part in chain(*self._matrices.values()):
                     optimizer.moment(part.leaf)
             else:
@@ -181,30 +181,30 @@ class Slice:
         for optimizer in self.optimizers:
             for kept in optimizer.state.values():
                 if "step" in kept:
-                    kept["step"] = kept["step"] * 0 + updates  # a number, or a tensor of it
+                    kept["step"] = kept["step"] * 0 + updates  # a number, or a tensor with a number
         for run in gone:
             run.untyped_storage().resize_(0)
 
     @property
     def flat(self) -> Tensor:
-        """The slice's weights now, (elements,); itself where the slice is one run, else a copy."""
+        """Return the slice's current weights, (elements,): a view if the slice is one run, else a copy."""
         return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
 
     @property
     def average(self) -> Tensor:
-        """The average of the slice's weights over the steps, (elements,), from where it lies."""
+        """Return the average of the slice's weights over the steps, (elements,), in its current place."""
         kept = self.optimizers[-1]
         assert isinstance(kept, Average), "an average was asked for"
-        return torch.cat([self.lying(kept.average_of(part.leaf)) for part in self._parts])
+        return torch.cat([self.current(kept.average_of(part.leaf)) for part in self._parts])
 
     @property
     def moments(self) -> list[Tensor]:
-        """What the optimizers keep."""
+        """Return the tensors of the optimizer state."""
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return [moment for state in states for moment in state.values() if isinstance(moment, Tensor)]
 
     def direction(self, gradient: Tensor, squared_norm: float | Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-        """The way in which Muon's momentum would go with a gradient of the same length; zero where it steps nothing.
+        """Return the direction of Muon's update for a gradient of the same length; zero where Muon does not update.
 
         Args:
             squared_norm, scale: as for `take`.
@@ -220,15 +220,15 @@ class Slice:
         scale: float = 1.0,
         direction: Direction | None = None,
     ) -> bool:
-        """Take a gradient of the same length for a step (see `step_together`); false for one that is dropped.
+        """Take a gradient of the same length for the next update (see `step_together`). Return False if it is dropped.
 
         Args:
-            rate: the learning rate; in a step that is captured float32 on the device, ().
-            squared_norm: of the whole model's gradient. The gradient is clipped by it (Pascanu et al. 2013, arXiv
-                1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_), and dropped if it is not finite: by the
-                host, or by the update where the norm is on the device, ().
-            scale: by what the gradient was multiplied on its way; the norm was not.
-            direction: of all matrices that the slice has parts of (None: it has them whole).
+            rate: the learning rate; in a captured step a tensor on the device, (), float32.
+            squared_norm: squared norm of the whole model's gradient. It clips the gradient (Pascanu et al. 2013, arXiv
+                1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_). If it is not finite, the gradient is
+                dropped: by the host, or by the update if the norm is on the device, ().
+            scale: factor of the gradient, which the norm does not have.
+            direction: direction of all matrices of which the slice has parts (None: it has whole matrices).
         """
         self.dropped = None
         if isinstance(squared_norm, Tensor):
@@ -239,7 +239,7 @@ class Slice:
         self.copied = 0 if gradient is given else gradient.nbytes
         if self._muon is not None:
             whole = direction or Direction(self._direction(gradient), self._ranges)
-            self._muon.ways = self._ways(whole)
+            self._muon.part_updates = self._part_updates(whole)
         for part in self._parts:
             part.leaf.grad = gradient[part.begin : part.end]
         for optimizer in self.optimizers:
@@ -249,11 +249,11 @@ class Slice:
 
     @property
     def may_wait(self) -> bool:
-        """Whether it may be stepped with those that follow: by AdamW, and what is handed on is stepped with it."""
+        """Return whether its update may be delayed to run with the next ones, as AdamW's may."""
         return len(self.weights) == 1 and all(isinstance(each, AdamW) for each in self.optimizers[:1])
 
     def finish(self) -> None:
-        """The leaves have been stepped: let go of the gradient, and round the weights from their exact copy."""
+        """End an update of the leaves: drop the gradient, and round the weights from their exact copy."""
         for part in self._parts:
             part.leaf.grad = None
         if self.exact:
@@ -269,7 +269,7 @@ class Slice:
         return gradient
 
     def _direction(self, gradient: Tensor) -> Tensor:
-        """In the numbers in which matrices are made orthogonal."""
+        """Return the direction in the dtype in which matrices are made orthogonal."""
         made = torch.zeros_like(gradient, dtype=iterated_in(gradient))
         for part in chain(*self._matrices.values()):
             assert self._muon is not None
@@ -277,37 +277,30 @@ class Slice:
             made[here] = self._muon.direction(part.leaf, gradient[here])
         return made
 
-    def _ways(self, direction: Direction) -> dict[Tensor, tuple[Tensor, float]]:
-        """How each part of a matrix goes, and how far: each matrix is made orthogonal once."""
-        ways: dict[Tensor, tuple[Tensor, float]] = {}
+    def _part_updates(self, direction: Direction) -> dict[Tensor, tuple[Tensor, float]]:
+        """Return the update of each part of a matrix, and its length. Each matrix is made orthogonal once."""
+        updates: dict[Tensor, tuple[Tensor, float]] = {}
         for matrix, parts in self._matrices.items():
             pieces = orthogonal(direction.whole(matrix)).chunk(len(matrix.starts), matrix.dim)
             for part in parts:
                 flat = pieces[part.piece].reshape(-1)
-                ways[part.leaf] = flat[part.start : part.start + part.end - part.begin], length(matrix.shape)
-        return ways
-
-
-def _factor(clip: float, squared_norm: float | Tensor) -> float | Tensor:
-    """By what a gradient is multiplied for its norm to be at most `clip`."""
-    if isinstance(squared_norm, Tensor):
-        return (clip / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)
-    return min(1.0, clip / (math.sqrt(squared_norm) + 1e-6))
+                updates[part.leaf] = flat[part.start : part.start + part.end - part.begin], length(matrix.shape)
+        return updates
 
 
 class Direction(NamedTuple):
-    """Which way an optimizer goes.
+    """Direction of an optimizer's update.
 
     Attributes:
-        flat: (elements,), of some runs of a layer's flat buffer, one after the other.
-        ranges: (start, stop) of each.
+        flat: (elements,), for some runs of a layer's flat buffer, one after the other.
+        ranges: (start, stop) of each run.
     """
 
     flat: Tensor
     ranges: Sequence[tuple[int, int]]
 
     def whole(self, matrix: WholeMatrix) -> Tensor:
-        """A matrix, put together from its pieces."""
+        """Return a matrix, put together from its pieces."""
         pieces: list[Tensor] = []
         for begin in matrix.starts:
             at = 0
@@ -320,11 +313,13 @@ class Direction(NamedTuple):
 
 
 def step_together(slices: Sequence[Slice]) -> None:
-    """Step all slices by the gradients that they have been given (see `Slice.take`): AdamW's in one call each for
-    leaves that decay and that do not."""
+    """Update all slices by the gradients that they have taken (see `Slice.take`).
+
+    AdamW makes one call for the leaves with weight decay, and one for those without.
+    """
     calls: dict[float, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
     settings: dict[str, Any] = {}
-    dropped = next((each.dropped for each in slices if each.dropped is not None), None)  # by the norm of all of them
+    dropped = next((each.dropped for each in slices if each.dropped is not None), None)  # one norm clips all
     alone: list[TensorOptimizer] = []
     for each in slices:
         for optimizer in each.optimizers:
@@ -333,7 +328,7 @@ def step_together(slices: Sequence[Slice]) -> None:
                 for group in optimizer.param_groups:
                     settings = group
                     calls[group["weight_decay"]] += [(leaf, optimizer.state[leaf]) for leaf in group["params"]]
-            else:  # the first step makes the state
+            else:  # the first update makes the state
                 alone.append(optimizer)
     with torch.no_grad():
         for decay, leaves in calls.items():
@@ -346,3 +341,10 @@ def step_together(slices: Sequence[Slice]) -> None:
         optimizer.step()
     for each in slices:
         each.finish()
+
+
+def _factor(clip: float, squared_norm: float | Tensor) -> float | Tensor:
+    """Return the factor that clips a gradient to a norm of at most `clip`."""
+    if isinstance(squared_norm, Tensor):
+        return (clip / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)
+    return min(1.0, clip / (math.sqrt(squared_norm) + 1e-6))

@@ -1,4 +1,7 @@
-"""An optimizer's settings."""
+"""Settings of an optimizer (`OptimizerConfig`), its learning rate schedule, and the loss scale of float16.
+
+The tensors that an optimizer updates are in `algorithms` and `flat_slice`.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +16,28 @@ from shardlab.common.text import counted
 from shardlab.language.precision import Optimizer, Precision
 from shardlab.language.rules.kinds import MOST_DOUBLINGS_IN_FLOAT16
 
-# Optimizers' settings, without the tensors that they act on.
-
-
 __all__ = ["OptimizerConfig", "Schedule", "rate_factor"]
-
-
-# Learning rates over a run: a warm-up, perhaps a plateau, and a decay.
 
 
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
 def rate_factor(schedule: Schedule, step: int, steps: int, warmup: int, decay: int, least: float) -> float:
-    """The learning rate of a step, as a share of the largest one.
+    """Return the learning rate of a step, as a fraction of the peak.
 
-    It rises linearly over `warmup` steps, stays, and comes down to `least` over the last `decay` of `steps` steps:
+    It rises linearly over `warmup` steps, stays constant, and decays to `least` over the last `decay` of `steps` steps:
 
     - cosine: along half a cosine (Loshchilov and Hutter 2017, SGDR, arXiv 1608.03983, eq. 5; as in nanoGPT);
     - linear: along a line;
     - wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395, section 4.2): exponentially;
-    - constant: it does not come down.
+    - constant: it does not decay.
 
     >>> [rate_factor("linear", step, 10, 2, 4, 0.0) for step in (0, 1, 5, 6, 8, 10)]
     [0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
 
     Args:
-        step: counted from 0; after `steps` the rate stays as it is.
-        least: the share that is left at the end, unless `decay` is 0; more than 0 for wsd.
+        step: number of the step, from 0. After `steps` the rate stays constant.
+        least: the fraction at the end, unless `decay` is 0. It must be above 0 for wsd.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -53,24 +50,22 @@ def rate_factor(schedule: Schedule, step: int, steps: int, warmup: int, decay: i
     return least + (1 - least) * left
 
 
-# Loss scaling: gradients in float16 are made larger, so that small ones are not lost, and smaller again in updates.
-
-
 FIRST = 2.0**16
-"""Scale of a run's first step: torch.amp.GradScaler's."""
+"""First loss scale of a run, as in torch.amp.GradScaler."""
 
 CALM = 2000
-"""Steps without an overflow after which the scale doubles, as torch.amp.GradScaler's."""
+"""Steps without an overflow after which the scale doubles, as in torch.amp.GradScaler."""
 
 
 class LossScale:
-    """By what a run's losses are multiplied: one number on all ranks, since all see the same norm of the gradient.
+    """Loss scale of float16, by which losses are multiplied so that small gradients do not underflow.
 
-    A step whose gradient overflows is left out everywhere, and the scale is halved; after 2,000 without it is doubled
-    (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; the numbers are torch.amp.GradScaler's).
+    Updates divide by it. It is the same on all ranks, because all see the same norm of the gradient. If a gradient
+    overflows, all ranks skip the update and the scale is halved; after 2,000 steps without an overflow it is doubled
+    (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; the numbers are those of torch.amp.GradScaler).
 
     Attributes:
-        scale: of the next step.
+        scale: scale of the next step.
         calm: steps since the last overflow or doubling.
     """
 
@@ -79,7 +74,7 @@ class LossScale:
         self.calm = 0
 
     def after(self, finite: bool) -> None:
-        """A step has ended, with a gradient that was finite or not."""
+        """Update the scale after a step, whose gradient was finite or not."""
         self.calm += 1
         if not finite:
             self.scale, self.calm = self.scale / 2, 0
@@ -88,7 +83,8 @@ class LossScale:
 
 
 def want_scalable(precision: Precision, checked: Checked) -> None:
-    """Refuse float16 for a program by which ranks would not know of one another's overflows, or that scales by much.
+    """Refuse float16 for a program whose ranks would not notice each other's overflows, or with large factors of
+    gradients.
 
     Raises:
         UserError: with what to do.
@@ -117,8 +113,10 @@ _SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An optimizer, and the schedule of its learning rate: AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), SGD
-    with momentum (Sutskever et al. 2013), Lion (Chen et al. 2023, arXiv 2302.06675) or Muon (Jordan 2024).
+    """Optimizer, and the schedule of its learning rate.
+
+    AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), SGD with momentum (Sutskever et al. 2013), Lion (Chen et al.
+    2023, arXiv 2302.06675) or Muon (Jordan 2024).
     """
 
     optimizer: Annotated[Optimizer, choice(Optimizer)] = "adamw"
@@ -183,7 +181,7 @@ class OptimizerConfig:
 
     @property
     def decay(self) -> int:
-        """Steps in which the learning rate comes down."""
+        """Steps in which the learning rate decays."""
         if self.decay_steps is not None:
             return self.decay_steps
         after = self.schedule_steps - self.warmup_steps
@@ -191,7 +189,7 @@ class OptimizerConfig:
 
     @property
     def schedule(self) -> str:
-        """The learning rate's schedule in words, without its largest rate."""
+        """Learning rate schedule in words, without its peak."""
         if self.learning_rate_schedule == "constant":
             return f"constant after a warm-up of {self.warmup_steps}"
         return (
@@ -200,7 +198,7 @@ class OptimizerConfig:
         )
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         return self.learning_rate * rate_factor(
             self.learning_rate_schedule,
             step,

@@ -1,4 +1,7 @@
-"""The algebra of values: what each holds, what has been summed into it, and what every op makes of that.
+"""The algebra of values: the pieces that a value holds, the contributions summed into it, and the rule of every op.
 
-It knows neither ranks nor tapes: pure functions from specs to specs.
+It knows neither ranks nor tapes: its rules are pure functions from specs to specs. Read in this order: `kinds` (kinds
+of value, indices, bit sets of pieces), `spec` (the spec of a value), `arithmetic` and `collectives` (sums, and pieces
+side by side), `layer_graph` and `layer_rules` (passes of layers), `attention`, `optimizer_step` (loss, norm and
+update). `refusals` has the conditions that several rules share.
 """

@@ -1,4 +1,4 @@
-"""The rules of sums, and of what multiplies a value or casts it to other numbers."""
+"""Rules of sums, of scaling and of casts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """Return the sum of values: of weight gradients, of scalars, or of the terms of an activation or its gradient.
 
     Raises:
-        Refused: when the values do not belong together, are complete, or have a contribution in common.
+        Refused: if the values do not belong together, are complete, or have a contribution in common.
     """
     first = specs[0]
     if first.kind is Kind.SCALAR:
@@ -46,7 +46,7 @@ def add(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 
 def add_two(one: Spec, other: Spec) -> Spec:
-    """Return the sum of two values, as ADD makes it; of what fits, as most does, without a look at what may be wrong.
+    """Return the sum of two values, as ADD computes it. The common cases skip the search for a reason to refuse.
 
     Raises:
         Refused: as `add` does.
@@ -60,6 +60,82 @@ def add_two(one: Spec, other: Spec) -> Spec:
         if both:
             return _united(one, both)
     return add(one.about("add"), (one, other), ("the first value", "the second value"))
+
+
+_GRADIENTS = frozenset(
+    {
+        Kind.GRAD_WEIGHT,
+        Kind.GRAD_ACTIVATION,
+        Kind.GRAD_RESIDUAL,
+        Kind.GRAD_ROUTING,
+        Kind.GRAD_QUERIES,
+        Kind.GRAD_KEYS_VALUES,
+    }
+)
+
+
+def scale(value: Spec, factor: Factor) -> Spec:
+    """Return a gradient times a factor.
+
+    Raises:
+        Refused: for anything but a gradient, for a factor of 0, and for a factor that would make gradients overflow or
+            vanish, alone or with the factors before it.
+    """
+    if value.kind not in _GRADIENTS:
+        remedy = "scale gradients alone, and so the loss's own"
+        raise Refused("wrong kind", value.about("scale"), f"{value} was given", remedy)
+    if not factor.ratio:
+        raise Refused("wrong factor", value.about("scale"), "the factor is 0", "give zero_gradient instead")
+    require_on_device(value.about("scale"), value)
+    require_representable(value.about("scale"), factor, value.form.dtype)
+    return apply_factor(value.about("scale"), value, factor)
+
+
+def apply_factor(op: About, value: Spec, factor: Factor) -> Spec:
+    """Return the spec of a gradient that an op has multiplied by a factor.
+
+    Raises:
+        Refused: for a factor that would make gradients overflow or vanish, with the factors before it.
+    """
+    total = value.form.factor * factor
+    require_representable(op, total, value.form.dtype)
+    return value._replace(form=value.form.but(factor=total))
+
+
+def require_representable(op: About, factor: Factor, dtype: str) -> None:
+    """Refuse a factor that would make gradients overflow or vanish in a dtype.
+
+    Raises:
+        Refused: with the size of the factor.
+    """
+    if why := factor.beyond(MOST_DOUBLINGS_IN_FLOAT16 if dtype == "float16" else MOST_DOUBLINGS):
+        given = f"the gradient would be multiplied by {why}; {dtype or 'its numbers'} would overflow or be lost"
+        raise Refused("wrong factor", op, given, "scale by less, and cancel it before more is multiplied")
+
+
+_CAST = _GRADIENTS | {Kind.WEIGHT, Kind.ACTIVATION, Kind.RESIDUAL, Kind.QUERIES, Kind.KEYS_VALUES}
+
+
+def cast(value: Spec, dtype: str) -> Spec:
+    """Return a value in another dtype, for a transfer or for a sum ("": in the dtype of its kind).
+
+    Raises:
+        Refused: for an unknown dtype; for tokens; for values that have a dtype of their own (scalars, statistics of the
+            loss, routing, optimizer states); and for a weight that has been updated, which is kept unchanged.
+    """
+    op, form = value.about("cast"), value.form
+    if dtype not in ("", *DTYPES):
+        remedy = f"give one of {', '.join(DTYPES)}, or none to cast back"
+        raise Refused("other dtypes", op, f"{dtype!r} was given", remedy)
+    if form.kind not in _CAST or (form.layer == 0 and form.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)):
+        given = f"{value} was given, which is in numbers of its own"
+        raise Refused("wrong kind", op, given, "cast weights, activations or gradients")
+    if form.kind is Kind.WEIGHT and form.step:
+        given = f"{value} was given, which this step has updated; a cast would lose its last bits for ever"
+        raise Refused("wrong step", op, given, "leave it as it is, and cast it where it is used in the next step")
+    require_on_device(op, value)
+    require_representable(op, form.factor, dtype)
+    return value._replace(form=form.but(dtype=dtype))
 
 
 def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
@@ -81,18 +157,18 @@ def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Sp
 
 
 def _factor_of_shares(specs: Sequence[Spec]) -> Factor | None:
-    """Return the factor of a sum to which several values give shares of the same contributions.
+    """Return the factor of a sum in which several values are shares of the same contributions.
 
-    Two halves of a contribution are all of it: factors of one contribution add up. A value that nobody has scaled is no
-    share of one.
+    Two halves of a contribution are all of it: factors of one contribution add up. An unscaled value is no share.
 
     Returns:
-        The factor that all contributions have in the sum; None if they have several, or none was given twice.
+        The factor that all contributions have in the sum; None if they have different factors, or if no contribution is
+        given twice.
     """
     (_, tokens), *others = [(spec.form.factor.ratio, spec.form.factor.tokens) for spec in specs]
     if any(spec.form.factor is ONE for spec in specs) or any(also != tokens for _, also in others):
         return None
-    ratios: dict[int, Fraction] = {}  # of contributions as a bit set, none of which is in two of these
+    ratios: dict[int, Fraction] = {}  # disjoint bit sets of contributions
     given_twice = False
     for spec in specs:
         rest, ratio, before = spec.cells, spec.form.factor.ratio, ratios
@@ -132,7 +208,7 @@ def _add_terms(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 
 def _united(first: Spec, total: int) -> Spec:
-    """Return the sum of these terms, which a first one begins."""
+    """Return the sum of these terms, in the form of the first one."""
     term = first.form.term
     assert term is not None
     if term.over == KEY:
@@ -142,7 +218,7 @@ def _united(first: Spec, total: int) -> Spec:
 
 
 def _refuse_no_term(op: About, spec: Spec, name: str) -> NoReturn:
-    """Say why a value cannot be summed."""
+    """Refuse a value that cannot be summed, with the reason."""
     form = spec.form
     if form.kind not in ROW_KINDS or not (form.space.pieces or form.space.sequence > 1):
         remedy = "sum weight gradients, which are sums of contributions, and what slices of a layer make in terms"
@@ -157,82 +233,6 @@ def _refuse_no_term(op: About, spec: Spec, name: str) -> NoReturn:
     raise Refused("no term", op, given, "use it as it is")
 
 
-_GRADIENTS = frozenset(
-    {
-        Kind.GRAD_WEIGHT,
-        Kind.GRAD_ACTIVATION,
-        Kind.GRAD_RESIDUAL,
-        Kind.GRAD_ROUTING,
-        Kind.GRAD_QUERIES,
-        Kind.GRAD_KEYS_VALUES,
-    }
-)
-
-
-def scale(value: Spec, factor: Factor) -> Spec:
-    """Return a gradient times a factor.
-
-    Raises:
-        Refused: for anything but a gradient, and a factor of 0 or one that gradients have no room for, alone or with
-            those before it.
-    """
-    if value.kind not in _GRADIENTS:
-        remedy = "scale gradients alone, and so the loss's own"
-        raise Refused("wrong kind", value.about("scale"), f"{value} was given", remedy)
-    if not factor.ratio:
-        raise Refused("wrong factor", value.about("scale"), "the factor is 0", "give zero_gradient instead")
-    require_on_device(value.about("scale"), value)
-    require_representable(value.about("scale"), factor, value.form.dtype)
-    return apply_factor(value.about("scale"), value, factor)
-
-
-def apply_factor(op: About, value: Spec, factor: Factor) -> Spec:
-    """Return a gradient that an op has multiplied.
-
-    Raises:
-        Refused: for a factor that gradients have no room for, with those before it.
-    """
-    total = value.form.factor * factor
-    require_representable(op, total, value.form.dtype)
-    return value._replace(form=value.form.but(factor=total))
-
-
-def require_representable(op: About, factor: Factor, dtype: str) -> None:
-    """Refuse a factor by which gradients would overflow, or be lost.
-
-    Raises:
-        Refused: saying how large it is.
-    """
-    if why := factor.beyond(MOST_DOUBLINGS_IN_FLOAT16 if dtype == "float16" else MOST_DOUBLINGS):
-        given = f"the gradient would be multiplied by {why}; {dtype or 'its numbers'} would overflow or be lost"
-        raise Refused("wrong factor", op, given, "scale by less, and cancel it before more is multiplied")
-
-
-_CAST = _GRADIENTS | {Kind.WEIGHT, Kind.ACTIVATION, Kind.RESIDUAL, Kind.QUERIES, Kind.KEYS_VALUES}
-
-
-def cast(value: Spec, dtype: str) -> Spec:
-    """Return a value in other numbers, for the way or for a sum ("": in those of its kind again).
-
-    Raises:
-        Refused: for a dtype that there is not, for tokens, and for what is in numbers of its own: scalars, statistics
-            of the loss, routing, optimizer states; and for a weight that has been updated, which is kept as it is.
-    """
-    op, form = value.about("cast"), value.form
-    if dtype not in ("", *DTYPES):
-        remedy = f"give one of {', '.join(DTYPES)}, or none to cast back"
-        raise Refused("other dtypes", op, f"{dtype!r} was given", remedy)
-    if form.kind not in _CAST or (form.layer == 0 and form.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)):
-        given = f"{value} was given, which is in numbers of its own"
-        raise Refused("wrong kind", op, given, "cast weights, activations or gradients")
-    if form.kind is Kind.WEIGHT and form.step:
-        given = f"{value} was given, which this step has updated; what is rounded now would be lost for ever"
-        raise Refused("wrong step", op, given, "leave it as it is, and cast it where it is used in the next step")
-    require_on_device(op, value)
-    require_representable(op, form.factor, dtype)
-    return value._replace(form=form.but(dtype=dtype))
-
-
 def _want_one_value(op: About, first: Spec, spec: Spec, one: str, other: str, remedy: str) -> None:
     require_alike(op, first, spec, one, other)
     if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
@@ -240,7 +240,7 @@ def _want_one_value(op: About, first: Spec, spec: Spec, one: str, other: str, re
 
 
 def _add_scalars(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Return the sum of sums of squares: each parameter may be in it once, so replicas must not be added up."""
+    """Return the sum of sums of squares. Each parameter may be in it once, so replicas must not be added up."""
     first = specs[0]
     mask, of = 0, 1
     for spec, name in zip(specs, names, strict=True):

@@ -1,7 +1,7 @@
-"""The rules of attention over sequences that are cut (Liu et al. 2023, arXiv 2310.01889, section 3; Llama 3, arXiv
+"""Rules of attention over sequences that are cut (Liu et al. 2023, arXiv 2310.01889, section 3; Llama 3, arXiv
 2407.21783, section 3.3.2).
 
-Queries *meet* chunks of keys and values; what comes out is complete when they have met, each once, all slices of the
+Queries *meet* chunks of keys and values. The result is complete when they have met, each once, all slices of the
 sequence up to their own last one, since later ones are masked. In the backward pass a chunk's gradient is complete when
 all queries from its own first slice on have met it. Until then the value is a term over the index `key`.
 """
@@ -22,10 +22,10 @@ GRAD_QUERIES, GRAD_KEYS_VALUES = Kind.GRAD_QUERIES, Kind.GRAD_KEYS_VALUES
 
 
 def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
-    """Queries that have met these keys and values: the activation that the next layer reads, or a term of it.
+    """Return the result of queries that have met these keys and values: the next layer's activation, or a term of it.
 
     Raises:
-        Refused: when the two are not of one layer, its heads, and the same microbatches, or all keys are masked.
+        Refused: if layer, heads or microbatches differ, or if all keys are masked.
     """
     op = about_layer("attend", layer)
     ours, theirs = _want_pair(op, layer, queries, keys_values)
@@ -37,10 +37,10 @@ def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
 def attend_backward(
     layer: int, queries: Spec, keys_values: Spec, attention_output: Spec, gradient: Spec
 ) -> tuple[Spec, Spec]:
-    """What these keys and values give to the queries' gradient, and these queries to the keys' and values'.
+    """Return the terms of two gradients: of the queries, and of the keys and values.
 
     Raises:
-        Refused: as `attend` does, or when `attention_output` or its gradient are not complete and of these queries.
+        Refused: as `attend` does, and if `attention_output` or its gradient is incomplete or belongs to other queries.
     """
     op = about_layer("attend_backward", layer)
     ours, theirs = _want_pair(op, layer, queries, keys_values)
@@ -66,7 +66,8 @@ def attend_backward(
 
 
 def work(queries: Spec, keys_values: Spec) -> float:
-    """Attention of these queries to these keys and values, in units of one whole sequence's causal attention.
+    """Return the work of attention of these queries to these keys and values (1: causal attention of one whole
+    sequence).
 
     A slice sees all of an earlier one, half of itself, and nothing of a later one.
     """
@@ -77,30 +78,22 @@ def work(queries: Spec, keys_values: Spec) -> float:
 
 
 def needed_slices(kind: Kind, held: int, space: Space) -> int:
-    """What tokens of some slices must meet: keys up to the last of them, or queries from the first of them on."""
+    """Return the slices that tokens must meet: keys up to their last slice, or queries from their first slice on."""
     if kind is GRAD_KEYS_VALUES:
         return (1 << space.sequence) - (held & -held)
     return (1 << held.bit_length()) - 1
 
 
 def record_met_slices(spec: Spec, kv_done: int) -> Spec:
-    """Return a value that has met these slices; complete once they are all that it must meet."""
+    """Return a value that has met these slices. It is complete once it has met all that it must meet."""
     form, cells, joined = spec
     _, held = split_cells(cells, form.space.sequence)
     return Spec(_united(form, held, kv_done), cells, joined)
 
 
-@lru_cache(maxsize=1 << 14)
-def _united(form: Form, held: int, kv_done: int) -> Form:
-    """Return the form of what has met these slices, of a value that holds some itself."""
-    assert form.term is not None
-    done = needed_slices(form.kind, held, form.space) & ~kv_done == 0
-    return form.but(term=None if done else form.term._replace(bits=kv_done))
-
-
 @lru_cache(maxsize=1 << 12)
 def split_cells(cells: int, sequence: int) -> tuple[int, int]:
-    """(microbatches, slices of each) of some cells, as bit sets; slices are -1 if they are not the same of each."""
+    """Return the microbatches of some cells, and the slices of each, as bit sets (slices -1: they differ)."""
     full = (1 << sequence) - 1
     microbatches, slices = 0, 0
     for cell in bits(cells):
@@ -113,6 +106,25 @@ def split_cells(cells: int, sequence: int) -> tuple[int, int]:
     return microbatches, slices
 
 
+def incomplete_refusal(op: About, what: str, spec: Spec) -> Refused:
+    """Return the refusal of a value that has met only some of the slices that it must meet."""
+    term, space = spec.form.term, spec.form.space
+    assert term is not None
+    _, held = split_cells(spec.cells, space.sequence)
+    missing = needed_slices(spec.form.kind, held, space) & ~term.bits
+    who = "queries" if spec.form.kind is GRAD_KEYS_VALUES else "keys and values"
+    lacks = f"{given_clause(what, spec)}; the {who} of {numbered('slice', missing)} of the sequence are missing in it"
+    return Refused("missing terms", op, lacks, "let it meet them, and add the parts", missing=bits(missing))
+
+
+@lru_cache(maxsize=1 << 14)
+def _united(form: Form, held: int, kv_done: int) -> Form:
+    """Return the form of a value with some slices after it has met others."""
+    assert form.term is not None
+    done = needed_slices(form.kind, held, form.space) & ~kv_done == 0
+    return form.but(term=None if done else form.term._replace(bits=kv_done))
+
+
 @lru_cache(maxsize=1 << 14)
 def _form(like: Form, kind: Kind, layer: int, kv_done: int, needs: int, factor: Factor = ONE) -> Form:
     term = Term(KEY, kv_done, merged=kind is ACTIVATION) if needs & ~kv_done else None
@@ -120,7 +132,10 @@ def _form(like: Form, kind: Kind, layer: int, kv_done: int, needs: int, factor: 
 
 
 def _want_pair(op: About, layer: int, queries: Spec, keys_values: Spec) -> tuple[int, int]:
-    """Queries and keys of the same microbatches, some of which are not masked; the slices of either."""
+    """Check that queries and keys belong together, and return the slices of each.
+
+    They must be of the same microbatches, and some of the keys must not be masked.
+    """
     _want(op, queries, QUERIES, layer, queries)
     _want(op, keys_values, KEYS_VALUES, layer, queries)
     space = queries.form.space
@@ -148,14 +163,3 @@ def _want(op: About, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
     if form.slices != queries.form.slices or form.step != queries.form.step:
         remedy = "give the same heads of queries, keys and values, of one step"
         raise Refused("other pieces", op, f"{given_clause(what, spec)} and the queries {queries}", remedy)
-
-
-def incomplete_refusal(op: About, what: str, spec: Spec) -> Refused:
-    """Return the refusal of a value that has met only a part of what it must meet."""
-    term, space = spec.form.term, spec.form.space
-    assert term is not None
-    _, held = split_cells(spec.cells, space.sequence)
-    missing = needed_slices(spec.form.kind, held, space) & ~term.bits
-    who = "queries" if spec.form.kind is GRAD_KEYS_VALUES else "keys and values"
-    lacks = f"{given_clause(what, spec)}; the {who} of {numbered('slice', missing)} of the sequence are missing in it"
-    return Refused("missing terms", op, lacks, "let it meet them, and add the parts", missing=bits(missing))

@@ -1,6 +1,10 @@
-"""The rules of what is laid side by side: slices of parameters, cells of a batch, pieces of one index.
+"""Rules of collectives and slices: pieces side by side, sums, equal parts, and exchanges.
 
-Everywhere `op` begins the sentence of a refusal, and `names` says who gave each value.
+Read in this order: `gather` (slices of parameters, cells of a batch, or pieces of one index side by side), `reduce` and
+`reduce_replicas` (sums; and mean, least and largest value), `scatter` and `slice_of` (equal pieces of the parameters or
+tokens of a value; a value that was joined from pieces is cut into these pieces, any other into even runs), and
+`all_to_all` (a gather along one index and a scatter along another). In every rule `op` begins the sentence of a
+refusal, and `names` are the names of the members that gave the values.
 """
 
 from __future__ import annotations
@@ -65,40 +69,6 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     return Spec(form, *unite_cells(op, specs, names))
 
 
-@lru_cache(maxsize=1 << 12)
-def _united_slices(forms: tuple[Form, ...]) -> Form | None:
-    """Return the form of parameters that are put together from slices; None where they do not fit."""
-    first = forms[0]
-    if first.place == DISK:
-        return None
-    mask, of = 0, 1
-    for form in forms:
-        mine, theirs = in_equal_pieces(Holds(mask, of), form.holds)
-        if mine.mask & theirs.mask or form.but(holds=first.holds) is not first:
-            return None
-        mask, of = mine.mask | theirs.mask, mine.of
-    return first.but(holds=Holds(mask, of).simplified())
-
-
-def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> None:
-    """Say why slices of parameters cannot be put together."""
-    first = specs[0]
-    mask, of = 0, first.form.holds.of
-    for spec, name in zip(specs, names, strict=True):
-        if spec.cells != first.cells or spec.form.over != first.form.over:
-            given = (
-                f"{names[0]} gave {first} and {name} {spec}; the pieces sum different microbatches, so together they "
-                "are the gradient of neither"
-            )
-            raise Refused("other sums", op, given, "reduce before gathering")
-        mine, theirs = in_equal_pieces(Holds(mask, of), spec.form.holds)
-        if twice := mine.mask & theirs.mask:
-            given = f"{numbered('slice', twice)} of {mine.of} would come from {name} and from {_earlier(name)} as well"
-            raise Refused("pieces overlap", op, given, NO_OVERLAP, doubled=bits(twice))
-        mask, of = mine.mask | theirs.mask, mine.of
-    raise AssertionError("slices that fit are put together")
-
-
 def unite_cells(op: About, specs: Sequence[Spec], names: Sequence[str]) -> tuple[int, tuple[Joined, ...]]:
     cells = 0
     for spec, name in zip(specs, names, strict=True):
@@ -107,15 +77,6 @@ def unite_cells(op: About, specs: Sequence[Spec], names: Sequence[str]) -> tuple
             raise Refused("pieces overlap", op, given, NO_OVERLAP, doubled=bits(twice))
         cells |= spec.cells
     return cells, tuple([(spec.cells, spec.joined) for spec in specs])
-
-
-def _gathered_pieces(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Pieces of one index, for the same tokens."""
-    first, index = specs[0], differing_index(op, specs, names)
-    if not INDICES[index].gathered:
-        given = f"{first} was given, which does not lie beside others to be gathered"
-        raise Refused("not gathered", op, given, INDICES[index].together)
-    return first._replace(form=with_pieces(first.form, index, unite_pieces(op, specs, names, index)))
 
 
 def differing_index(op: About, specs: Sequence[Spec], names: Sequence[str]) -> str:
@@ -158,21 +119,11 @@ def with_pieces(form: Form, index: str, pieces: int) -> Form:
 NO_OVERLAP = "gather pieces that do not overlap"
 
 
-def _earlier(name: str) -> str:
-    """Return text such as `an earlier rank`, or what else gives values by number."""
-    return f"an earlier {name.split()[0]}"
-
-
-# The rules of reductions: of what is summed, and of what is the same on all members or only looked at.
-#
-# Everywhere `op` begins the sentence of a refusal, and `names` says who gave each value.
-
-
 def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """Return the sum of the members' values.
 
     Raises:
-        Refused: when a contribution would be counted twice, or values are no terms of one sum.
+        Refused: if a contribution would be counted twice, or values are not terms of one sum.
     """
     form, total = specs[0][0], 0
     if form.kind is Kind.GRAD_WEIGHT:
@@ -194,34 +145,16 @@ def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     return arithmetic.add(op, specs, names)
 
 
-@lru_cache(maxsize=1 << 12)
-def _united_terms(forms: tuple[Form, ...]) -> Form | None:
-    """Return the form of a sum of terms; None if they do not fit, or if the cells decide whether it is complete."""
-    first, bare, total = forms[0], forms[0].but(term=None), 0
-    assert first.term is not None
-    over = first.term.over
-    for form in forms:
-        term = form.term
-        if term is None or term.over != over or term.bits & total or form.but(term=None) is not bare:
-            return None
-        total |= term.bits
-    count = math.prod(first.space.count(index) for index in over)
-    if over == KEY:
-        return None
-    return bare if total == (1 << count) - 1 else first.but(term=first.term._replace(bits=total))
-
-
 def reduce_replicas(op: About, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Return the mean, least or largest of values that are the same on all members: the value itself.
+    """Return the mean, least or largest of values that are equal on all members: the value itself.
 
-    Of different weights it would be neither's, whatever they hold. The mean of different gradients is their sum divided
-    by the number of ranks, and keeps that factor: a microbatch's loss is weighted by its share of the step's tokens, so
-    that sums are exact means already, and who takes a mean must have scaled by that number. Scalars may differ, for
-    what is taken of them is only to be looked at (the largest is infinite if any rank's is): no norm, and no update
-    takes it.
+    The members' weights must be equal. The mean of different gradients is their sum divided by the number of ranks, and
+    keeps that factor. (The loss of a microbatch is weighted by its share of the step's tokens, so a sum is an exact
+    mean already; a program that takes a mean must multiply by the number of ranks.) Scalars may differ. Their mean,
+    least or largest is for monitoring, and no update takes it as a norm.
 
     Raises:
-        Refused: for other values than these, or when they differ.
+        Refused: for other kinds of values, or if they differ.
     """
     first = specs[0]
     by, op = reduction.value, op._replace(text=f"{op.text} by {reduction.value}")
@@ -243,27 +176,8 @@ def reduce_replicas(op: About, reduction: Reduction, specs: Sequence[Spec], name
     raise Refused("replicas differ", op, given, 'take reduction="sum"')
 
 
-def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
-    """Combine scalars that may differ: about every part of the model that any of them is about."""
-    mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
-    first = specs[0]
-    holds = first.holds
-    for spec in specs:
-        if spec.kind is not Kind.SCALAR or spec.step != first.step or spec.form.reduction not in mixes:
-            remedy = f"take a {reduction.value} of scalars of one step, all sums or all such themselves"
-            raise Refused("other values", op, gave, remedy)
-        mine, theirs = in_equal_pieces(holds, spec.holds)
-        holds = Holds(mine.mask | theirs.mask, mine.of)
-    return Spec(first.form.but(holds=holds, reduction=reduction))
-
-
-# The rules of what is dealt: equal pieces of the parameters or the tokens that a value holds.
-#
-# Where a value was put together from pieces, those are dealt again; otherwise even ascending runs.
-
-
 def scatter(op: About, total: Spec, parts: int) -> list[Spec]:
-    """Equal pieces of a sum: of the parameters, or of the tokens.
+    """Return equal pieces of a sum: of its parameters, or of its tokens.
 
     Raises:
         Refused: for a scalar, or tokens that do not divide.
@@ -293,17 +207,11 @@ def scatter_part(op: About, total: Spec, parts: int, place: int) -> Spec:
     return Spec(form, cells, joined)
 
 
-@lru_cache(maxsize=1 << 10)
-def _split(form: Form, parts: int) -> list[Form]:
-    """Return the forms of equal slices of what parameters are held."""
-    return [form.but(holds=holds) for holds in form.holds.split(parts)]
-
-
 def slice_of(value: Spec, place: int, parts: int) -> Spec:
-    """Return one of the equal parts of what a value holds, of its parameters or of its tokens.
+    """Return one of the equal parts of a value: of its parameters, or of its tokens.
 
     Raises:
-        Refused: for a part that there is not, a scalar, or tokens that do not divide.
+        Refused: for a part that does not exist, for a scalar, and for tokens that do not divide.
     """
     op = value.about("slice")
     if not 0 <= place < parts or parts * value.holds.of > MOST_SLICES:
@@ -324,30 +232,18 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
     return Spec(value[0], cells, joined)
 
 
-@lru_cache(maxsize=1 << 14)
-def _slice(form: Form, place: int, parts: int) -> Form:
-    return form.but(holds=next(islice(form.holds.split(parts), place, None)).simplified())
-
-
 def is_view(whole: Spec, part: Spec) -> bool:
-    """Return whether a slice lies in the value's own memory; of tokens that lie apart in it a copy is made."""
+    """Return whether a slice is a view of the value's memory. Tokens that are not contiguous in it are copied."""
     if whole.kind not in ROW_KINDS:
         return True
     runs = (whole.microbatches, part.microbatches), (_of_a_sequence(whole), _of_a_sequence(part))
     return all(held & (1 << mine.bit_length()) - (mine & -mine) == mine for held, mine in runs)
 
 
-def _of_a_sequence(spec: Spec) -> int:
-    """Return the slices that a value holds of any sequence, as a bit set."""
-    slices = spec.form.space.sequence
-    return mask_of({cell % slices for cell in bits(spec.cells)})
-
-
 def divide_cells(spec: Spec, parts: int) -> list[Joined] | None:
-    """Return a value's cells for each of so many members: the pieces that it was joined from, or even ascending runs.
+    """Return a value's cells for each member: the pieces from which it was joined, or else even ascending runs.
 
-    A run is the same part of every sequence; or, where sequences are not cut, some microbatches. None if they do not
-    divide.
+    A run is the same part of every sequence, or some microbatches if sequences are not cut. None if they do not divide.
     """
     if len(spec.joined) == parts:
         return list(spec.joined)
@@ -359,32 +255,14 @@ def divide_cells(spec: Spec, parts: int) -> list[Joined] | None:
     return None if rest else [(mask_of(cells[i * each : (i + 1) * each]), ()) for i in range(parts)]
 
 
-@lru_cache(maxsize=1 << 12)
-def _runs_of_sequences(cells: int, parts: int, sequence: int) -> list[Joined] | None:
-    held: dict[int, list[int]] = {}
-    for cell in bits(cells):
-        held.setdefault(cell // sequence, []).append(cell)
-    if any(len(each) % parts for each in held.values()):
-        return None
-    runs = [
-        [each[i * len(each) // parts : (i + 1) * len(each) // parts] for each in held.values()] for i in range(parts)
-    ]
-    return [(mask_of(cell for run in each for cell in run), ()) for each in runs]
-
-
-# The rule of all_to_all: gathers along one index and deals along another.
-#
-# Everywhere `op` begins the sentence of a refusal, and `names` says who gave each value.
-
-
 def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: Sequence[str]) -> list[Spec]:
-    """Cells together and an index apart, or back again; equal terms of sums stay such terms.
+    """Gather cells and scatter an index, or the reverse. Equal terms of sums stay terms.
 
     Args:
-        indices: along which such a value may be cut.
+        indices: the indices along which such a value may be cut.
 
     Raises:
-        Refused: for a value that has no other index to cut than the batch, and where pieces overlap or do not divide.
+        Refused: for a value that has no index to cut besides the batch, and for pieces that overlap or do not divide.
     """
     first, count = specs[0], len(specs)
     form = first.form
@@ -430,8 +308,117 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
 
 
 @lru_cache(maxsize=1 << 12)
+def _united_slices(forms: tuple[Form, ...]) -> Form | None:
+    """Return the form of parameters that consist of these slices; None if they do not fit."""
+    first = forms[0]
+    if first.place == DISK:
+        return None
+    mask, of = 0, 1
+    for form in forms:
+        mine, theirs = in_equal_pieces(Holds(mask, of), form.holds)
+        if mine.mask & theirs.mask or form.but(holds=first.holds) is not first:
+            return None
+        mask, of = mine.mask | theirs.mask, mine.of
+    return first.but(holds=Holds(mask, of).simplified())
+
+
+def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> None:
+    """Refuse slices of parameters that do not fit, with the reason."""
+    first = specs[0]
+    mask, of = 0, first.form.holds.of
+    for spec, name in zip(specs, names, strict=True):
+        if spec.cells != first.cells or spec.form.over != first.form.over:
+            given = (
+                f"{names[0]} gave {first} and {name} {spec}; the pieces sum different microbatches, so together they "
+                "are the gradient of neither"
+            )
+            raise Refused("other sums", op, given, "reduce before gathering")
+        mine, theirs = in_equal_pieces(Holds(mask, of), spec.form.holds)
+        if twice := mine.mask & theirs.mask:
+            given = f"{numbered('slice', twice)} of {mine.of} would come from {name} and from {_earlier(name)} as well"
+            raise Refused("pieces overlap", op, given, NO_OVERLAP, doubled=bits(twice))
+        mask, of = mine.mask | theirs.mask, mine.of
+    raise AssertionError("slices that fit are put together")
+
+
+def _gathered_pieces(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
+    """Return pieces of one index side by side, for the same tokens."""
+    first, index = specs[0], differing_index(op, specs, names)
+    if not INDICES[index].gathered:
+        given = f"{first} was given, which does not lie beside others to be gathered"
+        raise Refused("not gathered", op, given, INDICES[index].together)
+    return first._replace(form=with_pieces(first.form, index, unite_pieces(op, specs, names, index)))
+
+
+def _earlier(name: str) -> str:
+    """Return the text for an earlier member, such as `an earlier rank`."""
+    return f"an earlier {name.split()[0]}"
+
+
+@lru_cache(maxsize=1 << 12)
+def _united_terms(forms: tuple[Form, ...]) -> Form | None:
+    """Return the form of a sum of terms; None if they do not fit, or if the cells decide whether it is complete."""
+    first, bare, total = forms[0], forms[0].but(term=None), 0
+    assert first.term is not None
+    over = first.term.over
+    for form in forms:
+        term = form.term
+        if term is None or term.over != over or term.bits & total or form.but(term=None) is not bare:
+            return None
+        total |= term.bits
+    count = math.prod(first.space.count(index) for index in over)
+    if over == KEY:
+        return None
+    return bare if total == (1 << count) - 1 else first.but(term=first.term._replace(bits=total))
+
+
+def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
+    """Return the combination of scalars that may differ. It covers every part of the model that any of them covers."""
+    mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
+    first = specs[0]
+    holds = first.holds
+    for spec in specs:
+        if spec.kind is not Kind.SCALAR or spec.step != first.step or spec.form.reduction not in mixes:
+            remedy = f"take a {reduction.value} of scalars of one step, all sums or all such themselves"
+            raise Refused("other values", op, gave, remedy)
+        mine, theirs = in_equal_pieces(holds, spec.holds)
+        holds = Holds(mine.mask | theirs.mask, mine.of)
+    return Spec(first.form.but(holds=holds, reduction=reduction))
+
+
+@lru_cache(maxsize=1 << 10)
+def _split(form: Form, parts: int) -> list[Form]:
+    """Return the forms of equal slices of the parameters that a form holds."""
+    return [form.but(holds=holds) for holds in form.holds.split(parts)]
+
+
+@lru_cache(maxsize=1 << 14)
+def _slice(form: Form, place: int, parts: int) -> Form:
+    return form.but(holds=next(islice(form.holds.split(parts), place, None)).simplified())
+
+
+def _of_a_sequence(spec: Spec) -> int:
+    """Return the slices that a value holds of any sequence, as a bit set."""
+    slices = spec.form.space.sequence
+    return mask_of({cell % slices for cell in bits(spec.cells)})
+
+
+@lru_cache(maxsize=1 << 12)
+def _runs_of_sequences(cells: int, parts: int, sequence: int) -> list[Joined] | None:
+    held: dict[int, list[int]] = {}
+    for cell in bits(cells):
+        held.setdefault(cell // sequence, []).append(cell)
+    if any(len(each) % parts for each in held.values()):
+        return None
+    runs = [
+        [each[i * len(each) // parts : (i + 1) * len(each) // parts] for each in held.values()] for i in range(parts)
+    ]
+    return [(mask_of(cell for run in each for cell in run), ()) for each in runs]
+
+
+@lru_cache(maxsize=1 << 12)
 def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
-    """Return the forms of even runs of what is held of an index; None if it does not divide."""
+    """Return the forms of even runs of the pieces of an index; None if they do not divide."""
     held = list(bits(dict(form.slices).get(index, form.space.full(index))))
     each, rest = divmod(len(held), parts)
     return None if rest else [with_pieces(form, index, mask_of(held[i * each : (i + 1) * each])) for i in range(parts)]
@@ -439,7 +426,7 @@ def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
 
 @lru_cache(maxsize=1 << 12)
 def _united_runs(forms: tuple[Form, ...], index: str) -> Form | None:
-    """Return the form with all pieces of an index that members hold in their order; None where they do not fit."""
+    """Return the form with the pieces of an index of all members, in their order; None if they do not fit."""
     mask = 0
     for form in forms:
         pieces = dict(form.slices).get(index, 0)
@@ -450,7 +437,7 @@ def _united_runs(forms: tuple[Form, ...], index: str) -> Form | None:
 
 
 def _refuse_runs(op: About, specs: Sequence[Spec], names: Sequence[str], index: str) -> NoReturn:
-    """Say why members' pieces of an index cannot be put together."""
+    """Refuse the members' pieces of an index, with the reason why they do not fit."""
     differing_index(op, specs, names)
     unite_pieces(op, specs, names, index)
     given = f"the ranks have their {piece_noun(index)}s in another order than the group's"

@@ -1,4 +1,10 @@
-"""The kinds of value, and what is taken of several ranks' values."""
+"""Vocabulary of the rules: kinds of value, dtypes, indices, factors, and bit sets of pieces.
+
+`Kind` and `Reduction` name values and reductions. `INDICES` lists the indices along which parameters are cut, with the
+name of a piece and how pieces become whole. `Factor` is the factor of a scaled gradient: a rational number times counts
+of tokens that are known only when a step runs. `Holds`, with the functions after it, is a bit set of equal pieces of a
+whole.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from shardlab.common.text import listed, number_text, plural
 
 
 class Kind(Enum):
-    """The kinds of value; a kind's text is the name of the store that keeps it."""
+    """Kind of a value. Its text is the name of the store that keeps such values."""
 
     WEIGHT = "weights"
     OPT_STATE = "opt_states"
@@ -37,7 +43,7 @@ class Kind(Enum):
     SAVED = "saved"
     SAVED_FOR_WEIGHT = "saved_for_weight"
 
-    __hash__ = object.__hash__  # an Enum's own hash is Python code, and kinds are dictionary keys on the hot path
+    __hash__ = object.__hash__  # an Enum's own hash is Python code, and kinds are dictionary keys in hot loops
 
 
 ROW_KINDS = frozenset(
@@ -57,23 +63,23 @@ ROW_KINDS = frozenset(
         Kind.SAVED_FOR_WEIGHT,
     }
 )
-"""Kinds whose pieces are batch rows; the pieces of the others are slices of a layer's flat parameters (of a scalar,
-of all layers' one after the other)."""
+"""Kinds whose pieces are rows of the batch. Pieces of all other kinds are slices of a layer's flat parameters (for a
+scalar: of all layers' parameters, one after the other)."""
 
 
 AUTOGRAD_KINDS = frozenset({Kind.SAVED, Kind.SAVED_FOR_WEIGHT})
-"""What layers keep between passes; no program holds it."""
+"""Kinds of the values that layers keep between passes. No program holds them."""
 
 
 class Reduction(Enum):
-    """What REDUCE and ALL_REDUCE make of the members' values, element by element."""
+    """Reduction of the members' values by REDUCE and ALL_REDUCE, element by element."""
 
     SUM = "sum"
     MEAN = "mean"
     MIN = "min"
     MAX = "max"
 
-    __hash__ = object.__hash__  # as of kinds
+    __hash__ = object.__hash__  # as for `Kind`
 
 
 KIND_NOUNS = {
@@ -88,18 +94,15 @@ KIND_NOUNS = {
     Kind.GRAD_QUERIES: "gradient of queries",
     Kind.GRAD_KEYS_VALUES: "gradient of keys and values",
 }
-"""What messages call values of a kind."""
-
-
-# Numbers that values may be in, by torch's names.
+"""Noun for a value of each kind, in messages."""
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""What a value may be cast to: numbers that every backend moves and adds."""
+"""Dtypes to which a value may be cast, by torch's names: those that every backend moves and adds."""
 
 
 def bytes_of(dtype: str) -> float:
-    """Bytes of an element, which a dtype's name says.
+    """Return the bytes of an element, from the bits in the dtype's name.
 
     >>> bytes_of("bfloat16"), bytes_of("float4")
     (2.0, 0.5)
@@ -109,18 +112,15 @@ def bytes_of(dtype: str) -> float:
     return int(found[0]) / 8
 
 
-# The indices along which parameters are cut: what a piece is called, and how pieces become whole.
-
-
 class Index(NamedTuple):
-    """An index of tensors and parameters.
+    """Index of tensors and parameters.
 
     Attributes:
-        piece: what a reader calls one piece of it.
-        together: how what is cut along it becomes whole, as advice.
-        gathered: whether pieces lie side by side and may be gathered; otherwise each rank keeps its own.
-        exchanged: whether pieces may be dealt to other ranks while cells are put together, and back.
-        stacked: whether each piece has matrices of its own; others cut matrices.
+        piece: noun for one piece of it.
+        together: advice how pieces become whole.
+        gathered: whether pieces may be gathered. Otherwise each rank keeps its own.
+        exchanged: whether an all_to_all may exchange pieces of it for cells, and back.
+        stacked: whether each piece has matrices of its own. Otherwise pieces cut matrices.
     """
 
     piece: str
@@ -143,32 +143,31 @@ INDICES = {
 
 
 def piece_noun(index: str) -> str:
-    """What a reader calls one piece of an index."""
+    """Return the noun for one piece of an index."""
     known = INDICES.get(index)
     return known.piece if known else index
 
 
-# Factors that values are multiplied by: a rational, and counts of tokens that are known only when a step runs.
-
-
 MOST_DOUBLINGS = 64
-"""By how many powers of 2 gradients may be multiplied or divided: float32 and bfloat16 have 126 either way."""
+"""Largest power of 2 by which gradients may be multiplied or divided. float32 and bfloat16 have 126 in each
+direction."""
 
 MOST_DOUBLINGS_IN_FLOAT16 = 8
-"""The same of float16, which has 15 and 14, and needs most of them for a loss scale."""
+"""Largest power of 2 in float16, which has 15 and 14. The loss scale needs most of them."""
 
 MOST_BITS = 1024
-"""Bits of a factor's numerator and denominator at most: numbers that can be computed with, and said."""
+"""Most bits of a factor's numerator or denominator, so that factors can be computed and printed."""
 
 MOST_TOKEN_COUNTS = 4
-"""How many counts of tokens may multiply and divide a gradient."""
+"""Most counts of tokens by which a gradient may be multiplied and divided."""
 
 Tokens = tuple[tuple[int, int], ...]
-"""(microbatches as a bit set, power): how often the number of their tokens is multiplied (below 0: divided by)."""
+"""(microbatches as a bit set, power): the power to which the number of their tokens is in the factor."""
 
 
 class Factor:
-    """A product of a rational and token counts. Made by `factor_of` alone: equal factors are one object.
+    """Product of a rational number and counts of tokens. Only `factor_of` makes factors, so equal factors are one
+    object.
 
     >>> tokens = factor_of(1, ((0b11, 1),))
     >>> str(tokens / 2), tokens / tokens is ONE
@@ -181,7 +180,9 @@ class Factor:
         self.ratio, self.tokens = ratio, tokens
 
     def beyond(self, most: int = MOST_DOUBLINGS) -> str:
-        """Say why numbers that may be doubled or halved so often have no room for this; nothing if they have."""
+        """Return why this factor is outside the range of numbers with so many doublings and halvings; "" if it is
+        inside.
+        """
         above, below = self.ratio.numerator.bit_length(), self.ratio.denominator.bit_length()
         if abs(above - below) > most:
             return f"about 2^{above - below}, beyond 2^-{most} and 2^{most}"
@@ -215,16 +216,13 @@ class Factor:
     __repr__ = __str__
 
 
-def _text(mask: int, power: int) -> str:
-    text = f"tokens of {microbatches_text(mask)}"
-    return text if power == 1 else f"({text})^{power}"
-
-
 _FACTORS: dict[tuple[Fraction, Tokens], Factor] = {}
 
 
 def factor_of(ratio: Fraction | int, tokens: Tokens = ()) -> Factor:
-    """Return the one factor of a rational that is not zero and powers of token counts, in any order."""
+    """Return the factor of a nonzero rational number and powers of token counts, in any order. Equal factors are one
+    object.
+    """
     powers: dict[int, int] = defaultdict(int)
     for mask, power in tokens:
         powers[mask] += power
@@ -237,23 +235,20 @@ def factor_of(ratio: Fraction | int, tokens: Tokens = ()) -> Factor:
 ONE = factor_of(1)
 
 
-# Bit sets of numbers, and the equal pieces of a whole that one of them tells.
-
-
 MOST_SLICES = 1 << 20
-"""Slices of a layer or a batch at most, slices of slices counted together."""
+"""Most slices of a layer or a batch, with slices of slices."""
 
 MOST_PIECES = 1 << 26
-"""Pieces at most in which slices of several sizes are counted; a bit set of them takes 8 MB."""
+"""Most pieces in which slices of several sizes are counted. A bit set of them takes 8 MB."""
 
 
 class Holds(NamedTuple):
-    """Which of `of` equal pieces of the whole a value contains: piece i is bit i of `mask`.
+    """Set of the equal pieces of a whole that a value contains: piece i is bit i of `mask`, and there are `of` pieces.
 
-    For weights, optimizer states and weight gradients the whole is the layer's flat parameters; for activations and
-    their gradients it is the global batch, and a piece is a microbatch, or one of the equal slices into which a
-    tensor-parallel program cuts every sequence: slice s of microbatch m is piece m * slices + s. For a scalar it is
-    the parameters of all layers, and held are those whose gradient's squares are in the sum.
+    For weights, optimizer states and weight gradients the whole is the layer's flat parameters. For activations and
+    their gradients it is the global batch. A piece of the batch is a microbatch, or one of the equal slices into which
+    a program cuts every sequence: slice s of microbatch m is piece m * slices + s. For a scalar the whole is the
+    parameters of all layers, and the set is those whose gradients' squares are in the sum.
     """
 
     mask: int
@@ -265,14 +260,14 @@ class Holds(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """How many pieces are held."""
+        """Number of pieces in the set."""
         return self.mask.bit_count()
 
     def refined(self, of: int) -> Holds:
-        """Count the same slices in `of` pieces (a multiple of the present number).
+        """Return the same set, counted in `of` pieces (a multiple of the present number).
 
         Raises:
-            Refused: for more pieces than are counted.
+            Refused: for more than `MOST_PIECES` pieces.
         """
         if of > MOST_PIECES:
             given = f"slices of {self.of:,} would be counted in {number_text(of)} pieces, to be compared with others"
@@ -281,15 +276,15 @@ class Holds(NamedTuple):
         if times == 1 or not self.mask:
             return Holds(self.mask, of)
         digits = f"{self.mask:b}".replace("0", "0" * times).replace("1", "1" * times)
-        return Holds(int(digits, 2), of)  # as text, for each of many pieces alone would take the square of their number
+        return Holds(int(digits, 2), of)  # as text: bit by bit would take time quadratic in their number
 
     def simplified(self) -> Holds:
-        """Count the same slices in pieces as large as can be."""
+        """Return the same set, counted in the largest possible pieces."""
         mask, of = self
         if mask == (1 << of) - 1:
             return WHOLE
         size = of
-        for edge in bits(mask ^ mask << 1):  # where a run of pieces begins or ends
+        for edge in bits(mask ^ mask << 1):  # a place where a run of pieces begins or ends
             size = math.gcd(size, edge)
             if size == 1:
                 return self
@@ -304,12 +299,12 @@ class Holds(NamedTuple):
         return mine.mask == theirs.mask
 
     def around(self, of: int) -> Holds:
-        """Return those of `of` equal pieces of the whole that it has any of."""
+        """Return the pieces, out of `of` equal pieces of the whole, that contain any of this set."""
         fine, _ = in_equal_pieces(self, Holds(0, of))
         return Holds(mask_of({piece * of // fine.of for piece in bits(fine.mask)}), of)
 
     def split(self, parts: int) -> Iterator[Holds]:
-        """Cut what is held into `parts` equal slices, in order, each when it is asked for."""
+        """Yield `parts` equal slices of the set, in order."""
         fine = self.refined(self.of * parts // math.gcd(self.pieces, parts))
         places = list(bits(fine.mask))
         size = len(places) // parts
@@ -323,7 +318,7 @@ WHOLE = Holds(1, 1)
 
 
 def in_equal_pieces(a: Holds, b: Holds) -> tuple[Holds, Holds]:
-    """`a` and `b`, counted in pieces of one size."""
+    """Return `a` and `b`, counted in pieces of one size."""
     if a.of == b.of:
         return a, b
     of = math.lcm(a.of, b.of)
@@ -342,7 +337,7 @@ def mask_of(numbers: Iterable[int]) -> int:
 def repeat_pattern(pattern: int, period: int, total: int) -> int:
     """Return a bit set of numbers below `total` that repeats a pattern."""
     length = period
-    while length < total:  # doubled each time: a division of such long numbers takes far longer
+    while length < total:  # the pattern doubles each time: division of such long numbers takes far longer
         pattern |= pattern << length
         length *= 2
     return pattern & ((1 << total) - 1)
@@ -350,8 +345,8 @@ def repeat_pattern(pattern: int, period: int, total: int) -> int:
 
 def bits(mask: int) -> Iterator[int]:
     """Yield the numbers in a bit set, ascending."""
-    digits = f"{mask:b}"[::-1] if mask > 0 else ""  # a tape from a file may say anything
-    place = digits.find("1")  # as text: taking bit after bit out of a long number takes the square of its length
+    digits = f"{mask:b}"[::-1] if mask > 0 else ""  # a tape from a file may have a negative mask
+    place = digits.find("1")  # as text: removing bit after bit from a long number takes time quadratic in its length
     while place >= 0:
         yield place
         place = digits.find("1", place + 1)
@@ -365,3 +360,8 @@ def numbered(noun: str, mask: int) -> str:
 def microbatches_text(mask: int) -> str:
     """Return text such as `microbatch 3` or `microbatches 0-2`."""
     return numbered("microbatch", mask)
+
+
+def _text(mask: int, power: int) -> str:
+    text = f"tokens of {microbatches_text(mask)}"
+    return text if power == 1 else f"({text})^{power}"

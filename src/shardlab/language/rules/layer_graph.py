@@ -87,10 +87,6 @@ class Layer:
     def __hash__(self) -> int:
         return self._hash
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.name, self.nodes, self.inputs, self.outputs, self.cut, self.weight, self.use))
-
     @property
     def recomputed(self) -> bool:
         """Whether it can be computed again from its one input, only for what it keeps."""
@@ -125,6 +121,10 @@ class Layer:
     def mixes_tokens(self) -> bool:
         """Whether it mixes the tokens of a sequence."""
         return any(node.mixes_tokens for node in self.nodes)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.nodes, self.inputs, self.outputs, self.cut, self.weight, self.use))
 
 
 PORT_ORDER = ("x", "q", "kv", "s", "gates", "choices", "slots")
@@ -169,10 +169,6 @@ def is_attention(reads: Sequence[Tensors]) -> bool:
     return len(reads) == 1 and set(reads[0]) == {"q", "kv"}
 
 
-def _ordered(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(names, key=lambda name: ((*PORT_ORDER, name).index(name), name)))
-
-
 def build_layers(written: Sequence[LayerDefinition], *, tied: bool = False) -> tuple[Layer, ...]:
     """Build a model's layers from nodes. An attention alone between two layers is an op, and no layer.
 
@@ -204,27 +200,6 @@ def carried_tensors(names: Sequence[str]) -> dict[Kind, tuple[str, ...]]:
     """Return the tensors that layers carry beside the activation, by kind, in order."""
     kinds = dict.fromkeys(CARRIED[name] for name in names[1:])
     return {kind: tuple(name for name in names[1:] if CARRIED[name] is kind) for kind in kinds}
-
-
-def _ports(names: Sequence[str], activation: int, readers: Mapping[str, int]) -> tuple[Port, ...]:
-    """Return the ports of some tensors. The first is an activation; the others go to the layers that read them."""
-    first = names[0]
-    if first == "q":
-        return Port("q", Kind.QUERIES, activation - 1), Port("kv", Kind.KEYS_VALUES, activation - 1)
-    carried = [Port(tensors[0], kind, readers[tensors[0]]) for kind, tensors in carried_tensors(names).items()]
-    return (Port(first, Kind.ACTIVATION, activation), *carried)
-
-
-def _with_unique_names(layer: Layer) -> Layer:
-    """Return the layer with a unique name for every tensor."""
-    now = {port.tensor: port.tensor for port in layer.inputs}
-    nodes: list[Node] = []
-    for number, node in enumerate(layer.nodes):
-        reads = {now.get(name, name): indices for name, indices in node.reads.items()}
-        now |= {name: f"{name}{number}" for name in node.makes}
-        nodes.append(replace(node, reads=reads, makes={now[name]: indices for name, indices in node.makes.items()}))
-    outputs = tuple(port._replace(tensor=now[port.tensor]) for port in layer.outputs)
-    return replace(layer, nodes=tuple(nodes), outputs=outputs)
 
 
 class Mismatch(Exception):
@@ -329,6 +304,36 @@ def backward(
     return Gradients(gradients, of_weights)
 
 
+def sorted_slices(slices: Mapping[str, int]) -> Slices:
+    """Return slices sorted by index, as a form has them."""
+    return tuple(sorted(slices.items()))
+
+
+def _ordered(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: ((*PORT_ORDER, name).index(name), name)))
+
+
+def _ports(names: Sequence[str], activation: int, readers: Mapping[str, int]) -> tuple[Port, ...]:
+    """Return the ports of some tensors. The first is an activation; the others go to the layers that read them."""
+    first = names[0]
+    if first == "q":
+        return Port("q", Kind.QUERIES, activation - 1), Port("kv", Kind.KEYS_VALUES, activation - 1)
+    carried = [Port(tensors[0], kind, readers[tensors[0]]) for kind, tensors in carried_tensors(names).items()]
+    return (Port(first, Kind.ACTIVATION, activation), *carried)
+
+
+def _with_unique_names(layer: Layer) -> Layer:
+    """Return the layer with a unique name for every tensor."""
+    now = {port.tensor: port.tensor for port in layer.inputs}
+    nodes: list[Node] = []
+    for number, node in enumerate(layer.nodes):
+        reads = {now.get(name, name): indices for name, indices in node.reads.items()}
+        now |= {name: f"{name}{number}" for name in node.makes}
+        nodes.append(replace(node, reads=reads, makes={now[name]: indices for name, indices in node.makes.items()}))
+    outputs = tuple(port._replace(tensor=now[port.tensor]) for port in layer.outputs)
+    return replace(layer, nodes=tuple(nodes), outputs=outputs)
+
+
 def _partial_gradient_mismatch(given: Mapping[str, Extent], term: Term | None) -> Mismatch:
     """Return the error about a gradient of some pieces, where whole gradients reach the same tensor."""
     assert term is not None
@@ -378,8 +383,3 @@ def _require_gradient(node: Node, made: str, indices: str, gradient: Extent, joi
         mine, theirs = joint.get(index), gradient.slices.get(index)
         if mine != theirs and not (node.takes_own and theirs is None):
             raise Mismatch(made, index, mine, theirs, of_gradient=True)
-
-
-def sorted_slices(slices: Mapping[str, int]) -> Slices:
-    """Return slices sorted by index, as a form has them."""
-    return tuple(sorted(slices.items()))

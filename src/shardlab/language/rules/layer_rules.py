@@ -1,4 +1,4 @@
-"""Rules of layers: what a layer makes of the values that it gets, as tables from forms to forms.
+"""Rules of layers: the values that a layer makes of its inputs, as tables from forms to forms.
 
 `rules_of` returns the `Rules` of a program, with one `LayerRules` for each layer. A rule looks up the forms of its
 inputs. On a miss it derives the result from the layer's nodes (`layer_graph`) and stores it; then it checks the cells
@@ -70,11 +70,11 @@ _TAKES_OWN_OF = {
         "exchange the buffers by all_to_all, and give the weight of the slice that came",
     )
 }
-"""The same for indices with a sentence of their own."""
+"""Remedy for indices with a sentence of their own."""
 
 
 class ForwardResult(NamedTuple):
-    """Result of a forward pass: the forms of the outputs, and of what the layer keeps."""
+    """Result of a forward pass: the forms of the outputs, and of the value that the layer keeps."""
 
     outputs: tuple[Form, ...]
     saved: Form
@@ -87,8 +87,8 @@ class BackwardResult(NamedTuple):
         weight: the form of the weight's gradient.
         spread: factor for its cells, which counts the use of the weight and all indices that are summed over.
         inputs: the forms of the inputs' gradients.
-        saved: the form of what the forward pass must have kept.
-        half: the form of what the first half of the pass leaves for the second, times the gradients' factor.
+        saved: the form of the value that the forward pass must have kept.
+        half: the form of the value that the first half of the pass leaves for the second, times the gradients' factor.
     """
 
     weight: Form
@@ -104,8 +104,8 @@ class Rules:
     Attributes:
         space: the pieces in which the program counts.
         layers: each layer's rules.
-        directed: for each layer with matrices that the optimizer updates whole, into how many pieces its parameters may
-            be cut without cutting a matrix.
+        directed: for each layer with matrices that the optimizer updates whole, the number of pieces into which its
+            parameters may be cut without cutting a matrix.
         indices: the indices along which values of a kind and a layer may be cut.
     """
 
@@ -288,7 +288,7 @@ class LayerRules:
         """Return the gradient of the weight alone.
 
         Args:
-            half: what the first half of the backward pass left.
+            half: the value that the first half of the backward pass left.
 
         Raises:
             Refused: if the values are not the layer's, do not fit, or are incomplete.
@@ -335,7 +335,7 @@ class LayerRules:
         return ForwardResult(tuple(outputs), self._saved(cut, step))
 
     def _saved(self, cut: dict[str, int], step: int) -> Form:
-        """Return the form of what a layer keeps of a pass with these pieces of its weight."""
+        """Return the form of the value that a layer keeps of a pass with these pieces of its weight."""
         slices = layer_graph.sorted_slices(
             {index: mask for index, mask in cut.items() if index not in self.layer.deals}
         )

@@ -1,4 +1,4 @@
-"""The rules of the loss, of the gradient's norm and of the optimizer's step."""
+"""Rules of the loss, of the gradient's norm and of the optimizer's step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardlab.language.rules.spec import Form, Spec, form_of, summed_text
 
 
 def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
-    """Return the last activation makes its own gradient; slices of it do so with the statistics of all slices.
+    """Return the gradient of the logits. Slices of the logits need the statistics of all slices.
 
     Raises:
-        Refused: for another activation, a term of it, or statistics that are missing, partial or of other tokens.
+        Refused: for another activation, for a term, and for statistics that are missing, partial or of other tokens.
     """
     form = logits.form
     op = About("loss", layers)
@@ -35,7 +35,7 @@ def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
 
 
 def loss_stats(layers: int, logits: Spec) -> Spec:
-    """What the loss needs of some slices of the logits: three numbers a token.
+    """Return the statistics of some slices of the logits that the loss needs: three numbers a token.
 
     Raises:
         Refused: for anything but slices of the last activation.
@@ -47,17 +47,10 @@ def loss_stats(layers: int, logits: Spec) -> Spec:
     return Spec(logits.form.but(kind=Kind.STATS), logits.cells, logits.joined)
 
 
-def _want_logits(op: About, layers: int, logits: Spec) -> None:
-    form, given = logits.form, f"the activation given is {logits}"
-    require_kind(op, "activation", logits, Kind.ACTIVATION)
-    if form.layer != layers:
-        raise Refused("wrong layer", op, given, f"the loss reads the last one, activations[{layers}], give that")
-    if form.term is not None:
-        raise Refused("missing terms", op, given, "reduce its terms first, over the ranks that have them")
-
-
 def full_sum(form: Form) -> int:
-    """What a finished gradient has summed: every cell of the batch, of every use and everything summed beside."""
+    """Return the contributions in a finished gradient: every cell of the batch, of every use, and of every index in
+    `over`.
+    """
     space = form.space
     count = space.cells * (space.uses if form.layer == 0 else 1)
     for _, pieces in form.over:
@@ -66,9 +59,9 @@ def full_sum(form: Form) -> int:
 
 
 def norm(layers: int, layer: int, gradient: Spec) -> Spec:
-    """Return the squares of a finished gradient's elements, summed: their part of the model's squared gradient norm.
+    """Return the sum of squares of a finished gradient's elements: its part of the model's squared gradient norm.
 
-    A tied weight is a parameter of two layers; its squares stand for both.
+    A tied weight is the parameter of two layers. Its squares count for both.
 
     Raises:
         Refused: for a gradient of another layer, or one that lacks microbatches.
@@ -85,18 +78,6 @@ def norm(layers: int, layer: int, gradient: Spec) -> Spec:
     return Spec(form_of(Kind.SCALAR, 0, form.step, form.space, Holds(counted, layers * of)))
 
 
-def _want_gradient(op: About, layer: int, gradient: Spec) -> None:
-    require_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT, here=False)
-    if gradient.layer != layer:
-        raise Refused("wrong layer", op, f"{gradient} was given", f"give a gradient of layer {layer}")
-
-
-def _missing(op: About, gradient: Spec, missing: int, why: str) -> Refused:
-    given = f"{missing_clause(summed_text(gradient.form, missing))} from {gradient}; {why}"
-    remedy = "add or reduce the missing gradients first"
-    return Refused("missing microbatches", op, given, remedy, missing=bits(missing))
-
-
 def direction(
     layer: int,
     gradient: Spec,
@@ -106,19 +87,19 @@ def direction(
     trained: Holds = WHOLE,
     pieces: int | None = 1,
 ) -> Spec:
-    """Return the way in which an optimizer's state would go with a gradient that has every microbatch in it; of its
-    slices.
+    """Return the direction of an optimizer's step, for the slices of its state.
 
-    Matrices are made orthogonal of whole directions. So a direction is gathered where they are cut, and then updates
-    the slice of each rank.
+    Muon makes whole matrices orthogonal. So if matrices are cut, ranks gather the direction, and each updates its slice
+    from the whole one.
 
     Args:
         trained: as for `update`.
-        pieces: of the layer's parameters that have whole matrices (None: the optimizer steps elements).
+        pieces: number of pieces of the layer's parameters that consist of whole matrices (None: the optimizer updates
+            each element by itself).
 
     Raises:
-        Refused: naming what is missing, of another layer or step, or not held; and for an optimizer or a layer that
-            needs none.
+        Refused: if a microbatch or a slice is missing, if layers or steps differ, and if the optimizer or the layer
+            needs no direction.
     """
     op = about_layer("direction", layer)
     if pieces is None:
@@ -130,7 +111,7 @@ def direction(
 
 
 def norm_and_direction(others: Sequence[Spec]) -> tuple[Spec | None, Spec | None]:
-    """What an update reads beside gradient, weight and optimizer state: either, both in this order, or none."""
+    """Return the norm and the direction among the last inputs of an update, each None if it is not given."""
     if len(others) == 1 and others[0].kind is Kind.DIRECTION:
         return None, others[0]
     norm, direction = (*others, None, None)[:2]
@@ -148,17 +129,18 @@ def update(
     trained: Holds = WHOLE,
     pieces: int | None = None,
 ) -> tuple[Spec, Spec]:
-    """Return a gradient with every microbatch in it moves an optimizer state and that slice of the weight one step on.
+    """Return the new weight and optimizer state of a slice, from a gradient that has every microbatch.
 
-    Weight and gradient may hold more than the state; the new weight is the state's slice alone.
+    Weight and gradient may hold more slices than the optimizer state. The new weight has the slices of the state.
 
     Args:
-        direction: of the whole matrices that the state has slices of; none is needed where it has these itself.
-        trained: the layers that are known to be trained, as pieces of the model; the norm must be of all of them.
+        direction: direction of the whole matrices of which the state has slices. It is not needed if the state has
+            whole matrices.
+        trained: the layers that are known to be trained, as pieces of the model. The norm must cover all of them.
         pieces: as for `direction`.
 
     Raises:
-        Refused: naming what is missing, of another layer or step, or not held.
+        Refused: if a microbatch or a slice is missing, or if layers or steps differ.
     """
     op, form = about_layer("update", layer), gradient.form
     states = (("weight", weight, Kind.WEIGHT), ("optimizer state", opt_state, Kind.OPT_STATE))
@@ -182,8 +164,47 @@ def update(
     return Spec(new_weight), Spec(new_state)
 
 
+_ALL = {1: "both", 2: "all three"}
+
+
+def require_no_frozen(op: About, norm: Spec, trained: Holds) -> None:
+    """Refuse a norm that includes squares of layers that are not trained.
+
+    Raises:
+        Refused: with the parts of the model that must not be in it.
+    """
+    mine, wanted = in_equal_pieces(norm.holds, trained)
+    if frozen := mine.mask & ~wanted.mask:
+        given = (
+            f"the norm given has parts {listed(bits(frozen))} of {mine.of} of the model's parameters, which are "
+            "frozen, since no rank loads their optimizer state"
+        )
+        raise Refused("frozen in the norm", op, given, "leave frozen layers out of the norm")
+
+
+def _want_logits(op: About, layers: int, logits: Spec) -> None:
+    form, given = logits.form, f"the activation given is {logits}"
+    require_kind(op, "activation", logits, Kind.ACTIVATION)
+    if form.layer != layers:
+        raise Refused("wrong layer", op, given, f"the loss reads the last one, activations[{layers}], give that")
+    if form.term is not None:
+        raise Refused("missing terms", op, given, "reduce its terms first, over the ranks that have them")
+
+
+def _want_gradient(op: About, layer: int, gradient: Spec) -> None:
+    require_kind(op, "gradient", gradient, Kind.GRAD_WEIGHT, here=False)
+    if gradient.layer != layer:
+        raise Refused("wrong layer", op, f"{gradient} was given", f"give a gradient of layer {layer}")
+
+
+def _missing(op: About, gradient: Spec, missing: int, why: str) -> Refused:
+    given = f"{missing_clause(summed_text(gradient.form, missing))} from {gradient}; {why}"
+    remedy = "add or reduce the missing gradients first"
+    return Refused("missing microbatches", op, given, remedy, missing=bits(missing))
+
+
 def _want_whole_matrices(op: About, held: Holds, direction: Spec | None, wanted: Holds) -> None:
-    """Refuse to step a part of a matrix without the direction of the whole."""
+    """Refuse to update a part of a matrix without the direction of the whole."""
     mine, whole = in_equal_pieces(held if direction is None else direction.form.holds, wanted)
     if missing := whole.mask & ~mine.mask:
         what = "optimizer state" if direction is None else "direction"
@@ -195,9 +216,6 @@ def _want_whole_matrices(op: About, held: Holds, direction: Spec | None, wanted:
         raise Refused("cut matrices", op, given, remedy, missing=bits(missing))
 
 
-_ALL = {1: "both", 2: "all three"}
-
-
 def _want_finished(
     op: About,
     layer: int,
@@ -206,7 +224,10 @@ def _want_finished(
     norm: Spec | None,
     trained: Holds,
 ) -> None:
-    """Refuse what is no finished gradient for the last of some states of its layer and step, each with its name."""
+    """Check that a gradient is finished, and fits the last of some states.
+
+    Each state comes with its name and kind. All must be of one layer and step.
+    """
     form = gradient.form
     if norm is not None:
         _want_norm(op, norm, form.step, trained)
@@ -232,23 +253,8 @@ def _want_finished(
             raise Refused("missing slices", op, given, remedy, missing=bits(mine.mask & ~theirs.mask))
 
 
-def require_no_frozen(op: About, norm: Spec, trained: Holds) -> None:
-    """Refuse a norm that has squares of layers that are not trained.
-
-    Raises:
-        Refused: naming the parts of the model that are too many.
-    """
-    mine, wanted = in_equal_pieces(norm.holds, trained)
-    if frozen := mine.mask & ~wanted.mask:
-        given = (
-            f"the norm given has parts {listed(bits(frozen))} of {mine.of} of the model's parameters, which are "
-            "frozen, since no rank loads their optimizer state"
-        )
-        raise Refused("frozen in the norm", op, given, "leave frozen layers out of the norm")
-
-
 def _want_norm(op: About, norm: Spec, step: int, trained: Holds) -> None:
-    """Refuse what is not this step's gradient norm of all layers that are trained."""
+    """Refuse a norm that is not this step's norm of all trained layers."""
     form = norm.form
     require_kind(op, "norm", norm, Kind.SCALAR)
     mine, wanted = (form.holds, form.holds) if form.holds.complete else in_equal_pieces(form.holds, trained)

@@ -12,7 +12,7 @@ from shardlab.language.rules.kinds import ROW_KINDS, Kind
 from shardlab.language.rules.spec import Spec
 
 SCALE_ALIKE = "scale them alike first, since values that are scaled by different factors do not belong together"
-"""What to do with gradients of unequal factors."""
+"""Remedy for gradients of unequal factors."""
 
 HOST, DISK = "host", "disk"
 
@@ -45,7 +45,7 @@ def require_alike(op: About, first: Spec, spec: Spec, one: str, other: str) -> N
     """Refuse two values that differ in factor, dtype or place.
 
     Args:
-        one, other: the names of those who gave them.
+        one, other: the names of the members that gave them.
     """
     if spec.form.factor is not first.form.factor:
         raise Refused("other factors", op, f"{one} gave {first} and {other} {spec}", SCALE_ALIKE)

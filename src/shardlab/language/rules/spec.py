@@ -1,9 +1,12 @@
-"""What a value is: its form, which many values share, and its cells, which tell one microbatch's value from another's.
+"""Spec of a value: its form, which many values share, and its cells, by which values of different microbatches differ.
 
 A tensor has named indices. A value *holds* some pieces of each, and *sums* the contributions that have been added into
-it. Batch and sequence are one index, the *cells*: slice s of microbatch m is cell m * slices + s. Everything else that
-is known of a value is its form. Forms are interned, so that rules are tables from forms to forms, and cells are checked
-by one operation on an integer.
+it. Batch and sequence are one index, the *cells*: slice s of microbatch m is cell m * slices + s. All other properties
+of a value are its form. Forms are interned, so that rules are tables from forms to forms, and cells are checked by one
+operation on an integer.
+
+`Space`, `Form` and `Spec` are the classes. After them come fractions of a value, texts of its parts for messages, and
+the map between slices of a layer's flat parameters and pieces of its indices (`pieces_of_flat`, `flat_of_pieces`).
 """
 
 from __future__ import annotations
@@ -34,21 +37,21 @@ from shardlab.language.rules.kinds import (
 )
 
 Slices = tuple[tuple[str, int], ...]
-"""(index, its pieces as a bit set) for each index that is not held whole, by name."""
+"""(index, its pieces as a bit set) for each index that a value does not hold whole, sorted by name."""
 
 
 KEY = ("key",)
-"""What attention sums over: slices of the sequence, as keys and values."""
+"""Index over which attention sums: slices of the sequence, as keys and values."""
 
 
 class Space(NamedTuple):
-    """Pieces in which a program counts.
+    """Numbers of pieces in which a program counts.
 
     Attributes:
-        microbatches: of the step.
-        sequence: slices of every sequence.
+        microbatches: microbatches of the step.
+        sequence: slices of each sequence.
         pieces: (index, pieces) for each index that parameters are cut along.
-        uses: how many layers compute with the first layer's weight (2: the head is tied to the embedding).
+        uses: number of layers that compute with the first layer's weight (2: the head is tied to the embedding).
     """
 
     microbatches: int
@@ -58,11 +61,11 @@ class Space(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """How many cells the step's batch has."""
+        """Number of cells of the step's batch."""
         return self.microbatches * self.sequence
 
     def count(self, index: str) -> int:
-        """Pieces of an index (1: it is never cut)."""
+        """Return the number of pieces of an index (1: it is never cut)."""
         return next((pieces for name, pieces in self.pieces if name == index), 1)
 
     def full(self, index: str) -> int:
@@ -71,12 +74,12 @@ class Space(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A contribution to a sum: which others are missing.
+    """Contribution to a sum, by the indices that were summed over.
 
     Attributes:
-        over: the indices that were summed away, by name.
-        bits: the tuples of their pieces that are in it, as a bit set, counted with the last index fastest.
-        merged: whether contributions are merged by their softmax's statistics; they are no plain sum.
+        over: the indices that were summed over, sorted by name.
+        bits: the tuples of pieces of these indices that are in it, as a bit set, counted with the last index fastest.
+        merged: whether contributions are merged by the statistics of their softmax, which is no plain sum.
     """
 
     over: tuple[str, ...]
@@ -85,19 +88,20 @@ class Term(NamedTuple):
 
 
 class Form:
-    """All that is known of a value but its cells. Made by `form_of` alone: equal forms are one object.
+    """Properties of a value except its cells. Only `form_of` makes forms, so equal forms are one object.
 
     Attributes:
-        kind, layer, step: as in a program; `step` counts optimizer steps from this tape's first.
-        space: in what pieces it counts.
-        holds: of parameters, which slices of the layer's flat buffer; of a scalar, of all layers' one after the other.
-        slices: of an activation, the pieces that it holds of each index that is not whole.
-        term: of an activation, which contributions to a sum it is (None: it is complete).
-        over: of a weight's gradient, (index, pieces) for what is summed beside cells and uses, outermost first.
-        reduction: of a scalar, what was taken of several ranks' (SUM: a sum of squares).
-        factor: of a gradient, by what its share of the step's mean is multiplied.
-        dtype: in which numbers, by torch's name, after a cast ("": those of its kind, as the run's precision says).
-        place: where it lies, of `rules.place.PLACES` ("": on the rank's device).
+        kind, layer, step: as in a program. `step` counts optimizer steps from the first one of the tape.
+        space: the numbers of pieces.
+        holds: for parameters, the slices of the layer's flat buffer; for a scalar, of all layers' buffers one after the
+            other.
+        slices: for an activation, its pieces of each index that is not whole.
+        term: for an activation, the contributions to a sum that it has (None: it is complete).
+        over: for a weight's gradient, (index, pieces) of each sum besides those over cells and uses, outermost first.
+        reduction: for a scalar, how the ranks' values were combined (SUM: it is a sum of squares).
+        factor: for a gradient, the factor of its share of the step's mean.
+        dtype: the dtype after a cast, by torch's name ("": the dtype that the run's precision gives to its kind).
+        place: one of `refusals.PLACES` ("": on the rank's device).
     """
 
     __slots__ = (
@@ -142,7 +146,7 @@ class Form:
         )  # fmt: skip
 
     def but(self, **changes: object) -> Form:
-        """This form with some fields changed."""
+        """Return this form with some fields changed."""
         fields = {name: getattr(self, name) for name in _FIELDS}
         return form_of(**(fields | changes))  # pyright: ignore[reportArgumentType]
 
@@ -171,7 +175,7 @@ def form_of(
     dtype: str = "",
     place: str = "",
 ) -> Form:
-    """Return the one form with these fields."""
+    """Return the form with these fields. Equal forms are one object."""
     key = (kind, layer, step, space, holds, slices, term, over, reduction, factor, dtype, place)
     form = _FORMS.get(key)
     if form is None:
@@ -181,30 +185,30 @@ def form_of(
 
 @lru_cache(maxsize=1 << 14)
 def without_term(form: Form) -> Form:
-    """Return the form of a whole sum of which this is a term."""
+    """Return the form of the complete sum of which a form is a term."""
     return form.but(term=None)
 
 
 @lru_cache(maxsize=1 << 14)
 def with_layer(form: Form, layer: int) -> Form:
-    """Return the form of another layer's value that is alike."""
+    """Return the form of the same value of another layer."""
     return form.but(layer=layer)
 
 
 Joined = tuple[int, "tuple[Joined, ...]"]
-"""(cells, joined) of a piece."""
+"""(cells of a piece, and how it was joined from pieces itself)."""
 
 
 class Spec(NamedTuple):
-    """What is known of a value.
+    """Form and cells of a value.
 
     Attributes:
-        form: all but its cells.
-        cells: as a bit set, of an activation the cells that it holds, of a weight's gradient those that it sums: of
-            a weight with several uses, or summed over other indices too, with these counted above (see `Space`).
-            0 for weights, optimizer states and scalars.
-        joined: of a value that was put together from pieces, the cells of each and how it was put together itself;
-            what undoes it deals these pieces.
+        form: all properties except the cells.
+        cells: bit set. For an activation, the cells that it holds; for a weight's gradient, the cells that it sums. If
+            the weight has several uses, or if other indices are summed over too, each combination of them has its own
+            copy of all cells, in higher bits. 0 for weights, optimizer states and scalars.
+        joined: for a value that was joined from pieces, the cells of each piece, and how the piece was joined itself. A
+            scatter cuts the value into these pieces again.
     """
 
     form: Form
@@ -225,12 +229,12 @@ class Spec(NamedTuple):
 
     @property
     def holds(self) -> Holds:
-        """Which slices it holds of the layer's flat parameters; of a scalar, of all layers' one after the other."""
+        """The slices of the layer's flat parameters that it holds; for a scalar, of all layers' parameters in order."""
         return self.form.holds
 
     @property
     def microbatches(self) -> int:
-        """The microbatches that it is about, or parts of them, as a bit set (0: weights, optimizer states, scalars)."""
+        """Microbatches that it has, or has parts of, as a bit set (0: weights, optimizer states, scalars)."""
         space, cells = self.form.space, self.cells
         if self.form.kind is Kind.GRAD_WEIGHT:
             cells, total = 0, space.cells
@@ -242,21 +246,21 @@ class Spec(NamedTuple):
 
     @property
     def whole_sequences(self) -> bool:
-        """Whether it holds all of each microbatch that it holds anything of."""
+        """Whether it holds whole sequences of all its microbatches."""
         return whole_sequences(self.cells, self.form.space)
 
     @property
     def name(self) -> str:
-        """`grad_weights[3]`, or `scalars`."""
+        """Name such as `grad_weights[3]` or `scalars`."""
         form = self.form
         return "scalars" if form.kind is Kind.SCALAR else f"{form.kind.value}[{form.layer}]"
 
     def about(self, verb: str) -> About:
-        """Return the op of that name on this value, for a refusal."""
+        """Return the name of an op on this value, for a refusal."""
         return _about(verb, self[0].kind, self[0].layer)
 
     def pieces(self, index: str) -> int:
-        """Return the pieces that it holds of an index, as a bit set."""
+        """Return its pieces of an index, as a bit set."""
         return next((mask for name, mask in self.form.slices if name == index), self.form.space.full(index))
 
     def __str__(self) -> str:
@@ -287,19 +291,12 @@ class Spec(NamedTuple):
         return self.name + (f" ({', '.join(parts)})" if parts else "")
 
 
-@lru_cache(maxsize=1 << 14)
-def _about(verb: str, kind: Kind, layer: int) -> About:
-    """Made once for each, since every collective has one at hand for a refusal."""
-    name = "scalars" if kind is Kind.SCALAR else f"{kind.value}[{layer}]"
-    return About(f"{verb}({name})", -1 if kind is Kind.SCALAR else layer)
-
-
 new_spec: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = cast(Any, tuple).__new__
-"""Makes a Spec without the call that a NamedTuple's own constructor is: these are made at every op."""
+"""Constructor of a Spec without the Python call of a NamedTuple's own constructor. Every op makes specs."""
 
 
 def fraction_of_pieces(form: Form) -> Fraction:
-    """Which part of a value's tensor its pieces are (1: all of it)."""
+    """Return the fraction of a value's tensor that its pieces are (1: all of it)."""
     share = Fraction(1)
     for index, pieces in form.slices:
         share *= Fraction(pieces.bit_count(), form.space.count(index))
@@ -307,7 +304,7 @@ def fraction_of_pieces(form: Form) -> Fraction:
 
 
 def fraction_held(form: Form) -> Fraction:
-    """Which part of an index that parameters are cut along is in a value, as pieces or as terms (1: all of it)."""
+    """Return the fraction of the cut indices that a value holds, as pieces or as terms (1: all of it)."""
     share = fraction_of_pieces(form)
     if form.term is not None and form.term.over != KEY:
         share *= Fraction(form.term.bits.bit_count(), count_terms(form, form.term))
@@ -315,7 +312,7 @@ def fraction_held(form: Form) -> Fraction:
 
 
 def whole_sequences(cells: int, space: Space) -> bool:
-    """Return whether these cells are all of each microbatch that they are anything of."""
+    """Return whether cells are whole sequences."""
     slices = space.sequence
     if slices == 1:
         return True
@@ -324,7 +321,7 @@ def whole_sequences(cells: int, space: Space) -> bool:
 
 
 def microbatches_of(cells: int, space: Space) -> int:
-    """Return the microbatches that these cells are of, or parts of, as a bit set."""
+    """Return the microbatches of some cells, as a bit set."""
     slices = space.sequence
     return cells if slices == 1 else mask_of({cell // slices for cell in bits(cells)})
 
@@ -345,7 +342,7 @@ def cells_text(cells: int, space: Space) -> str:
 
 
 def summed_text(form: Form, sums: int) -> str:
-    """What of a gradient's contributions is meant: `microbatch 0 as the head`."""
+    """Return the text of a gradient's contributions, such as `microbatch 0 as the head`."""
     space = form.space
     parts: list[str] = []
     for place in range(-(-sums.bit_length() // space.cells)):
@@ -363,7 +360,7 @@ def summed_text(form: Form, sums: int) -> str:
 
 
 def term_text(form: Form, term: Term) -> str:
-    """What a term of a value of this form is: `the term of slice 0 of 4`, `queries 0-1 of 4 alone`."""
+    """Return the text of a term, such as `the term of slice 0 of 4` or `queries 0-1 of 4 alone`."""
     numbers = listed(bits(term.bits))
     if term.over == KEY:
         of_keys = form.kind is Kind.GRAD_KEYS_VALUES
@@ -373,7 +370,7 @@ def term_text(form: Form, term: Term) -> str:
 
 
 def count_terms(form: Form, term: Term) -> int:
-    """Return how many terms the whole sum has."""
+    """Return the number of terms of the complete sum."""
     return math.prod(form.space.count(index) for index in term.over)
 
 
@@ -382,23 +379,21 @@ def missing_text(noun: str, missing: int, of: str = "") -> str:
     return f"{numbered(noun, missing)}{of} {'are' if missing.bit_count() > 1 else 'is'} missing"
 
 
-# A layer's flat parameters, as pieces of the indices that they are cut along, and back.
-#
-# The flat buffer has a slice for each tuple of pieces, the last index counted fastest.
-
-
 def flat_slices(cut: Sequence[str], space: Space) -> int:
-    """Return how many slices the flat parameters of a layer have that is cut along these indices."""
+    """Return the number of slices of a layer's flat parameters that are cut along these indices.
+
+    There is a slice for each tuple of pieces, the last index counted fastest.
+    """
     return math.prod(space.count(index) for index in cut)
 
 
 def pieces_of_flat(holds: Holds, cut: Sequence[str], space: Space) -> dict[str, int] | None:
-    """Return the pieces of each index that is not whole in these flat slices; None if they are no such block.
+    """Return the pieces of each index that is not whole in these flat slices; None if they do not form a block.
 
     Args:
-        holds: some of as many slices as `flat_slices` says.
+        holds: some of the slices that `flat_slices` counts.
         cut: the indices that the layer is cut along, outermost first.
-        space: in what pieces these count.
+        space: the numbers of pieces.
     """
     pieces = dict.fromkeys(cut, 0)
     for place in bits(holds.mask):
@@ -411,7 +406,7 @@ def pieces_of_flat(holds: Holds, cut: Sequence[str], space: Space) -> dict[str, 
 
 
 def flat_of_pieces(pieces: Mapping[str, int], cut: Sequence[str], space: Space) -> Holds:
-    """Return the flat slices that these pieces are; of an index that is not named, all.
+    """Return the flat slices of these pieces. An index that is not named is whole.
 
     >>> flat_of_pieces({"head": 0b10}, ("expert", "head"), Space(1, 1, (("expert", 2), ("head", 2))))
     Holds(mask=10, of=4)
@@ -422,8 +417,15 @@ def flat_of_pieces(pieces: Mapping[str, int], cut: Sequence[str], space: Space) 
     return Holds(_mask(all, space), flat_slices(cut, space)).simplified()
 
 
+@lru_cache(maxsize=1 << 14)
+def _about(verb: str, kind: Kind, layer: int) -> About:
+    """Cached, since every collective needs the name of its op in case that it is refused."""
+    name = "scalars" if kind is Kind.SCALAR else f"{kind.value}[{layer}]"
+    return About(f"{verb}({name})", -1 if kind is Kind.SCALAR else layer)
+
+
 def _mask(pieces: Mapping[str, int], space: Space) -> int:
-    """Return the flat slices of these pieces of every index, as a bit set."""
+    """Return the flat slices of these pieces of each index, as a bit set."""
     places = [0]
     for index, mask in pieces.items():
         count = space.count(index)

@@ -29,7 +29,7 @@ _NEVER_AWAITED = re.compile("coroutine '(.*)' was never awaited")
 
 
 class PuzzleCall(Coroutine[Any, Any, T]):
-    """Communication that was called, but not yet awaited. asyncio takes it as the coroutine that it is.
+    """Communication that was called, but not yet awaited. asyncio accepts it as a coroutine.
 
     Args:
         name: the call, such as `allreduce(layer 0)`.
@@ -51,10 +51,6 @@ class PuzzleCall(Coroutine[Any, Any, T]):
         self._forgotten = forgotten
         self._started: Coroutine[Any, Any, T] | None = None
         self._told = False
-
-    def _run(self) -> Coroutine[Any, Any, T]:
-        self._started = self._started or self._work()
-        return self._started
 
     def send(self, value: Any, /) -> Any:
         return self._run().send(value)
@@ -95,6 +91,10 @@ class PuzzleCall(Coroutine[Any, Any, T]):
     def __iter__(self) -> NoReturn:
         self.refuse()
 
+    def _run(self) -> Coroutine[Any, Any, T]:
+        self._started = self._started or self._work()
+        return self._started
+
 
 @contextmanager
 def never_awaited() -> Generator[list[tuple[PuzzleRefused, Callable[[], None]]]]:
@@ -122,7 +122,7 @@ def never_awaited() -> Generator[list[tuple[PuzzleRefused, Callable[[], None]]]]
 
 
 def unawaited(name: str, call: str, layer: int = -1) -> PuzzleRefused:
-    """Return the refusal of a call that was not awaited; `call` is how to write it."""
+    """Return the refusal of a call that was not awaited. `call` is the correct form of the call."""
     given = f"{name} was called without `await`, so it has not run"
     return PuzzleRefused("not awaited", About("", layer), given, f"write `await {call}`")
 
@@ -160,7 +160,7 @@ class PuzzleDeadlock(PuzzleRefused, Deadlock):
 
 
 class RunningRank(Protocol):
-    """Rank of the puzzles, as far as its values know it.
+    """Interface of a rank that its values use.
 
     Attributes:
         rank: number of the rank.
@@ -214,7 +214,7 @@ def translate_refusals(rank: RunningRank | None = None, line: SourceLine | None 
 
 
 COLLECTIVES = {"allreduce": OpKind.ALL_REDUCE, "allgather": OpKind.ALL_GATHER, "scatterreduce": OpKind.REDUCE_SCATTER}
-"""The kind of op that each collective is in the vocabulary of `shardlab.language`."""
+"""Kind of op of each collective in `shardlab.language`."""
 
 
 @dataclass
@@ -224,8 +224,8 @@ class PuzzleEvent:
     Attributes:
         typ: forward, backward, loss, update, allreduce, allgather, scatterreduce or pass (a send or a receive).
         layer: the layer worked on; None for update and pass, the number of layers for loss.
-        rank: who did it.
-        time, length: when it started and how long it took, in forward passes of one microbatch through one layer.
+        rank: number of the rank.
+        time, length: start time and duration, in forward passes of one microbatch through one layer.
         memory: elements alive on the rank when it started: in its stores, or in variables that it used later.
         batches: the microbatches of a forward or backward.
         to, source: the other rank of a pass.
@@ -243,7 +243,7 @@ class PuzzleEvent:
 
     @property
     def kind(self) -> OpKind:
-        """Kind of the event in the vocabulary of `shardlab.language`."""
+        """Kind of the event in `shardlab.language`."""
         if self.typ == "pass":
             return OpKind.RECV if self.to is None else OpKind.SEND
         return COLLECTIVES.get(self.typ) or OpKind(self.typ)
@@ -267,8 +267,8 @@ STOP = "the other ranks stop, mend it there"
 """Remedy in the refusals of waiting ranks when another rank has raised an error."""
 
 SETTLING_TURNS = 8
-"""Turns of the event loop without any movement after which the ranks have settled: a task that can go on does so in
-the next turn, one that awaits it (`gather`, `wait_for`) a few turns later."""
+"""Turns of the event loop without progress after which no rank can continue. A task that can continue does so in the
+next turn, and a task that awaits it (`gather`, `wait_for`) a few turns later."""
 
 
 @dataclass(eq=False)
@@ -291,7 +291,7 @@ class Blocked:
         raise NotImplementedError
 
     def go_on(self, result: Any = None) -> None:
-        """Let the rank continue, unless it does already."""
+        """Let the rank continue, unless it already does."""
         if not self.future.done():
             self.future.set_result(result)
 
@@ -299,12 +299,12 @@ class Blocked:
 class AsyncioWatch:
     """Watch over the ranks' tasks that blocks them on futures, and finds deadlocks without sleeping or polling.
 
-    A rank may wait in several operations at once (`asyncio.gather` inside a program), one task may drive several
-    ranks one after the other, and one event loop may follow another.
+    A rank may wait in several operations at once (`asyncio.gather` inside a program), one task may drive several ranks
+    one after the other, and one event loop may follow another.
 
     Args:
-        ranks: how many ranks there are.
-        when_quiet: called when every rank waits or has ended; returns True if that let somebody go on.
+        ranks: number of ranks.
+        when_quiet: callback when every rank waits or has ended. It returns True if it let a rank continue.
 
     Attributes:
         forgotten: refusals of communications that were called without an `await`.
@@ -338,8 +338,8 @@ class AsyncioWatch:
         """Suspend a rank until its future has a result, and return the result.
 
         Raises:
-            PuzzleDeadlock: when no rank can go on.
-            PuzzleRefused: when another rank raised, or somebody forgot an `await`.
+            PuzzleDeadlock: if no rank can continue.
+            PuzzleRefused: if another rank raised, or an `await` was forgotten.
         """
         if self._failure:
             raise PuzzleRefused.of(self._failure)

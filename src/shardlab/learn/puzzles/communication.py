@@ -115,20 +115,6 @@ def combine(parts: list[Contribution]) -> list[Any]:
     return [gradient.holding(Holds(1 << rank, len(values))) for rank in range(len(values))]
 
 
-def _combine_objects(part: Contribution, values: list[Any]) -> list[Any]:
-    """Combine objects that are no values of the puzzles, but can be added, combined or sharded."""
-    try:
-        if part.name == "allgather":
-            return [reduce(lambda a, b: a.combine(b), values)] * len(values)
-        total = reduce(add, values)
-        if part.name == "allreduce":
-            return [total] * len(values)
-        return [total.shard(rank, len(values)) for rank in range(len(values))]
-    except (TypeError, AttributeError) as error:
-        about, given = About(str(part), part.layer), f"these objects cannot be put together: {error}"
-        raise Refused("no value", about, given, "give values of the puzzles, or what can be added") from None
-
-
 @dataclass(eq=False)
 class Message(Blocked):
     """Message on its way. It is `inside` once it lies in the mailbox, and its sender continues."""
@@ -222,3 +208,17 @@ class Dist:
             self._run = PuzzleRun(self.ranks)
         self._run.members.add(rank)
         return self._run
+
+
+def _combine_objects(part: Contribution, values: list[Any]) -> list[Any]:
+    """Combine objects that are no values of the puzzles, but can be added, combined or sharded."""
+    try:
+        if part.name == "allgather":
+            return [reduce(lambda a, b: a.combine(b), values)] * len(values)
+        total = reduce(add, values)
+        if part.name == "allreduce":
+            return [total] * len(values)
+        return [total.shard(rank, len(values)) for rank in range(len(values))]
+    except (TypeError, AttributeError) as error:
+        about, given = About(str(part), part.layer), f"these objects cannot be put together: {error}"
+        raise Refused("no value", about, given, "give values of the puzzles, or what can be added") from None

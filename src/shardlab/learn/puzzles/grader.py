@@ -1,4 +1,9 @@
-"""Run a solution, and say how far it gets."""
+"""Grading: run a solution of a puzzle, and report how far it gets.
+
+`grade` is the entry point. It runs a solution of a `Model` on all ranks, or traces and times a strategy of a `Rank`
+(`timeline_of_strategy`). `Grade` is the result, for a terminal and for a notebook. `Puzzle` is one of the eight puzzles
+in `puzzles.toml`.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +29,14 @@ from shardlab.simulate.timeline import Timeline, simulate
 T = TypeVar("T")
 
 Solution = Callable[[Any], Any]
-"""`async def solution(model: Model)`, `def solution(model: Model)` where nothing is communicated, or a strategy,
-`async def solution(rank: Rank)`."""
+"""`async def solution(model: Model)`, `def solution(model: Model)` without communication, or a strategy, `async def
+solution(rank: Rank)`."""
 
 SECONDS = 10.0
-"""How long a solution may run."""
+"""Default time limit of a solution in seconds."""
 
 TICK_SECONDS = 0.05
-"""How often the event loop wakes up."""
+"""Seconds between two wake-ups of the event loop."""
 
 
 def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) -> Grade:
@@ -39,16 +44,16 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
 
     >>> print(grade("ddp", my_solution))
 
-    Memory is what the stores hold, and what a variable holds until its last use.
+    Memory is the values in the stores, and the values of variables until their last use.
 
     Args:
-        puzzle: its number or name.
-        solution: a program of a `Model` in the puzzles' own names, or of a `Rank` of `shardlab.language`.
-        seconds: how long it may run.
+        puzzle: number or name of the puzzle.
+        solution: a program of a `Model` with the puzzles' own names, or of a `Rank` of `shardlab.language`.
+        seconds: time limit.
 
     Raises:
         UserError: for a puzzle that does not exist, or a solution that is not a function of a model or a rank.
-        Exception: what the solution itself raises, unless it is a refusal.
+        Exception: any exception of the solution itself that is no refusal.
     """
     task = find(puzzle)
     if not seconds > 0:
@@ -56,15 +61,198 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
     kind = _grade_strategy if is_strategy(_signature(solution)) else _grade_models
     with never_awaited() as dropped:
         result = kind(task, solution, seconds)
-    if dropped and not result.correct:  # it is the likelier reason
+    if dropped and not result.correct:  # this is the likelier reason
         return replace(result, error=str(dropped[0][0]))
     for _, warn in dropped:
         warn()
     return result
 
 
+MOST_DRAWN = 20_000
+"""Most events in a picture. A solution that was stopped may have far more."""
+
+
+@dataclass(frozen=True, repr=False)
+class Grade:
+    """Result of a solution: whether it is correct, and its time and memory.
+
+    Attributes:
+        puzzle: the puzzle.
+        error: why it is wrong ("": it updates every weight from the whole batch).
+        steps, end: start and end time of its last op.
+        peak_memory: largest number of elements on any rank.
+        models: the ranks after the run (empty for a strategy of `Rank`).
+        timeline: the timeline of such a strategy (None if it is wrong).
+    """
+
+    puzzle: Puzzle
+    error: str
+    steps: float = 0
+    end: float = 0
+    peak_memory: float = 0
+    models: list[PuzzleModel] = field(default_factory=lambda: [])
+    timeline: Timeline | None = None
+
+    @property
+    def correct(self) -> bool:
+        """Whether it computes the right update."""
+        return not self.error
+
+    @property
+    def solved(self) -> bool:
+        """Whether it is correct and reaches the goals for time and memory."""
+        return self.correct and self.steps <= self.puzzle.goal_steps and self.peak_memory <= self.puzzle.goal_memory
+
+    def draw(self) -> Picture:
+        """Return a picture: the verdict, a row for each rank, and memory below.
+
+        Raises:
+            UserError: if there is nothing to draw, or too much.
+        """
+        count = sum(len(model.log) for model in self.models)
+        if self.timeline is None and not count:
+            raise UserError("nothing was timed before the solution ended, so there is nothing to draw")
+        if count > MOST_DRAWN:
+            raise UserError(f"{count:,} events are too many for a picture of at most {MOST_DRAWN:,}")
+        note = self.verdict
+        if self.correct:
+            note += f" {'; '.join(f'{what} {got}, goal {goal}' for what, got, goal in self.rows()).capitalize()}."
+        title = f"Puzzle {self.puzzle.number}: {self.puzzle.title}"
+        return timeline_picture(self.timeline or timeline_of(self.models), title, note)
+
+    def _repr_svg_(self) -> str | None:
+        try:
+            return self.draw().svg
+        except UserError:
+            return None  # a notebook then shows the text
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence."""
+        if self.error:
+            return f"Wrong: {self.error}"
+        if self.solved:
+            return "Solved."
+        late, large = self.steps > self.puzzle.goal_steps, self.peak_memory > self.puzzle.goal_memory
+        what = " and ".join(["too slow"] * late + ["too much memory"] * large)
+        return f"Correct, but {what}."
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Rows of the comparison: name, value reached, goal."""
+        return [
+            ("steps", f"{self.steps:g}", f"{self.puzzle.goal_steps:g}"),
+            ("peak memory", f"{self.peak_memory:,.0f}", f"{self.puzzle.goal_memory:,}"),
+        ]
+
+    def __repr__(self) -> str:
+        lines = [self.puzzle.headline]
+        if self.correct:
+            lines += [f"  {what:<12}{got:>10}   goal {goal:>10}" for what, got, goal in self.rows()]
+        return "\n".join([*lines, self.verdict])
+
+
+def is_strategy(signature: inspect.Signature) -> bool:
+    """Return whether a function takes a `Rank`: by its annotation, or by the name of its argument."""
+    first = next(iter(signature.parameters.values()), None)
+    if first is None:
+        return False
+    if first.annotation is inspect.Parameter.empty:
+        return first.name == "rank"
+    name = first.annotation if isinstance(first.annotation, str) else getattr(first.annotation, "__name__", "")
+    return name.rpartition(".")[2] == "Rank"
+
+
+def timeline_of_strategy(strategy: Strategy, puzzle: Puzzle) -> Timeline:
+    """Trace, check and time a strategy at a puzzle's sizes.
+
+    The mesh is one axis of ranks, unless a function `<strategy>_mesh(ranks)` beside it returns another one.
+
+    Raises:
+        PuzzleRefused: if it is wrong, with the line at fault.
+        UserError: if it is no async function of a rank.
+    """
+    own: Any = inspect.unwrap(getattr(strategy, "func", strategy))  # the function of a partial or of a wrapper
+    if not inspect.isfunction(own):
+        raise UserError(f"{strategy!r} is not a strategy; write it as `async def f(rank): ...`")
+    file = own.__code__.co_filename
+    make_mesh = own.__globals__.get(f"{own.__name__}_mesh")
+    mesh = make_mesh(puzzle.ranks) if make_mesh else Mesh(dp_shard=puzzle.ranks)
+    try:
+        checked = FileCheck(strategy, file).check(mesh, puzzle.layers, puzzle.batches)
+    except Refused as refusal:
+        refusal.line = refusal.line.replace(f"{file}:", f"{display_path(file)}:")
+        refusal.trail = refusal.trail.replace(f"{file}:", f"{display_path(file)}:")
+        raise PuzzleRefused.of(refusal) from None
+    if checked.frozen:
+        layer = checked.frozen[0]
+        given = f"no rank loads an optimizer state of layer {layer}, so it is frozen"
+        raise PuzzleRefused("frozen", About("", layer), given, "a puzzle trains all, load it")
+    return simulate(checked)
+
+
+@dataclass(frozen=True, repr=False)
+class Puzzle:
+    """One of the eight puzzles.
+
+    Attributes:
+        number: 0 to 7.
+        name: name of the strategy to write, as `grade` takes it.
+        title, text: the task.
+        ranks, layers, batches: the sizes at which it is graded.
+        target_steps, target_memory: the published targets: start time of the last op, and peak memory in elements.
+        known_steps, known_memory: time and memory of the published solution.
+    """
+
+    number: int
+    name: str
+    title: str
+    text: str
+    ranks: int
+    layers: int
+    batches: int
+    target_steps: float
+    target_memory: int
+    known_steps: float
+    known_memory: int
+
+    @property
+    def headline(self) -> str:
+        """Number, title and sizes."""
+        sizes = ((self.ranks, "rank"), (self.layers, "layer"), (self.batches, "microbatch"))
+        return f"Puzzle {self.number}: {self.title} ({', '.join(counted(*size) for size in sizes)})"
+
+    def __repr__(self) -> str:
+        goal = f"Goal: {self.goal_steps:g} steps, {self.goal_memory:,} elements at most on a rank."
+        return "\n".join([self.headline, *wrap(self.text, 80), goal, f'grade("{self.name}", my_solution)'])
+
+    @property
+    def goal_steps(self) -> float:
+        """Goal for time: the target, but not less than is known to be possible."""
+        return max(self.target_steps, self.known_steps)
+
+    @property
+    def goal_memory(self) -> int:
+        """Goal for memory: the target, but not less than is known to be possible."""
+        return max(self.target_memory, self.known_memory)
+
+
+PUZZLES = tuple(Puzzle(**fields) for fields in load_table("learn/puzzles/puzzles.toml")["puzzle"])
+
+
+def find(puzzle: int | str) -> Puzzle:
+    """Return a puzzle by its number or name.
+
+    Raises:
+        UserError: if there is none. The message suggests the nearest name.
+    """
+    for candidate in PUZZLES:
+        if puzzle in (candidate.number, candidate.name, str(candidate.number)):
+            return candidate
+    raise unknown_name("puzzle", puzzle, [p.name for p in PUZZLES], f", and their numbers, 0 to {len(PUZZLES) - 1}")
+
+
 def _signature(solution: Solution) -> inspect.Signature:
-    """What a solution takes, which must be one argument."""
+    """Return the signature of a solution, which must have one argument."""
     try:
         signature = inspect.signature(solution)
         signature.bind(None)
@@ -108,10 +296,10 @@ def _grade_models(task: Puzzle, solution: Solution, seconds: float) -> Grade:
 
 
 def _run_within(seconds: float, work: Callable[[], T]) -> T:
-    """What `work` returns.
+    """Return the result of `work`, or stop it at the time limit.
 
     Raises:
-        PuzzleRefused: when it has not ended after so many seconds; it names the line that ran.
+        PuzzleRefused: if it has not ended after `seconds`. The message names the line that ran.
     """
 
     def refusal(program: Stoppable) -> PuzzleRefused:
@@ -125,7 +313,7 @@ def _run_within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def _run(solution: Solution, models: list[PuzzleModel]) -> None:
-    """Drive all ranks to their end, in an event loop of their own."""
+    """Run all ranks to their end, in an event loop of their own."""
 
     async def drive(model: PuzzleModel) -> None:
         result = solution(model)
@@ -141,200 +329,8 @@ def _run(solution: Solution, models: list[PuzzleModel]) -> None:
         try:
             await asyncio.gather(*[drive(model) for model in models])
         except Stopped:
-            pass  # it has left the event loop before it comes here
+            pass  # the exception leaves the event loop before it comes here
         finally:
             ticking.cancel()
 
     asyncio.run(drive_all())
-
-
-# How far a solution got, for a terminal and for a notebook.
-
-
-MOST_DRAWN = 20_000
-"""Events in a picture: a solution that was stopped may have far more."""
-
-
-@dataclass(frozen=True, repr=False)
-class Grade:
-    """How far a solution got.
-
-    Attributes:
-        puzzle: what it was run on.
-        error: why it is wrong; empty if it updates every weight from the whole batch.
-        steps, end: when its last op starts and ends.
-        peak_memory: elements, the largest over the ranks.
-        models: the ranks after the run; none for a strategy of `Rank`.
-        timeline: what such a strategy did; None if it is wrong.
-    """
-
-    puzzle: Puzzle
-    error: str
-    steps: float = 0
-    end: float = 0
-    peak_memory: float = 0
-    models: list[PuzzleModel] = field(default_factory=lambda: [])
-    timeline: Timeline | None = None
-
-    @property
-    def correct(self) -> bool:
-        """Whether it computes the right update."""
-        return not self.error
-
-    @property
-    def solved(self) -> bool:
-        """Whether it is correct and reaches the goals for time and memory."""
-        return self.correct and self.steps <= self.puzzle.goal_steps and self.peak_memory <= self.puzzle.goal_memory
-
-    def draw(self) -> Picture:
-        """How far it got, above what it did: a row for each rank, and memory below.
-
-        Raises:
-            UserError: if there is nothing to draw, or too much.
-        """
-        count = sum(len(model.log) for model in self.models)
-        if self.timeline is None and not count:
-            raise UserError("nothing was timed before the solution ended, so there is nothing to draw")
-        if count > MOST_DRAWN:
-            raise UserError(f"{count:,} events are too many for a picture of at most {MOST_DRAWN:,}")
-        note = self.verdict
-        if self.correct:
-            note += f" {'; '.join(f'{what} {got}, goal {goal}' for what, got, goal in self.rows()).capitalize()}."
-        title = f"Puzzle {self.puzzle.number}: {self.puzzle.title}"
-        return timeline_picture(self.timeline or timeline_of(self.models), title, note)
-
-    def _repr_svg_(self) -> str | None:
-        try:
-            return self.draw().svg
-        except UserError:
-            return None  # a notebook then shows the text
-
-    @property
-    def verdict(self) -> str:
-        """The result in a sentence."""
-        if self.error:
-            return f"Wrong: {self.error}"
-        if self.solved:
-            return "Solved."
-        late, large = self.steps > self.puzzle.goal_steps, self.peak_memory > self.puzzle.goal_memory
-        what = " and ".join(["too slow"] * late + ["too much memory"] * large)
-        return f"Correct, but {what}."
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """What is compared: its name, what was reached, and the goal."""
-        return [
-            ("steps", f"{self.steps:g}", f"{self.puzzle.goal_steps:g}"),
-            ("peak memory", f"{self.peak_memory:,.0f}", f"{self.puzzle.goal_memory:,}"),
-        ]
-
-    def __repr__(self) -> str:
-        lines = [self.puzzle.headline]
-        if self.correct:
-            lines += [f"  {what:<12}{got:>10}   goal {goal:>10}" for what, got, goal in self.rows()]
-        return "\n".join([*lines, self.verdict])
-
-
-# Grading a strategy of `shardlab.language`: the same puzzles, written as `async def f(rank: Rank)`.
-
-
-def is_strategy(signature: inspect.Signature) -> bool:
-    """Whether a function takes a `Rank`, as its annotation says, or without one its argument's name."""
-    first = next(iter(signature.parameters.values()), None)
-    if first is None:
-        return False
-    if first.annotation is inspect.Parameter.empty:
-        return first.name == "rank"
-    name = first.annotation if isinstance(first.annotation, str) else getattr(first.annotation, "__name__", "")
-    return name.rpartition(".")[2] == "Rank"
-
-
-def timeline_of_strategy(strategy: Strategy, puzzle: Puzzle) -> Timeline:
-    """Trace, check and time a strategy at a puzzle's sizes.
-
-    Its grid is one axis of ranks, or what a function `<strategy>_mesh(ranks)` beside it says.
-
-    Raises:
-        PuzzleRefused: if it is wrong, with the line at fault.
-        UserError: if it is no async function of a rank.
-    """
-    own: Any = inspect.unwrap(getattr(strategy, "func", strategy))  # a partial's function, and a wrapper's
-    if not inspect.isfunction(own):
-        raise UserError(f"{strategy!r} is not a strategy; write it as `async def f(rank): ...`")
-    file = own.__code__.co_filename
-    make_mesh = own.__globals__.get(f"{own.__name__}_mesh")
-    mesh = make_mesh(puzzle.ranks) if make_mesh else Mesh(dp_shard=puzzle.ranks)
-    try:
-        checked = FileCheck(strategy, file).check(mesh, puzzle.layers, puzzle.batches)
-    except Refused as refusal:
-        refusal.line = refusal.line.replace(f"{file}:", f"{display_path(file)}:")
-        refusal.trail = refusal.trail.replace(f"{file}:", f"{display_path(file)}:")
-        raise PuzzleRefused.of(refusal) from None
-    if checked.frozen:
-        layer = checked.frozen[0]
-        given = f"no rank loads an optimizer state of layer {layer}, so it is frozen"
-        raise PuzzleRefused("frozen", About("", layer), given, "a puzzle trains all, load it")
-    return simulate(checked)
-
-
-# The eight puzzles, which `puzzles.toml` states.
-
-
-@dataclass(frozen=True, repr=False)
-class Puzzle:
-    """One puzzle.
-
-    Attributes:
-        number: 0 to 7.
-        name: the strategy that it asks for, as `grade` takes it.
-        title, text: what to write.
-        ranks, layers, batches: the sizes that it is graded at.
-        target_steps, target_memory: the published targets: when the last op starts, and the peak in elements.
-        known_steps, known_memory: what the published solution reaches.
-    """
-
-    number: int
-    name: str
-    title: str
-    text: str
-    ranks: int
-    layers: int
-    batches: int
-    target_steps: float
-    target_memory: int
-    known_steps: float
-    known_memory: int
-
-    @property
-    def headline(self) -> str:
-        """Number and title, and the sizes that it is graded at."""
-        sizes = ((self.ranks, "rank"), (self.layers, "layer"), (self.batches, "microbatch"))
-        return f"Puzzle {self.number}: {self.title} ({', '.join(counted(*size) for size in sizes)})"
-
-    def __repr__(self) -> str:
-        goal = f"Goal: {self.goal_steps:g} steps, {self.goal_memory:,} elements at most on a rank."
-        return "\n".join([self.headline, *wrap(self.text, 80), goal, f'grade("{self.name}", my_solution)'])
-
-    @property
-    def goal_steps(self) -> float:
-        """Steps that a solution must reach: the target, but no fewer than are known to be possible."""
-        return max(self.target_steps, self.known_steps)
-
-    @property
-    def goal_memory(self) -> int:
-        """Memory that a solution must reach: the target, but no less than is known to be possible."""
-        return max(self.target_memory, self.known_memory)
-
-
-PUZZLES = tuple(Puzzle(**fields) for fields in load_table("learn/puzzles/puzzles.toml")["puzzle"])
-
-
-def find(puzzle: int | str) -> Puzzle:
-    """A puzzle by its number or name.
-
-    Raises:
-        UserError: if there is none; the nearest name is suggested.
-    """
-    for candidate in PUZZLES:
-        if puzzle in (candidate.number, candidate.name, str(candidate.number)):
-            return candidate
-    raise unknown_name("puzzle", puzzle, [p.name for p in PUZZLES], f", and their numbers, 0 to {len(PUZZLES) - 1}")

@@ -1,4 +1,9 @@
-"""What one rank computes: plain calls that cost time and are translate_refusals before they are logged."""
+"""Rank of the puzzles: `Model` under its published names, arguments and costs.
+
+`Stores` has the memory, the clock and the log of a rank. `PuzzleCompute` adds plain calls that compute, and
+`PuzzleModel` adds communication. Every op is checked before it is logged. `draw` and `timeline_of` turn the logs of all
+ranks into a timeline.
+"""
 
 from __future__ import annotations
 
@@ -40,27 +45,24 @@ from shardlab.learn.puzzles.values import (
 )
 from shardlab.simulate.timeline import Event, Timeline
 
-# A rank's memory, its clock and its log.
-#
-# What a rank holds in variables alone counts as if it stood in a store, from its making to its last use. A value is
-# known to be alive when a store has it or an op reads it; so it was alive at every event since it was made, and
-# events at which no store had it are made larger after the fact.
-
-
 Storage = tuple[
     dict[Any, Weight], dict[Any, OptState], dict[Any, Activation], dict[Any, ActivationGrad], dict[Any, WeightGrad]
 ]
 
 
 class Stores:
-    """The memory of one rank, and what it has done when.
+    """Memory, clock and log of one rank.
+
+    A value that only a variable holds counts as memory from its creation to its last use. A value is known to be alive
+    when it is in a store or an op reads it. Then it was alive at every event since its creation, so the memory of these
+    events is increased after the fact.
 
     Attributes:
-        rank: this rank's number.
-        weights, opt_states, activations, grad_activations, grad_weights: the stores. Keys are free; a value under two
-            keys counts twice.
+        rank: number of this rank.
+        weights, opt_states, activations, grad_activations, grad_weights: the stores. Any keys may be used. A value
+            under two keys counts twice.
         time: the rank's clock.
-        log: everything it has done, in order.
+        log: all its events, in order.
     """
 
     def __init__(self, rank: int) -> None:
@@ -80,30 +82,12 @@ class Stores:
         """The five stores, in the published order."""
         return self.weights, self.opt_states, self.activations, self.grad_activations, self.grad_weights
 
-    def _stored(self) -> list[PuzzleValue]:
-        """Everything that is in the stores.
-
-        Raises:
-            PuzzleRefused: if it is no value.
-        """
-        values: list[PuzzleValue] = []
-        for store in self.stores():
-            for key, value in cast("dict[Any, object]", store).items():
-                if isinstance(value, PuzzleCall):
-                    value.refuse()
-                if not isinstance(value, PuzzleValue):
-                    with translate_refusals(self):
-                        given = f"the store has {value!r} under {key!r}"
-                        raise Refused("no value", "memory", given, "keep values of the puzzles in it")
-                values.append(value)
-        return values
-
     def memory(self) -> float:
         """Elements in the stores."""
         return sum(value.memory() for value in self._stored())
 
     def status(self) -> None:
-        """Print what is in the stores."""
+        """Print the contents of the stores."""
         names = ("weights", "opt_states", "activations", "grad_activations", "grad_weights")
         for name, store in zip(names, self.stores(), strict=True):
             print(f"{name}: " + (", ".join(f"{key!r}: {value.spec}" for key, value in store.items()) or "empty"))
@@ -117,7 +101,7 @@ class Stores:
         to: int | None = None,
         source: int | None = None,
     ) -> None:
-        """Log an event that starts now and reads some values, and let its time pass."""
+        """Log an event that starts now and reads some values, and advance the clock."""
         stored = self._stored()
         alive = {id(value): value for value in stored}
         hidden = {id(value): value for value in values_in(read) if id(value) not in alive}
@@ -130,16 +114,34 @@ class Stores:
         self.time = event.end
 
     def derive(self, *values: Any) -> None:
-        """Note that values have been made, have come or are read: those from before have been here ever since."""
+        """Count values that were created, received or read. Older ones have been alive since their creation."""
         for value in values_in(values):
             _, counted = self._alive.get(id(value), (value, len(self.log)))
             for event in self.log[counted:]:
                 event.memory += value.memory()
             self._alive[id(value)] = value, len(self.log)
 
+    def _stored(self) -> list[PuzzleValue]:
+        """Return all values in the stores.
+
+        Raises:
+            PuzzleRefused: if an object there is no value.
+        """
+        values: list[PuzzleValue] = []
+        for store in self.stores():
+            for key, value in cast("dict[Any, object]", store).items():
+                if isinstance(value, PuzzleCall):
+                    value.refuse()
+                if not isinstance(value, PuzzleValue):
+                    with translate_refusals(self):
+                        given = f"the store has {value!r} under {key!r}"
+                        raise Refused("no value", "memory", given, "keep values of the puzzles in it")
+                values.append(value)
+        return values
+
 
 def values_in(things: Iterable[Any]) -> Iterable[PuzzleValue]:
-    """The values among some things, and in the lists, tuples and dicts among them: a message may be one."""
+    """Yield the values among some objects and in their lists, tuples and dicts, since a message may be one."""
     for thing in things:
         if isinstance(thing, dict):
             thing = list(cast(dict[Any, Any], thing).values())
@@ -148,14 +150,14 @@ def values_in(things: Iterable[Any]) -> Iterable[PuzzleValue]:
 
 
 class PuzzleCompute(Stores):
-    """A rank that computes; `PuzzleModel` adds communication.
+    """Rank that computes. `PuzzleModel` adds communication.
 
     Attributes:
-        LAYERS, BATCHES, RANKS: how many layers, microbatches and ranks there are.
-        dist: the ranks.
-        final_weights: what `set_final_weight` was given.
-        forgotten: communications of the run that were called without an `await`, a refusal for each.
-        fakes: gradients made up by `fake_grad`, but for zeros, a refusal for each.
+        LAYERS, BATCHES, RANKS: numbers of layers, microbatches and ranks.
+        dist: the group of ranks.
+        final_weights: the weights given to `set_final_weight`.
+        forgotten: a refusal for each communication of the run that was called without an `await`.
+        fakes: a refusal for each nonzero gradient made by `fake_grad`.
     """
 
     def __init__(self, rank: int = 1, dist: Dist | None = None, layers: int = 2, batches: int = 1) -> None:
@@ -181,18 +183,18 @@ class PuzzleCompute(Stores):
         return self.stores()
 
     def load_weights(self, layer: int, shard: int = 0, total: int = 1) -> tuple[Weight, OptState]:
-        """The layer's weight and optimizer state before the step, or shard `shard` of `total` of both."""
+        """Return the layer's weight and optimizer state before the step, or shard `shard` of `total` of both."""
         self.begin()
         fields = layer, self.LAYERS, 0, frozenset({shard}), total
         return record_derived((Weight(*fields), OptState(*fields)))
 
     def get_activation(self, batches: Iterable[int]) -> Activation:
-        """Activation 0 of some microbatches: the input."""
+        """Return activation 0 of some microbatches: the input."""
         self.begin()
         return record_derived(Activation(0, self.LAYERS, frozenset(batches), self.BATCHES))
 
     def fake_grad(self, layer: int, batches: Iterable[int] = ()) -> WeightGrad:
-        """A gradient that nobody has computed; of no microbatches it is zero."""
+        """Return a gradient that no rank has computed. Of no microbatches it is zero."""
         self.begin()
         gradient = WeightGrad(layer, self.LAYERS, frozenset(batches), self.BATCHES)
         if gradient.batches:
@@ -202,14 +204,14 @@ class PuzzleCompute(Stores):
         return record_derived(gradient)
 
     def forward(self, layer: int, inp: Activation, weight: Weight) -> Activation:
-        """Activation l and the complete weight of layer l: activation l + 1."""
+        """Return activation l + 1, from activation l and the complete weight of layer l."""
         with self._judging(about_layer("forward", layer), inp, weight) as op:
             self._layer(op, layer).forward([self._spec(op, "activation", inp)], self._weight(op, weight))
         self.note("forward", inp, weight, layer=layer, batches=inp.batches)
         return record_derived(Activation(layer + 1, self.LAYERS, inp.batches, self.BATCHES))
 
     def loss(self, inp: Activation) -> ActivationGrad:
-        """The last activation's gradient."""
+        """Return the gradient of the last activation."""
         with self._judging(About("loss"), inp) as op:
             steps.loss(self.LAYERS, self._spec(op, "activation", inp))
         self.note("loss", inp, layer=self.LAYERS)
@@ -218,7 +220,9 @@ class PuzzleCompute(Stores):
     def backward(
         self, layer: int, inp: Activation, grad: ActivationGrad, weight: Weight
     ) -> tuple[WeightGrad, ActivationGrad]:
-        """Activation l, the gradient of activation l + 1 and the weight: (weight's gradient, activation l's)."""
+        """Return the gradients of the weight and of activation l, from activation l, the gradient of activation l + 1
+        and the weight.
+        """
         with self._judging(about_layer("backward", layer), inp, grad, weight) as op:
             specs = self._spec(op, "activation", inp), self._spec(op, "gradient", grad)
             self._layer(op, layer).backward(specs[0], specs[1:], self._weight(op, weight))
@@ -229,9 +233,10 @@ class PuzzleCompute(Stores):
     def update(
         self, layer: int, weight_grad: WeightGrad, weight: Weight, opt_state: OptState, shard: int = 0
     ) -> tuple[Weight, OptState]:
-        """The optimizer's step, from the gradient of the whole batch: the new (weight, optimizer state).
+        """Take the optimizer's step with the gradient of the whole batch, and return the new weight and optimizer
+        state.
 
-        A complete gradient may update a shard. `shard` is not used.
+        A complete gradient may update a shard. The argument `shard` is not used.
         """
         del shard
         with self._judging(about_layer("update", layer), weight_grad, weight, opt_state) as op:
@@ -251,7 +256,7 @@ class PuzzleCompute(Stores):
         self.final_weights[layer] = record_derived(weight)
 
     def begin(self, *values: Any) -> None:
-        """Note who runs where; refuse values that have not been awaited."""
+        """Record the rank that runs in this task, and refuse values that were not awaited."""
         set_running_rank(self)
         for value in values:
             if isinstance(value, PuzzleCall):
@@ -259,18 +264,18 @@ class PuzzleCompute(Stores):
         try:
             refuse_unawaited(self.forgotten)
         finally:
-            self.forgotten.clear()  # whoever goes on after this message has read it
+            self.forgotten.clear()  # a rank that continues after this message has read it
         self._run.watch.enter(self.rank)
 
     @contextmanager
     def _judging(self, op: About, *values: Any) -> Generator[About]:
-        """Begin an op, and name it in what is refused of it."""
+        """Begin an op, and name it in its refusals."""
         self.begin(*values)
         with translate_refusals(self):
             yield op
 
     def _spec(self, op: About, what: str, value: PuzzleValue) -> Spec:
-        """A value's spec; microbatches are compared as numbers, whatever total they were made with."""
+        """Return the spec of a value. Microbatches are compared as numbers, whatever total they were made with."""
         spec = rules.spec_of(op, what, value)
         return spec._replace(form=spec.form.but(space=self._space))
 
@@ -286,40 +291,47 @@ class PuzzleCompute(Stores):
         return spec
 
 
-# One rank of the puzzles, with the published names, arguments and costs.
-
-
 T = TypeVar("T")
 
 
 class PuzzleModel(PuzzleCompute):
-    """One rank of a network that several ranks train together for one optimizer step.
+    """Rank of a network that several ranks train together for one optimizer step.
 
     Args:
-        rank: this rank's number, from 0; it is looked at when the rank first communicates.
-        dist: the ranks; without it there is one.
+        rank: number of this rank, from 0. It is checked at the first communication.
+        dist: the group of ranks (None: one rank).
         layers, batches: sizes of the network and of the global batch, the same on every rank.
     """
 
     def allreduce(self, v: T, layer: int) -> PuzzleCall[T]:
-        """The sum over all ranks, on every rank."""
+        """Return the sum over all ranks, on every rank."""
         return self._call("allreduce", f"layer {layer}", partial(self._meet, "allreduce", v, layer, line_now()))
 
     def allgather(self, v: T, layer: int) -> PuzzleCall[T]:
-        """The pieces of all ranks put together, on every rank."""
+        """Return the pieces of all ranks side by side, on every rank."""
         return self._call("allgather", f"layer {layer}", partial(self._meet, "allgather", v, layer, line_now()))
 
     def scatterreduce(self, v: T, layer: int) -> PuzzleCall[T]:
-        """The sum over all ranks, shard r of it on rank r."""
+        """Return shard r of the sum over all ranks, on rank r."""
         return self._call("scatterreduce", f"layer {layer}", partial(self._meet, "scatterreduce", v, layer, line_now()))
 
     def pass_to(self, rank: int, v: Any) -> PuzzleCall[None]:
-        """Put anything into a rank's mailbox, once there is room."""
+        """Put any object into a rank's mailbox, once there is space."""
         return self._call("pass_to", f"rank {rank}", partial(self._pass, rank, v, line_now()))
 
     def receive(self) -> PuzzleCall[Any]:
-        """The earliest message to this rank, whoever sent it."""
+        """Return the earliest message to this rank, from any sender."""
         return self._call("receive", "", partial(self._receive, line_now()))
+
+    @staticmethod
+    def check(models: Sequence[PuzzleModel]) -> None:
+        """Print "Correct!" if every layer was updated once, on all ranks together.
+
+        Raises:
+            PuzzleRefused: naming the layer, and the rank or the elements at fault.
+        """
+        verify(models)
+        print("Correct!")
 
     def _call(self, verb: str, argument: str, work: Callable[[], Coroutine[Any, Any, T]]) -> PuzzleCall[T]:
         name = f"{verb}({argument})"
@@ -361,23 +373,13 @@ class PuzzleModel(PuzzleCompute):
         return result
 
     def _enter(self, op: str, line: SourceLine | None, ranks: list[int], *values: Any) -> None:
-        """Begin to communicate, between ranks that must exist."""
+        """Begin a communication between ranks that must exist."""
         self.begin(*values)
         for rank in ranks:
             if not 0 <= rank < self.RANKS:
                 with translate_refusals(self, line):
                     remedy = f"the Dist has {self.RANKS}, counted from 0, name one of these"
                     raise Refused("unknown rank", op, f"rank {rank} does not exist", remedy)
-
-    @staticmethod
-    def check(models: Sequence[PuzzleModel]) -> None:
-        """Print "Correct!" if every layer was updated once, on all ranks together.
-
-        Raises:
-            PuzzleRefused: naming the layer, and the rank or the elements at fault.
-        """
-        verify(models)
-        print("Correct!")
 
 
 def verify(models: Sequence[PuzzleModel]) -> None:
@@ -392,7 +394,7 @@ def verify(models: Sequence[PuzzleModel]) -> None:
         raise PuzzleRefused("wrong number", "Model.check", "no models were given", "give those of all ranks")
     for model in models:
         refuse_unawaited(model.forgotten)
-        model.memory()  # refuses what is no value, such as a call that was not awaited
+        model.memory()  # refuses an object that is no value, such as a call that was not awaited
     for layer in range(models[0].LAYERS):
         given = {model.rank: model.final_weights[layer] for model in models if layer in model.final_weights}
         try:
@@ -401,11 +403,8 @@ def verify(models: Sequence[PuzzleModel]) -> None:
             raise PuzzleRefused.of(refusal) from None
 
 
-# What the models did in the form that simulation produces, so that it is drawn alike.
-
-
 def draw(models: Sequence[PuzzleModel]) -> Picture:
-    """Print when the last op starts and where memory is largest; the picture of what the ranks did."""
+    """Print the start time of the last op and the largest memory, and return a picture of all ranks."""
     events = [(place, event) for place, model in enumerate(models) for event in model.log]
     if events:
         steps = max(model.log[-1].time for model in models if model.log)
@@ -417,7 +416,7 @@ def draw(models: Sequence[PuzzleModel]) -> Picture:
 
 
 def timeline_of(models: Sequence[PuzzleModel]) -> Timeline:
-    """A timeline whose rank i is the i-th model.
+    """Return a timeline whose rank i is the i-th model.
 
     Raises:
         UserError: if there are no models.
@@ -428,7 +427,7 @@ def timeline_of(models: Sequence[PuzzleModel]) -> Timeline:
     tapes: list[list[Op]] = []
     events: list[list[Event]] = []
     for row, model in enumerate(models):
-        # One that has done nothing yet still has its memory.
+        # A model that has done nothing yet still has memory.
         log = model.log or [PuzzleEvent("load_batch", None, model.rank, 0, 0, model.memory())]
         tapes.append([_op(event, rows) for event in log])
         events.append(

@@ -1,7 +1,9 @@
-"""The puzzles' five kinds of value. Each knows what it holds and what it sums (`spec`); none carries data.
+"""The puzzles' five kinds of value. Each has a spec, which says what it holds and sums, and no data.
 
 Shards and microbatches may be given as any collection of numbers. Values never change, and two that hold the same
-slices are equal, however many shards they are counted in.
+slices are equal, in however many shards they are counted. The functions after the classes are the rules of the puzzles
+that are more lenient than `shardlab.language.rules`, so that published solutions keep running. `Picture`, at the end,
+is drawn when a notebook first shows it.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ ONE: frozenset[int] = frozenset({0})
 
 
 class PuzzleValue:
-    """A value of one layer; what a kind of value has no field for is the same for all of its values.
+    """Value of one layer. A field that a kind of value does not have is the same for all values of the kind.
 
     Attributes:
-        kind: what it is in the vocabulary of `shardlab.language`.
-        layer, layers: which layer, and how many the network has.
-        step: how often it was updated.
-        batches, total_batches: its microbatches, and how many there are.
-        shards, total: which of so many shards of the layer it holds.
+        kind: its kind in `shardlab.language`.
+        layer, layers: number of its layer, and number of layers of the network.
+        step: number of its updates.
+        batches, total_batches: its microbatches, and their total number.
+        shards, total: its shards of the layer, and their total number.
     """
 
     kind: ClassVar[Kind]
@@ -62,34 +64,25 @@ class PuzzleValue:
             given = f"shards {sorted(self.shards)} of {self.total}"
             self._refuse(f"{given} were given", "give at least one shard, counted from 0")
 
-    def _refuse(self, given: str, remedy: str) -> None:
-        about = About(f"{type(self).__name__} of layer {self.layer}", self.layer)
-        with translate_refusals():
-            raise Refused("unknown slice", about, given, remedy)
-
     @cached_property
     def spec(self) -> Spec:
-        """What is known of the value, in the terms of `shardlab.language`."""
+        """Spec of the value in `shardlab.language`."""
         layer = self.layer + (self.kind is Kind.GRAD_ACTIVATION)
         holds = Holds(mask_of(self.shards), self.total)
         return Spec(form_of(self.kind, layer, self.step, Space(self.total_batches), holds), mask_of(self.batches))
 
     def memory(self) -> float:
-        """Elements that it takes."""
+        """Return the number of its elements."""
         if self.kind in ROW_KINDS:
             return len(self.batches) * PUZZLE_HIDDEN * PUZZLE_LENGTH
         return (len(self.shards) / self.total) * PUZZLE_HIDDEN * PUZZLE_HIDDEN
 
     def draw(self) -> Picture:
-        """The network with this value filled in."""
+        """Return a picture of the network with this value filled in."""
         return draw_group({0: self})
 
     def _repr_svg_(self) -> str:
         return self.draw().svg
-
-    def _key(self) -> tuple[object, ...]:
-        form = self.spec.form
-        return self.layers, self.spec._replace(form=form.but(holds=form.holds.simplified()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PuzzleValue) and self._key() == other._key()
@@ -97,16 +90,25 @@ class PuzzleValue:
     def __hash__(self) -> int:
         return hash(self._key())
 
+    def _refuse(self, given: str, remedy: str) -> None:
+        about = About(f"{type(self).__name__} of layer {self.layer}", self.layer)
+        with translate_refusals():
+            raise Refused("unknown slice", about, given, remedy)
+
+    def _key(self) -> tuple[object, ...]:
+        form = self.spec.form
+        return self.layers, self.spec._replace(form=form.but(holds=form.holds.simplified()))
+
 
 class Sharded(PuzzleValue):
-    """A value that can be cut into shards and put together again: a weight, an optimizer state, a weight gradient."""
+    """Value that can be cut into shards and put together again: a weight, an optimizer state, a weight gradient."""
 
     def is_complete(self) -> bool:
-        """Whether every shard of the layer is here."""
+        """Return whether it has every shard of the layer."""
         return len(self.shards) == self.total
 
     def combine(self, other: Self) -> Self:
-        """Put both together: the shards of either.
+        """Return the value with the shards of both.
 
         Raises:
             PuzzleRefused: if they are not pieces of one value.
@@ -118,7 +120,7 @@ class Sharded(PuzzleValue):
         return record_derived(whole, self, other)
 
     def shard(self, shard: int, total: int) -> Self:
-        """Piece `shard` of `total` equal ones.
+        """Return piece `shard` of `total` equal pieces.
 
         Raises:
             PuzzleRefused: if the value is not complete, or the piece does not exist.
@@ -135,7 +137,7 @@ class Sharded(PuzzleValue):
 
 @dataclass(frozen=True, eq=False)
 class Parameters(Sharded):
-    """What a layer's parameters are, or the optimizer keeps for them, or some shards of it."""
+    """Value with the layout of a layer's parameters: the weight or the optimizer state, or some shards."""
 
     layer: int
     layers: int
@@ -145,20 +147,20 @@ class Parameters(Sharded):
 
 
 class Weight(Parameters):
-    """The weight of one layer, or some shards of it; `step` counts its updates."""
+    """Weight of one layer, or some shards of it. `step` counts its updates."""
 
     kind = Kind.WEIGHT
 
 
 class OptState(Parameters):
-    """What the optimizer keeps for one layer, or some shards of it; `step` counts its updates."""
+    """Optimizer state of one layer, or some shards of it. `step` counts its updates."""
 
     kind = Kind.OPT_STATE
 
 
 @dataclass(frozen=True, eq=False)
 class WeightGrad(Sharded):
-    """The gradient of one layer's weight, or some shards of it, with the microbatches summed into it."""
+    """Gradient of one layer's weight, or some shards of it, with the microbatches summed into it."""
 
     kind = Kind.GRAD_WEIGHT
     layer: int
@@ -169,10 +171,10 @@ class WeightGrad(Sharded):
     total: int = 1
 
     def __add__(self, other: WeightGrad) -> WeightGrad:
-        """The sum of two gradients of one layer and slice, of different microbatches.
+        """Return the sum of two gradients of one layer and slice, of different microbatches.
 
         Raises:
-            PuzzleRefused: also when a microbatch would be counted twice.
+            PuzzleRefused: if they do not fit, or a microbatch would be counted twice.
         """
         if not isinstance(other, WeightGrad):  # pyright: ignore[reportUnnecessaryIsInstance]
             return NotImplemented
@@ -187,7 +189,7 @@ class WeightGrad(Sharded):
 
 @dataclass(frozen=True, eq=False)
 class Rows(PuzzleValue):
-    """A value of some microbatches."""
+    """Value of some microbatches."""
 
     layer: int
     layers: int
@@ -202,13 +204,13 @@ class Activation(Rows):
 
 
 class ActivationGrad(Rows):
-    """The gradient of activation l, for some microbatches. Its `layer` is l - 1, whose backward pass it enters."""
+    """Gradient of activation l, for some microbatches. Its `layer` is l - 1, whose backward pass it enters."""
 
     kind = Kind.GRAD_ACTIVATION
 
 
 def draw_group(group: Mapping[Any, PuzzleValue]) -> Picture:
-    """All values of a store, laid over the network that they belong to."""
+    """Return a picture of all values of a store in their network."""
     values = group.values()
     layers = max((max(value.layers, value.layer + 1) for value in values), default=1)
     batches = max((value.total_batches for value in values), default=1)
@@ -216,11 +218,8 @@ def draw_group(group: Mapping[Any, PuzzleValue]) -> Picture:
     return network_picture([value.spec for value in values], layers, max(batches, 1), elements)
 
 
-# Where the face is laxer than `shardlab.language.rules`, so that what is published keeps running.
-
-
 def spec_of(op: About, what: str, value: Any) -> Spec:
-    """The spec of a value that was given; anything else is refused."""
+    """Return the spec of a value, and refuse any other object."""
     spec = getattr(value, "spec", None)
     if not isinstance(spec, Spec):
         raise Refused("no value", op, f"the {what} given is {value!r}", "give a value of the puzzles")
@@ -228,7 +227,7 @@ def spec_of(op: About, what: str, value: Any) -> Spec:
 
 
 def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Pieces of one value, put together. Replicas are accepted, and pieces need not adjoin."""
+    """Return pieces of one value put together. Replicas are accepted, and pieces need not be adjacent."""
     first = specs[0]
     holds = first.holds
     for spec, who in zip(specs, names, strict=True):
@@ -245,7 +244,7 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 
 def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
-    """Refuse an update that is not of the whole batch; the optimizer state may hold more than the weight."""
+    """Refuse an update without the whole batch. The optimizer state may hold more slices than the weight."""
     step = steps.full_sum(gradient.form)
     surplus = gradient.cells & ~step
     if surplus and gradient.layer == layer:
@@ -261,7 +260,7 @@ def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
 
 
 def refuse_stale(op: About, weight: Spec, updated: Mapping[int, Holds]) -> None:
-    """Refuse a weight from before an update that this rank has made of the same slices."""
+    """Refuse an old weight after this rank has updated some of its slices."""
     if weight.kind is Kind.WEIGHT and weight.step == 0 and weight.layer in updated:
         done, mine = in_equal_pieces(updated[weight.layer], weight.holds)
         stale = done.mask & mine.mask
@@ -275,7 +274,7 @@ def refuse_stale(op: About, weight: Spec, updated: Mapping[int, Holds]) -> None:
 
 
 def require_one_update(layer: int, given: Mapping[int, Any]) -> None:
-    """Refuse final weights of a layer, by rank, that are not all of it, updated exactly once."""
+    """Refuse final weights of a layer, by rank, that lack slices or were not updated exactly once."""
     op = About("Model.check", layer)
     if not given:
         none = f"no rank has set the final weight of layer {layer}"
@@ -295,11 +294,8 @@ def require_one_update(layer: int, given: Mapping[int, Any]) -> None:
         raise Refused("missing slices", op, partial, "let some rank update it", missing=bits(missing))
 
 
-# Pictures of timelines and of values, drawn when they are first looked at.
-
-
 class Picture:
-    """An SVG that shows itself in a notebook."""
+    """SVG that shows itself in a notebook."""
 
     def __init__(self, make: Callable[[], str]) -> None:
         self._make = make
@@ -318,7 +314,7 @@ class Picture:
 
 
 def timeline_picture(timeline: Timeline, title: str = "", note: str = "") -> Picture:
-    """A row for each rank with what it did when, and memory below."""
+    """Return a picture with a row for each rank, and memory below."""
 
     def make() -> str:
         from shardlab.draw import timeline_svg
@@ -329,7 +325,7 @@ def timeline_picture(timeline: Timeline, title: str = "", note: str = "") -> Pic
 
 
 def network_picture(specs: Sequence[Spec], layers: int, batches: int, elements: float) -> Picture:
-    """Values filled into a network of so many layers and microbatches."""
+    """Return a picture of values in a network with these numbers of layers and microbatches."""
 
     def make() -> str:
         from shardlab.draw import network_svg

@@ -37,24 +37,24 @@ class HostFacts:
     """Facts about a host, as one of its ranks sees them.
 
     Attributes:
-        rank, host: the process, and where it runs.
-        ranks: processes of the world on this host.
-        versions: of Python and packages; None for one that is missing.
-        distributed: backends of torch.distributed that this torch has.
-        cuda: version of CUDA that torch was built for; None for a build without.
-        gpus: names of those that torch sees.
+        rank, host: number of the rank, and name of its host.
+        ranks: number of ranks on this host.
+        versions: versions of Python and packages (None: not installed).
+        distributed: backends of torch.distributed in this build of torch.
+        cuda: version of CUDA that torch was built for (None: a build without CUDA).
+        gpus: names of the GPUs that torch sees.
         driver: whether NVIDIA's driver is loaded.
-        infiniband: whether there is such an interface.
-        launcher: what started the ranks.
-        cpus: how many this process may use.
+        infiniband: whether there is an InfiniBand interface.
+        launcher: the launcher that started the ranks.
+        cpus: number of CPUs that this process may use.
         threads: OMP_NUM_THREADS, if it is set.
-        open_files, locked_memory: soft limits, of files and bytes; None: without limit.
-        shared_memory: bytes that are free in /dev/shm; None if there is none.
-        memory: bytes of memory that are available; None if the system does not say.
-        folder: where runs are written.
-        disk: bytes that are free there.
-        write_speed: bytes per second of a small file that is brought to the disk; None if none was written.
-        write_error: why it could not be written.
+        open_files, locked_memory: soft limits of open files, and of locked bytes (None: no limit).
+        shared_memory: free bytes in /dev/shm (None: it does not exist).
+        memory: available bytes of memory (None: unknown).
+        folder: the folder of runs.
+        disk: free bytes in that folder.
+        write_speed: bytes per second of a small file that is synced to the disk (None: none was written).
+        write_error: the reason why it could not be written.
     """
 
     rank: int
@@ -119,31 +119,6 @@ def host_facts(rank: int, ranks: int, *, write: bool) -> HostFacts:
     )
 
 
-def _limit(which: int) -> int | None:
-    soft, _ = resource.getrlimit(which)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _available_memory() -> int | None:
-    if platform.system() != "Linux":
-        return None
-    fields = dict(line.split(":") for line in MEMORY.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
-def _write_speed() -> tuple[float | None, str | None]:
-    """Return the bytes per second of a small file in the current folder, or why it cannot be written."""
-    try:
-        with tempfile.TemporaryFile(dir=".") as file:
-            began = time.monotonic()
-            file.write(bytes(SAMPLE))
-            file.flush()
-            os.fsync(file.fileno())
-            return SAMPLE / max(SHORTEST_SECONDS, time.monotonic() - began), None
-    except OSError as error:
-        return None, error.strerror or str(error)
-
-
 State = Literal["ok", "warning", "error"]
 
 
@@ -172,7 +147,7 @@ PYTHON, TORCH = (3, 11), (2, 9)
 FILES_NEEDED, FILES_WANTED = 256, 1024
 SHARED_WANTED = 256 << 20
 MEMORY_PER_RANK = 800 << 20
-"""Bytes of a rank that has imported torch and trains something small."""
+"""Bytes of a rank that has imported torch and trains a small model."""
 
 DISK_WANTED = 1 << 30
 SLOW_DISK = 20e6
@@ -315,6 +290,31 @@ def finding(check: str, judged: CheckResult, host: str = "") -> Finding:
         return Finding(check, judged, host=host)
     state, present, remedy = judged
     return Finding(check, present, remedy, state, host)
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _available_memory() -> int | None:
+    if platform.system() != "Linux":
+        return None
+    fields = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _write_speed() -> tuple[float | None, str | None]:
+    """Return the bytes per second of a small file in the current folder, or why it cannot be written."""
+    try:
+        with tempfile.TemporaryFile(dir=".") as file:
+            began = time.monotonic()
+            file.write(bytes(SAMPLE))
+            file.flush()
+            os.fsync(file.fileno())
+            return SAMPLE / max(SHORTEST_SECONDS, time.monotonic() - began), None
+    except OSError as error:
+        return None, error.strerror or str(error)
 
 
 def _number(version: str) -> tuple[int, ...]:

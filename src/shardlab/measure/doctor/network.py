@@ -79,7 +79,8 @@ def examine_world(
     """Examine the world from one rank; rank 0 returns the facts.
 
     Args:
-        local_rank, local_world: this rank's number on its host, and how many are there; None: it is the only host.
+        local_rank, local_world: this rank's number on its host, and the number of ranks there (None: there is one
+            host).
     """
     world = dist.get_world_size()
     first = (rank if local_rank is None else local_rank) == 0
@@ -94,51 +95,8 @@ def measure_links(rank: int, device: torch.device) -> list[MeasuredLink]:
     world = dist.get_world_size()
     pairs = [(first, (first + 1) % world) for first in range(world if world > 2 else world - 1)]
     mine = {pair: _link(pair, rank, device) for pair in pairs}
-    told = _gather({pair: link for pair, link in mine.items() if link is not None and pair[0] == rank})
-    return [told[first][first, second] for first, second in pairs]
-
-
-def _link(pair: tuple[int, int], rank: int, device: torch.device) -> MeasuredLink | None:
-    group = dist.new_group(list(pair))  # every rank calls this
-    seconds: dict[int, float] = {}
-    wrong = 0
-    if rank in pair:
-        assert isinstance(group, dist.ProcessGroup)
-        members = (min(pair), max(pair))
-        team, clock = Team(group, members, members.index(rank), device), Clock(device)
-        for size, calls in CALLS.items():
-            case = make_case("send_recv", size, team)
-            wrong += case.wrong()
-            seconds[size] = clock.seconds(lambda case=case: case.start()(), calls) / 2
-    dist.barrier()
-    if rank not in pair:
-        return None
-    return MeasuredLink(*pair, seconds[SMALL], LARGE / seconds[LARGE], wrong)
-
-
-def _clock_offset(rank: int, device: torch.device) -> float:
-    """Return how many seconds this rank's clock is ahead of rank 0's, from the fastest of several round trips."""
-    best, ahead = float("inf"), 0.0
-    now = torch.zeros(1, dtype=torch.float64, device=device)
-    for other in range(1, dist.get_world_size()):
-        for _ in range(ROUND_TRIPS):
-            if rank == 0:
-                dist.recv(now, other)
-                dist.send(now.fill_(time.time()), other)
-            elif rank == other:
-                asked = time.time()
-                dist.send(now, 0)
-                dist.recv(now, 0)
-                took = time.time() - asked
-                if took < best:
-                    best, ahead = took, asked + took / 2 - float(now)
-    return ahead
-
-
-def _gather(mine: T) -> list[T]:
-    found = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+    gathered = _gather({pair: link for pair, link in mine.items() if link is not None and pair[0] == rank})
+    return [gathered[first][first, second] for first, second in pairs]
 
 
 STRATEGIES = ("ddp", "fsdp")
@@ -224,20 +182,6 @@ def smoke_rank(rank: int, device: torch.device, strategies: Sequence[str]) -> Sm
     return SmokeResult(trained, point, links) if rank == 0 else None
 
 
-def _unequal_ranks(state: State) -> list[int]:
-    """Return the ranks that hold slices of which another rank has other values, bit by bit."""
-    mine = {
-        (layer, repr(holds)): hashlib.sha256(slices.cpu().numpy().tobytes()).hexdigest()
-        for (layer, holds), slices in state.kept.items()
-    }
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    first: dict[tuple[int, str], str] = {}
-    for theirs in everyone:
-        first = theirs | first
-    return [rank for rank, theirs in enumerate(everyone) if any(first[key] != value for key, value in theirs.items())]
-
-
 CLOCKS_APART = 1.0
 """Offset in seconds above which the logs of several hosts mislead."""
 
@@ -303,3 +247,60 @@ def check_world(facts: WorldFacts) -> Iterator[Finding]:
         yield from check_host(host, host.host if several else "")
     for name, check in WORLD_CHECKS.items():
         yield finding(name, check(facts))
+
+
+def _link(pair: tuple[int, int], rank: int, device: torch.device) -> MeasuredLink | None:
+    group = dist.new_group(list(pair))  # every rank calls this
+    seconds: dict[int, float] = {}
+    wrong = 0
+    if rank in pair:
+        assert isinstance(group, dist.ProcessGroup)
+        members = (min(pair), max(pair))
+        team, clock = Team(group, members, members.index(rank), device), Clock(device)
+        for size, calls in CALLS.items():
+            case = make_case("send_recv", size, team)
+            wrong += case.wrong()
+            seconds[size] = clock.seconds(lambda case=case: case.start()(), calls) / 2
+    dist.barrier()
+    if rank not in pair:
+        return None
+    return MeasuredLink(*pair, seconds[SMALL], LARGE / seconds[LARGE], wrong)
+
+
+def _clock_offset(rank: int, device: torch.device) -> float:
+    """Return how many seconds this rank's clock is ahead of rank 0's, from the fastest of several round trips."""
+    best, ahead = float("inf"), 0.0
+    now = torch.zeros(1, dtype=torch.float64, device=device)
+    for other in range(1, dist.get_world_size()):
+        for _ in range(ROUND_TRIPS):
+            if rank == 0:
+                dist.recv(now, other)
+                dist.send(now.fill_(time.time()), other)
+            elif rank == other:
+                asked = time.time()
+                dist.send(now, 0)
+                dist.recv(now, 0)
+                took = time.time() - asked
+                if took < best:
+                    best, ahead = took, asked + took / 2 - float(now)
+    return ahead
+
+
+def _gather(mine: T) -> list[T]:
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _unequal_ranks(state: State) -> list[int]:
+    """Return the ranks that hold slices of which another rank has other values, bit by bit."""
+    mine = {
+        (layer, repr(holds)): hashlib.sha256(slices.cpu().numpy().tobytes()).hexdigest()
+        for (layer, holds), slices in state.kept.items()
+    }
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    first: dict[tuple[int, str], str] = {}
+    for theirs in everyone:
+        first = theirs | first
+    return [rank for rank, theirs in enumerate(everyone) if any(first[key] != value for key, value in theirs.items())]

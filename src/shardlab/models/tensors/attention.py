@@ -75,7 +75,7 @@ def attend_backward(
     key_tokens: Sequence[int],
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what one part adds to the gradient of the queries, and to that of the keys and values.
+    """Return the terms of one part in the gradients of the queries, and of the keys and values.
 
     Args:
         attention_output: the merged output for all keys and values that the queries see.
@@ -104,53 +104,6 @@ def attend_backward(
         grad_k[..., seen, :] += (grad_scores.mT @ q[..., rows, :]).sum(2, keepdim=True)
     grad_keys_values = torch.cat([_tokens(grad_k), _tokens(grad_v)], -1)
     return _tokens(grad_q).to(queries.dtype), grad_keys_values.to(keys_values.dtype)
-
-
-def _visible(tokens: Sequence[int], key_tokens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Yield runs of consecutive queries, each with the keys that its last query sees. Later keys are not computed."""
-    for start, stop in consecutive_runs(tokens):
-        if seen := bisect_right(key_tokens, tokens[stop - 1]):
-            yield slice(start, stop), slice(seen)
-
-
-def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[int]) -> Tensor:
-    """Return scores (rows, kv heads, group, T, T'), -inf where the key comes after the query."""
-    scores = (q @ k.mT) * q.shape[-1] ** -0.5
-    if key_tokens[-1] <= tokens[0]:
-        return scores
-    places, key_places = (index_tensor(q.device, _hashable(each)) for each in (tokens, key_tokens))
-    return scores.masked_fill_(key_places > places[:, None], float("-inf"))
-
-
-def _hashable(numbers: Sequence[int]) -> range | tuple[int, ...]:
-    return numbers if isinstance(numbers, range) else tuple(numbers)
-
-
-def _heads(primitive: Attend, x: Tensor, heads: int) -> Tensor:
-    """Reshape (rows, T, features of all heads) to (rows, kv heads, heads of each, T, features of one)."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x.view(*x.shape[:2], primitive.kv_heads, heads // primitive.kv_heads, -1).permute(0, 2, 3, 1, 4)
-
-
-def _keys_and_values(primitive: Attend, keys_values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values, each (rows, kv heads, 1, T', size)."""
-    keys, values = keys_values.chunk(2, -1)
-    return _heads(primitive, keys, primitive.kv_heads), _heads(primitive, values, primitive.kv_heads)
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """Reshape (rows, kv heads, heads of each, T, size) to (rows, T, features)."""
-    return x.flatten(1, 2).transpose(1, 2).flatten(2)
-
-
-def _grouped(primitive: Attend, mask: Tensor) -> Tensor:
-    """View (rows, heads, T, T') as (rows, kv heads, heads of each, T, T')."""
-    return mask.view(len(mask), primitive.kv_heads, -1, *mask.shape[2:])
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """Replace -inf by 0, because -inf - -inf is not a number."""
-    return lse.masked_fill(lse.isneginf(), 0)
 
 
 def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -218,19 +171,8 @@ def rotations(
 
 
 def rotate_back(features: Tensor, turns: Tensor, heads: int) -> Tensor:
-    """Undo `rotate`, of what it gives; also the gradient of the one, of that of the other."""
+    """Undo `rotate`. It is also the backward pass of `rotate`, as `rotate` is that of this function."""
     return rotate(features, turns.conj(), heads)
-
-
-def _rotate_by_parts(features: Tensor, turns: Tensor, heads: int) -> Tensor:
-    """Rotate in real numbers, for compilers without complex numbers.
-
-    `turns` are the cosines and sines of the angles, (T, 1, size / 2, 2).
-    """
-    pairs = features.to(turns.dtype).view(*features.shape[:-1], -1, turns.shape[-2], 2)
-    (even, odd), (cos, sin) = pairs[..., :heads, :, :].unbind(-1), turns.unbind(-1)
-    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
-    return torch.cat([rotated, pairs[..., heads:, :, :]], -3).flatten(-3).to(features.dtype)
 
 
 class KeyValueCache:
@@ -270,7 +212,7 @@ def can_cache(model: Model) -> bool:
 def consecutive_runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
     """Return the runs of consecutive numbers in an ascending list of tokens, as (start, stop) indices.
 
-    >>> runs([0, 1, 2, 9, 10])
+    >>> consecutive_runs([0, 1, 2, 9, 10])
     [(0, 3), (3, 5)]
     """
     breaks = [place for place, (a, b) in enumerate(pairwise(tokens), 1) if b != a + 1]
@@ -294,3 +236,61 @@ def to_device(device: torch.device, tensor: Tensor) -> Tensor:
     if tensor.device == device:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _visible(tokens: Sequence[int], key_tokens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Yield runs of consecutive queries, each with the keys that its last query sees. Later keys are not computed."""
+    for start, stop in consecutive_runs(tokens):
+        if seen := bisect_right(key_tokens, tokens[stop - 1]):
+            yield slice(start, stop), slice(seen)
+
+
+def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[int]) -> Tensor:
+    """Return scores (rows, kv heads, group, T, T'), -inf where the key comes after the query."""
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    if key_tokens[-1] <= tokens[0]:
+        return scores
+    places, key_places = (index_tensor(q.device, _hashable(each)) for each in (tokens, key_tokens))
+    return scores.masked_fill_(key_places > places[:, None], float("-inf"))
+
+
+def _hashable(numbers: Sequence[int]) -> range | tuple[int, ...]:
+    return numbers if isinstance(numbers, range) else tuple(numbers)
+
+
+def _heads(primitive: Attend, x: Tensor, heads: int) -> Tensor:
+    """Reshape (rows, T, features of all heads) to (rows, kv heads, heads of each, T, features of one)."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.view(*x.shape[:2], primitive.kv_heads, heads // primitive.kv_heads, -1).permute(0, 2, 3, 1, 4)
+
+
+def _keys_and_values(primitive: Attend, keys_values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values, each (rows, kv heads, 1, T', size)."""
+    keys, values = keys_values.chunk(2, -1)
+    return _heads(primitive, keys, primitive.kv_heads), _heads(primitive, values, primitive.kv_heads)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Reshape (rows, kv heads, heads of each, T, size) to (rows, T, features)."""
+    return x.flatten(1, 2).transpose(1, 2).flatten(2)
+
+
+def _grouped(primitive: Attend, mask: Tensor) -> Tensor:
+    """View (rows, heads, T, T') as (rows, kv heads, heads of each, T, T')."""
+    return mask.view(len(mask), primitive.kv_heads, -1, *mask.shape[2:])
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Replace -inf by 0, because -inf - -inf is not a number."""
+    return lse.masked_fill(lse.isneginf(), 0)
+
+
+def _rotate_by_parts(features: Tensor, turns: Tensor, heads: int) -> Tensor:
+    """Rotate in real numbers, for compilers without complex numbers.
+
+    `turns` are the cosines and sines of the angles, (T, 1, size / 2, 2).
+    """
+    pairs = features.to(turns.dtype).view(*features.shape[:-1], -1, turns.shape[-2], 2)
+    (even, odd), (cos, sin) = pairs[..., :heads, :, :].unbind(-1), turns.unbind(-1)
+    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
+    return torch.cat([rotated, pairs[..., heads:, :, :]], -3).flatten(-3).to(features.dtype)

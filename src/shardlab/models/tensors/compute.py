@@ -1,8 +1,16 @@
 """Definition of each primitive: the function that computes it, whole or one rank's share.
 
-- `compute` dispatches on the primitive. Its registered functions are the definitions that everything is tested against.
-- `linear_forward` and `linear_backward` are products by oneDNN or by torch's own kernels, whichever is faster.
-- `cross_entropy`, and `loss_stats` with `combine_loss` and `loss_gradient` over slices of the vocabulary, are the loss.
+- `compute` dispatches on the primitive. All other implementations are tested against the functions registered there.
+- `linear_forward` and `linear_backward` are products with large weights, by oneDNN or by torch's own kernels, whichever
+  is faster. Torch calls MKL in float32 on x86, and the faster library depends on the CPU, the shape and the direction.
+  `is_onednn_faster` times both, and `KERNEL_CHOICES` has the results; until a choice is made, torch's own kernels
+  compute. `shardlab.execute.kernel_choice` gives all ranks the same choices, and `benchmarks/products.py` compares both
+  kernels. Compiled layers do not use these functions.
+- `cross_entropy` is the loss. Over slices of the vocabulary it is `loss_stats` with `combine_loss` and `loss_gradient`:
+  each slice reduces its logits to three numbers a token (their maximum, the sum of exp(logit - maximum), and the
+  target's logit), and these numbers of all slices determine the loss and each slice's gradient (Megatron-LM's
+  vocabulary-parallel cross-entropy; Shoeybi et al. 2019, arXiv 1909.08053, section 3). Targets of -1 do not count. All
+  numbers are in float32 or float64.
 - `with_auxiliary_loss` is for primitives that add a loss of their own.
 """
 
@@ -32,7 +40,7 @@ from shardlab.models.tensors.attention import KeyValueCache, attention_with_drop
 from shardlab.models.tensors.share import Share
 
 
-@dataclass(slots=True)  # one is made for every primitive, and a frozen one takes three times as long
+@dataclass(slots=True)  # not frozen: one is made for every primitive, and a frozen one takes three times as long
 class Operands:
     """Operands of a primitive.
 
@@ -247,14 +255,6 @@ def mask_padding(logits: Tensor, tokens: int, share: Share) -> Tensor:
     return logits
 
 
-# Products with large weights by oneDNN or by torch's own kernels, whichever is faster for a shape on this machine.
-#
-# Torch's own linear maps call MKL in float32 on x86, and torch has oneDNN beside it. Which of them takes less time
-# depends on the CPU, the shape and the direction. So `is_onednn_faster` times both, and `KERNEL_CHOICES` says which one
-# computes. Until a choice is made, torch's own kernels compute. `shardlab.execute.kernel_choice` gives all ranks the
-# same choices, and `benchmarks/products.py` compares both kernels. Compiled layers do not use these functions.
-
-
 AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 """Whether this torch has both kernels."""
 
@@ -366,24 +366,6 @@ def time_kernels(product: Product, turns: range, budget: float) -> list[tuple[fl
     return times
 
 
-def _chosen(x: Tensor, weight: Tensor, bias: bool, backward: bool) -> bool:
-    """Return whether oneDNN computes a product. Note a large one in float32 on a CPU, so that a kernel gets chosen."""
-    if weight.numel() < LARGE or x.dtype != torch.float32 or x.device.type != "cpu":
-        return False
-    outputs, inputs = weight.shape
-    product = Product(x.numel() // x.shape[-1], inputs, outputs, bias, backward)
-    onednn = KERNEL_CHOICES.setdefault(product, None)
-    return bool(onednn and AVAILABLE and torch.backends.mkldnn.enabled)
-
-
-# Cross-entropy, whole or over slices of the vocabulary.
-#
-# Each slice reduces its logits to three numbers a token: their maximum, the sum of exp(logit - maximum), and the
-# target's logit. These numbers of all slices determine the loss and each slice's gradient (Megatron-LM's
-# vocabulary-parallel cross-entropy; Shoeybi et al. 2019, arXiv 1909.08053, section 3). Targets of -1 do not count. All
-# numbers are in float32 or float64.
-
-
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy in nats, summed over tokens.
 
@@ -398,8 +380,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def loss_stats(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     """Reduce a slice of the logits to (rows, T, 3): maximum, sum of exp(logit - maximum), and the target's logit.
 
-    The last is 0 where the target lies in another slice, so that it can be summed over slices. A slice of padding
-    alone (every logit -inf) gives (-inf, 0, 0).
+    The last is 0 where the target lies in another slice, so that it can be summed over slices. A slice of padding alone
+    (every logit -inf) gives (-inf, 0, 0).
 
     Args:
         logits: (rows, T, tokens of the slice); -inf for padding.
@@ -437,16 +419,6 @@ def loss_gradient(logits: Tensor, stats: Tensor, targets: Tensor, first: int, we
     return gradient.masked_fill_((targets == -1)[..., None], 0).mul_(weight).to(logits.dtype)
 
 
-def _combine_stats(stats: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum over all slices, and the sum of exp(logit - maximum)."""
-    maximum = stats[..., 0].amax(0)
-    return maximum, (stats[..., 1] * (stats[..., 0] - maximum).exp()).sum(0)
-
-
-def _exact(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 def with_auxiliary_loss(x: Tensor, loss: Tensor, share: Share) -> Tensor:
     """Return `x` unchanged; its backward pass also differentiates a loss (as Megatron-LM's MoEAuxLossAutoScaler).
 
@@ -472,3 +444,23 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         return gradients[0], ctx.like * (ctx.share.gradient_scale / ctx.share.step_microbatches), None
+
+
+def _chosen(x: Tensor, weight: Tensor, bias: bool, backward: bool) -> bool:
+    """Return whether oneDNN computes a product. Note a large one in float32 on a CPU, so that a kernel gets chosen."""
+    if weight.numel() < LARGE or x.dtype != torch.float32 or x.device.type != "cpu":
+        return False
+    outputs, inputs = weight.shape
+    product = Product(x.numel() // x.shape[-1], inputs, outputs, bias, backward)
+    onednn = KERNEL_CHOICES.setdefault(product, None)
+    return bool(onednn and AVAILABLE and torch.backends.mkldnn.enabled)
+
+
+def _combine_stats(stats: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the maximum over all slices, and the sum of exp(logit - maximum)."""
+    maximum = stats[..., 0].amax(0)
+    return maximum, (stats[..., 1] * (stats[..., 0] - maximum).exp()).sum(0)
+
+
+def _exact(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -161,10 +161,6 @@ class TensorLayer:
         return first, *(each[0] if len(each) == 1 else _side_by_side(each, first.dtype) for each in carried)
 
 
-def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([each.to(dtype) for each in tensors], -1)
-
-
 def make_layers(model: Model) -> list[TensorLayer]:
     """Return the model's layers, in order."""
     return [TensorLayer((*(p.name for p in run.layout.parameters), *run.borrows), run) for run in model.runs]
@@ -215,6 +211,10 @@ class CompiledLayer(TensorLayer):
 def compile_layers(model: Model) -> list[TensorLayer]:
     """Return the model's layers, in order, each compiled at its first call."""
     return [CompiledLayer(layer.names, layer.layer) for layer in make_layers(model)]
+
+
+def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([each.to(dtype) for each in tensors], -1)
 
 
 def _compiled(layer: TensorLayer, share: Share, factors: tuple[bool, ...]) -> Compiled:

@@ -80,11 +80,6 @@ def local_experts(router: Router, share: Share) -> list[int]:
     return [part * each + expert for part in bits(share.experts.mask) for expert in range(each)]
 
 
-def _shares(choices: Tensor, like: Tensor) -> Tensor:
-    """Return each expert's share of one microbatch's choices, (experts,)."""
-    return F.one_hot(choices.flatten(), like.shape[-1]).sum(0).to(like.dtype) / choices.numel()
-
-
 class _Choose(torch.autograd.Function):
     """Scores to gates and choices. The backward pass adds the gradient of the auxiliary loss."""
 
@@ -175,3 +170,8 @@ def pad_bias(bias: Tensor, share: Share) -> Tensor:
     """Pad a slice's bias (experts, features of the slice) with zeros, so that the sum over slices is the whole bias."""
     number, of = share.piece("ffn")
     return F.pad(bias, (number * bias.shape[1], (of - 1 - number) * bias.shape[1]))
+
+
+def _shares(choices: Tensor, like: Tensor) -> Tensor:
+    """Return each expert's share of one microbatch's choices, (experts,)."""
+    return F.one_hot(choices.flatten(), like.shape[-1]).sum(0).to(like.dtype) / choices.numel()

@@ -152,21 +152,6 @@ def cuts_of(run: Run, parameter: Parameter, slice: int) -> list[tuple[Cut, int]]
     return [(cut, numbers[parameter.indices[cut.dim]]) for cut in parameter.cuts(run.own_pieces)]
 
 
-def _take(piece: Tensor, whole: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
-    """Copy a piece out of the whole. The last piece may be longer than what is left; its end stays zero."""
-    for cut, number in cuts:
-        whole = whole.index_select(cut.dim, cut_positions(whole.shape[cut.dim], cut, number))
-    piece[tuple(slice(length) for length in whole.shape)] = whole
-
-
-def _put(whole: Tensor, piece: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
-    """Copy a piece to its place in the whole."""
-    places = {cut.dim: cut_positions(whole.shape[cut.dim], cut, number) for cut, number in cuts}
-    every = [places.get(dim, torch.arange(length)) for dim, length in enumerate(whole.shape)]
-    here = tuple(slice(len(each)) for each in every)
-    whole[torch.meshgrid(*every, indexing="ij")] = piece[here]
-
-
 def cut_positions(length: int, cut: Cut, number: int) -> Tensor:
     """Return the positions of piece `number` along the dim that is cut."""
     places: list[Tensor] = []
@@ -224,28 +209,6 @@ def read_range(
     return elements
 
 
-def _piece(
-    source: Matrices, run: Run, slice: int, block: int, whole: Parameter, piece: Parameter, first: int, last: int
-) -> Tensor:
-    """Read elements `first` to `last` of one slice of a parameter; zero in the padding of the last slice."""
-    places = [torch.arange(length) for length in whole.shape]
-    for cut, number in cuts_of(run, whole, slice):
-        places[cut.dim] = cut_positions(whole.shape[cut.dim], cut, number)
-    *experts, rows, columns = places if len(places) > 1 else (*places, torch.arange(1))
-    count, length, width = matrix_of(piece)
-    found: list[Tensor] = []
-    for matrix in range(first // (length * width), -(-last // (length * width))):
-        low, high = (min(max(end - matrix * length * width, 0), length * width) for end in (first, last))
-        top, bottom = low // width, -(-high // width)
-        here = torch.zeros(bottom - top, width, dtype=source.dtype(block, whole))
-        mine = rows[top:bottom]
-        expert = int(experts[0][matrix]) if experts else 0
-        here[: len(mine), : len(columns)] = source.read(block, whole, expert, mine, columns)
-        found.append(here.flatten()[low - top * width : high - top * width])
-    assert count * length * width == prod(piece.shape)
-    return torch.cat(found)
-
-
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported dtypes of weights, by safetensors' names."""
 
@@ -293,24 +256,6 @@ class TensorFiles:
         return torch.from_numpy(np.array(whole[where] if where else whole)).view(dtype)
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="numpy")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read as safetensors ({reason(error)})") from None
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[np.uint8]]]]:
-    """Yield the name and the bytes of each tensor in a file."""
-    mapped = np.memmap(path, np.uint8, "r")
-    start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
-    header: dict[str, dict[str, Any]] = json.loads(mapped[8:start].tobytes())
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            yield name, mapped[start + begin : start + end]
-
-
 def weight_files(single: Path) -> list[Path]:
     """Return the files of a folder's weights: the single file, or those that its index names.
 
@@ -345,3 +290,58 @@ def reason(error: OSError | SafetensorError) -> str:
         return error.strerror or str(error)
     number = re.search(r"os error (\d+)", str(error))
     return os.strerror(int(number[1])) if number else str(error)
+
+
+def _take(piece: Tensor, whole: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
+    """Copy a piece out of the whole. The last piece may be longer than what is left; its end stays zero."""
+    for cut, number in cuts:
+        whole = whole.index_select(cut.dim, cut_positions(whole.shape[cut.dim], cut, number))
+    piece[tuple(slice(length) for length in whole.shape)] = whole
+
+
+def _put(whole: Tensor, piece: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
+    """Copy a piece to its place in the whole."""
+    places = {cut.dim: cut_positions(whole.shape[cut.dim], cut, number) for cut, number in cuts}
+    every = [places.get(dim, torch.arange(length)) for dim, length in enumerate(whole.shape)]
+    here = tuple(slice(len(each)) for each in every)
+    whole[torch.meshgrid(*every, indexing="ij")] = piece[here]
+
+
+def _piece(
+    source: Matrices, run: Run, slice: int, block: int, whole: Parameter, piece: Parameter, first: int, last: int
+) -> Tensor:
+    """Read elements `first` to `last` of one slice of a parameter; zero in the padding of the last slice."""
+    places = [torch.arange(length) for length in whole.shape]
+    for cut, number in cuts_of(run, whole, slice):
+        places[cut.dim] = cut_positions(whole.shape[cut.dim], cut, number)
+    *experts, rows, columns = places if len(places) > 1 else (*places, torch.arange(1))
+    count, length, width = matrix_of(piece)
+    found: list[Tensor] = []
+    for matrix in range(first // (length * width), -(-last // (length * width))):
+        low, high = (min(max(end - matrix * length * width, 0), length * width) for end in (first, last))
+        top, bottom = low // width, -(-high // width)
+        here = torch.zeros(bottom - top, width, dtype=source.dtype(block, whole))
+        mine = rows[top:bottom]
+        expert = int(experts[0][matrix]) if experts else 0
+        here[: len(mine), : len(columns)] = source.read(block, whole, expert, mine, columns)
+        found.append(here.flatten()[low - top * width : high - top * width])
+    assert count * length * width == prod(piece.shape)
+    return torch.cat(found)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read as safetensors ({reason(error)})") from None
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[np.uint8]]]]:
+    """Yield the name and the bytes of each tensor in a file."""
+    mapped = np.memmap(path, np.uint8, "r")
+    start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
+    header: dict[str, dict[str, Any]] = json.loads(mapped[8:start].tobytes())
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            yield name, mapped[start + begin : start + end]

@@ -45,7 +45,7 @@ from shardlab.language.rules.spec import KEY, Form, Joined, Space, form_of, with
 from shardlab.language.tape import Channel, Communication, channel_of, communications_of
 from shardlab.language.values import TracedRank, Value
 from shardlab.language.world import gc_paused
-from shardlab.strategies.plan.layer_passes import slices_of_rank
+from shardlab.strategies.plan.context_parallel import slices_of_rank
 from shardlab.strategies.plan.plan import BATCH_AXES, Plan
 from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.plan.rank_plan import model_layers

@@ -3,11 +3,7 @@
 `LayerRunner` reads the inputs of a layer from the rank's stores and writes its outputs to them. The key of a value is
 (layer, microbatch): activations[l, m] is the input of layer l, and grad_activations[l, m] is its gradient.
 
-`Attention` computes attention as a separate step between the layer that outputs queries, keys and values and the next
-one. Plans that split sequences over `cp` or recompute attention need this. It keeps queries, keys and values, and
-recomputes scores and softmax in the backward pass (selective recomputation, Korthikanti et al. 2022, arXiv 2205.05198,
-section 5). Each rank has the tokens of some slices of every sequence (`slices_of_rank`). Its queries stay; keys and
-values come from the other ranks. With tensor parallelism, all of them belong to the rank's own heads.
+Attention as a separate step between two layers is in `context_parallel`.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ from shardlab.language import Handle, Rank, Value
 from shardlab.language.rules.layer_graph import Layer, Port
 from shardlab.language.rules.layer_rules import GRADIENT_OF
 from shardlab.language.values import Store
+from shardlab.strategies.plan.context_parallel import Attention
 from shardlab.strategies.plan.rank_plan import Completion, Keeps, RankPlan
 
 
@@ -138,145 +135,6 @@ class LayerRunner:
                 handle: Handle[Value] = getattr(rank, verb)(value, axis=axis)
                 value = await handle
         return value
-
-
-class Attention:
-    """Attention of one rank as a separate step, in one of three forms of context parallelism.
-
-    - Ring: each rank passes its block of keys and values on while its queries attend to it. In the backward pass, the
-      gradient of the block follows one hop behind, and returns when all ranks have added to it (Liu et al. 2023, arXiv
-      2310.01889, section 3).
-    - All-gather: all blocks are gathered in both passes, and their gradients are reduce-scattered.
-    - Ulysses: ranks exchange slices of sequences for heads, so each has whole sequences of some heads, and exchange the
-      result back (Jacobs et al. 2023, arXiv 2309.14509, section 3). If only neighbours do so (`ulysses_degree`), keys
-      and values of the other ranks come by a ring or all-gather (USP: Fang and Zhao 2024, arXiv 2405.07719).
-
-    Keys of stores are (layer, microbatch).
-    """
-
-    def __init__(self, rank: Rank, rank_plan: RankPlan) -> None:
-        ranks, degree = rank.group("cp").ranks, rank_plan.plan.ulysses
-        here, inner = divmod(rank.coordinate("cp"), degree)
-        ring = self._ring_ranks = ranks[inner::degree]
-        self._neighbours = ranks[here * degree : (here + 1) * degree]
-        self._rank = rank
-        self._hops = len(ring)
-        self._next, self._previous = ring[(here + 1) % len(ring)], ring[here - 1]
-        self._gathers = rank_plan.plan.context == "all_gather"
-        self._by_heads = degree > 1
-
-    async def forward(self, layer: int, m: int, *, keeps: bool) -> None:
-        """Attend with the queries of a layer. If `keeps`, store queries, keys and values for the backward pass."""
-        rank = self._rank
-        if self._by_heads:
-            for store in (rank.queries, rank.keys_values):
-                store[layer, m] = await self._exchanged(store.pop((layer, m)))
-        attention_output = await self._attend(layer, m)
-        if self._by_heads:
-            rank.activations["attention_output", layer, m] = attention_output
-            attention_output = await self._exchanged(attention_output)
-        rank.activations[layer + 1, m] = attention_output
-        if not keeps:
-            del rank.queries[layer, m], rank.keys_values[layer, m]
-            if self._by_heads:
-                del rank.activations["attention_output", layer, m]
-
-    def keep(self, layer: int, m: int) -> None:
-        """Store the attention output for the backward pass, before the next layer frees it."""
-        if not self._by_heads:
-            self._rank.activations["attention_output", layer, m] = self._rank.activations[layer + 1, m]
-
-    async def backward(self, layer: int, m: int) -> None:
-        """Compute the gradients of a layer's queries, keys and values."""
-        rank, grads = self._rank, self._rank.grad_activations
-        if self._by_heads:
-            grads[layer + 1, m] = await self._exchanged(grads.pop((layer + 1, m)))
-        if self._hops == 1:
-            gradients = self._attend_backward(layer, m, rank.keys_values[layer, m])
-        else:
-            gradients = await (self._gathered_backward if self._gathers else self._ring_backward)(layer, m)
-        if self._by_heads:
-            gradients = await self._exchanged(gradients[0]), await self._exchanged(gradients[1])
-        rank.grad_queries[layer, m], rank.grad_keys_values[layer, m] = gradients
-        del rank.queries[layer, m], rank.keys_values[layer, m]
-        del rank.activations["attention_output", layer, m], rank.grad_activations[layer + 1, m]
-
-    def _exchanged(self, value: Value) -> Handle[Value]:
-        """Exchange slices of sequences for heads, or back."""
-        return self._rank.all_to_all(value, axis="cp", among=self._neighbours)
-
-    async def _attend(self, layer: int, m: int) -> Value:
-        if self._hops == 1:
-            return self._rank.attend(layer, self._rank.queries[layer, m], self._rank.keys_values[layer, m])
-        return await (self._gathered if self._gathers else self._ring)(layer, m)
-
-    async def _ring(self, layer: int, m: int) -> Value:
-        rank, queries, block = self._rank, self._rank.queries[layer, m], self._rank.keys_values[layer, m]
-        coming = self._pass_on(block, layer, m)
-        mixed = rank.attend(layer, queries, block)
-        for hop in range(1, self._hops):
-            block = await coming
-            if hop < self._hops - 1:
-                coming = self._pass_on(block, layer, m)
-            mixed = mixed + rank.attend(layer, queries, block)
-        return mixed
-
-    async def _ring_backward(self, layer: int, m: int) -> tuple[Value, Value]:
-        block = self._rank.keys_values[layer, m]
-        coming = self._pass_on(block, layer, m)
-        grad_queries, gradient = self._attend_backward(layer, m, block)
-        following = self._pass_on(gradient, layer, m)
-        for hop in range(1, self._hops):
-            block = await coming
-            if hop < self._hops - 1:
-                coming = self._pass_on(block, layer, m)
-            more, gradient = self._attend_backward(layer, m, block)
-            grad_queries = grad_queries + more
-            following = self._pass_on(await following + gradient, layer, m)
-        return grad_queries, await following
-
-    async def _gathered(self, layer: int, m: int) -> Value:
-        rank = self._rank
-        blocks = await rank.all_gather(rank.keys_values[layer, m], axis="cp", among=self._ring_ranks)
-        return rank.attend(layer, rank.queries[layer, m], blocks)
-
-    async def _gathered_backward(self, layer: int, m: int) -> tuple[Value, Value]:
-        rank = self._rank
-        whole = await rank.all_gather(rank.keys_values[layer, m], axis="cp", among=self._ring_ranks)
-        grad_queries, gradients = self._attend_backward(layer, m, whole)
-        return grad_queries, await rank.reduce_scatter(gradients, axis="cp", among=self._ring_ranks)
-
-    def _attend_backward(self, layer: int, m: int, block: Value) -> tuple[Value, Value]:
-        """Return a block's term of the queries' gradient, and the queries' term of the block's gradient."""
-        rank = self._rank
-        attention_output, gradient = rank.activations["attention_output", layer, m], rank.grad_activations[layer + 1, m]
-        return rank.attend_backward(layer, rank.queries[layer, m], block, attention_output, gradient)
-
-    def _pass_on(self, value: Value, layer: int, m: int) -> Handle[Value]:
-        expected = (value.spec.kind.value, layer, m)
-        return self._rank.exchange(value, to=self._next, source=self._previous, expect=expected)
-
-
-def slices_of_rank(place: int, ranks: int, pieces: int = 1, stripes: int | None = None) -> tuple[int, ...]:
-    """Return the slices of every sequence that a context-parallel rank has.
-
-    By default these are an early and a late slice, which gives all ranks the same work in causal attention (Llama 3,
-    arXiv 2407.21783, section 3.3.2). With stripes, rank i has slices i, i + ranks, i + 2 * ranks, ... Later ranks have
-    more work, by at most one part in the number of stripes (Brandon et al. 2023, arXiv 2311.09431, section 3).
-
-    Args:
-        place: coordinate of the rank along `cp`.
-        ranks: number of context-parallel ranks.
-        pieces: number of finer slices into which each of these is divided.
-        stripes: number of slices per rank (None: an early and a late one).
-
-    >>> [slices_of_rank(place, 3) for place in range(3)]
-    [(0, 5), (1, 4), (2, 3)]
-    >>> slices_of_rank(0, 2, pieces=2), slices_of_rank(1, 2, stripes=4)
-    ((0, 1, 6, 7), (1, 3, 5, 7))
-    """
-    slices = range(place, stripes * ranks, ranks) if stripes else (place, 2 * ranks - 1 - place)
-    return tuple(piece for slice in slices for piece in range(slice * pieces, (slice + 1) * pieces))
 
 
 class LayerStores(NamedTuple):

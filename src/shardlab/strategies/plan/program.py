@@ -1,8 +1,8 @@
 """Program that follows any plan.
 
-A schedule gives the order of the steps of a rank, and `PlanRunner` says what each kind of step does: a pass of a stage
-on one microbatch, a message, a gather or a reduction. `TracedRunner` adds the messages between pipeline stages. The
-runner of compressed steps (`shardlab.simulate.predict.compressed`) is the other subclass.
+A schedule gives the order of the actions of a rank, and `PlanRunner` has a method for each kind of action: a pass of a
+stage on one microbatch, a message, a gather or a reduction. `TracedRunner` adds the messages between pipeline stages.
+The runner of compressed steps (`shardlab.simulate.predict.compressed`) is the other subclass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def program_from_plan(plan: Plan) -> Strategy:
 
 
 class PlanRunner(Generic[V]):
-    """Loop of one rank over the steps of its plan. Subclasses send and receive the messages of a pipeline.
+    """Loop of one rank over the schedule of its plan. Subclasses send and receive the messages of a pipeline.
 
     Args:
         rank: the rank, with its stores and verbs.
@@ -65,7 +65,7 @@ class PlanRunner(Generic[V]):
         await self.gradients.update()
 
     async def step(self, step: ShardedStep) -> None:
-        """Run one step of the schedule."""
+        """Run one action of the schedule."""
         microbatches, stages = self.plan.microbatches, self.plan.stages
         match step:  # in a pipeline most steps are messages
             case Send() | Recv():

@@ -102,8 +102,8 @@ class LayerPlan:
 
     Attributes:
         completions: collectives before and after the layer.
-        part: (index, count) of the part of the experts that a router dispatches tokens to (None: to all experts, or
-            the layer is no router).
+        part: (index, count) of the part of the experts that a router dispatches tokens to (None: to all experts, or the
+            layer is no router).
         keeps: values that its forward pass keeps for the backward pass.
         recompute: layers whose forward pass runs again before this layer's backward pass, in order. The layer itself is
             included unless its backward pass recomputes by itself.
@@ -206,11 +206,6 @@ class ModelLayers:
         return self._cut_axes[layer]
 
     @cached_property
-    def _cut_axes(self) -> list[tuple[str, ...]]:
-        axes = {"expert": ("cp", "ep")}
-        return [tuple(axis for index in layer.cut for axis in axes.get(index, ("tp",))) for layer in self.layers]
-
-    @cached_property
     def feeding_attention(self) -> frozenset[int]:
         """Layers that output queries, keys and values. Attention runs between each of them and the next layer."""
         return frozenset(l for l, layer in enumerate(self.layers) if layer.projects)
@@ -252,26 +247,12 @@ class ModelLayers:
         """Return the number of the group of layers whose weights are gathered together: a block, as FSDP wraps it."""
         return self._gathered_with[layer]
 
-    @cached_property
-    def _gathered_with(self) -> list[int]:
-        layers = range(len(self.layers))
-        return [bisect_right(self.blocks, layer) for layer in layers] if self.blocks else list(layers)
-
     def reduced_with(self, layer: int) -> int:
         """Return the number of the block whose gradients are reduced together with those of a layer.
 
         The embedding is part of the first block and the head part of the last, as in models of whole blocks.
         """
         return bisect_right((self.blocks or self.pipeline_cuts)[1:-1], layer)
-
-    @cached_property
-    def _attention_inside(self) -> bool:
-        """Whether attention is part of a layer rather than a separate step."""
-        sliced = [layer for layer in self.layers if layer.sliced]
-        return not sliced or any(layer.mixes_tokens for layer in sliced)
-
-    def _is_cut_along(self, axis: str) -> bool:
-        return any(axis in axes for axes in self._cut_axes)
 
     def require(self, plan: Plan) -> None:
         """Check that the layers are fine enough for a plan's mesh and recomputation.
@@ -302,6 +283,25 @@ class ModelLayers:
                 f"{what}, but attention is not a step of its own in this model's layers; give Sizes.context_blocks or "
                 "those of models.cut with attention_apart=True"
             )
+
+    @cached_property
+    def _cut_axes(self) -> list[tuple[str, ...]]:
+        axes = {"expert": ("cp", "ep")}
+        return [tuple(axis for index in layer.cut for axis in axes.get(index, ("tp",))) for layer in self.layers]
+
+    @cached_property
+    def _gathered_with(self) -> list[int]:
+        layers = range(len(self.layers))
+        return [bisect_right(self.blocks, layer) for layer in layers] if self.blocks else list(layers)
+
+    @cached_property
+    def _attention_inside(self) -> bool:
+        """Whether attention is part of a layer rather than a separate step."""
+        sliced = [layer for layer in self.layers if layer.sliced]
+        return not sliced or any(layer.mixes_tokens for layer in sliced)
+
+    def _is_cut_along(self, axis: str) -> bool:
+        return any(axis in axes for axes in self._cut_axes)
 
 
 _model_layers = lru_cache(maxsize=64)(ModelLayers)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from shardlab.language import Sizes, UserError
-from shardlab.strategies.plan.layer_passes import slices_of_rank
+from shardlab.strategies.plan.context_parallel import slices_of_rank
 from shardlab.strategies.plan.plan import BATCH_AXES, CUT_AXES, Plan
 from shardlab.strategies.plan.rank_plan import (
     Completion,

@@ -33,7 +33,8 @@ class ParameterGatherer(Generic[V]):
         self._explicit = rank_plan.explicit_gathers
         self._uses: Sequence[WeightUse] = weight_uses(rank_plan, rank_plan.steps) if rank_plan.gather_axes else ()
         gathered = set(rank_plan.layers).difference(rank_plan.weightless) if rank_plan.gather_axes else ()
-        self._whole = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in gathered}  # to the owner
+        # Layer to the owner of its weight.
+        self._whole = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in gathered}
         self._at = 0
         self._in_flight: dict[int, Awaitable[V]] = {}
 
@@ -120,7 +121,7 @@ class GradientReducer(Generic[V]):
         reduced_over = (*(w.reduce_every_microbatch for w in weights), *(w.reduce_once for w in weights))
         axes = dict.fromkeys(axis for axes in reduced_over for axis in axes)
         self._in_flight = {axis: deque[PendingReduction[V]]() for axis in axes}
-        self._elements = dict.fromkeys(axes, 0)  # of the gradients in flight
+        self._elements = dict.fromkeys(axes, 0)  # elements of the gradients in flight
         untrained = {*rank_plan.weightless, *rank_plan.frozen}
         owners = {l: rank_plan.weight_of(l) for l in rank_plan.layers if l not in untrained}
         self._reduced = {l: (owner, rank_plan.weights[owner].reduce_every_microbatch) for l, owner in owners.items()}

@@ -68,14 +68,6 @@ def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) 
     yield from backward[len(forward) - warmup :]
 
 
-def _groups(microbatches: int, ranks: int) -> list[range]:
-    """Return consecutive groups of at least `ranks` microbatches, larger groups first."""
-    count = max(1, microbatches // ranks)
-    size, larger = divmod(microbatches, count)
-    starts = [i * size + min(i, larger) for i in range(count + 1)]
-    return [range(a, b) for a, b in pairwise(starts)]
-
-
 def zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """ZB-H1: every rank needs the memory that 1F1B needs on the first rank, and has a third of the bubble of 1F1B.
 
@@ -92,19 +84,6 @@ def zb_h2(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Ite
     Source: Qi et al. 2023, arXiv 2401.10241, fig. 3, bottom.
     """
     return _late_weights(rank, microbatches, warmup=2 * (ranks - rank - 1), late=2 * rank)
-
-
-def _late_weights(rank: int, microbatches: int, warmup: int, late: int) -> Iterator[Action]:
-    """Yield 1F1B with split backward passes, where the last `late` weight halves fill the bubble at the end."""
-    warmup, late = min(warmup, microbatches), min(late, microbatches)
-    yield from (Forward(rank, i) for i in range(warmup))
-    for i in range(microbatches):
-        if warmup + i < microbatches:
-            yield Forward(rank, warmup + i)
-        yield BackwardInput(rank, i)
-        if i >= late:
-            yield BackwardWeight(rank, i - late)
-    yield from (BackwardWeight(rank, i) for i in range(microbatches - late, microbatches))
 
 
 def zb_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
@@ -146,6 +125,47 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -
             yield action
 
 
+Pass = Iterator[Action]
+"""Passes of one kind of one stage, a microbatch at a time."""
+
+
+def passes(kind: Callable[[int, int], Action], stage: int, microbatches: Iterator[int] | None = None) -> Pass:
+    """Return the passes of one kind of a stage, from microbatch 0. Two kinds may share the iterator `microbatches`."""
+    return map(kind, repeat(stage), microbatches or count())
+
+
+def in_phases(*phases: tuple[int, list[Pass]]) -> Iterator[Action]:
+    """Yield the phases of a schedule.
+
+    Args:
+        phases: for each phase, how often it is repeated, and the passes of which it takes one each in turn.
+    """
+    for times, turn in phases:
+        for _ in range(times):
+            yield from map(next, turn)
+
+
+def _groups(microbatches: int, ranks: int) -> list[range]:
+    """Return consecutive groups of at least `ranks` microbatches, larger groups first."""
+    count = max(1, microbatches // ranks)
+    size, larger = divmod(microbatches, count)
+    starts = [i * size + min(i, larger) for i in range(count + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]
+
+
+def _late_weights(rank: int, microbatches: int, warmup: int, late: int) -> Iterator[Action]:
+    """Yield 1F1B with split backward passes, where the last `late` weight halves fill the bubble at the end."""
+    warmup, late = min(warmup, microbatches), min(late, microbatches)
+    yield from (Forward(rank, i) for i in range(warmup))
+    for i in range(microbatches):
+        if warmup + i < microbatches:
+            yield Forward(rank, warmup + i)
+        yield BackwardInput(rank, i)
+        if i >= late:
+            yield BackwardWeight(rank, i - late)
+    yield from (BackwardWeight(rank, i) for i in range(microbatches - late, microbatches))
+
+
 def _dualpipe_v_order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     down, up = rank, 2 * ranks - 1 - rank
     next_down, next_up = count(), count()  # whole backward passes and input halves share one sequence of microbatches
@@ -170,23 +190,3 @@ def _dualpipe_v_order(rank: int, ranks: int, microbatches: int) -> Iterator[Acti
         if isinstance(action, BackwardInput):
             halves.append(action)
         yield action
-
-
-Pass = Iterator[Action]
-"""Passes of one kind of one stage, a microbatch at a time."""
-
-
-def passes(kind: Callable[[int, int], Action], stage: int, microbatches: Iterator[int] | None = None) -> Pass:
-    """Return the passes of one kind of a stage, from microbatch 0. Two kinds may share the iterator `microbatches`."""
-    return map(kind, repeat(stage), microbatches or count())
-
-
-def in_phases(*phases: tuple[int, list[Pass]]) -> Iterator[Action]:
-    """Yield the phases of a schedule.
-
-    Args:
-        phases: for each phase, how often it is repeated, and the passes of which it takes one each in turn.
-    """
-    for times, turn in phases:
-        for _ in range(times):
-            yield from map(next, turn)

@@ -234,29 +234,6 @@ class Table:
                 if all(places[other.word] > places[cell.word] for other in found):
                     raise cell.refuse(f"it needs {found[0].word}, which comes only in column {found[0].column}")
 
-    def _needs(self, cell: Cell) -> Iterator[tuple[str, ...]]:
-        """Yield groups of cells. One of each group must come before the step in its own row."""
-        s, m = cell.stage, cell.microbatch
-        if cell.kind in ("B", "I", "SEND_F"):
-            yield (f"{s}F{m}",)
-        if cell.kind == "W":
-            yield (f"{s}I{m}",)
-        if cell.kind == "SEND_B":
-            yield (f"{s}B{m}", f"{s}I{m}")
-        for stage, made in self._input(cell):
-            if self.ranks[stage] == cell.rank:
-                yield made
-            elif self.messages:
-                yield (f"{s}RECV_{'F' if cell.kind == 'F' else 'B'}{m}",)
-
-    def _input(self, cell: Cell) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Yield the stage whose output an action reads, with the cells that compute that output."""
-        s, m = cell.stage, cell.microbatch
-        if cell.kind == "F" and s > 0:
-            yield s - 1, (f"{s - 1}F{m}",)
-        if cell.kind in ("B", "I") and s + 1 < len(self.ranks):
-            yield s + 1, (f"{s + 1}B{m}", f"{s + 1}I{m}")
-
     def check_complete(self) -> None:
         """Check that every stage has a forward and a backward pass for every microbatch."""
         actions = [cell for cell in self.cells.values() if cell.kind in ACTIONS]
@@ -293,6 +270,29 @@ class Table:
         if stuck:
             others = ", ".join(f"{cell.word} (row {cell.row}, column {cell.column})" for cell in stuck[1:])
             raise stuck[0].refuse(f"the schedule cannot go on: this and {others} wait for each other")
+
+    def _needs(self, cell: Cell) -> Iterator[tuple[str, ...]]:
+        """Yield groups of cells. One of each group must come before the step in its own row."""
+        s, m = cell.stage, cell.microbatch
+        if cell.kind in ("B", "I", "SEND_F"):
+            yield (f"{s}F{m}",)
+        if cell.kind == "W":
+            yield (f"{s}I{m}",)
+        if cell.kind == "SEND_B":
+            yield (f"{s}B{m}", f"{s}I{m}")
+        for stage, made in self._input(cell):
+            if self.ranks[stage] == cell.rank:
+                yield made
+            elif self.messages:
+                yield (f"{s}RECV_{'F' if cell.kind == 'F' else 'B'}{m}",)
+
+    def _input(self, cell: Cell) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Yield the stage whose output an action reads, with the cells that compute that output."""
+        s, m = cell.stage, cell.microbatch
+        if cell.kind == "F" and s > 0:
+            yield s - 1, (f"{s - 1}F{m}",)
+        if cell.kind in ("B", "I") and s + 1 < len(self.ranks):
+            yield s + 1, (f"{s + 1}B{m}", f"{s + 1}I{m}")
 
     def _ready(self, cell: Cell, done: set[str]) -> bool:
         """Return whether the input of an action has been computed, and sent if it comes from another rank."""
@@ -365,28 +365,6 @@ def has_messages(rows: Rows) -> bool:
     return any(_messages(rows))
 
 
-def _ranks_of_stages(rows: Rows) -> tuple[int, ...]:
-    """Return the rank of each stage: the one with most of its actions. All other actions must be there too."""
-    counts: dict[int, Counter[int]] = {}
-    for cell in (cell for row in rows for cell in row if cell.kind in ACTIONS):
-        counts.setdefault(cell.stage, Counter())[cell.rank] += 1
-    ranks = {stage: on.most_common(1)[0][0] for stage, on in counts.items()}
-    gap = next(stage for stage in count() if stage not in ranks)
-    for cell in (cell for row in rows for cell in row):
-        if cell.stage not in ranks:
-            raise cell.refuse(f"no row computes on stage {cell.stage}; add its actions or remove this")
-        if ranks[cell.stage] != cell.rank:
-            rank, on = ranks[cell.stage], counts[cell.stage]
-            if on[rank] == on[cell.rank]:
-                raise cell.refuse(
-                    f"row {rank + 1} does as much of stage {cell.stage}, which is on one rank; remove one"
-                )
-            raise cell.refuse(f"stage {cell.stage} is on rank {rank}, and all its words must stand in row {rank + 1}")
-        if cell.stage > gap:
-            raise cell.refuse(f"no row has stage {gap}; stages are numbered from 0 without a gap")
-    return tuple(ranks[stage] for stage in range(len(ranks)))
-
-
 _NAMES: dict[type, str] = {step: kind for kind, step in (*ACTIONS.items(), *SHARDING.items())}
 
 OLD_BACKWARD = "BW"
@@ -407,6 +385,28 @@ _WORD = re.compile(rf"([0-9]{{1,9}})({'|'.join((*KINDS, OLD_BACKWARD))})([0-9]{{
 _LOOKS_LIKE = re.compile(r"([0-9]{1,9})\W*([A-Z]\w*?)\W*([0-9]{0,9})", re.IGNORECASE)
 
 _OVERLAP = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
+
+
+def _ranks_of_stages(rows: Rows) -> tuple[int, ...]:
+    """Return the rank of each stage: the one with most of its actions. All other actions must be there too."""
+    counts: dict[int, Counter[int]] = {}
+    for cell in (cell for row in rows for cell in row if cell.kind in ACTIONS):
+        counts.setdefault(cell.stage, Counter())[cell.rank] += 1
+    ranks = {stage: on.most_common(1)[0][0] for stage, on in counts.items()}
+    gap = next(stage for stage in count() if stage not in ranks)
+    for cell in (cell for row in rows for cell in row):
+        if cell.stage not in ranks:
+            raise cell.refuse(f"no row computes on stage {cell.stage}; add its actions or remove this")
+        if ranks[cell.stage] != cell.rank:
+            rank, on = ranks[cell.stage], counts[cell.stage]
+            if on[rank] == on[cell.rank]:
+                raise cell.refuse(
+                    f"row {rank + 1} does as much of stage {cell.stage}, which is on one rank; remove one"
+                )
+            raise cell.refuse(f"stage {cell.stage} is on rank {rank}, and all its words must stand in row {rank + 1}")
+        if cell.stage > gap:
+            raise cell.refuse(f"no row has stage {gap}; stages are numbered from 0 without a gap")
+    return tuple(ranks[stage] for stage in range(len(ranks)))
 
 
 def _as_today(rows: Rows) -> list[list[Cell]]:

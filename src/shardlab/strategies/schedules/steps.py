@@ -1,8 +1,8 @@
-"""Steps of a pipeline: the passes of a schedule, with messages and, for sharded stages, gathers and reductions.
+"""Pipeline steps of all ranks: the passes of a schedule, with messages and, for sharded stages, gathers and reductions.
 
-`resolve_schedule` runs a schedule's generator for every rank, checks that each stage does each pass once, and inserts
-the messages (`insert_messages`) so that the pipeline cannot deadlock on any kind of channel. `insert_sharding_steps`
-adds gathers and reductions to the steps of one rank.
+A step here is one action of a rank, not an optimizer step. `resolve_schedule` runs a schedule's generator for every
+rank, checks that each stage does each pass once, and inserts the messages (`insert_messages`) so that the pipeline
+cannot deadlock on any kind of channel. `insert_sharding_steps` adds gathers and reductions to the steps of one rank.
 """
 
 from __future__ import annotations

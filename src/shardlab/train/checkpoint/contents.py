@@ -2,8 +2,8 @@
 
 `kept_ranges` lists everything that a rank keeps. `Snapshot` copies those ranges that this rank writes: if several ranks
 keep the same range, one of them writes it. `describe_layers` records where each parameter of the whole model lies in
-the buffers of the plan's layers; `parse_pieces` reads that record. So a reader need not construct the layers of
-the plan that wrote the checkpoint. The last functions convert tensors to the bytes of a safetensors file.
+the buffers of the plan's layers; `parse_pieces` reads that record. So a reader need not construct the layers of the
+plan that wrote the checkpoint. The last functions convert tensors to the bytes of a safetensors file.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -74,7 +74,7 @@ def kept_ranges(state: State) -> Iterator[KeptRange]:
         part, place = optimizer_of(state, key), offloaded.get(key, "")
         if state.analysis.kept.memory_of(*key) is None:
             yield from _split(state, WEIGHTS, key, part.weights)
-        yield from _split(state, EXACT, key, [part.lying(exact) for exact in part.exact], place)
+        yield from _split(state, EXACT, key, [part.current(exact) for exact in part.exact], place)
         yield from _moments(state, key, part, place)
 
 
@@ -156,80 +156,12 @@ def updates_of(state: State) -> int:
     return max(counts, default=0)
 
 
-def _split(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: str = "") -> Iterator[KeptRange]:
-    """Split tensors, which hold the elements of some slices one after the other, into the ranges of these slices."""
-    ranges = iter(state.shapes.ranges(*key))
-    for tensor in tensors:
-        while len(tensor):
-            start, stop = next(ranges)
-            yield KeptRange(kind, key[0], start, tensor[: stop - start], key, place)
-            tensor = tensor[stop - start :]
-
-
-def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRange]:
-    """Yield the moments that the optimizers of a slice keep, which have the shapes of its leaves."""
-    starts = {leaf: start for start, leaf in part.leaves}
-    for optimizer in part.optimizers:
-        for leaf, kept in optimizer.state.items():
-            for name, moment in kept.items():
-                if isinstance(moment, Tensor) and moment.shape == leaf.shape:
-                    yield KeptRange(name, key[0], starts[leaf], part.lying(moment).view(-1), key, place)
-
-
-def _ranges_to_write(state: State, keys: list[list[Key]]) -> dict[Key, list[tuple[int, int]]]:
-    """Return the ranges that this rank writes, by the slices to which they belong.
-
-    If several ranks have a piece, they take turns, by the numbers of layer and piece.
-
-    Args:
-        state: this rank's tensors.
-        keys: slices of each rank.
-    """
-    mine: dict[Key, list[tuple[int, int]]] = {}
-    for layer in range(state.model.layers):
-        holders = [(rank, holds) for rank, theirs in enumerate(keys) for each, holds in theirs if each == layer]
-        pieces = math.lcm(*(holds.of for _, holds in holders))
-        owners: list[list[tuple[int, Holds]]] = [[] for _ in range(pieces)]
-        for rank, holds in holders:
-            for piece in bits(holds.refined(pieces).mask):
-                owners[piece].append((rank, holds))
-        size = state.shapes.flat[layer] // pieces
-        for piece, candidates in enumerate(owners):
-            if candidates:
-                rank, holds = candidates[(layer + piece) % len(candidates)]
-                if rank == state.rank:
-                    mine.setdefault((layer, holds), []).append((piece * size, (piece + 1) * size))
-    return mine
-
-
 def describe_layers(model: Model, shapes: Shapes) -> list[dict[str, Any]]:
     """Return for each layer of a model the length of its flat buffer and the pieces in it, for a JSON file."""
     return [
         {"length": shapes.flat[layer], "pieces": list(_pieces(model, layer, shapes.flat[layer]))}
         for layer in range(model.layers)
     ]
-
-
-def _pieces(model: Model, layer: int, length: int) -> Sequence[dict[str, Any]]:
-    layout, run = model.layout(layer), model.run(layer)
-    wholes = {whole.name: (block, whole) for block, whole in run.parameters()}
-    pieces: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for slice in range(layout.slices):
-        for piece, offset in zip(layout.parameters, layout.offsets, strict=True):
-            block, whole = wholes[piece.name]
-            cuts = [(*cut, number) for cut, number in cuts_of(run, whole, slice)]
-            pieces.setdefault(  # slices with the same part of a parameter share an entry
-                (piece.name, *cuts),
-                {
-                    "block": block,
-                    "name": piece.name,
-                    "whole": whole.shape,
-                    "shape": piece.shape,
-                    "start": slice * (length // layout.slices) + offset,
-                    "cuts": cuts,
-                },
-            )
-    return list(pieces.values())
 
 
 class ParameterPiece(NamedTuple):
@@ -305,3 +237,71 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, without a copy."""
     return memoryview(cast(Any, tensor.flatten().view(torch.uint8).numpy()))
+
+
+def _split(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: str = "") -> Iterator[KeptRange]:
+    """Split tensors, which hold the elements of some slices one after the other, into the ranges of these slices."""
+    ranges = iter(state.shapes.ranges(*key))
+    for tensor in tensors:
+        while len(tensor):
+            start, stop = next(ranges)
+            yield KeptRange(kind, key[0], start, tensor[: stop - start], key, place)
+            tensor = tensor[stop - start :]
+
+
+def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRange]:
+    """Yield the moments that the optimizers of a slice keep, which have the shapes of its leaves."""
+    starts = {leaf: start for start, leaf in part.leaves}
+    for optimizer in part.optimizers:
+        for leaf, kept in optimizer.state.items():
+            for name, moment in kept.items():
+                if isinstance(moment, Tensor) and moment.shape == leaf.shape:
+                    yield KeptRange(name, key[0], starts[leaf], part.current(moment).view(-1), key, place)
+
+
+def _ranges_to_write(state: State, keys: list[list[Key]]) -> dict[Key, list[tuple[int, int]]]:
+    """Return the ranges that this rank writes, by the slices to which they belong.
+
+    If several ranks have a piece, they take turns, by the numbers of layer and piece.
+
+    Args:
+        state: this rank's tensors.
+        keys: slices of each rank.
+    """
+    mine: dict[Key, list[tuple[int, int]]] = {}
+    for layer in range(state.model.layers):
+        holders = [(rank, holds) for rank, theirs in enumerate(keys) for each, holds in theirs if each == layer]
+        pieces = math.lcm(*(holds.of for _, holds in holders))
+        owners: list[list[tuple[int, Holds]]] = [[] for _ in range(pieces)]
+        for rank, holds in holders:
+            for piece in bits(holds.refined(pieces).mask):
+                owners[piece].append((rank, holds))
+        size = state.shapes.flat[layer] // pieces
+        for piece, candidates in enumerate(owners):
+            if candidates:
+                rank, holds = candidates[(layer + piece) % len(candidates)]
+                if rank == state.rank:
+                    mine.setdefault((layer, holds), []).append((piece * size, (piece + 1) * size))
+    return mine
+
+
+def _pieces(model: Model, layer: int, length: int) -> Sequence[dict[str, Any]]:
+    layout, run = model.layout(layer), model.run(layer)
+    wholes = {whole.name: (block, whole) for block, whole in run.parameters()}
+    pieces: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for slice in range(layout.slices):
+        for piece, offset in zip(layout.parameters, layout.offsets, strict=True):
+            block, whole = wholes[piece.name]
+            cuts = [(*cut, number) for cut, number in cuts_of(run, whole, slice)]
+            pieces.setdefault(  # slices with the same part of a parameter share an entry
+                (piece.name, *cuts),
+                {
+                    "block": block,
+                    "name": piece.name,
+                    "whole": whole.shape,
+                    "shape": piece.shape,
+                    "start": slice * (length // layout.slices) + offset,
+                    "cuts": cuts,
+                },
+            )
+    return list(pieces.values())

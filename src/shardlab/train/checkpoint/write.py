@@ -52,10 +52,6 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:04}.safetensors"
 
 
-def _note_of(rank: int) -> str:
-    return f"rank-{rank:04}.json"
-
-
 class HashedChunks:
     """Iterator over chunks that counts their bytes and computes their checksum."""
 
@@ -156,11 +152,6 @@ def commit(disk: Disk, folder: Path, ranks: int, documents: Mapping[str, str], k
             disk.remove(checkpoints / name)
 
 
-def _mark_old(disk: Disk, folder: Path) -> None:
-    """Rename the folder of a checkpoint that is to be removed."""
-    disk.rename(folder, folder.with_name(folder.name + OLD))
-
-
 class Disk:
     """Operations on the disk that write a checkpoint. Tests replace them to crash between any two of them.
 
@@ -205,6 +196,15 @@ class Disk:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def _note_of(rank: int) -> str:
+    return f"rank-{rank:04}.json"
+
+
+def _mark_old(disk: Disk, folder: Path) -> None:
+    """Rename the folder of a checkpoint that is to be removed."""
+    disk.rename(folder, folder.with_name(folder.name + OLD))
 
 
 def _sync(path: Path, flags: int) -> None:

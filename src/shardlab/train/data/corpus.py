@@ -1,4 +1,4 @@
-"""The corpus of a run: a text, documents, a prepared folder, or several of them mixed by weight.
+"""Corpus of a run: a text, documents, a prepared folder, or several of them mixed by weight.
 
 `Corpus.open` takes the sources that a user names (`parse_sources`) and returns a training and a validation stream of
 sequences. A text whose tokens are its bytes stays in its file. Other files are encoded when they are opened, by every
@@ -215,33 +215,6 @@ class Corpus:
             tuple(note for each in found for note in each.notes),
         )
 
-    @classmethod
-    def _open_source(cls, path: Path, seq_len: int, tokenizer: Tokenizer | None, of: str, *, verify: bool) -> Corpus:
-        """Open one source. A text whose tokens are its bytes stays in its file."""
-        if path.is_dir():
-            found = cls.from_folder(path, seq_len, verify=verify)
-            if tokenizer is not None and not same_tokens(found.tokenizer, tokenizer):
-                raise UserError(
-                    f"{path} has another tokenizer ({_about(found.tokenizer)}) than {of} "
-                    f"({_about(tokenizer)}); give the text itself, or prepare it by --tokenizer {of}"
-                )
-            return found
-        given, by = Input.guess(path), tokenizer or ByteTokenizer()
-        if given.format == "text" and isinstance(by, ByteTokenizer):
-            return cls.from_text(map_text(path), seq_len, str(path))
-        if given.format == "tokens" and tokenizer is None:
-            raise UserError(
-                f"{path} has tokens, not a text; say whose they are (nanoGPT's are gpt2's) by shardlab data prepare "
-                f"{path} --tokenizer gpt2 --out FOLDER, and give the folder"
-            )
-        if given.size > MOST_BYTES_ENCODED:
-            whose = "" if tokenizer is None else f" --tokenizer {of}"
-            raise UserError(
-                f"{path} has {given.size:,} bytes, of which every rank would make tokens; make them once by shardlab "
-                f"data prepare {path}{whose} --out FOLDER, and give the folder"
-            )
-        return cls.encode(given, by, seq_len)
-
     @property
     def identity(self) -> str:
         """String that is equal for equal data and equal weights."""
@@ -278,6 +251,33 @@ class Corpus:
                 f"{names}: tokens go up to {largest:,} ({self.tokenizer.kind}), but the model's vocabulary is "
                 f"{vocab_size:,}; {what}"
             )
+
+    @classmethod
+    def _open_source(cls, path: Path, seq_len: int, tokenizer: Tokenizer | None, of: str, *, verify: bool) -> Corpus:
+        """Open one source. A text whose tokens are its bytes stays in its file."""
+        if path.is_dir():
+            found = cls.from_folder(path, seq_len, verify=verify)
+            if tokenizer is not None and not same_tokens(found.tokenizer, tokenizer):
+                raise UserError(
+                    f"{path} has another tokenizer ({_about(found.tokenizer)}) than {of} "
+                    f"({_about(tokenizer)}); give the text itself, or prepare it by --tokenizer {of}"
+                )
+            return found
+        given, by = Input.guess(path), tokenizer or ByteTokenizer()
+        if given.format == "text" and isinstance(by, ByteTokenizer):
+            return cls.from_text(map_text(path), seq_len, str(path))
+        if given.format == "tokens" and tokenizer is None:
+            raise UserError(
+                f"{path} has tokens, not a text; say whose they are (nanoGPT's are gpt2's) by shardlab data prepare "
+                f"{path} --tokenizer gpt2 --out FOLDER, and give the folder"
+            )
+        if given.size > MOST_BYTES_ENCODED:
+            whose = "" if tokenizer is None else f" --tokenizer {of}"
+            raise UserError(
+                f"{path} has {given.size:,} bytes, of which every rank would make tokens; make them once by shardlab "
+                f"data prepare {path}{whose} --out FOLDER, and give the folder"
+            )
+        return cls.encode(given, by, seq_len)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Documents from text, JSONL, Parquet and token files, or from a Python iterable, read piece by piece.
 
 A `DocumentSource` yields `Piece`s: whole documents, or parts of a long text. `Input` reads a file and `Documents` an
-iterable. What is wrong with an input is said with its place, such as a line or a row. Two texts need no input:
-`default_text`, which every machine has, and `tiny_shakespeare`, which is downloaded.
+iterable. An error names the place in the input, such as a line or a row. Two texts need no input: `default_text`, which
+every machine has, and `tiny_shakespeare`, which is downloaded.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ def tiny_shakespeare(file: Path | None) -> Generator[Path, None, None]:
         _require_shakespeare(file.read_bytes(), str(file))
         yield file
         return
-    import urllib.request  # which imports much else
+    import urllib.request  # this import is slow
 
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=DOWNLOAD_TIMEOUT) as answer:
@@ -474,7 +474,7 @@ def _parse_json(line: bytes) -> Any:
         return json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise
-    except ValueError:  # an integer of thousands of digits, which Python does not convert
+    except ValueError:  # Python does not convert an integer of thousands of digits
         return json.loads(line, parse_int=lambda _: 0)
 
 
@@ -485,7 +485,7 @@ def _read_lines(file: BinaryIO) -> bytes:
         return piece
     piece += file.readline(PIECE_BYTES)
     if not piece.endswith(b"\n"):
-        over = next((back for back in (1, 2, 3) if piece[-back] >= 0xC0), 0)  # where a character may have been cut
+        over = next((back for back in (1, 2, 3) if piece[-back] >= 0xC0), 0)  # the cut may be inside a character
         file.seek(-over, 1)
         return piece[: len(piece) - over]
     return piece

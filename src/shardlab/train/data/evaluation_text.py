@@ -1,8 +1,8 @@
 """Texts that a model is evaluated on, each document cut into sequences of its own.
 
-`read_eval_text` opens the validation part of a prepared folder, or any file of documents. Unlike in training,
-every token but the first of a document is predicted exactly once, and no sequence continues into the next document. The
-bytes behind the tokens are counted, so that models with different tokenizers can be compared in bits per byte.
+`read_eval_text` opens the validation part of a prepared folder, or any file of documents. Unlike in training, every
+token but the first of a document is predicted exactly once, and no sequence continues into the next document. The bytes
+behind the tokens are counted, so that models with different tokenizers can be compared in bits per byte.
 """
 
 from __future__ import annotations
@@ -38,20 +38,6 @@ class EvaluationText:
     tokenizer: Tokenizer
     seq_len: int
     lost: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    @cached_property
-    def _documents(self) -> tuple[Numbers, Numbers, Numbers]:
-        """First token, last token, and number of sequences of each document: (documents,) each."""
-        first, last = np.append(0, self.run.starts), np.append(self.run.starts, len(self.run.tokens)) - 1
-        return first, last, -(-(last - first) // self.seq_len)
-
-    @cached_property
-    def _spans(self) -> tuple[Numbers, Numbers]:
-        """Index of the first token and of the last target of each sequence: (sequences,) each."""
-        first, last, counts = self._documents
-        place: Numbers = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts: Numbers = np.repeat(first, counts) + place * self.seq_len
-        return starts, np.minimum(starts + self.seq_len, np.repeat(last, counts))
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -94,6 +80,20 @@ class EvaluationText:
             size = whole if whole is not None and b == last[number] else self._count(a, b + 1)
             found += max(0, size - self._count(a, a + 1))
         return found
+
+    @cached_property
+    def _documents(self) -> tuple[Numbers, Numbers, Numbers]:
+        """First token, last token, and number of sequences of each document: (documents,) each."""
+        first, last = np.append(0, self.run.starts), np.append(self.run.starts, len(self.run.tokens)) - 1
+        return first, last, -(-(last - first) // self.seq_len)
+
+    @cached_property
+    def _spans(self) -> tuple[Numbers, Numbers]:
+        """Index of the first token and of the last target of each sequence: (sequences,) each."""
+        first, last, counts = self._documents
+        place: Numbers = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts: Numbers = np.repeat(first, counts) + place * self.seq_len
+        return starts, np.minimum(starts + self.seq_len, np.repeat(last, counts))
 
     def _count(self, start: int, stop: int) -> int:
         return self.tokenizer.count_bytes(np.asarray(self.run.tokens[start:stop]))
@@ -141,6 +141,14 @@ def read_eval_text(
     return found
 
 
+def count_first_token_bytes(run: TokenRun, tokenizer: Tokenizer) -> int:
+    """Count the bytes of the first token of each document, which nothing predicts."""
+    firsts = np.append(np.asarray(run.tokens[:1]), np.asarray(run.tokens)[run.starts])
+    each, counts = np.unique(firsts, return_counts=True)
+    sizes = [tokenizer.count_bytes(token[None]) for token in each]
+    return int(np.dot(sizes, counts))
+
+
 def _read_file(given: Input, tokenizer: Tokenizer, seq_len: int, at_most: int | None) -> EvaluationText:
     """Encode a file as `shardlab data prepare` does. Bytes of a text stay in their file."""
     if given.format == "text" and isinstance(tokenizer, ByteTokenizer):
@@ -150,11 +158,3 @@ def _read_file(given: Input, tokenizer: Tokenizer, seq_len: int, at_most: int | 
     text = encode_in_memory(given, tokenizer, None if at_most is None else (at_most, seq_len))
     run = text.ends.part(text.tokens, 0, len(text.tokens), tokenizer)
     return EvaluationText(run, tokenizer, seq_len, text.lost)
-
-
-def count_first_token_bytes(run: TokenRun, tokenizer: Tokenizer) -> int:
-    """Count the bytes of the first token of each document, which nothing predicts."""
-    firsts = np.append(np.asarray(run.tokens[:1]), np.asarray(run.tokens)[run.starts])
-    each, counts = np.unique(firsts, return_counts=True)
-    sizes = [tokenizer.count_bytes(token[None]) for token in each]
-    return int(np.dot(sizes, counts))

@@ -227,51 +227,6 @@ def encode_documents(
                     yield from _split_token_document(piece.tokens, piece.ends, tokenizer)
 
 
-def _write_tokens(
-    reading: DocumentReader, tokenizer: Tokenizer, dtype: np.dtype[np.void], path: Path
-) -> tuple[PieceBoundaries, int, Counter[str]]:
-    """Write all tokens into one file; return the boundaries of its pieces, its largest token, and what has no token."""
-    ends, largest, lost = PieceBoundaries(), 0, Counter[str]()
-    with path.open("wb") as file:
-        for piece in encode_documents(reading, tokenizer, lost):
-            ends.add(piece)
-            largest = max(largest, int(piece.tokens.max(initial=0)))
-            if largest >= tokenizer.vocab_size:
-                size = tokenizer.vocab_size
-                raise UserError(f"the tokenizer gives token {largest}, but its vocabulary is {size}; mend it")
-            file.write(piece.tokens.astype(dtype).tobytes())
-    if (written := ends.tokens[-1]) < 2:
-        raise UserError(
-            "the input is empty; give some text"
-            if not ends.bytes[-1]
-            else f"the input has {written} token{'' if written == 1 else 's'}, but a token and the next one are needed "
-            "in each part; give a longer text, or a tokenizer that fits it" + (f": {lost_text(lost)}" if lost else "")
-        )
-    return ends, largest, lost
-
-
-def _split(
-    folder: Path, dtype: np.dtype[np.void], ends: PieceBoundaries, tokenizer: Tokenizer, validation: float
-) -> list[TokenCount]:
-    """Move the last tokens into a file of their own, and write where documents begin and how long their texts are."""
-    cut, total = ends.split(validation), ends.tokens[-1]
-    counts: list[TokenCount] = []
-    whole = cast(Tokens, np.memmap(folder / TRAINING, dtype, "r"))
-    for part, start, stop in zip(PARTS, (0, cut), (cut, total), strict=True):
-        run = ends.part(whole, start, stop, tokenizer)
-        run.starts.astype("<i8").tofile(folder / f"{part}.documents.bin")
-        assert run.sizes is not None
-        run.sizes.astype("<i8").tofile(folder / f"{part}.sizes.bin")
-        counts.append(TokenCount(stop - start, run.documents))
-    del whole
-    with (folder / TRAINING).open("r+b") as source, (folder / "validation.bin").open("wb") as target:
-        source.seek(cut * dtype.itemsize)
-        while block := source.read(PIECE_BYTES):
-            target.write(block)
-        os.truncate(source.fileno(), cut * dtype.itemsize)
-    return counts
-
-
 class DocumentReader:
     """Reader of the documents of several sources, in order. They can be read several times."""
 
@@ -327,31 +282,6 @@ def name_source_in_errors(source: DocumentSource) -> Generator[None]:
         raise UserError(f"{source.name}: {error}") from None
 
 
-def _add_special_tokens(
-    tokens: NDArray[np.int64], piece: Piece, source: DocumentSource, tokenizer: Tokenizer
-) -> NDArray[np.int64]:
-    """Add the tokens that begin and end a document to the tokens of a piece."""
-    before = tokenizer.begin if piece.begins and piece.text else ()
-    after = () if tokenizer.end is None or not (piece.ends and source.ends and piece.text) else (tokenizer.end,)
-    return np.concatenate([before, tokens, after], dtype=np.int64, casting="unsafe") if before or after else tokens
-
-
-def _split_token_document(tokens: NDArray[np.integer], ends: bool, tokenizer: Tokenizer) -> Iterator[EncodedPiece]:
-    """Split a document of tokens after every token that ends a document."""
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
-        wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
-        raise UserError(
-            f"token {wrong:,} is none of the {tokenizer.vocab_size:,} of the tokenizer ({tokenizer.kind}); say which "
-            "tokenizer they are of"
-        )
-    after = np.flatnonzero(tokens == tokenizer.end) + 1 if tokenizer.end is not None else np.empty(0, np.int64)
-    parts = np.split(tokens.astype(np.int64), after)
-    for number, part in enumerate(parts):
-        last = number == len(parts) - 1
-        if part.size or last:
-            yield EncodedPiece(part, tokenizer.count_bytes(part), ends if last else True)
-
-
 @dataclass
 class PieceBoundaries:
     """Boundaries of consecutive pieces, as running totals that begin with 0.
@@ -374,9 +304,7 @@ class PieceBoundaries:
             self.documents.append(len(self.tokens) - 1)
 
     def split(self, validation: float) -> int:
-        """Return where to cut off the validation part: at the share that was asked for, or at the end of a document
-        nearby.
-        """
+        """Return the boundary of the validation part: at the requested share, or at the end of a document nearby."""
         total = self.tokens[-1]
         cut = min(max(1, int(total * (1 - validation))), total - 1)
         ends = np.frombuffer(self.tokens, np.int64)[np.frombuffer(self.documents, np.int64)]
@@ -400,3 +328,75 @@ class PieceBoundaries:
             return self.bytes[piece]
         before = tokenizer.count_bytes(np.asarray(tokens[self.tokens[piece - 1] : place]))
         return min(self.bytes[piece - 1] + before, self.bytes[piece])
+
+
+def _write_tokens(
+    reading: DocumentReader, tokenizer: Tokenizer, dtype: np.dtype[np.void], path: Path
+) -> tuple[PieceBoundaries, int, Counter[str]]:
+    """Write all tokens into one file; return the boundaries of its pieces, its largest token, and the lost
+    characters.
+    """
+    ends, largest, lost = PieceBoundaries(), 0, Counter[str]()
+    with path.open("wb") as file:
+        for piece in encode_documents(reading, tokenizer, lost):
+            ends.add(piece)
+            largest = max(largest, int(piece.tokens.max(initial=0)))
+            if largest >= tokenizer.vocab_size:
+                size = tokenizer.vocab_size
+                raise UserError(f"the tokenizer gives token {largest}, but its vocabulary is {size}; mend it")
+            file.write(piece.tokens.astype(dtype).tobytes())
+    if (written := ends.tokens[-1]) < 2:
+        raise UserError(
+            "the input is empty; give some text"
+            if not ends.bytes[-1]
+            else f"the input has {written} token{'' if written == 1 else 's'}, but a token and the next one are needed "
+            "in each part; give a longer text, or a tokenizer that fits it" + (f": {lost_text(lost)}" if lost else "")
+        )
+    return ends, largest, lost
+
+
+def _split(
+    folder: Path, dtype: np.dtype[np.void], ends: PieceBoundaries, tokenizer: Tokenizer, validation: float
+) -> list[TokenCount]:
+    """Move the last tokens into a file of their own, and write where documents begin and how long their texts are."""
+    cut, total = ends.split(validation), ends.tokens[-1]
+    counts: list[TokenCount] = []
+    whole = cast(Tokens, np.memmap(folder / TRAINING, dtype, "r"))
+    for part, start, stop in zip(PARTS, (0, cut), (cut, total), strict=True):
+        run = ends.part(whole, start, stop, tokenizer)
+        run.starts.astype("<i8").tofile(folder / f"{part}.documents.bin")
+        assert run.sizes is not None
+        run.sizes.astype("<i8").tofile(folder / f"{part}.sizes.bin")
+        counts.append(TokenCount(stop - start, run.documents))
+    del whole
+    with (folder / TRAINING).open("r+b") as source, (folder / "validation.bin").open("wb") as target:
+        source.seek(cut * dtype.itemsize)
+        while block := source.read(PIECE_BYTES):
+            target.write(block)
+        os.truncate(source.fileno(), cut * dtype.itemsize)
+    return counts
+
+
+def _add_special_tokens(
+    tokens: NDArray[np.int64], piece: Piece, source: DocumentSource, tokenizer: Tokenizer
+) -> NDArray[np.int64]:
+    """Add the tokens that begin and end a document to the tokens of a piece."""
+    before = tokenizer.begin if piece.begins and piece.text else ()
+    after = () if tokenizer.end is None or not (piece.ends and source.ends and piece.text) else (tokenizer.end,)
+    return np.concatenate([before, tokens, after], dtype=np.int64, casting="unsafe") if before or after else tokens
+
+
+def _split_token_document(tokens: NDArray[np.integer], ends: bool, tokenizer: Tokenizer) -> Iterator[EncodedPiece]:
+    """Split a document of tokens after every token that ends a document."""
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
+        wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
+        raise UserError(
+            f"token {wrong:,} is none of the {tokenizer.vocab_size:,} of the tokenizer ({tokenizer.kind}); say which "
+            "tokenizer they are of"
+        )
+    after = np.flatnonzero(tokens == tokenizer.end) + 1 if tokenizer.end is not None else np.empty(0, np.int64)
+    parts = np.split(tokens.astype(np.int64), after)
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
+        if part.size or last:
+            yield EncodedPiece(part, tokenizer.count_bytes(part), ends if last else True)

@@ -55,8 +55,7 @@ class TokenRun:
 
     def sequences(self, seq_len: int) -> int:
         """Return the number of sequences, each with the token that follows it. An incomplete sequence at the end is
-        left
-        out.
+        left out.
         """
         return (len(self.tokens) - 1) // seq_len
 
@@ -99,8 +98,7 @@ class SequenceStream:
 
     def cut(self, numbers: Numbers, seq_len: int, seed: int | None) -> tuple[Numbers, Numbers]:
         """Return tokens and targets of the sequences with some numbers: (numbers, seq_len) each, -1 for a target that
-        does
-        not count.
+        does not count.
 
         Args:
             numbers: (n,), each 0 or more, without an upper limit.
@@ -134,7 +132,7 @@ class SequenceStream:
         ends = np.cumsum(self.shares)
         sources = np.searchsorted(ends, slots, "right")
         shares = np.array(self.shares)[sources]
-        drawn = turns * shares + slots - (ends[sources] - shares)  # of this source before
+        drawn = turns * shares + slots - (ends[sources] - shares)  # sequences of this source before
         places = np.empty_like(drawn)
         for source, run in enumerate(self.runs):
             mine, size = sources == source, run.sequences(seq_len)

@@ -96,7 +96,8 @@ class Tokenizer(ABC):
 
 
 def decode_incrementally(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> Iterator[bytes]:
-    """Yield what each token adds to the text of those before it, in bytes. Joined, they are the text of the whole run.
+    """Yield the bytes that each token adds to the text of the tokens before it. Joined, they are the text of the whole
+    run.
 
     Each token is decoded in a run that begins with the last token that was more than space, because tokenizers decode
     the beginning of a run differently.
@@ -182,6 +183,15 @@ class Characters(Tokenizer):
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
         return [self._encode(text) for text in texts]
 
+    def decode(self, tokens: NDArray[np.integer]) -> bytes:
+        return self._codes[np.minimum(tokens, self.vocab_size - 1)].tobytes().decode("utf-32-le").encode()
+
+    def token_texts(self) -> list[bytes]:
+        return [character.encode() for character in self.characters]
+
+    def files(self) -> dict[str, bytes]:
+        return {self.FILE: json.dumps(self.characters, ensure_ascii=True).encode()}
+
     def _encode(self, text: bytes) -> NDArray[np.int64]:
         codes = np.frombuffer(decode_utf8(text).encode("utf-32-le"), np.uint32)
         tokens = np.searchsorted(self._codes, codes)
@@ -192,15 +202,6 @@ class Characters(Tokenizer):
                 "vocabulary; leave it out, or train on data with a vocabulary that has it"
             )
         return tokens
-
-    def decode(self, tokens: NDArray[np.integer]) -> bytes:
-        return self._codes[np.minimum(tokens, self.vocab_size - 1)].tobytes().decode("utf-32-le").encode()
-
-    def token_texts(self) -> list[bytes]:
-        return [character.encode() for character in self.characters]
-
-    def files(self) -> dict[str, bytes]:
-        return {self.FILE: json.dumps(self.characters, ensure_ascii=True).encode()}
 
 
 COMPANIONS = (
@@ -276,22 +277,6 @@ class Gpt2(Tokenizer):
         return self._files
 
 
-def _load_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
-    """Return byte pairs with their ranks, read by tiktoken itself."""
-    load = import_extra("tiktoken.load", "the tokenizer gpt2")
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in files.items():
-            Path(folder, name).write_bytes(content)
-        before = os.environ.get("TIKTOKEN_CACHE_DIR")
-        os.environ["TIKTOKEN_CACHE_DIR"] = ""  # or it would copy the files into its cache
-        try:
-            return load.data_gym_to_mergeable_bpe_ranks(*(str(Path(folder, name)) for name in GPT2_FILES))
-        finally:
-            del os.environ["TIKTOKEN_CACHE_DIR"]
-            if before is not None:
-                os.environ["TIKTOKEN_CACHE_DIR"] = before
-
-
 class HuggingFace(Tokenizer):
     """Tokenizer of Hugging Face's library `tokenizers`.
 
@@ -319,9 +304,9 @@ class HuggingFace(Tokenizer):
         self._content, self._name, self._beside = content, name, dict(beside or {})
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises no more specific exception
             raise UserError(f"{name} is not a tokenizer of Hugging Face ({error}); give a whole one") from None
-        self._tokenizer.encode_special_tokens = True  # a text that spells one out is text
+        self._tokenizer.encode_special_tokens = True  # a special token that is spelled out in a text is text
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         parts: dict[str, Any] = json.loads(content)
@@ -341,13 +326,6 @@ class HuggingFace(Tokenizer):
         self._drops = "merges" in model and self._unknown is None and not self._letters.keys() <= vocabulary.keys()
         self._spellings: dict[int, str] = {}
         self._known: dict[str, bool] = {}
-
-    def _add_tokens(self, added: Mapping[int, str]) -> None:
-        """Add the tokens that only companion files have, as transformers does, if their numbers come next."""
-        tokenizers = import_extra("tokenizers", "a tokenizer.json")
-        for number, token in sorted(added.items()):
-            if number == self._tokenizer.get_vocab_size(with_added_tokens=True):
-                self._tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False, special=True)])
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> HuggingFace:
@@ -397,6 +375,35 @@ class HuggingFace(Tokenizer):
         """Return a token as it is written in the file."""
         return self._tokenizer.id_to_token(number) or ""
 
+    def count_lost(self, text: bytes, tokens: NDArray[np.integer]) -> Mapping[str, int]:
+        if self._unknown is not None:
+            count = int((tokens == self._unknown).sum())
+            return {self._spelled(self._unknown): count} if count else NO_LOSSES
+        if not self._drops:
+            return NO_LOSSES
+        return {each: count for each, count in Counter(decode_utf8(text)).items() if not self._knows(each)}
+
+    def token_texts(self) -> list[bytes]:
+        found: list[bytes] = []
+        for token in range(self.vocab_size):
+            word = self._spelled(token)
+            whole = "ByteLevel" in self._decoders and all(letter in self._letters for letter in word)
+            found.append(bytes(self._letters[letter] for letter in word) if whole else _unescape_bytes(word))
+        return found
+
+    def files(self) -> dict[str, bytes]:
+        return {
+            "tokenizer.json": self._content,
+            **{name: self._beside[name] for name in COMPANIONS if name in self._beside},
+        }
+
+    def _add_tokens(self, added: Mapping[int, str]) -> None:
+        """Add the tokens that only companion files have, as transformers does, if their numbers come next."""
+        tokenizers = import_extra("tokenizers", "a tokenizer.json")
+        for number, token in sorted(added.items()):
+            if number == self._tokenizer.get_vocab_size(with_added_tokens=True):
+                self._tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False, special=True)])
+
     def _spelled(self, token: int) -> str:
         """Return a token as its decoder takes it, except that bytes which are part of a character are escaped.
 
@@ -413,34 +420,12 @@ class HuggingFace(Tokenizer):
         self._spellings[token] = word
         return word
 
-    def count_lost(self, text: bytes, tokens: NDArray[np.integer]) -> Mapping[str, int]:
-        if self._unknown is not None:
-            count = int((tokens == self._unknown).sum())
-            return {self._spelled(self._unknown): count} if count else NO_LOSSES
-        if not self._drops:
-            return NO_LOSSES
-        return {each: count for each, count in Counter(decode_utf8(text)).items() if not self._knows(each)}
-
     def _knows(self, character: str) -> bool:
         """Return whether a character has a token. Spaces have: some tokenizers take them only as ends of words."""
         if character not in self._known:
             there = character.isspace() or bool(self._tokenizer.encode(character, add_special_tokens=False).ids)
             self._known[character] = there
         return self._known[character]
-
-    def token_texts(self) -> list[bytes]:
-        found: list[bytes] = []
-        for token in range(self.vocab_size):
-            word = self._spelled(token)
-            whole = "ByteLevel" in self._decoders and all(letter in self._letters for letter in word)
-            found.append(bytes(self._letters[letter] for letter in word) if whole else _unescape_bytes(word))
-        return found
-
-    def files(self) -> dict[str, bytes]:
-        return {
-            "tokenizer.json": self._content,
-            **{name: self._beside[name] for name in COMPANIONS if name in self._beside},
-        }
 
 
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -450,24 +435,6 @@ ESCAPE_BASE = 0x10F000
 """Code point, in a plane for private use, from which on bytes above 127 are escaped while a decoder handles them."""
 
 _ESCAPES = {ESCAPE_BASE + byte: 0xDC00 + byte for byte in range(128, 256)}
-
-
-def _escape_bytes(text: bytes) -> str:
-    """Turn bytes into characters that no decoder changes. Those below 128 are characters already."""
-    return "".join(chr(byte if byte < 128 else ESCAPE_BASE + byte) for byte in text)
-
-
-def _unescape_bytes(text: str) -> bytes:
-    """Turn a text with escaped bytes into bytes."""
-    return text.translate(_ESCAPES).encode(errors="surrogateescape")
-
-
-def _decoder_types(part: Any) -> frozenset[str]:
-    """Return the types of a decoder and of its parts."""
-    if not isinstance(part, dict):
-        return frozenset()
-    table = cast(dict[str, Any], part)
-    return frozenset({table.get("type", "")}).union(*map(_decoder_types, table.get("decoders", ())))
 
 
 def read_tokenizer(path: Path, config: Mapping[str, Any] | None = None) -> HuggingFace:
@@ -515,17 +482,18 @@ def export_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
     """
     match tokenizer:
         case ByteTokenizer():
-            # byte pairs without any pair: every byte stays what it is, under the letter that GPT-2 has for it
+            # byte pair encoding without any pair: every byte is a token, with GPT-2's letter for it
             vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
             return _files(_byte_level(words=False), _byte_level(words=False), _bpe(vocabulary, []))
         case Characters():
             each = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
             vocabulary = {character: token for token, character in enumerate(tokenizer.characters)}
-            model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}  # not in it: an unknown one raises
+            # "[UNK]" is not in the vocabulary, so an unknown token raises.
+            model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
             return _files(each, {"type": "Fuse"}, model)
         case Gpt2():
             vocabulary: dict[str, int] = json.loads(tokenizer.files()["encoder.json"])
-            lines = tokenizer.files()["vocab.bpe"].decode().splitlines()[1:]  # the first tells the version
+            lines = tokenizer.files()["vocab.bpe"].decode().splitlines()[1:]  # the first line gives the version
             merges = [line.split(" ") for line in lines if line]
             part = _byte_level(words=True)
             return _files(part, part, _bpe(vocabulary, merges), {END: vocabulary[END]}) | _end_files({}, tokenizer, END)
@@ -537,52 +505,14 @@ def export_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
             return {}
 
 
-def _byte_level(*, words: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": words}
-
-
-def _bpe(vocabulary: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
-    return {"type": "BPE", "vocab": vocabulary, "merges": merges}
-
-
-def _files(
-    pre_tokenizer: dict[str, Any], decoder: dict[str, Any], model: dict[str, Any], special: dict[str, int] | None = None
-) -> dict[str, bytes]:
-    absent = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": number, "content": name, **flags, "special": True} for name, number in (special or {}).items()]
-    parts = {"pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model}
-    return {
-        "tokenizer.json": _json({"version": "1.0", "added_tokens": added, **absent, **parts}),
-        CONFIG: _json(DEFAULT_CONFIG),
-    }
-
-
 DEFAULT_CONFIG: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-
-
-def _end_files(config: dict[str, Any], tokenizer: Tokenizer, name: str | None) -> dict[str, bytes]:
-    """Return the files that name the token which ends a text, unless the tokenizer's own files name it."""
-    there = tokenizer.files()
-    if name is None:
-        return {} if CONFIG in there else {CONFIG: _json(DEFAULT_CONFIG)}
-    files: dict[str, bytes] = {}
-    if not config.get("eos_token"):
-        files[CONFIG] = _json(DEFAULT_CONFIG | config | {"eos_token": name})
-    if "generation_config.json" not in there:
-        files["generation_config.json"] = _json({"eos_token_id": tokenizer.end})
-    return files
-
-
-def _json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 END = "<|endoftext|>"
 
 END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>")
-"""Usual names of the token that ends a document: GPT-2's and ours, Llama 3's and 2's, Gemma's,
-DeepSeek's. Special tokens come first: Gemma's vocabulary has the HTML tag </s> as well."""
+"""Usual names of the token that ends a document: GPT-2's and ours, Llama 3's and 2's, Gemma's, DeepSeek's. Special
+tokens come first: Gemma's vocabulary has the HTML tag </s> as well."""
 
 
 class SpecialTokens(NamedTuple):
@@ -617,18 +547,6 @@ def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
     end = next((each for each in ids if isinstance(each, int)), None)
     adds: Any = config.get("add_bos_token")
     return SpecialTokens({role: text for role, text in texts.items() if text}, numbers, adds, end)
-
-
-def _table(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    try:
-        found: Any = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
-        raise UserError(f"{name} beside the tokenizer is not JSON ({error}); copy the folder anew") from None
-    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
-
-
-def _as_list(value: Any) -> list[Any]:
-    return cast(list[Any], value) if isinstance(value, list) else [value]
 
 
 def token_text(token: Any) -> str:
@@ -666,3 +584,87 @@ def find_end_token(config: SpecialTokens, vocabulary: Mapping[str, int], special
         return config.end
     names = [*(name for name in END_NAMES if name in special), *END_NAMES]
     return next((vocabulary[name] for name in names if name in vocabulary), None)
+
+
+def _load_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
+    """Return byte pairs with their ranks, read by tiktoken itself."""
+    load = import_extra("tiktoken.load", "the tokenizer gpt2")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            Path(folder, name).write_bytes(content)
+        before = os.environ.get("TIKTOKEN_CACHE_DIR")
+        os.environ["TIKTOKEN_CACHE_DIR"] = ""  # otherwise tiktoken would copy the files into its cache
+        try:
+            return load.data_gym_to_mergeable_bpe_ranks(*(str(Path(folder, name)) for name in GPT2_FILES))
+        finally:
+            del os.environ["TIKTOKEN_CACHE_DIR"]
+            if before is not None:
+                os.environ["TIKTOKEN_CACHE_DIR"] = before
+
+
+def _escape_bytes(text: bytes) -> str:
+    """Turn bytes into characters that no decoder changes. Those below 128 are characters already."""
+    return "".join(chr(byte if byte < 128 else ESCAPE_BASE + byte) for byte in text)
+
+
+def _unescape_bytes(text: str) -> bytes:
+    """Turn a text with escaped bytes into bytes."""
+    return text.translate(_ESCAPES).encode(errors="surrogateescape")
+
+
+def _decoder_types(part: Any) -> frozenset[str]:
+    """Return the types of a decoder and of its parts."""
+    if not isinstance(part, dict):
+        return frozenset()
+    table = cast(dict[str, Any], part)
+    return frozenset({table.get("type", "")}).union(*map(_decoder_types, table.get("decoders", ())))
+
+
+def _byte_level(*, words: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": words}
+
+
+def _bpe(vocabulary: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
+    return {"type": "BPE", "vocab": vocabulary, "merges": merges}
+
+
+def _files(
+    pre_tokenizer: dict[str, Any], decoder: dict[str, Any], model: dict[str, Any], special: dict[str, int] | None = None
+) -> dict[str, bytes]:
+    absent = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": number, "content": name, **flags, "special": True} for name, number in (special or {}).items()]
+    parts = {"pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model}
+    return {
+        "tokenizer.json": _json({"version": "1.0", "added_tokens": added, **absent, **parts}),
+        CONFIG: _json(DEFAULT_CONFIG),
+    }
+
+
+def _end_files(config: dict[str, Any], tokenizer: Tokenizer, name: str | None) -> dict[str, bytes]:
+    """Return the files that name the token which ends a text, unless the tokenizer's own files name it."""
+    there = tokenizer.files()
+    if name is None:
+        return {} if CONFIG in there else {CONFIG: _json(DEFAULT_CONFIG)}
+    files: dict[str, bytes] = {}
+    if not config.get("eos_token"):
+        files[CONFIG] = _json(DEFAULT_CONFIG | config | {"eos_token": name})
+    if "generation_config.json" not in there:
+        files["generation_config.json"] = _json({"eos_token_id": tokenizer.end})
+    return files
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _table(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        found: Any = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise UserError(f"{name} beside the tokenizer is not JSON ({error}); copy the folder anew") from None
+    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return cast(list[Any], value) if isinstance(value, list) else [value]

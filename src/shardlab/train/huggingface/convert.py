@@ -191,7 +191,8 @@ def _write_config(
     family, model = family_of(source.model, str(source.folder))
     kept: dict[str, Any] = dict(source.config) if source.config.get("model_type") == family.model_type else {}
     config = write_config(family, model)
-    for name in ("rope_parameters", "dtype", "transformers_version"):  # said in other words below, or no longer true
+    # These fields are written below, or are no longer valid.
+    for name in ("rope_parameters", "dtype", "transformers_version"):
         kept.pop(name, None)
     for name in ("bos_token_id", "eos_token_id", "architectures"):
         config[name] = kept.get(name, config[name])

@@ -1,9 +1,9 @@
 """Families of models that Hugging Face's transformers also has: GPT-2, Llama and Mixtral.
 
 A `Family` lists the fields of config.json and the names of tensors. `read_model` reads a config.json, and
-`write_config` writes one. What the other side cannot express is refused, with every field that differs. `Naming.parts`
-tells in which tensors of a file the rows of a parameter lie: a parameter is a matrix (rows, columns), a vector has one
-column, and each expert of a mixture has a matrix.
+`write_config` writes one. A model that the other format cannot express is refused, with every field that differs.
+`Naming.parts` returns the tensors of a file in which the rows of a parameter lie: a parameter is a matrix (rows,
+columns), a vector has one column, and each expert of a mixture has a matrix.
 """
 
 from __future__ import annotations
@@ -70,46 +70,6 @@ def read_model(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
     return family, model
 
 
-def _rope(config: Mapping[str, Any], theta: float, wrong: list[str]) -> dict[str, Any]:
-    """Return our fields of rotary positions. Newer files have all of theirs in one table, older ones the base apart."""
-    rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        wrong.append(f"rope_scaling is {rope!r}, not a table")
-        return {}
-    rope = cast(dict[str, Any], rope)
-    found: dict[str, Any] = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", theta))}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "llama3" and all(name in rope for name in SCALING):
-        found["rope_scaling"] = tuple(rope[name] for name in SCALING)
-    elif kind != "default":
-        wrong.append(f"rope_type is {kind!r}, not 'default' or 'llama3' with {_listed(SCALING)}")
-    if (part := rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
-        wrong.append(f"partial_rotary_factor is {part!r}, not 1.0")
-    return found
-
-
-def _check_attention(config: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with fields whose only valid value follows from other fields."""
-    wrong: list[str] = []
-    width, heads, window = (config.get(name) for name in ("hidden_size", "num_attention_heads", "sliding_window"))
-    if isinstance(width, int) and isinstance(heads, int) and heads > 0:
-        size = config.get("head_dim")
-        if size is not None and not (isinstance(size, int) and size * heads == width):
-            wrong.append(f"head_dim is {size!r}, not hidden_size / num_attention_heads = {width / heads:g}")
-    length = config.get("max_position_embeddings")
-    if window is not None and not (isinstance(window, int) and isinstance(length, int) and window >= length):
-        wrong.append(f"sliding_window is {window!r}, not null")
-    return wrong
-
-
-def _check_experts(model: GPT, source: str) -> None:
-    if isinstance(model, MoE) and model.top_k == 1:
-        raise UserError(
-            f"{source}: with one expert for a token (num_experts_per_tok, our top_k), Mixtral takes its result as it "
-            "is, but Shardlab weights it by the router's probability; 2 or more are exchanged"
-        )
-
-
 def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
     """Return the family of a model, and the model.
 
@@ -156,15 +116,6 @@ def write_config(family: Family, model: GPT) -> dict[str, Any]:
     if family.rope_theta is not None:
         config |= {"rope_theta": model.rope_theta, "rope_scaling": _scaling(model.rope_scaling)}
     return config | dict(family.fixed) | {"bos_token_id": None, "eos_token_id": None}
-
-
-def _scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    return None if scaling is None else {"rope_type": "llama3", **dict(zip(SCALING, scaling, strict=True))}
-
-
-def _listed(names: Any, last: str = "and") -> str:
-    *most, end = names
-    return f"{', '.join(most)} {last} {end}" if most else str(end)
 
 
 class Part(NamedTuple):
@@ -426,3 +377,52 @@ MIXTRAL = Family(
 
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL)}
 """Families by their names in config.json."""
+
+
+def _rope(config: Mapping[str, Any], theta: float, wrong: list[str]) -> dict[str, Any]:
+    """Return our fields of rotary positions. Newer files have all of theirs in one table, older ones the base apart."""
+    rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        wrong.append(f"rope_scaling is {rope!r}, not a table")
+        return {}
+    rope = cast(dict[str, Any], rope)
+    found: dict[str, Any] = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", theta))}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3" and all(name in rope for name in SCALING):
+        found["rope_scaling"] = tuple(rope[name] for name in SCALING)
+    elif kind != "default":
+        wrong.append(f"rope_type is {kind!r}, not 'default' or 'llama3' with {_listed(SCALING)}")
+    if (part := rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
+        wrong.append(f"partial_rotary_factor is {part!r}, not 1.0")
+    return found
+
+
+def _check_attention(config: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with fields whose only valid value follows from other fields."""
+    wrong: list[str] = []
+    width, heads, window = (config.get(name) for name in ("hidden_size", "num_attention_heads", "sliding_window"))
+    if isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        size = config.get("head_dim")
+        if size is not None and not (isinstance(size, int) and size * heads == width):
+            wrong.append(f"head_dim is {size!r}, not hidden_size / num_attention_heads = {width / heads:g}")
+    length = config.get("max_position_embeddings")
+    if window is not None and not (isinstance(window, int) and isinstance(length, int) and window >= length):
+        wrong.append(f"sliding_window is {window!r}, not null")
+    return wrong
+
+
+def _check_experts(model: GPT, source: str) -> None:
+    if isinstance(model, MoE) and model.top_k == 1:
+        raise UserError(
+            f"{source}: with one expert for a token (num_experts_per_tok, our top_k), Mixtral takes its result as it "
+            "is, but Shardlab weights it by the router's probability; 2 or more are exchanged"
+        )
+
+
+def _scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    return None if scaling is None else {"rope_type": "llama3", **dict(zip(SCALING, scaling, strict=True))}
+
+
+def _listed(names: Any, last: str = "and") -> str:
+    *most, end = names
+    return f"{', '.join(most)} {last} {end}" if most else str(end)

@@ -130,21 +130,6 @@ class WeightSource:
             found += [self._read(part, run, columns) for run in torch.tensor_split(mine, breaks) if len(run)]
         return torch.cat(found) if found else torch.empty(0, len(columns))
 
-    def _read(self, part: Part, rows: Tensor, columns: Tensor) -> Tensor:
-        """Read consecutive rows of a part. Rows of rotary heads lie in another order, so whole heads are read."""
-        name, theirs = self.name(part), part.theirs(rows)
-        first, across = int(theirs.min()), _slice(columns)
-        down = slice(first, int(theirs.max()) + 1)
-        if part.vector:
-            found = self.tensors.read(name, down)[:, None]
-        elif part.transposed:
-            found = self.tensors.read(name, across, down).t()
-        elif part.expert is not None:
-            found = self.tensors.read(name, part.expert, down, across)
-        else:
-            found = self.tensors.read(name, down, across)
-        return found[theirs - first] if part.head_size else found
-
     def parameters(self) -> Iterator[tuple[int, Parameter]]:
         """Yield every parameter with its block."""
         return parameters_of(self.model)
@@ -185,6 +170,21 @@ class WeightSource:
             )
         return self
 
+    def _read(self, part: Part, rows: Tensor, columns: Tensor) -> Tensor:
+        """Read consecutive rows of a part. Rows of rotary heads lie in another order, so whole heads are read."""
+        name, theirs = self.name(part), part.theirs(rows)
+        first, across = int(theirs.min()), _slice(columns)
+        down = slice(first, int(theirs.max()) + 1)
+        if part.vector:
+            found = self.tensors.read(name, down)[:, None]
+        elif part.transposed:
+            found = self.tensors.read(name, across, down).t()
+        elif part.expert is not None:
+            found = self.tensors.read(name, part.expert, down, across)
+        else:
+            found = self.tensors.read(name, down, across)
+        return found[theirs - first] if part.head_size else found
+
     def _want_tied(self) -> None:
         """Refuse a stored head that differs from the embedding to which it is tied.
 
@@ -213,8 +213,8 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     Args:
         folder: of a run (run.json and weights.safetensors), of one of its checkpoints, or in Hugging Face's form
             (config.json and safetensors); or another file of weights in a run's folder, such as its ema.safetensors.
-        change: makes the model whose weights they are of the one that the folder says, and the name of the file that
-            says it.
+        change: function from the folder's model, and the name of the file that describes it, to the model of the
+            weights.
 
     Raises:
         UserError: if there are no weights in safetensors, Shardlab has no such model, or they do not fit it.
@@ -256,22 +256,9 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     )
 
 
-def _unchanged(model: Blocks, source: str) -> Blocks:
-    return model
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    """Read a JSON file that must contain an object."""
-    found = read_file(path, "JSON")
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no table of fields, as it is in the folders of runs and of Hugging Face")
-    return cast(dict[str, Any], found)
-
-
 def recorded_model(record: Any, path: Path) -> Blocks:
     """Return the model in the record of a run, or in another file. A user's model file is found relative to the
-    record's
-    folder.
+    record's folder.
 
     Raises:
         UserError: if the record has no model, or an invalid one; with the path.
@@ -285,20 +272,6 @@ def recorded_model(record: Any, path: Path) -> Blocks:
         folder: Any = cast(dict[str, Any], record).get("folder")
         kind = path_from_here(kind, folder if isinstance(folder, str) else None)
     return with_written(find_model(kind), written, str(path))
-
-
-def _slice(places: Tensor) -> slice:
-    """Return consecutive indices as a slice."""
-    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
-
-
-def _dims(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 Ranges = Sequence[tuple[int, int]]
@@ -339,6 +312,32 @@ def require_same(given: Blocks, wanted: Model, folder: Path) -> None:
         wrong.append(f"seq_len is {given.seq_len}, less than {wanted.seq_len}")
     if wrong:
         raise UserError(f"{folder} has the weights of another model: {'; '.join(wrong)}")
+
+
+def _unchanged(model: Blocks, source: str) -> Blocks:
+    return model
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """Read a JSON file that must contain an object."""
+    found = read_file(path, "JSON")
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no table of fields, as it is in the folders of runs and of Hugging Face")
+    return cast(dict[str, Any], found)
+
+
+def _slice(places: Tensor) -> slice:
+    """Return consecutive indices as a slice."""
+    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _shared_fields(model: Model) -> dict[str, object]:

@@ -1,8 +1,8 @@
 """Any command as ranks on this machine, and the store at which the ranks of a launcher meet.
 
 `run_command` is `shardlab launch`: it starts a command once per rank, prefixes the lines of each, and ends all when one
-fails. `store_of` finds the store of a launcher's world, and `RankExchange` lets its ranks agree on something before
-they compute.
+fails. `store_of` finds the store of a launcher's world. By `RankExchange` its ranks agree on settings before they
+compute.
 """
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
@@ -66,9 +66,14 @@ class _CommandRank:
         readers = [asyncio.ensure_future(self._read(ours, to.buffer, last)) for ours, to, last in streams if ours]
         await self.process.wait()
         self.ended = time.monotonic()
-        await asyncio.wait(readers, timeout=1)  # what it left running may hold its pipes
+        await asyncio.wait(readers, timeout=1)  # children that it left running may hold its pipes
         for reader in readers:
             reader.cancel()
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     async def _read(self, stream: asyncio.StreamReader, to: BinaryIO, last: deque[bytes]) -> None:
         rest = b""
@@ -79,14 +84,9 @@ class _CommandRank:
 
     def _print(self, lines: Sequence[bytes], to: BinaryIO, last: deque[bytes]) -> None:
         last.extend(lines)
-        with suppress(OSError):  # nobody reads any more: the ranks go on
+        with suppress(OSError):  # no one reads the output any more: the ranks continue
             to.write(b"".join(b"[%d] %s\n" % (self.number, line) for line in lines))
             to.flush()
-
-    def send(self, number: int) -> None:
-        """Send a signal to the process and its children."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Outcome:
 def run_command(command: Sequence[str], ranks: int, *, bound: bool, restarts: int = 0) -> Outcome:
     """Run a command in several processes of this machine, and prefix their lines with the rank.
 
-    If one fails, all end, after some seconds in which the others may report. SIGINT, SIGTERM, SIGHUP and
-    SIGUSR1 are sent on to all; a second SIGINT or SIGTERM kills them.
+    If one fails, all end, after some seconds in which the others may report. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are
+    sent on to all; a second SIGINT or SIGTERM kills them.
 
     Args:
         command: the program and its arguments.
@@ -123,6 +123,135 @@ def run_command(command: Sequence[str], ranks: int, *, bound: bool, restarts: in
             return ending
         print(f"shardlab: rank {ending.rank} failed; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns")
+
+
+Result = TypeVar("Result")
+
+ANSWER_SECONDS = 5.0
+"""Seconds in which rank 0's store must answer; torch itself would wait for ever for another program on that port."""
+
+PAUSE, LONGEST_PAUSE = 0.02, 0.25
+"""Seconds between two queries of a store, at first and later."""
+
+CLOSE_SECONDS = 0.05
+"""Seconds in which a listener that is about to end closes a connection."""
+
+SAY_SECONDS = SILENCE - 1
+"""Seconds after which a rank reports for which ranks it waits: just before a heartbeat would, which knows less."""
+
+_STORES: dict[LaunchEnvironment, tuple[dist.Store, Iterator[int]]] = {}
+
+
+def store_of(environment: LaunchEnvironment, timeout: timedelta = dist.default_pg_timeout) -> dist.Store:
+    """Return the store of this world, torchrun's or rank 0's. Every call gets a namespace of its own.
+
+    All ranks call this equally often.
+
+    Raises:
+        UserError: when its port is in use, or ranks do not come in time.
+    """
+    if environment not in _STORES:
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        found = (_agent_store if agents else _rank_0_store)(environment, timeout.total_seconds())
+        _STORES[environment] = found, count()
+    store, uses = _STORES[environment]
+    return dist.PrefixStore(str(next(uses)), store)
+
+
+class RankExchange:
+    """Exchange of strings between the ranks of a launcher's world. All ranks call each method equally often.
+
+    Args:
+        environment: the world (None: this process is alone).
+        timeout: time after which a rank stops waiting for the others.
+    """
+
+    def __init__(
+        self, environment: LaunchEnvironment | None = None, timeout: timedelta = dist.default_pg_timeout
+    ) -> None:
+        self._environment = environment or LaunchEnvironment(0, 1, 0, "", 0)
+        self.rank, self.world = self._environment.rank, self._environment.world
+        self._limit = timeout.total_seconds()
+        self._store: dist.Store = dist.HashStore() if environment is None else store_of(environment, timeout)
+        self._round = 0
+
+    def exchange(self, word: str) -> list[str]:
+        """Send the string of this rank, and return the strings of all ranks when all have sent theirs.
+
+        Raises:
+            UserError: if others do not come in time, or have ended.
+        """
+        self._round += 1
+        store = dist.PrefixStore(str(self._round), self._store)
+        try:
+            store.set(str(self.rank), word)
+            if self.rank:
+                self._wait(store, ["words"], "")
+                words: list[str] = json.loads(store.get("words"))
+                store.set(f"heard {self.rank}", "")
+                return words
+            everyone = [str(rank) for rank in range(self.world)]
+            self._wait(store, everyone, "")
+            words = [store.get(other).decode() for other in everyone]
+            store.set("words", json.dumps(words))
+            # The store of rank 0 ends with rank 0.
+            self._wait(store, [f"heard {other}" for other in everyone[1:]], "heard ")
+            return words
+        except dist.DistError as error:
+            others = "the others" if self.rank == 0 else "rank 0"
+            raise UserError(
+                f"rank {self.rank} of {self.world} has lost {others} at the start ({str(error).splitlines()[0]}); "
+                "look at what they have said"
+            ) from None
+
+    def all(self, act: Callable[[], Result]) -> Result:
+        """Call a function on every rank, and return its result here when it has succeeded everywhere.
+
+        Raises:
+            UserError: on every rank, that of the first rank on which the function raised one.
+        """
+        found: list[Result] = []
+        wrong = ""
+        try:
+            found.append(act())
+        except UserError as error:
+            wrong = str(error)
+        for mistake in self.exchange(wrong):
+            if mistake:
+                raise UserError(mistake)
+        return found[0]
+
+    def _wait(self, store: dist.Store, keys: list[str], prefix: str) -> None:
+        """Wait for keys of a store. A rank without a key of this prefix is missing."""
+
+        def missing() -> list[int]:
+            others = [rank for rank in range(self.world) if rank != self.rank]
+            return [rank for rank in others if not store.check([f"{prefix}{rank}"])] or [0]
+
+        _wait(self._environment, self._limit, lambda: store.check(keys), missing)
+
+
+def restarts_in(environment: LaunchEnvironment | None, timeout: timedelta = dist.default_pg_timeout) -> int:
+    """Return how often torchrun has restarted the ranks, by the host that counts most: a host that has joined begins at
+    0.
+    """
+    here = restarts(os.environ)
+    if environment is None or not may_restart(os.environ):
+        return here
+    return max(map(int, RankExchange(environment, timeout).exchange(str(here))))
+
+
+@contextmanager
+def default_ctrl_c() -> Generator[None]:
+    """Let Ctrl-C end this process while it waits for other ranks inside of torch, where Python handles no signal."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int, restarts: int) -> Outcome:
@@ -141,7 +270,7 @@ async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int
         return await _watch(ranks)
     finally:
         for rank in ranks:
-            rank.send(signal.SIGKILL)  # also what a command left running
+            rank.send(signal.SIGKILL)  # also children that a command left running
 
 
 def _as_torchrun(attempt: int, restarts: int) -> dict[str, str]:
@@ -198,39 +327,6 @@ def _failed(ranks: Sequence[_CommandRank]) -> list[_CommandRank]:
     return [rank for rank in ranks if rank.ended and rank.process.returncode]
 
 
-Result = TypeVar("Result")
-
-ANSWER_SECONDS = 5.0
-"""Seconds in which rank 0's store must answer; torch itself would wait for ever for another program on that port."""
-
-PAUSE, LONGEST_PAUSE = 0.02, 0.25
-"""Seconds between two queries of a store, at first and later."""
-
-CLOSE_SECONDS = 0.05
-"""Seconds in which a listener that is about to end closes a connection."""
-
-SAY_SECONDS = SILENCE - 1
-"""Seconds after which a rank reports for which ranks it waits: just before a heartbeat would, which knows less."""
-
-_STORES: dict[LaunchEnvironment, tuple[dist.Store, Iterator[int]]] = {}
-
-
-def store_of(environment: LaunchEnvironment, timeout: timedelta = dist.default_pg_timeout) -> dist.Store:
-    """Return the store of this world, torchrun's or rank 0's. Every call gets a namespace of its own.
-
-    All ranks call this equally often.
-
-    Raises:
-        UserError: when its port is in use, or ranks do not come in time.
-    """
-    if environment not in _STORES:
-        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        found = (_agent_store if agents else _rank_0_store)(environment, timeout.total_seconds())
-        _STORES[environment] = found, count()
-    store, uses = _STORES[environment]
-    return dist.PrefixStore(str(next(uses)), store)
-
-
 def _wait(
     environment: LaunchEnvironment,
     limit: float,
@@ -249,7 +345,7 @@ def _wait(
     Raises:
         UserError: when they do not come in time, naming them.
     """
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     while not arrived():
         now = time.monotonic()
         waited = now - began
@@ -261,92 +357,10 @@ def _wait(
                 f"{environment.where}, and {it} {has} not answered{why()}; look at what {it} {has} printed, and at "
                 f"what the launcher says of {host}"
             )
-        if now - told >= SAY_SECONDS and environment.local_rank == 0:
+        if now - reported >= SAY_SECONDS and environment.local_rank == 0:
             say_waiting(f"waiting for {rank_names(missing())} at {environment.where}, {waited:.0f} s of {limit:g} s")
-            told = now
+            reported = now
         time.sleep(min(limit - waited, max(PAUSE, min(waited / 20, LONGEST_PAUSE))))
-
-
-class RankExchange:
-    """Exchange of strings between the ranks of a launcher's world. All ranks call each method equally often.
-
-    Args:
-        environment: the world (None: this process is alone).
-        timeout: time after which a rank stops waiting for the others.
-    """
-
-    def __init__(
-        self, environment: LaunchEnvironment | None = None, timeout: timedelta = dist.default_pg_timeout
-    ) -> None:
-        self._environment = environment or LaunchEnvironment(0, 1, 0, "", 0)
-        self.rank, self.world = self._environment.rank, self._environment.world
-        self._limit = timeout.total_seconds()
-        self._store: dist.Store = dist.HashStore() if environment is None else store_of(environment, timeout)
-        self._round = 0
-
-    def exchange(self, word: str) -> list[str]:
-        """Send the string of this rank, and return the strings of all ranks when all have sent theirs.
-
-        Raises:
-            UserError: if others do not come in time, or have ended.
-        """
-        self._round += 1
-        store = dist.PrefixStore(str(self._round), self._store)
-        try:
-            store.set(str(self.rank), word)
-            if self.rank:
-                self._wait(store, ["words"], "")
-                words: list[str] = json.loads(store.get("words"))
-                store.set(f"heard {self.rank}", "")
-                return words
-            everyone = [str(rank) for rank in range(self.world)]
-            self._wait(store, everyone, "")
-            words = [store.get(other).decode() for other in everyone]
-            store.set("words", json.dumps(words))
-            self._wait(store, [f"heard {other}" for other in everyone[1:]], "heard ")  # its own store ends with it
-            return words
-        except dist.DistError as error:
-            others = "the others" if self.rank == 0 else "rank 0"
-            raise UserError(
-                f"rank {self.rank} of {self.world} has lost {others} at the start ({str(error).splitlines()[0]}); "
-                "look at what they have said"
-            ) from None
-
-    def _wait(self, store: dist.Store, keys: list[str], prefix: str) -> None:
-        """Wait for keys of a store. A rank without a key of this prefix is missing."""
-
-        def missing() -> list[int]:
-            others = [rank for rank in range(self.world) if rank != self.rank]
-            return [rank for rank in others if not store.check([f"{prefix}{rank}"])] or [0]
-
-        _wait(self._environment, self._limit, lambda: store.check(keys), missing)
-
-    def all(self, act: Callable[[], Result]) -> Result:
-        """Call a function on every rank, and return its result here when it has succeeded everywhere.
-
-        Raises:
-            UserError: on every rank, that of the first rank on which the function raised one.
-        """
-        found: list[Result] = []
-        wrong = ""
-        try:
-            found.append(act())
-        except UserError as error:
-            wrong = str(error)
-        for mistake in self.exchange(wrong):
-            if mistake:
-                raise UserError(mistake)
-        return found[0]
-
-
-def restarts_in(environment: LaunchEnvironment | None, timeout: timedelta = dist.default_pg_timeout) -> int:
-    """Return how often torchrun has restarted the ranks, by the host that counts most: a host that has joined begins at
-    0.
-    """
-    here = restarts(os.environ)
-    if environment is None or not may_restart(os.environ):
-        return here
-    return max(map(int, RankExchange(environment, timeout).exchange(str(here))))
 
 
 def _agent_store(environment: LaunchEnvironment, limit: float) -> dist.Store:
@@ -428,16 +442,3 @@ def _wait_for_listener(environment: LaunchEnvironment, limit: float) -> None:
         return True
 
     _wait(environment, limit, listens, lambda: [0], lambda: why)
-
-
-@contextmanager
-def default_ctrl_c() -> Generator[None]:
-    """Let Ctrl-C end this process while it waits for other ranks inside of torch, where Python handles no signal."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,8 +1,8 @@
-"""The world that torchrun, SLURM, PBS or mpiexec has put this process into, and the CPUs that it has there.
+"""World of this process under torchrun, SLURM, PBS or mpiexec, and its CPUs.
 
-`find_launch_environment` returns rank, world size and meeting point from the variables that launchers.py reads, or a
-sentence on what contradicts or is missing (`_Hosts`). `require_port` checks the meeting point before torch is imported.
-The second half divides the CPUs of a host among its ranks.
+`find_launch_environment` returns rank, world size and meeting point from the variables that launchers.py reads, or an
+error about variables that are missing or contradict each other (`_Hosts`). `require_port` checks the meeting point
+before torch is imported. The second half divides the CPUs of a host among its ranks.
 """
 
 from __future__ import annotations
@@ -97,30 +97,6 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
     return LaunchEnvironment(rank.value, world.value, place.local_rank(here), address, port.value, here)
 
 
-@overload
-def _agree(facts: list[Fact]) -> Fact: ...
-
-
-@overload
-def _agree(facts: list[Fact | None]) -> Fact | None: ...
-
-
-def _agree(facts: Sequence[Fact | None]) -> Fact | None:
-    """Return the first known fact, which all others must equal.
-
-    Raises:
-        UserError: when they are not.
-    """
-    known = [fact for fact in facts if fact is not None]
-    for other in known[1:]:
-        if other.value != known[0].value:
-            raise UserError(
-                f"{known[0]} but {other}, and they are to agree; unset those that do not belong to what started the "
-                "ranks, or set them for each rank"
-            )
-    return known[0] if known else None
-
-
 @dataclass(frozen=True)
 class _Hosts:
     """Hosts of a world, derived from what the variables tell.
@@ -141,13 +117,13 @@ class _Hosts:
 
     @property
     def read(self) -> str:
-        """The variables that were read, in a sentence."""
+        """Text of the variables that were read, for a sentence."""
         own = [fact for fact in (self.own_rank, self.own_world) if fact is not None]
         return ", ".join(map(str, (self.rank, self.world, *own)))
 
     @cached_property
     def hosts(self) -> Fact | None:
-        """How many hosts there are, if a launcher tells."""
+        """Number of hosts, if a launcher gives it."""
         return _agree([facts.hosts for facts in self.worlds])
 
     @cached_property
@@ -179,19 +155,19 @@ class _Hosts:
         return found
 
     def local_world(self) -> int | None:
-        """How many ranks are on this host, if that is known."""
+        """Number of ranks on this host, if it is known."""
         if self.own_world is not None:
             return self.own_world.value
         return self.world.value if self.one_host else None
 
     def local_rank(self, here: int | None) -> int:
-        """The number of this rank on its host.
+        """Return the number of this rank on its host.
 
         Args:
-            here: how many ranks are there, if that is known.
+            here: number of ranks on the host, if it is known.
 
         Raises:
-            UserError: when it is not known.
+            UserError: if it is not known.
         """
         own, alone = self.own_rank, self.rank.value if self.one_host else 0 if here == 1 else None
         if own is None:
@@ -210,12 +186,12 @@ class _Hosts:
         return own.value
 
     def address(self) -> str:
-        """Where the ranks meet.
+        """Return the address of the meeting point.
 
         Raises:
             UserError: when that is not known.
         """
-        one_host = self.one_host  # refuses what is contradictory
+        one_host = self.one_host  # this refuses contradictory variables
         if address := self.environment.get("MASTER_ADDR"):
             return address
         if one_host:
@@ -236,23 +212,6 @@ class _Hosts:
         where = "they are on several hosts" if one_host is False else "no variable says on how many hosts they are"
         reason = step.unsure if step is not None and step.unsure else f"{self.read}: {where}, and where rank 0 is"
         raise UserError(f"{reason}; set MASTER_ADDR to the host of rank 0")
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
-
-
-def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
-    """The hosts of a PBS job, each once; rank 0 is on the first."""
-    file = environment.get("PBS_NODEFILE")
-    if file is None:
-        return []
-    try:
-        return list(dict.fromkeys(Path(file).read_text().split()))
-    except OSError as error:
-        raise UserError(
-            f"PBS_NODEFILE is {file!r}, which cannot be read ({error.strerror}); set MASTER_ADDR to the host of rank 0"
-        ) from error
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:
@@ -278,31 +237,6 @@ def require_port(environment: Mapping[str, str]) -> None:
         raise port_in_use(found, os.strerror(error.errno or 0)) from None
     with server:
         _require_own(found, server)
-
-
-def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
-    """Refuse an address at which rank 0 does not reach itself: the others would not, either."""
-    token, why = secrets.token_bytes(16), "something else answers there"
-    deadline = time.monotonic() + CONNECT_SECONDS
-    try:
-        with socket.create_connection((found.address, found.port), timeout=CONNECT_SECONDS) as client:
-            client.sendall(token)
-            client.shutdown(socket.SHUT_WR)
-            while (left := deadline - time.monotonic()) > 0:
-                server.settimeout(left)
-                accepted = server.accept()[0]  # others may try whether somebody listens already
-                with accepted:
-                    accepted.settimeout(left)
-                    if accepted.recv(len(token)) == token:
-                        return
-    except TimeoutError:
-        pass
-    except OSError as error:
-        why = error.strerror or str(error)
-    raise UserError(
-        f"rank 0 runs on {socket.gethostname()} and does not reach itself at {found.where}, where the others look for "
-        f"it ({why}); set MASTER_ADDR to the host of rank 0"
-    )
 
 
 def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
@@ -331,15 +265,6 @@ def usable_cpus(process: int = 0) -> list[int]:
     if sys.platform != "linux":
         return list(range(os.cpu_count() or 1))
     return sorted(os.sched_getaffinity(process), key=_position)
-
-
-def _position(cpu: int) -> tuple[int, int, int]:
-    folder = TOPOLOGY / f"cpu{cpu}" / "topology"
-    try:
-        package, core = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))
-    except OSError:
-        return 0, cpu, cpu
-    return package, core, cpu
 
 
 def divide_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
@@ -420,12 +345,6 @@ def threads_of(shares: Sequence[CpuShare]) -> int:
     return min(mine.asked or _threads_beside(mine, here) for here in hosts.values() for mine in here)
 
 
-def _threads_beside(mine: CpuShare, here: Sequence[CpuShare]) -> int:
-    """Threads for the CPUs of one rank, which may share them with others of its host."""
-    cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in here)
-    return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(here))))
-
-
 def asked_threads(environ: Mapping[str, str]) -> int | None:
     """Return the threads that OMP_NUM_THREADS sets: of a list, as nested regions have one, its first number."""
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -461,3 +380,84 @@ def as_ranges(cpus: Iterable[int]) -> str:
     """
     runs = [[cpu for _, cpu in run] for _, run in groupby(enumerate(sorted(cpus)), lambda pair: pair[1] - pair[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+@overload
+def _agree(facts: list[Fact]) -> Fact: ...
+
+
+@overload
+def _agree(facts: list[Fact | None]) -> Fact | None: ...
+
+
+def _agree(facts: Sequence[Fact | None]) -> Fact | None:
+    """Return the first known fact, which all others must equal.
+
+    Raises:
+        UserError: when they are not.
+    """
+    known = [fact for fact in facts if fact is not None]
+    for other in known[1:]:
+        if other.value != known[0].value:
+            raise UserError(
+                f"{known[0]} but {other}, and they are to agree; unset those that do not belong to what started the "
+                "ranks, or set them for each rank"
+            )
+    return known[0] if known else None
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
+    """Return the hosts of a PBS job, each once. Rank 0 is on the first."""
+    file = environment.get("PBS_NODEFILE")
+    if file is None:
+        return []
+    try:
+        return list(dict.fromkeys(Path(file).read_text().split()))
+    except OSError as error:
+        raise UserError(
+            f"PBS_NODEFILE is {file!r}, which cannot be read ({error.strerror}); set MASTER_ADDR to the host of rank 0"
+        ) from error
+
+
+def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
+    """Refuse an address at which rank 0 does not reach itself: the others would not, either."""
+    token, why = secrets.token_bytes(16), "something else answers there"
+    deadline = time.monotonic() + CONNECT_SECONDS
+    try:
+        with socket.create_connection((found.address, found.port), timeout=CONNECT_SECONDS) as client:
+            client.sendall(token)
+            client.shutdown(socket.SHUT_WR)
+            while (left := deadline - time.monotonic()) > 0:
+                server.settimeout(left)
+                accepted = server.accept()[0]  # other ranks may test already whether rank 0 listens
+                with accepted:
+                    accepted.settimeout(left)
+                    if accepted.recv(len(token)) == token:
+                        return
+    except TimeoutError:
+        pass
+    except OSError as error:
+        why = error.strerror or str(error)
+    raise UserError(
+        f"rank 0 runs on {socket.gethostname()} and does not reach itself at {found.where}, where the others look for "
+        f"it ({why}); set MASTER_ADDR to the host of rank 0"
+    )
+
+
+def _position(cpu: int) -> tuple[int, int, int]:
+    folder = TOPOLOGY / f"cpu{cpu}" / "topology"
+    try:
+        package, core = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))
+    except OSError:
+        return 0, cpu, cpu
+    return package, core, cpu
+
+
+def _threads_beside(mine: CpuShare, here: Sequence[CpuShare]) -> int:
+    """Return the threads for the CPUs of one rank, which it may share with other ranks of its host."""
+    cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in here)
+    return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(here))))

@@ -42,8 +42,8 @@ def grace_of(number: int) -> int:
 def catch_signals() -> Generator[socket.socket]:
     """Turn signals that ask this process to stop into bytes of a socket, each the number of the signal.
 
-    They arrive at once, even while the main thread waits in a collective, where Python's handlers would wait too.
-    A signal that is ignored (after nohup, or in the background of a script) stays ignored. Outside of the main thread
+    They arrive at once, even while the main thread waits in a collective, where Python's handlers would wait too. A
+    signal that is ignored (after nohup, or in the background of a script) stays ignored. Outside of the main thread
     nothing comes, because signals go to the main thread.
     """
     reader, writer = socket.socketpair()
@@ -61,10 +61,6 @@ def catch_signals() -> Generator[socket.socket]:
             signal.set_wakeup_fd(woken)
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Ignore the signal in Python: its number is already in the socket."""
 
 
 class StopRequest:
@@ -95,7 +91,8 @@ class StopRequest:
         return self._grace == WARNED_GRACE
 
     def __enter__(self) -> StopRequest:
-        signals = self._catching.__enter__().dup()  # the thread's own, which it may still read when `with` has ended
+        # A socket of the thread's own, which it may still read when `with` has ended.
+        signals = self._catching.__enter__().dup()
         threading.Thread(target=self._listen, args=(signals,), daemon=True).start()
         return self
 
@@ -129,7 +126,7 @@ class StopRequest:
     def _listen(self, signals: socket.socket) -> None:
         with signals:
             number = signals.recv(1)
-            if not number:  # the end of `with`
+            if not number:  # this byte is the end of `with`
                 return
             self.ask(grace_of(number[0]))
         # The process that started this one says it, if it is there.
@@ -150,19 +147,6 @@ def end_with_starter(at_once: bool = False) -> None:
     """
     number = signal.SIGKILL if at_once else signal.SIGTERM
     threading.Thread(target=_follow, args=(os.getppid(), number), daemon=True).start()
-
-
-def _follow(parent: int, number: int) -> None:
-    starter = multiprocessing.parent_process()  # not this process's own parent, which is multiprocessing's server
-    wait = time.sleep if starter is None else starter.join
-    while os.getppid() == parent and not _orphaned():
-        wait(0.5)
-    os.kill(os.getpid(), number)
-
-
-def _orphaned() -> bool:
-    starter = multiprocessing.parent_process()
-    return starter is not None and not starter.is_alive()
 
 
 class TolerantStream:
@@ -186,14 +170,14 @@ class TolerantStream:
         except OSError:
             self._drop()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
     def _drop(self) -> None:
         """Discard all output from now on, including what is still in the buffer."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._file.fileno())
         os.close(nowhere)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 def ignore_errors(file: TextIO) -> TextIO:
@@ -202,12 +186,11 @@ def ignore_errors(file: TextIO) -> TextIO:
 
 
 SILENCE = 9.0
-"""Seconds of silence after which a line says what is under way."""
+"""Seconds of silence after which a line reports the current activity."""
 
 
 class Heartbeat:
-    """Printer of lines on stderr that reports what is under way, and for how long, after each silence. Use it in
-    `with`.
+    """Printer of lines on stderr about the current activity and its duration, after each silence. Use it in `with`.
 
     Args:
         silence: seconds, by default SILENCE.
@@ -240,7 +223,7 @@ class Heartbeat:
             self._print(line)
 
     active: ClassVar[Heartbeat | None] = None
-    """The heartbeat inside of `with`. A line of `say_waiting` counts as its own."""
+    """Heartbeat inside of `with`. A line of `say_waiting` counts as its own."""
 
     def __enter__(self) -> Heartbeat:
         self._thread.start()
@@ -269,7 +252,7 @@ class Heartbeat:
 
 
 def say_waiting(line: str) -> None:
-    """Print a line on what this process waits for; it counts as a line of the heartbeat."""
+    """Print a line about what this process waits for. It counts as a line of the heartbeat."""
     (say if Heartbeat.active is None else Heartbeat.active.say)(line)
 
 
@@ -277,3 +260,20 @@ def say(line: str) -> None:
     """Print a line on stderr. If it cannot be written, as on a full disk, training continues."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Ignore the signal in Python: its number is already in the socket."""
+
+
+def _follow(parent: int, number: int) -> None:
+    starter = multiprocessing.parent_process()  # not this process's own parent, which is multiprocessing's server
+    wait = time.sleep if starter is None else starter.join
+    while os.getppid() == parent and not _orphaned():
+        wait(0.5)
+    os.kill(os.getpid(), number)
+
+
+def _orphaned() -> bool:
+    starter = multiprocessing.parent_process()
+    return starter is not None and not starter.is_alive()

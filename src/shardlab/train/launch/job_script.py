@@ -42,15 +42,15 @@ class SubmittedJob:
     """Request for a scheduler.
 
     Attributes:
-        command: of every rank; it finds its world by the launcher's variables.
-        name: of the job.
-        nodes, ranks_per_node: hosts, and ranks on each.
-        cpus_per_rank, gpus_per_node: what each rank and each host is given; None: as the scheduler does.
-        seconds: the limit.
-        queue: PBS's queue, or SLURM's partitions, a comma between them, if any are named.
-        account: who pays, if that is named.
-        run: folder of the run that the command trains, if it does; a job that saved, and is not over, goes on.
-        queue_option: the option that names the queue.
+        command: command of every rank. It finds its world by the launcher's variables.
+        name: name of the job.
+        nodes, ranks_per_node: number of hosts, and of ranks on each.
+        cpus_per_rank, gpus_per_node: CPUs of each rank, and GPUs of each host (None: the scheduler's default).
+        seconds: time limit.
+        queue: queue of PBS, or partitions of SLURM separated by commas, if the user names any.
+        account: account to charge, if the user names one.
+        run: folder of the run, if the command trains one. A job that has saved before the run's end is submitted again.
+        queue_option: the user's option for the queue.
     """
 
     command: Sequence[str]
@@ -66,10 +66,10 @@ class SubmittedJob:
     queue_option: str = "--queue"
 
     def __post_init__(self) -> None:
-        """Refuse names that a scheduler would take for something else.
+        """Refuse names that a scheduler would misread.
 
         Raises:
-            UserError: saying which.
+            UserError: with the name.
         """
         names = {"--name": self.name, self.queue_option: self.queue, "--account": self.account}
         for option, value in names.items():
@@ -113,6 +113,48 @@ class SubmittedJob:
             return "false"
         new = '[ "$(cat "$record" 2> /dev/null)" != "$before" ]'
         return f"{new} && {shlex.join([*SHARDLAB, 'show', str(self.run), '--json'])} | grep -q {shlex.quote(words)}"
+
+
+def submit(script: str, scheduler: Scheduler) -> str:
+    """Submit a script, and return the scheduler's answer.
+
+    Raises:
+        UserError: if there is no such scheduler here, or it refuses the job.
+    """
+    program = SUBMIT[scheduler]
+    if shutil.which(program) is None:
+        raise UserError(
+            f"there is no {program} here, so this host knows no {scheduler.upper()}; submit where there is one, or "
+            "print the script with --dry-run"
+        )
+    done = subprocess.run([program], input=script, capture_output=True, text=True, check=False)
+    if done.returncode:
+        answer = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise UserError(f"{program} has refused the job: {answer}")
+    return done.stdout.strip()
+
+
+@contextmanager
+def keep_script(script: str, run: Path) -> Generator[None]:
+    """Store the script of a job in the folder of its run, which belongs to the run from then on.
+
+    If the block raises, the script of an earlier job stays, and a folder that was made for this one goes.
+
+    Raises:
+        UserError: when it cannot be written.
+    """
+    made = not run.exists()
+    try:
+        with writing(run / SCRIPT):
+            run.mkdir(parents=True, exist_ok=True)
+            with atomic_file(run / SCRIPT) as part:
+                part.write_text(script)
+                yield
+    except BaseException:
+        if made:
+            with suppress(OSError):
+                run.rmdir()
+        raise
 
 
 def _slurm(job: SubmittedJob) -> str:
@@ -218,45 +260,3 @@ def _goes_on_under_pbs(job: SubmittedJob) -> list[str]:
 def _port(identity: str) -> str:
     """Return the line that sets a port of the job's own, since several jobs may share a host."""
     return f'export MASTER_PORT=$((20000 + 10#0$(echo "${identity}" | tr -dc 0-9 | tail -c 5) % 20000))'
-
-
-def submit(script: str, scheduler: Scheduler) -> str:
-    """Submit a script, and return the scheduler's answer.
-
-    Raises:
-        UserError: if there is no such scheduler here, or it refuses the job.
-    """
-    program = SUBMIT[scheduler]
-    if shutil.which(program) is None:
-        raise UserError(
-            f"there is no {program} here, so this host knows no {scheduler.upper()}; submit where there is one, or "
-            "print the script with --dry-run"
-        )
-    done = subprocess.run([program], input=script, capture_output=True, text=True, check=False)
-    if done.returncode:
-        answer = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise UserError(f"{program} has refused the job: {answer}")
-    return done.stdout.strip()
-
-
-@contextmanager
-def keep_script(script: str, run: Path) -> Generator[None]:
-    """Store the script of a job in the folder of its run, which belongs to the run from then on.
-
-    If the block raises, the script of an earlier job stays, and a folder that was made for this one goes.
-
-    Raises:
-        UserError: when it cannot be written.
-    """
-    made = not run.exists()
-    try:
-        with writing(run / SCRIPT):
-            run.mkdir(parents=True, exist_ok=True)
-            with atomic_file(run / SCRIPT) as part:
-                part.write_text(script)
-                yield
-    except BaseException:
-        if made:
-            with suppress(OSError):
-                run.rmdir()
-        raise

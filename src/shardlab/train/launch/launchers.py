@@ -1,4 +1,4 @@
-"""Facts that launchers give a process in its environment variables.
+"""Facts about a process's world from the environment variables of launchers.
 
 Variables of several launchers can be present at once. `srun --mpi=pmi2` sets PMI's beside its own, and a process of
 torchrun or mpiexec inherits those of the SLURM step in which its launcher runs. `innermost` ignores an outer step.
@@ -19,7 +19,7 @@ from shardlab.common.errors import UserError
 from shardlab.common.text import counted
 
 MOST_HOSTS = 1 << 17
-"""Most hosts of a list: more than any cluster has, so that a damaged list is refused before it fills the memory."""
+"""Most hosts of a list, more than any cluster has: a damaged list is refused before it fills the memory."""
 
 
 class Fact(NamedTuple):
@@ -44,15 +44,15 @@ class Launcher(NamedTuple):
 
 @dataclass(frozen=True)
 class LauncherFacts:
-    """Facts that a launcher's variables give of the world that it has started.
+    """Facts in a launcher's variables about the world that it has started.
 
     Attributes:
-        name: the launcher's.
-        rank, world: the number of this process, and how many there are.
-        local_rank, local_world: the same on its host; None if no variable says.
-        hosts: how many hosts there are; None if no variable says.
-        first_host: the name of rank 0's host; None if no variable says.
-        unsure: why there is no `first_host`, if more is known than that no variable says it.
+        name: name of the launcher.
+        rank, world: number of this process, and number of processes.
+        local_rank, local_world: the same numbers on its host (None: no variable has them).
+        hosts: number of hosts (None: no variable has it).
+        first_host: name of rank 0's host (None: no variable has it).
+        unsure: reason why `first_host` is unknown, if there is more to say than that no variable has it.
     """
 
     name: str
@@ -87,9 +87,11 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
     by_torchrun = _facts_of(TORCHRUN, environment)
     if by_torchrun is not None and from_torchrun(environment):
         return [by_torchrun]
-    users = [] if by_torchrun is None else [by_torchrun]  # set by a script, in the step of another launcher or of none
+    # A script set these variables, in the step of another launcher or of none.
+    users = [] if by_torchrun is None else [by_torchrun]
     found = [facts for launcher in MPI if (facts := _facts_of(launcher, environment)) is not None]
-    inner = [facts for facts in found if facts.local_rank is not None]  # mpiexec's; srun sets no local rank of PMI's
+    # These are mpiexec's, since srun sets no local rank for PMI.
+    inner = [facts for facts in found if facts.local_rank is not None]
     step = None if _is_shell(environment) else slurm_step(environment)
     if step is None:
         return [*(inner if "SLURM_STEP_NUM_TASKS" in environment else found), *users]
@@ -97,12 +99,8 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
         local = [facts for facts in [*inner, *users] if facts.local_rank is not None]
         other = [facts for facts in local if _numbers_of(facts) != _numbers_of(step)]
         if other:
-            return [*inner, *users]  # a launcher starts its own daemons by srun, or was itself started so
+            return [*inner, *users]  # a launcher starts its daemons by srun, or was itself started by srun
     return [*inner, step, *(facts for facts in found if facts not in inner), *users]
-
-
-def _numbers_of(facts: LauncherFacts) -> tuple[int, int]:
-    return facts.rank.value, facts.world.value
 
 
 def from_torchrun(environment: Mapping[str, str]) -> bool:
@@ -122,34 +120,6 @@ def number(environment: Mapping[str, str], variable: str) -> Fact | None:
     if not re.fullmatch("[0-9]{1,9}", text):
         raise UserError(f"{variable} is {text!r}; it must be a whole number")
     return Fact(variable, int(text))
-
-
-def _facts_of(launcher: Launcher, environment: Mapping[str, str]) -> LauncherFacts | None:
-    if launcher.rank not in environment or launcher.world not in environment:
-        return None
-    rank, world, local_rank, local_world = (number(environment, name) for name in launcher[1:])
-    assert rank is not None
-    assert world is not None
-    return LauncherFacts(launcher.name, rank, world, local_rank, local_world)
-
-
-def _starts_one_on_each_host(step: LauncherFacts) -> bool:
-    return step.world.value == 1 or (step.hosts is not None and step.hosts.value == step.world.value)
-
-
-def _is_shell(environment: Mapping[str, str]) -> bool:
-    """Return whether this process belongs to the shell of `srun --pty`, whose other tasks have ended at once.
-
-    A step that is started in such a shell inherits SLURM_PTY_PORT, but has no terminal.
-    """
-    if "SLURM_PTY_PORT" not in environment or environment.get("SLURM_PROCID") != "0":
-        return False
-    task = environment.get("SLURM_TASK_PID", "")
-    if task == str(os.getpid()):
-        return False  # the command itself was started so, and all tasks run it
-    with suppress(OSError, ValueError, IndexError):
-        return Path("/proc", task, "stat").read_text().rpartition(")")[2].split()[4] != "0"  # the terminal's number
-    return True
 
 
 def slurm_step(environment: Mapping[str, str]) -> LauncherFacts | None:
@@ -178,37 +148,12 @@ def slurm_step(environment: Mapping[str, str]) -> LauncherFacts | None:
         if node is not None or len(set(counts)) == 1:
             local_world = Fact(name, counts[0 if node is None else node.value])
     if hosts is None and (job := number(environment, "SLURM_JOB_NUM_NODES")) is not None:
-        hosts = job if job.value == 1 else None  # a step may take some of its job's hosts
+        hosts = job if job.value == 1 else None  # a step may use only some of its job's hosts
     first, unsure = _first_host(environment, node, hosts)
     return LauncherFacts("SLURM's srun", rank, world, local_rank, local_world, hosts, first, unsure)
 
 
 _ONE_STEP = "start the ranks by one srun, and set none of its variables"
-
-
-def _same(known: Fact | None, other: Fact, words: str) -> Fact:
-    if known is not None and known.value != other.value:
-        raise UserError(f"{known}, but {words}, of {counted(other.value, 'host')}; {_ONE_STEP}")
-    return known or other
-
-
-def _first_host(environment: Mapping[str, str], node: Fact | None, hosts: Fact | None) -> tuple[str | None, str]:
-    """Return the first host of a step, or None and the reason why it is unknown."""
-    name = "SLURM_STEP_NODELIST"
-    text = environment.get(name)
-    job = number(environment, "SLURM_JOB_NUM_NODES")
-    if not text and hosts is not None and job is not None and hosts.value == job.value:
-        name = "SLURM_JOB_NODELIST"  # the step has all of them
-        text = environment.get(name)
-    if not text:
-        return None, ""
-    names = expand_hosts(text, name)
-    if hosts is not None and len(names) != hosts.value:
-        return None, f"{name} is {text}, of {counted(len(names), 'host')}, but {hosts.variable} says {hosts.value}"
-    here = environment.get("SLURMD_NODENAME")
-    if here and node is not None and (node.value >= len(names) or names[node.value] != here):
-        return None, f"{name} is {text}, in which SLURM_NODEID {node.value} is not SLURMD_NODENAME {here}"
-    return names[0], ""
 
 
 _RANGE = r"[0-9]{1,9}(?:-[0-9]{1,9})?"
@@ -225,7 +170,7 @@ def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
     ['r1n09', 'r1n10', 'r2n09', 'r2n10']
 
     Args:
-        variable: the variable that has it.
+        variable: the variable of this list.
 
     Raises:
         UserError: when it is no such list, or names more than `MOST_HOSTS`.
@@ -244,14 +189,6 @@ def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
     return found
 
 
-def _numbers(ranges: str) -> Iterator[str]:
-    """Yield the numbers of ranges, each as wide as the first number of its range: 08-10 is 08, 09 and 10."""
-    for each in ranges.split(","):
-        first, _, last = each.partition("-")
-        for value in range(int(first), int(last or first) + 1):
-            yield f"{value:0{len(first)}}"
-
-
 def expand_counts(text: str, variable: str) -> list[int]:
     """Expand SLURM's list of the tasks of each host, such as `2(x3),1`.
 
@@ -265,3 +202,69 @@ def expand_counts(text: str, variable: str) -> list[int]:
             raise UserError(f"{variable} is {text!r}, which is no list of tasks such as 2(x3),1; {_ONE_STEP}")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
+
+
+def _numbers_of(facts: LauncherFacts) -> tuple[int, int]:
+    return facts.rank.value, facts.world.value
+
+
+def _facts_of(launcher: Launcher, environment: Mapping[str, str]) -> LauncherFacts | None:
+    if launcher.rank not in environment or launcher.world not in environment:
+        return None
+    rank, world, local_rank, local_world = (number(environment, name) for name in launcher[1:])
+    assert rank is not None
+    assert world is not None
+    return LauncherFacts(launcher.name, rank, world, local_rank, local_world)
+
+
+def _starts_one_on_each_host(step: LauncherFacts) -> bool:
+    return step.world.value == 1 or (step.hosts is not None and step.hosts.value == step.world.value)
+
+
+def _is_shell(environment: Mapping[str, str]) -> bool:
+    """Return whether this process belongs to the shell of `srun --pty`, whose other tasks have ended at once.
+
+    A step that is started in such a shell inherits SLURM_PTY_PORT, but has no terminal.
+    """
+    if "SLURM_PTY_PORT" not in environment or environment.get("SLURM_PROCID") != "0":
+        return False
+    task = environment.get("SLURM_TASK_PID", "")
+    if task == str(os.getpid()):
+        return False  # the command itself was started by srun, and all tasks run it
+    with suppress(OSError, ValueError, IndexError):
+        # The number of the terminal.
+        return Path("/proc", task, "stat").read_text().rpartition(")")[2].split()[4] != "0"
+    return True
+
+
+def _same(known: Fact | None, other: Fact, words: str) -> Fact:
+    if known is not None and known.value != other.value:
+        raise UserError(f"{known}, but {words}, of {counted(other.value, 'host')}; {_ONE_STEP}")
+    return known or other
+
+
+def _first_host(environment: Mapping[str, str], node: Fact | None, hosts: Fact | None) -> tuple[str | None, str]:
+    """Return the first host of a step, or None and the reason why it is unknown."""
+    name = "SLURM_STEP_NODELIST"
+    text = environment.get(name)
+    job = number(environment, "SLURM_JOB_NUM_NODES")
+    if not text and hosts is not None and job is not None and hosts.value == job.value:
+        name = "SLURM_JOB_NODELIST"  # the step has all hosts
+        text = environment.get(name)
+    if not text:
+        return None, ""
+    names = expand_hosts(text, name)
+    if hosts is not None and len(names) != hosts.value:
+        return None, f"{name} is {text}, of {counted(len(names), 'host')}, but {hosts.variable} says {hosts.value}"
+    here = environment.get("SLURMD_NODENAME")
+    if here and node is not None and (node.value >= len(names) or names[node.value] != here):
+        return None, f"{name} is {text}, in which SLURM_NODEID {node.value} is not SLURMD_NODENAME {here}"
+    return names[0], ""
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    """Yield the numbers of ranges, each as wide as the first number of its range: 08-10 is 08, 09 and 10."""
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        for value in range(int(first), int(last or first) + 1):
+            yield f"{value:0{len(first)}}"

@@ -97,18 +97,19 @@ def run_processes(
 ) -> Result:
     """Call `function(rank, *arguments)` in `count` processes, and return rank 0's result.
 
-    If one fails, all end. If one of them, or this process, gets SIGINT, SIGTERM or SIGHUP, all get SIGTERM. A
-    second SIGINT or SIGTERM to this process ends them at once. When this process is killed, they get SIGTERM.
+    If one fails, all end. If one of them, or this process, gets SIGINT, SIGTERM or SIGHUP, all get SIGTERM. A second
+    SIGINT or SIGTERM to this process ends them at once. When this process is killed, they get SIGTERM.
 
     Args:
-        preload: modules that are imported once, for all of them.
-        function: importable by name.
-        watching: how they are watched for hanging (None: they are not).
+        preload: modules that are imported once for all processes.
+        function: function that is importable by name.
+        watching: settings of the watch for hangs (None: no watch).
 
     Raises:
-        RankFailed: when a rank raised, was killed, or did not get on in time.
-        UserError: when a rank raised one.
-        KeyboardInterrupt: when the processes were asked to end and gave no result; it says why, if they were killed.
+        RankFailed: if a rank raised, was killed, or made no progress in time.
+        UserError: if a rank raised one.
+        KeyboardInterrupt: if the processes were asked to end and gave no result. The message has the reason if they
+            were killed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -142,71 +143,6 @@ def run_processes(
         return ranks.outcome()
 
 
-@contextmanager
-def _without_main(*objects: object) -> Generator[None]:
-    """Keep processes that are started in the block from importing the main module, unless an object is from there.
-
-    Otherwise a script that trains without `if __name__ == "__main__":` would train in every rank.
-    """
-    main = sys.modules["__main__"]
-    if any(getattr(each, "__module__", "") == "__main__" for each in objects):
-        yield
-        return
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-def _start_forkserver() -> None:
-    """Start the server that forks the ranks. It ignores signals to its process group, because it reports how the ranks
-    ended.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the tracker has unblocked some
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _run_rank(
-    rank: int,
-    answers: Connection,
-    starter: Connection,
-    progress: RankProgress | None,
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-) -> None:
-    """Call the function in a started process, and report its result."""
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)  # no traceback from each: the process that started them tells
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the server's, until now
-    end_with_starter()
-    StopRequest.starter = starter
-    if progress is not None:
-        progress.take()
-        write_stack_on_signal(progress)
-    sys.stdout, sys.stderr = ignore_errors(sys.stdout), ignore_errors(sys.stderr)
-    try:
-        answer = _Report(function(rank, *arguments))
-        if progress is not None:
-            progress.ended = True
-    except Exception as error:
-        sentence = str(error) if isinstance(error, UserError) else ""
-        answer = _Report(time=time.monotonic_ns(), lost=is_lost(error), sentence=sentence, trace=traceback.format_exc())
-        if progress is not None:
-            progress.fail(answer.time, answer.lost, stack_text(traceback.extract_tb(error.__traceback__)))
-    try:
-        answers.send(answer)
-    except BrokenPipeError:  # the process that started this one has gone
-        sys.exit(1)
-    sys.exit(bool(answer.time))
-
-
 class _Ranks:
     """Processes of the ranks, as the process that started them sees them."""
 
@@ -217,8 +153,8 @@ class _Ranks:
         self._pipes: dict[Connection, int] = {}
         self._answers: dict[int, _Report] = {}
         self._ended: dict[int, int] = {}  # exit codes, in the order in which they ended
-        self._killed: set[int] = set()  # those that had not ended by themselves
-        self._asked = self._end = float("inf")  # when they were asked, and when those that are left are killed
+        self._killed: set[int] = set()  # ranks that had not ended by themselves
+        self._asked = self._end = float("inf")  # times of the request, and of the kill of the remaining ranks
         self._grace = GRACE
         self._late = ""
 
@@ -250,20 +186,6 @@ class _Ranks:
                 self._note_end(self._pipes.pop(pipe))
                 pipe.close()
         return ready
-
-    def _note_end(self, rank: int) -> None:
-        """Record the end of a rank: the kernel closes its pipe, even if the fork server is gone."""
-        process = self._processes[rank]
-        process.join(REPORT_SECONDS)  # until the server that forked it, if it is still there, tells its exit code
-        self._ended[rank] = process.exitcode or 0
-        if self._ended[rank] or rank not in self._answers:
-            self._look_at_others()
-            self._end = min(self._end, time.monotonic() + REPORT_SECONDS)
-
-    def _look_at_others(self) -> None:
-        """Ask the other ranks for their stacks after a failure, while they still wait for the failed one."""
-        if self._watch is not None and self._end == float("inf"):
-            self._watch.ask_for_stacks()
 
     def ask(self, grace: int, *, again: bool = False) -> None:
         """Ask all ranks to end within `grace` seconds. A second request with `again` kills them."""
@@ -317,12 +239,26 @@ class _Ranks:
         for rank in silent:
             if -self._ended[rank] in STOP_SIGNALS:
                 raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
-        if silent:  # what the others then lost explains nothing
+        if silent:  # later errors of the other ranks are only consequences
             code = next((self._ended[rank] for rank in silent if self._ended[rank] < 0), self._ended[silent[0]])
             alike = [rank for rank in silent if self._ended[rank] == code]
             raise self._failure(describe_end(alike, how_ended(code)))
         rank = min(failed, key=lambda rank: failed[rank].time)
         raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
+
+    def _note_end(self, rank: int) -> None:
+        """Record the end of a rank: the kernel closes its pipe, even if the fork server is gone."""
+        process = self._processes[rank]
+        process.join(REPORT_SECONDS)  # wait for the exit code from the server that forked it, if the server still runs
+        self._ended[rank] = process.exitcode or 0
+        if self._ended[rank] or rank not in self._answers:
+            self._look_at_others()
+            self._end = min(self._end, time.monotonic() + REPORT_SECONDS)
+
+    def _look_at_others(self) -> None:
+        """Ask the other ranks for their stacks after a failure, while they still wait for the failed one."""
+        if self._watch is not None and self._end == float("inf"):
+            self._watch.ask_for_stacks()
 
     def _failure(self, verdict: str) -> RankFailed:
         """Return a failure with a report on all ranks."""
@@ -334,12 +270,77 @@ class _Ranks:
         return RankFailed(verdict, self._watch.report(fates))
 
 
-def _late(ranks: Sequence[int], grace: int) -> str:
-    return f"{rank_names([*ranks])} did not end within {grace} s"
-
-
 def how_ended(code: int) -> str:
     """Describe the end of a process by its exit code, or minus the signal that ended it."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed ({signal.Signals(-code).name}" + ("; out of memory?)" if -code == signal.SIGKILL else ")")
+
+
+@contextmanager
+def _without_main(*objects: object) -> Generator[None]:
+    """Keep processes that are started in the block from importing the main module, unless an object is from there.
+
+    Otherwise a script that trains without `if __name__ == "__main__":` would train in every rank.
+    """
+    main = sys.modules["__main__"]
+    if any(getattr(each, "__module__", "") == "__main__" for each in objects):
+        yield
+        return
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _start_forkserver() -> None:
+    """Start the server that forks the ranks. It ignores signals to its process group, because it reports how the ranks
+    ended.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the resource tracker has unblocked some
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run_rank(
+    rank: int,
+    answers: Connection,
+    starter: Connection,
+    progress: RankProgress | None,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> None:
+    """Call the function in a started process, and report its result."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)  # no traceback of each rank: the process that started them reports
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # these were the server's settings
+    end_with_starter()
+    StopRequest.starter = starter
+    if progress is not None:
+        progress.take()
+        write_stack_on_signal(progress)
+    sys.stdout, sys.stderr = ignore_errors(sys.stdout), ignore_errors(sys.stderr)
+    try:
+        answer = _Report(function(rank, *arguments))
+        if progress is not None:
+            progress.ended = True
+    except Exception as error:
+        sentence = str(error) if isinstance(error, UserError) else ""
+        answer = _Report(time=time.monotonic_ns(), lost=is_lost(error), sentence=sentence, trace=traceback.format_exc())
+        if progress is not None:
+            progress.fail(answer.time, answer.lost, stack_text(traceback.extract_tb(error.__traceback__)))
+    try:
+        answers.send(answer)
+    except BrokenPipeError:  # the process that started this one has ended
+        sys.exit(1)
+    sys.exit(bool(answer.time))
+
+
+def _late(ranks: Sequence[int], grace: int) -> str:
+    return f"{rank_names([*ranks])} did not end within {grace} s"

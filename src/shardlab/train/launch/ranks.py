@@ -1,9 +1,9 @@
 """Ranks: started as processes of this machine, or joined to the world of a launcher.
 
 `run_ranks` calls a function on every rank of a process group. Ranks that are started here meet at a file
-(`rendezvous_file`); ranks of a launcher meet at a store (commands.py). On both ways `_rendezvous` sets up the device,
-the process group, and the threads of the rank. The last sections prepare a rank on a CPU: how its threads share a core,
-what it reports when it is out of memory, and how its heap keeps freed memory.
+(`rendezvous_file`); ranks of a launcher meet at a store (commands.py). In both cases `_rendezvous` sets up the device,
+the process group, and the threads of the rank. The last sections prepare a rank on a CPU: the wake-ups of its threads,
+its report when it is out of memory, and the reuse of freed memory.
 """
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
@@ -76,7 +76,7 @@ class LazyFunction(Generic[Result]):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Options of how ranks meet.
+    """Options of the rendezvous of ranks.
 
     Attributes:
         bound: give each rank CPUs of its own.
@@ -87,7 +87,7 @@ class Rendezvous:
     """
 
     bound: bool = False
-    timeout: timedelta = timedelta(minutes=30)  # torch's own
+    timeout: timedelta = timedelta(minutes=30)  # torch's default
     start: timedelta = timedelta(minutes=30)
     dynamo: bool = False
 
@@ -128,26 +128,6 @@ ONE_GPU = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 """Variables with which a launcher shows each rank a single GPU, as `srun --gpus-per-task=1` does."""
 
 
-def _launched_device(environment: LaunchEnvironment) -> torch.device:
-    """Return the device of a launcher's rank: the only GPU that it sees, or the GPU with its number on the host.
-
-    Raises:
-        UserError: if the host has fewer GPUs than ranks.
-    """
-    gpus, local_rank = gpu_count(), environment.local_rank
-    ranks = environment.local_world or local_rank + 1
-    shown = next((f"{name} is {os.environ[name]!r}" for name in ONE_GPU if name in os.environ), "")
-    if gpus == 1 and shown:
-        return device_of(0, 1)  # that no other rank has the same is seen when they meet
-    if 0 < gpus < ranks:
-        raise UserError(
-            f"rank {environment.rank} is number {local_rank} of {ranks} on its host and sees {counted(gpus, 'GPU')} "
-            f"({shown or 'CUDA_VISIBLE_DEVICES is not set'}); start one rank for each GPU, or show each rank one of "
-            "its own (srun --gpus-per-task=1), or hide them all by CUDA_VISIBLE_DEVICES= to compute on the CPU"
-        )
-    return device_of(local_rank, ranks)
-
-
 def launched_ranks(otherwise: int) -> int:
     """Return the number of processes that a launcher started; `otherwise` if none did."""
     environment = find_launch_environment(os.environ)
@@ -167,18 +147,18 @@ def run_ranks(
     started here.
 
     Args:
-        function: importable by name, since processes are started for it.
+        function: function that is importable by name, since processes are started for it.
         joining: options of the rendezvous.
-        watching: how they are watched for hanging (None: they are not).
+        watching: settings of the watch for hangs (None: no watch).
 
     Returns:
-        What this process's call returned; rank 0's, if the ranks were started here.
+        The result of this process's call, or of rank 0's if the ranks were started here.
 
     Raises:
-        RankFailed: when a rank that was started here failed, with the traceback of the first one, or hung; if they are
-            watched in a launcher's world, on one rank of a host.
+        RankFailed: if a rank that was started here failed, with the traceback of the first one, or hung. In the world
+            of a launcher, a watch raises it on one rank of each host.
         UserError: if a rank raised one, the launcher's world has another size, or its port is taken.
-        KeyboardInterrupt: when ranks that were started here were asked to end by a signal, and gave no result.
+        KeyboardInterrupt: if ranks that were started here were asked to end by a signal, and gave no result.
     """
     environment = find_launch_environment(os.environ)
     # An interactive shell under srun is a world of one.
@@ -196,7 +176,7 @@ def run_ranks(
     from shardlab.train.launch.commands import RankExchange, default_ctrl_c, store_of
 
     if _elastic():
-        end_with_starter(_others_go_on())  # a launcher that was killed has ended nobody
+        end_with_starter(_others_go_on())  # a launcher that was killed has ended none of its ranks
     device = _launched_device(environment)
     if environment.world > 1:
         require_own_devices(RankExchange(environment, joining.start).exchange(_identify(device)))
@@ -215,18 +195,6 @@ def run_ranks(
         dist.distributed_c10d._set_pg_timeout(joining.timeout)  # pyright: ignore[reportPrivateUsage]
     with watched:
         return _call(environment.rank, device, function, *arguments)
-
-
-def _identify(device: torch.device) -> str:
-    """Return a string, in JSON, that tells the device of a rank from all others: its type, the host, and the GPU's
-    identity.
-    """
-    import torch
-
-    found: Any = cast(Any, torch.cuda).get_device_properties(device) if device.type == "cuda" else None
-    gpu = "" if found is None else str(getattr(found, "uuid", ""))
-    slices = any("MIG" in os.environ.get(name, "") for name in ONE_GPU)  # of a GPU, which may have its identity
-    return json.dumps((device.type, socket.gethostname(), "" if slices else gpu))
 
 
 def require_own_devices(places: Sequence[str]) -> None:
@@ -253,24 +221,6 @@ def require_own_devices(places: Sequence[str]) -> None:
         )
 
 
-def _gather(mine: tuple[str, str]) -> list[tuple[str, str]]:
-    import torch.distributed as dist
-
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def _start_local(
-    ranks: int, joining: Rendezvous, watching: WatchSettings | None, function: Callable[..., Result], *arguments: Any
-) -> Result:
-    module = getattr(function, "module", function.__module__)
-    preload = (module, "torch._dynamo") if joining.dynamo else (module,)
-    with rendezvous_file() as store:  # it outlives every rank
-        meeting = ranks, str(store), joining
-        return run_processes(ranks, preload, _run_started, *meeting, function, *arguments, watching=watching)
-
-
 LONGEST = 1e8
 """Longest wait in seconds, three years: torch counts in nanoseconds."""
 
@@ -285,82 +235,6 @@ def torch_limit(timeout: float) -> timedelta:
     hangs.
     """
     return start_limit(timeout + 2 * START)
-
-
-def _run_started(
-    rank: int, world: int, store: str, joining: Rendezvous, function: Callable[..., Result], *arguments: Any
-) -> Result:
-    """Call the function in a process that was started here."""
-    import torch.distributed as dist
-
-    device = device_of(rank, world)
-    here = LaunchEnvironment(rank, world, rank, LOOPBACK, 0, world)
-    _rendezvous(here, device, dist.FileStore(store), joining, joining.timeout)
-    return _call(rank, device, function, *arguments)
-
-
-def _rendezvous(
-    environment: LaunchEnvironment, device: torch.device, store: dist.Store, joining: Rendezvous, limit: timedelta
-) -> None:
-    """Join the process group that meets at a store, with the device of this rank."""
-    import torch
-    import torch.distributed as dist
-
-    from shardlab.execute.transport.neighbours import connect_neighbours
-
-    if joining.bound:
-        bind(environment)  # before the threads of the process group
-    changed = False
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # until all have said which CPUs they have
-        set_heap()
-        changed = set_wakeups()  # before these threads as well
-    else:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend_of(device.type),
-        store=store,
-        timeout=limit,
-        rank=environment.rank,
-        world_size=environment.world,
-        # NCCL's communicator is made at once and carries all messages, as the check assumes (ChannelModel.QUEUED).
-        device_id=None if device.type == "cpu" else device,
-    )
-    if device.type == "cpu":
-        # Here all meet, too: gloo returns where this rank is connected; others, if it left then, could not be.
-        connect_neighbours(limit, joining.timeout, shares=memory_limit() is None)
-        mine = CpuShare.of_this_process()
-        shares = [mine] * environment.world
-        dist.all_gather_object(shares, mine)
-        torch.set_num_threads(threads := threads_of(shares))
-        if changed and threads > 1:
-            restore_wakeups()  # for the threads that compute, which are started later
-
-
-def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:
-    import torch.distributed as dist
-
-    from shardlab.execute.transport.neighbours import Neighbours
-
-    try:
-        result = function(rank, device, *arguments)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise out_of_memory(rank, device, error) from None
-    Neighbours.part()
-    dist.destroy_process_group()  # not after a failure: the others would notice before this rank has said why
-    return result
-
-
-def _others_go_on() -> bool:
-    """Return whether torchrun restarts the ranks of other hosts when this host is lost."""
-    return os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and may_restart(os.environ)
-
-
-def _elastic() -> bool:
-    """Return whether torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 PREFIX = "shardlab-ranks-"
@@ -395,52 +269,13 @@ def rendezvous_file() -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _create_lock(folder: Path) -> FileIO:
-    """Create the locked file of a folder. It gets its name after it is locked, so that nobody finds it unlocked."""
-    new = folder / "new"
-    new.write_bytes(bytes(RESERVED_BYTES))
-    held = FileIO(new, "ab")
-    _lock(held)
-    new.rename(folder / LOCK)
-    return held
-
-
-def _lock(file: FileIO) -> bool:
-    """Lock a file and return True, unless another process has locked it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # a file system that knows no locks is swept by nobody
-        return False
-    return True
-
-
-def _remove_stale(temporary: Path) -> None:
-    """Remove folders of processes that were killed before they could do so."""
-    for held in temporary.glob(f"{PREFIX}*/{LOCK}"):
-        try:
-            file = FileIO(held, "ab")
-        except OSError:  # it has just gone, or is another user's
-            continue
-        with file:
-            if _lock(file):
-                shutil.rmtree(held.parent, ignore_errors=True)
-
-
-def _disk_error(error: OSError) -> UserError:
-    why = error.strerror or str(error)
-    return UserError(
-        f"ranks meet at a file in the folder for temporary files, which cannot be written ({error.filename}: {why}); "
-        "make room there, or name another folder in the environment variable TMPDIR"
-    )
-
-
 def set_wakeups() -> bool:
-    """Keep this thread, and those that it starts from now on, from taking a core from another thread when they wake up.
+    """Set this thread, and those that it starts later, to take no core from another thread when they wake up.
 
-    gloo's own thread wakes up when a message comes, often while the computing thread holds the lock of that message's
-    connection: it has just written there. If the waking thread takes the core, it finds the lock held and looks again
-    and again (`Pair::handleEvents` of gloo's `transport/tcp/pair.cc`) until its time slice is over: milliseconds for a
-    message of microseconds. Under SCHED_BATCH (sched(7)) a waking thread takes the core from nobody.
+    gloo's own thread wakes up when a message arrives. Often the computing thread then holds the lock of the message's
+    connection, because it has just written there. If the waking thread takes the core, it finds the lock held and polls
+    it (`Pair::handleEvents` of gloo's `transport/tcp/pair.cc`) until its time slice is over: milliseconds for a message
+    of microseconds. Under SCHED_BATCH (sched(7)) a waking thread does not preempt a running one.
 
     A policy that the user has chosen stays. On other systems than Linux nothing changes.
 
@@ -451,28 +286,18 @@ def set_wakeups() -> bool:
 
 
 def restore_wakeups() -> None:
-    """Let this thread, and those that it starts from now on, take a core when they wake up, which is Linux's default.
+    """Set this thread, and those that it starts later, to take a core when they wake up, as is Linux's default.
 
-    Threads that compute an op together wait for each other at its end. If one of them has slept and must wait for a
-    core as long as another process has it, all of them wait. Threads that were started before keep their policy.
+    Threads that compute an op together wait for each other at its end. If one of them has slept and has to wait for a
+    core that another process uses, all of them wait. Threads that were started before keep their policy.
     """
     _change_policy("SCHED_BATCH", "SCHED_OTHER")
 
 
-def _change_policy(before: str, after: str) -> bool:
-    """Replace the policy `before` of sched(7) by `after`, and return whether this thread had it."""
-    if sys.platform == "linux":
-        with suppress(OSError):  # a sandbox may not allow it
-            if os.sched_getscheduler(0) == getattr(os, before):
-                os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
-                return True
-    return False
-
-
 _REQUESTED = re.compile(r"(?:[Tt]ried to allocate|unable to mmap) (\d+ bytes|[\d.]+ [KMG]iB)")
-"""In torch's words for it."""
+"""Text of torch about the requested memory."""
 
-_THREAD = "can't start new thread"  # for which there is no stack
+_THREAD = "can't start new thread"  # an error without a stack
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -536,3 +361,179 @@ def set_heap() -> None:
         mallopt(_MMAP_THRESHOLD, _LARGEST)
     else:
         mallopt(_MMAP_THRESHOLD, _SMALL)
+
+
+def _launched_device(environment: LaunchEnvironment) -> torch.device:
+    """Return the device of a launcher's rank: the only GPU that it sees, or the GPU with its number on the host.
+
+    Raises:
+        UserError: if the host has fewer GPUs than ranks.
+    """
+    gpus, local_rank = gpu_count(), environment.local_rank
+    ranks = environment.local_world or local_rank + 1
+    shown = next((f"{name} is {os.environ[name]!r}" for name in ONE_GPU if name in os.environ), "")
+    if gpus == 1 and shown:
+        return device_of(0, 1)  # the rendezvous checks that no other rank has this GPU
+    if 0 < gpus < ranks:
+        raise UserError(
+            f"rank {environment.rank} is number {local_rank} of {ranks} on its host and sees {counted(gpus, 'GPU')} "
+            f"({shown or 'CUDA_VISIBLE_DEVICES is not set'}); start one rank for each GPU, or show each rank one of "
+            "its own (srun --gpus-per-task=1), or hide them all by CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+    return device_of(local_rank, ranks)
+
+
+def _identify(device: torch.device) -> str:
+    """Return a string, in JSON, that tells the device of a rank from all others: its type, the host, and the GPU's
+    identity.
+    """
+    import torch
+
+    found: Any = cast(Any, torch.cuda).get_device_properties(device) if device.type == "cuda" else None
+    gpu = "" if found is None else str(getattr(found, "uuid", ""))
+    slices = any("MIG" in os.environ.get(name, "") for name in ONE_GPU)  # slices of one GPU may have its identity
+    return json.dumps((device.type, socket.gethostname(), "" if slices else gpu))
+
+
+def _gather(mine: tuple[str, str]) -> list[tuple[str, str]]:
+    import torch.distributed as dist
+
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _start_local(
+    ranks: int, joining: Rendezvous, watching: WatchSettings | None, function: Callable[..., Result], *arguments: Any
+) -> Result:
+    module = getattr(function, "module", function.__module__)
+    preload = (module, "torch._dynamo") if joining.dynamo else (module,)
+    with rendezvous_file() as store:  # it outlives every rank
+        meeting = ranks, str(store), joining
+        return run_processes(ranks, preload, _run_started, *meeting, function, *arguments, watching=watching)
+
+
+def _run_started(
+    rank: int, world: int, store: str, joining: Rendezvous, function: Callable[..., Result], *arguments: Any
+) -> Result:
+    """Call the function in a process that was started here."""
+    import torch.distributed as dist
+
+    device = device_of(rank, world)
+    here = LaunchEnvironment(rank, world, rank, LOOPBACK, 0, world)
+    _rendezvous(here, device, dist.FileStore(store), joining, joining.timeout)
+    return _call(rank, device, function, *arguments)
+
+
+def _rendezvous(
+    environment: LaunchEnvironment, device: torch.device, store: dist.Store, joining: Rendezvous, limit: timedelta
+) -> None:
+    """Join the process group that meets at a store, with the device of this rank."""
+    import torch
+    import torch.distributed as dist
+
+    from shardlab.execute.transport.neighbours import connect_neighbours
+
+    if joining.bound:
+        bind(environment)  # this must precede the threads of the process group
+    changed = False
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # until all ranks have exchanged their CPUs
+        set_heap()
+        changed = set_wakeups()  # this must precede these threads as well
+    else:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend_of(device.type),
+        store=store,
+        timeout=limit,
+        rank=environment.rank,
+        world_size=environment.world,
+        # NCCL's communicator is made at once and carries all messages, as the check assumes (ChannelModel.QUEUED).
+        device_id=None if device.type == "cpu" else device,
+    )
+    if device.type == "cpu":
+        # All ranks wait for each other here. gloo returns when this rank is connected; if it then ended, others could
+        # not connect.
+        connect_neighbours(limit, joining.timeout, shares=memory_limit() is None)
+        mine = CpuShare.of_this_process()
+        shares = [mine] * environment.world
+        dist.all_gather_object(shares, mine)
+        torch.set_num_threads(threads := threads_of(shares))
+        if changed and threads > 1:
+            restore_wakeups()  # this is for the compute threads, which are started later
+
+
+def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:
+    import torch.distributed as dist
+
+    from shardlab.execute.transport.neighbours import Neighbours
+
+    try:
+        result = function(rank, device, *arguments)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(rank, device, error) from None
+    Neighbours.part()
+    dist.destroy_process_group()  # not after a failure: the others would fail before this rank has reported its error
+    return result
+
+
+def _others_go_on() -> bool:
+    """Return whether torchrun restarts the ranks of other hosts when this host is lost."""
+    return os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and may_restart(os.environ)
+
+
+def _elastic() -> bool:
+    """Return whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _create_lock(folder: Path) -> FileIO:
+    """Create the locked file of a folder. It gets its name after it is locked, so that nobody finds it unlocked."""
+    new = folder / "new"
+    new.write_bytes(bytes(RESERVED_BYTES))
+    held = FileIO(new, "ab")
+    _lock(held)
+    new.rename(folder / LOCK)
+    return held
+
+
+def _lock(file: FileIO) -> bool:
+    """Lock a file and return True, unless another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # on a file system without locks, no process removes stale folders
+        return False
+    return True
+
+
+def _remove_stale(temporary: Path) -> None:
+    """Remove folders of processes that were killed before they could do so."""
+    for held in temporary.glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            file = FileIO(held, "ab")
+        except OSError:  # the folder has just been removed, or belongs to another user
+            continue
+        with file:
+            if _lock(file):
+                shutil.rmtree(held.parent, ignore_errors=True)
+
+
+def _disk_error(error: OSError) -> UserError:
+    why = error.strerror or str(error)
+    return UserError(
+        f"ranks meet at a file in the folder for temporary files, which cannot be written ({error.filename}: {why}); "
+        "make room there, or name another folder in the environment variable TMPDIR"
+    )
+
+
+def _change_policy(before: str, after: str) -> bool:
+    """Replace the policy `before` of sched(7) by `after`, and return whether this thread had it."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # a sandbox may not allow it
+            if os.sched_getscheduler(0) == getattr(os, before):
+                os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
+                return True
+    return False

@@ -1,5 +1,5 @@
 """Verification of strategies: their ranks train on real numbers, and the results are compared with one device.
 
-`cases.py` has what is verified and the verdict; it needs no torch, so that a command can refuse a program before any
-rank starts. `reference.py` trains on one device, and `verify.py` compares the ranks with it.
+`cases.py` has the cases and the verdict. It needs no torch, so that a command can refuse a program before any rank
+starts. `reference.py` trains on one device, and `verify.py` compares the ranks with it.
 """

@@ -55,7 +55,7 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy to verify, on a small model.
+    """Strategy to verify, on a small model.
 
     Attributes:
         row, column: place in the table.
@@ -129,9 +129,9 @@ TOLERANCE = 1e-12
 """Largest error that is accepted in float64, whose rounding is 1e-16.
 
 Another order of summation changes gradients by some 1e-15 of their largest element. AdamW can amplify that: it divides
-by the size of the gradient, so an error d of a gradient g near eps (1e-8) moves the weight by
-rate * d * eps / (|g| + eps)^2 in the first step. The small MLP of the case `column-parallel` has a weight whose
-gradient is 3e-8, where the largest is 2.5e-2. There an error of 1.4e-18 becomes 3.5e-13 of the layer's largest weight.
+by the size of the gradient, so an error d of a gradient g near eps (1e-8) moves the weight by rate * d * eps / (|g| +
+eps)^2 in the first step. The small MLP of the case `column-parallel` has a weight whose gradient is 3e-8, where the
+largest is 2.5e-2. There an error of 1.4e-18 becomes 3.5e-13 of the layer's largest weight.
 """
 
 SMALL_NORM = 0.1
@@ -144,9 +144,9 @@ class Errors:
 
     Attributes:
         loss_error: largest relative difference of a step's loss.
-        gradient_error, weight_error: error of the worst layer (and step; moving averages count as weights):
-            max|a - b| / max|b| over all parameters of the layer together. A relative error of single elements would be
-            meaningless for gradients that are zero, such as that of an attention's key bias.
+        gradient_error, weight_error: error of the worst layer (and step; moving averages count as weights): max|a - b|
+            / max|b| over all parameters of the layer together. A relative error of single elements would be meaningless
+            for gradients that are zero, such as that of an attention's key bias.
         gradient_layer, weight_layer: numbers of these layers.
     """
 

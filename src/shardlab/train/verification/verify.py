@@ -150,72 +150,6 @@ Slices = Mapping[tuple[int, Holds], Tensor]
 """Tensors by layer and slices."""
 
 
-def _slice(state: State, layers: Sequence[Tensor], layer: int, holds: Holds) -> Tensor:
-    """Return some slices of a layer's flat buffer."""
-    whole = pad_runs(state.shapes.layouts[layer], layers[layer], state.shapes.flat[layer])
-    return torch.cat([whole[start:stop] for start, stop in state.shapes.ranges(layer, holds)])
-
-
-def _worst_element(state: State, slices: Slices, expected: Sequence[Tensor]) -> tuple[float, int]:
-    """Return the largest error max|a - b| / max|b| of a layer over all ranks' slices, and the layer."""
-    errors = torch.zeros(len(expected), dtype=torch.float64)
-    for (layer, holds), ours in slices.items():
-        if not ours.numel():
-            continue
-        theirs = _slice(state, expected, layer, holds).double()
-        error = float((ours.cpu().double() - theirs).abs().max() / expected[layer].abs().max())
-        errors[layer] = max(float(errors[layer]), _nan_as_inf(error))
-    errors = errors.to(state.settings.device)
-    dist.all_reduce(errors, dist.ReduceOp.MAX)
-    layer = int(errors.argmax())
-    return float(errors[layer]), layer
-
-
-def _worst_vector(state: State, slices: Slices, expected: Sequence[Tensor]) -> tuple[float, int]:
-    """Return the largest error |a - b| / |b| of a layer, as lengths of vectors over all ranks' slices, and the layer.
-
-    In lower precision, the rounding of a single element would say little about the strategy.
-    """
-    squares = torch.zeros(2, len(expected), dtype=torch.float64)
-    for (layer, holds), ours in slices.items():
-        theirs = _slice(state, expected, layer, holds).double()
-        squares[0, layer] += (ours.cpu().double() - theirs).square().sum()
-        squares[1, layer] += theirs.square().sum()
-    squares = squares.to(state.settings.device)
-    dist.all_reduce(squares)
-    errors = (squares[0] / squares[1].clamp_min(1e-300)).sqrt().nan_to_num(math.inf)
-    layer = int(errors.argmax())
-    return float(errors[layer]), layer
-
-
-def _as_cut(model: Model, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Convert the flat buffers of all blocks to those of the layers of the program."""
-    return to_layers(model, blocks) if isinstance(model, CutModel) else blocks
-
-
-def _trained_mask(job: Job, checked: Checked) -> Sequence[Tensor]:
-    """Return for each block a vector like its flat buffer: 1 for parameters that are trained, 0 for frozen ones."""
-    blocks = [torch.ones(job.model.layout(layer).numel) for layer in range(job.model.layers)]
-    model = job.cut
-    layers = _as_cut(model, blocks)
-    for layer in checked.frozen:
-        layers[layer].zero_()
-    return to_blocks(model, layers) if isinstance(model, CutModel) else layers
-
-
-def _nan_as_inf(error: float) -> float:
-    """Return infinity for NaN, so that it is the largest error."""
-    return math.inf if math.isnan(error) else error
-
-
-def _random_corpus(job: Job) -> Corpus:
-    """Return a corpus of random bytes within the model's vocabulary."""
-    generator = torch.Generator().manual_seed(job.seed)
-    length = max(4096, 8 * (job.model.seq_len + 1))
-    text = torch.randint(min(256, job.model.vocab_size), (length,), generator=generator, dtype=torch.uint8)
-    return Corpus.from_text(text.numpy().tobytes(), job.model.seq_len)
-
-
 @dataclass(frozen=True)
 class CaseResult:
     """Result of a case.
@@ -288,3 +222,69 @@ class CaseProgress(Progress):
         self.update(self._task, advance=1, description=text)
         if self._printed:
             print(f"{result.case.ranks} ranks  {text}", file=sys.stderr, flush=True)
+
+
+def _slice(state: State, layers: Sequence[Tensor], layer: int, holds: Holds) -> Tensor:
+    """Return some slices of a layer's flat buffer."""
+    whole = pad_runs(state.shapes.layouts[layer], layers[layer], state.shapes.flat[layer])
+    return torch.cat([whole[start:stop] for start, stop in state.shapes.ranges(layer, holds)])
+
+
+def _worst_element(state: State, slices: Slices, expected: Sequence[Tensor]) -> tuple[float, int]:
+    """Return the largest error max|a - b| / max|b| of a layer over all ranks' slices, and the layer."""
+    errors = torch.zeros(len(expected), dtype=torch.float64)
+    for (layer, holds), ours in slices.items():
+        if not ours.numel():
+            continue
+        theirs = _slice(state, expected, layer, holds).double()
+        error = float((ours.cpu().double() - theirs).abs().max() / expected[layer].abs().max())
+        errors[layer] = max(float(errors[layer]), _nan_as_inf(error))
+    errors = errors.to(state.settings.device)
+    dist.all_reduce(errors, dist.ReduceOp.MAX)
+    layer = int(errors.argmax())
+    return float(errors[layer]), layer
+
+
+def _worst_vector(state: State, slices: Slices, expected: Sequence[Tensor]) -> tuple[float, int]:
+    """Return the largest error |a - b| / |b| of a layer, as lengths of vectors over all ranks' slices, and the layer.
+
+    In lower precision, the rounding of a single element would say little about the strategy.
+    """
+    squares = torch.zeros(2, len(expected), dtype=torch.float64)
+    for (layer, holds), ours in slices.items():
+        theirs = _slice(state, expected, layer, holds).double()
+        squares[0, layer] += (ours.cpu().double() - theirs).square().sum()
+        squares[1, layer] += theirs.square().sum()
+    squares = squares.to(state.settings.device)
+    dist.all_reduce(squares)
+    errors = (squares[0] / squares[1].clamp_min(1e-300)).sqrt().nan_to_num(math.inf)
+    layer = int(errors.argmax())
+    return float(errors[layer]), layer
+
+
+def _as_cut(model: Model, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Convert the flat buffers of all blocks to those of the layers of the program."""
+    return to_layers(model, blocks) if isinstance(model, CutModel) else blocks
+
+
+def _trained_mask(job: Job, checked: Checked) -> Sequence[Tensor]:
+    """Return for each block a vector like its flat buffer: 1 for parameters that are trained, 0 for frozen ones."""
+    blocks = [torch.ones(job.model.layout(layer).numel) for layer in range(job.model.layers)]
+    model = job.cut
+    layers = _as_cut(model, blocks)
+    for layer in checked.frozen:
+        layers[layer].zero_()
+    return to_blocks(model, layers) if isinstance(model, CutModel) else layers
+
+
+def _nan_as_inf(error: float) -> float:
+    """Return infinity for NaN, so that it is the largest error."""
+    return math.inf if math.isnan(error) else error
+
+
+def _random_corpus(job: Job) -> Corpus:
+    """Return a corpus of random bytes within the model's vocabulary."""
+    generator = torch.Generator().manual_seed(job.seed)
+    length = max(4096, 8 * (job.model.seq_len + 1))
+    text = torch.randint(min(256, job.model.vocab_size), (length,), generator=generator, dtype=torch.uint8)
+    return Corpus.from_text(text.numpy().tobytes(), job.model.seq_len)

@@ -163,10 +163,6 @@ def accumulate_gradients(accumulate: Accumulate, places: Sequence[int], gradient
             accumulate(partial(_add_gradient, place), gradient, gradient)
 
 
-def _add_gradient(place: int, totals: Weights, gradient: Tensor, _: Tensor) -> None:
-    totals[place].add_(gradient)
-
-
 @dataclass(frozen=True)
 class CompiledPasses:
     """Both passes of a compiled layer, with the interface of `PreparedLayer`. The compiler chooses what is kept.
@@ -205,3 +201,7 @@ class CompiledPasses:
         inputs = len(results) - len(weights)
         accumulate_gradients(accumulate, range(len(weights)), results[inputs:])
         return results[:inputs]
+
+
+def _add_gradient(place: int, totals: Weights, gradient: Tensor, _: Tensor) -> None:
+    totals[place].add_(gradient)

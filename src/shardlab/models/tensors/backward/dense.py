@@ -131,7 +131,7 @@ def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the product of two matrices, or of two lots of matrices, to a tensor, which may be of other numbers."""
+    """Add the product of two matrices, or of two batches of matrices, to a tensor, which may have another dtype."""
     if total.dtype != a.dtype:
         total.add_(a @ b)
     elif total.dim() == 2:

@@ -1,4 +1,4 @@
-"""Plans with context parallelism: what they send, what each rank computes, and what they refuse."""
+"""Plans with context parallelism: their messages, each rank's computation, and their refusals."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_heads_share_the_room_of_queries_keys_and_values(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("context", ["ring", "all_gather"])
 def test_keys_values_and_their_gradients_are_gone_after_the_step_of_a_layer(context: Context) -> None:
-    """What one microbatch has left behind is not there when the next one is computed."""
+    """Nothing of one microbatch is left when the next one is computed."""
     one, four = (simulate(checked(Plan(Mesh(cp=2), context=context), count)).peak_memory for count in (1, 4))
     sizes = Sizes.context_blocks(BLOCKS)
     assert four - one <= sizes.activations[0] + sum(sizes.weights)
