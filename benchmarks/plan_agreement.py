@@ -166,8 +166,8 @@ def plan_case(model: Blocks, sequences: int, most: int, cluster: Cluster) -> Pla
     """Plan it, and forecast every plan of its space."""
     limits = Limits(fixed={"recompute": "none"}, most={"micro_batch_size": most})
     problem = Problem(model, cluster, sequences, (PRECISIONS["fp32"],), limits=limits)
-    with workers(problem, 1) as ask:
-        taking_turns = find_contenders(choose(problem, ask, measured=()), inf)
+    with workers(problem, 1) as processes:
+        taking_turns = find_contenders(choose(problem, processes, measured=(), families=False), inf)
     space = [each for shape in shapes(problem) for each in candidates(problem, shape)]
     forecasts = {each: found.forecast for each in space if (found := answer_request(problem, Query(each))) is not None}
     plans = [PlanTimes(family(each.plan), words(each), made.seconds, 0.0) for each, made in forecasts.items()]

@@ -16,7 +16,7 @@ from shardlab.common.text import bytes_text
 from shardlab.planner.describe import summary
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.results import PlanOutcome
-from shardlab.planner.space import SHARDED, layers_of_stages
+from shardlab.planner.space import MODEL_AXES, SHARDED, layers_of_stages
 from shardlab.planner.workers import Answer, Query, TimedQueries
 from shardlab.strategies.plan.plan import Plan
 
@@ -89,9 +89,6 @@ def add_shares(near: Sequence[Alternative], timed: TimedQueries) -> Callable[[],
 
 ZERO = ("data parallelism", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 """Names of the stages of ZeRO."""
-
-MODEL_AXES = ("tp", "pp", "cp", "ep")
-"""Axes along which ranks share the model or a sequence."""
 
 Topic = Literal["fit", "batch", "speed"]
 """Question that a choice affects: whether the model fits, which batch a rank has, or how fast a step is."""

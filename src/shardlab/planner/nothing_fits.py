@@ -32,8 +32,8 @@ def explain_no_fit(problem: Problem, found: Results) -> str:
     nearest = min(misses.items(), key=lambda miss: miss[1][0], default=None)
     if found.refused and not found.outcomes:
         return refusal_text(problem, refusal_reason(problem, found.refused[0]))
-    if found.left is not None or nearest is None:
-        seen = f"of {counted(found.space['shapes'], 'shape')} {counted(len(found.outcomes), 'plan')} were simulated"
+    if not found.complete or nearest is None:
+        seen = f"of {counted(found.lines, 'kind')} of plans {counted(len(found.outcomes), 'plan')} were simulated"
         if nearest is not None:
             over = bytes_text(nearest[1][0] - room, 1)
             seen = f"{seen}, and {nearest[0]} ({summary(nearest[1][1])}) comes nearest, with {over} too many"
@@ -60,7 +60,7 @@ def explain_no_fit(problem: Problem, found: Results) -> str:
             more = f"at least {least:,} devices"
     return (
         f"no plan{under} fits into {bytes_text(room + margin, 1)} a device{free}: {name} comes nearest "
-        f"({summary(candidate)}) and takes at least {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
+        f"({summary(candidate)}) and takes {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
         f"{reused}{state}; take {more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
     )
 

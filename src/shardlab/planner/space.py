@@ -47,6 +47,9 @@ from shardlab.strategies.plan.rank_plan import ModelLayers
 from shardlab.strategies.plan.resolve import named_blocks
 from shardlab.strategies.schedules import SCHEDULES, Schedule
 
+MODEL_AXES = ("tp", "pp", "cp", "ep")
+"""Axes along which ranks share the model or a sequence."""
+
 LEAST_SEQUENCE = 1024
 """Tokens of a sequence on each context-parallel rank, at least: what is cut finer is all messages."""
 
@@ -68,7 +71,6 @@ def meshes(problem: Problem) -> Iterator[Mesh]:
     """Every mesh of all devices among whose data-parallel ranks the batch divides, with these all on `dp_shard`."""
     limits, model, devices = problem.limits, problem.model, problem.cluster.size
     data_fixed = {"dp_shard", "dp_replicate"} & set(limits.fixed)
-    lacks_cp = problem.recipe.defaults.lacks("cp")
     for pp in divisors(devices):
         for tp in divisors(devices // pp):
             for cp in divisors(devices // pp // tp):
@@ -81,9 +83,16 @@ def meshes(problem: Problem) -> Iterator[Mesh]:
                         continue
                     if problem.sequences % (mesh.dp_shard * ep) or pp > 2 * model.layers + 1:
                         continue
-                    if cp > 1 and "cp" not in limits.fixed and (lacks_cp or model.seq_len < cp * LEAST_SEQUENCE):
+                    if not cuts_sequences(problem, cp):
                         continue
                     yield mesh
+
+
+def cuts_sequences(problem: Problem, cp: int) -> bool:
+    """Return whether plans may cut sequences over so many context-parallel ranks."""
+    if cp == 1 or "cp" in problem.limits.fixed:
+        return True
+    return not problem.recipe.defaults.lacks("cp") and problem.model.seq_len >= cp * LEAST_SEQUENCE
 
 
 def _of_mesh(problem: Problem, mesh: Mesh) -> Iterator[PlanShape]:
@@ -194,10 +203,10 @@ def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
     for schedule in limits.tried("schedule", tuple(SCHEDULES) if pp > 1 else ("1f1b",)):
         order = replace(base, schedule=schedule).order
         looped = pp > 1 and isinstance(order, Schedule) and order.stages_per_rank is None
-        for stages in limits.tried("stages_per_rank", _stages(problem.model.layers, pp) if looped else (None,)):
+        for stages in limits.tried("stages_per_rank", stage_counts(problem.model.layers, pp) if looped else (None,)):
             try:
                 plan = replace(base, schedule=schedule, stages_per_rank=stages)
-                again = _recomputed(shape, model, plan.bounds(model.pipeline_units))
+                again = recomputed_blocks(shape.recompute, model, plan.bounds(model.pipeline_units))
                 yield plan if plan.recompute == again else replace(plan, recompute=again)
             except UserError:
                 continue
@@ -230,28 +239,33 @@ def few_of(each: int, pp: int) -> int:
     return each if each <= 4 * pp else max(4, 2 * pp) + each % (2 * pp)
 
 
-def _stages(layers: int, pp: int) -> tuple[int, ...]:
+def stage_counts(layers: int, pp: int) -> tuple[int, ...]:
     """Numbers of stages of each rank: all that divide the layers, or, if the ranks do not, all up to 8."""
     found = range(2, layers // pp + 1)
     return tuple(each for each in found if layers % (pp * each) == 0 or (layers % pp and each <= 8))
 
 
-def _recomputed(shape: PlanShape, model: ModelLayers, bounds: list[int]) -> Any:
-    """The plan's word for a share of the blocks: so many of each stage's first ones.
+def recomputed_blocks(recompute: str | tuple[int, ...], model: ModelLayers, bounds: list[int]) -> Any:
+    """Return the `recompute` of a plan that recomputes a share of the blocks: the first ones of each stage.
+
+    Args:
+        recompute: a share of `SHARES`, "selective", or blocks by number.
+        model: the model's layers.
+        bounds: pipeline units at which stages begin and end.
 
     Raises:
-        UserError: blocks by number of which the model lacks some, or a share of so few blocks that it is all.
+        UserError: for blocks that the model lacks, or a share of so few blocks that it is all of them.
     """
-    if isinstance(shape.recompute, tuple):
-        named_blocks(shape.recompute, model)
-        return shape.recompute
-    if shape.recompute in ("none", "selective", "full"):
-        return shape.recompute
+    if isinstance(recompute, tuple):
+        named_blocks(recompute, model)
+        return recompute
+    if recompute in ("none", "selective", "full"):
+        return recompute
     starts = [block.start for block in model.recomputable]
     cuts = [bisect_left(starts, model.pipeline_cuts[unit]) for unit in bounds]
     chosen: list[int] = []
     for blocks in (range(*cut) for cut in pairwise(cuts)):
-        chosen += blocks[: ceil(shape.share * len(blocks))]
+        chosen += blocks[: ceil(SHARES[recompute] * len(blocks))]
     if len(chosen) == len(model.recomputable):
         raise UserError("so few blocks are all computed again, as full says")
     return tuple(chosen)
