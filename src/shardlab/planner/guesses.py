@@ -75,11 +75,12 @@ def _schedule(plan: Plan) -> str:
 
 
 def _seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
-    plan, each = line.plan, _microbatches(costs, line)
+    """Return seconds of the passes on the last pipeline rank, with the bubble and what they do not hide."""
+    plan, each, pp = line.plan, _microbatches(costs, line), line.plan.mesh.pp
+    head = 0.0 if costs.problem.recipe.defaults.stages == "cost" else layers.head
     bubble = SPLIT_BUBBLE if _schedule(plan).startswith(("zb", "dual")) else 1.0
-    passes = (
-        each * layers.seconds / plan.mesh.pp * (1 + bubble * (plan.mesh.pp - 1) / (each * (plan.stages_per_rank or 1)))
-    )
+    slots = each + bubble * (pp - 1) / (plan.stages_per_rank or 1)
+    passes = slots * ((layers.seconds - head) / pp + head)
     before, beside = _data_parallel_seconds(costs, line, layers)
     return max(passes, beside) + before + EXPOSED_MESSAGES * _message_seconds(costs, line)
 
@@ -160,7 +161,8 @@ def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
     def peak(stage: int) -> Peak:
         last = stage == pp - 1
         flight = min(flights.get(schedule, 1 if last else pp), each)
-        bytes = state + layers.kept / pp * flight + last * layers.logits
+        losses = min(pp, each) if schedule.startswith("zb") else 1  # whose gradients of weights are computed later
+        bytes = state + layers.kept / pp * flight + last * losses * layers.logits
         return Peak(mesh.group(0, "pp").ranks[stage], int(bytes), by_category, OpKind.BACKWARD, 0, 0)
 
     return device_memory(problem.workload(line), [peak(stage) for stage in sorted({0, pp - 1})]).unlimited

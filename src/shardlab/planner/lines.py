@@ -24,12 +24,14 @@ from shardlab.models.architectures import MoE
 from shardlab.planner.problem import SHARES, Candidate, PlanShape, Problem, blocks_of, identical_blocks
 from shardlab.planner.space import (
     MODEL_AXES,
+    SHARDED,
     cuts_sequences,
     divisors,
     layers_of_stages,
     legal,
     meshes,
     recomputed_blocks,
+    splits,
     stage_counts,
 )
 from shardlab.strategies.plan.plan import Plan
@@ -96,9 +98,12 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
         return None
     if not limits.allows("micro_batch_size", size) or not cuts_sequences(problem, mesh.cp):
         return None
-    if not {"dp_replicate", "dp_shard"} & set(limits.fixed) and (not zero or (zero == 1 and not wide)):
-        mesh = replace(mesh, dp_replicate=1, dp_shard=mesh.dp_replicate * mesh.dp_shard)
-    axes = tuple(axis for axis, used in (("dp_shard", True), ("cp", along)) if used and getattr(mesh, axis) > 1)
+    along, wide = along and mesh.cp > 1, wide and zero > 1
+    if not splits_given(problem):
+        zero = zero if mesh.dp_shard > 1 or along else 0
+        if (zero < 2 and not wide) or mesh.dp_shard == 1:
+            mesh = replace(mesh, dp_replicate=1, dp_shard=mesh.dp_replicate * mesh.dp_shard)
+    axes = (*(("dp_shard",) if mesh.dp_shard > 1 else ()), *(("cp",) if along else ()))
     zero = zero if axes else 0
     if mesh.tp == 1:
         words["sequence_parallel"] = False
@@ -129,6 +134,11 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
         return legal(problem, shape_of(candidate), plan)
     except UserError:
         return None
+
+
+def splits_given(problem: Problem) -> bool:
+    """Return whether the user says how data-parallel ranks are split into replicas and shards, or who keeps what."""
+    return bool({"dp_replicate", "dp_shard", *SHARDED} & set(problem.limits.fixed))
 
 
 def words_of(plan: Plan) -> dict[str, Any]:
@@ -204,10 +214,10 @@ def _least_pp(problem: Problem) -> int:
 
 def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
     seq_len, most = problem.model.seq_len, problem.sequences // (mesh.dp_shard * mesh.ep)
-    sizes = [size for size in (1, 2, 4) if most % size == 0 and size * seq_len <= SEED_TOKENS * mesh.tp * mesh.cp]
-    if (given := problem.limits.micro_batch_size) is not None:
-        sizes = [given]
-    sizes = sizes or [1]
+    allowed = [size for size in divisors(most) if problem.limits.allows("micro_batch_size", size)]
+    sizes = [size for size in allowed if size in (1, 2, 4) and size * seq_len <= SEED_TOKENS * mesh.tp * mesh.cp]
+    if not (sizes := sizes or allowed[:1]):
+        return
     words: dict[str, Any] = {"sequence_parallel": mesh.tp > 1}
     if mesh.cp > 1:
         words |= {"context": "all_gather", "along": mesh.dp_shard == 1 and mesh.ep == 1}
@@ -224,12 +234,10 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
         plans += [(mesh, size, {"zero": 3}) for size in dict.fromkeys((sizes[0], sizes[-1]))]
         if mesh.dp_shard > near > 1 and mesh.dp_shard % near == 0:
             plans.append((replace(mesh, dp_replicate=mesh.dp_shard // near, dp_shard=near), sizes[-1], {"zero": 3}))
-    fixed = {axis: problem.limits.fixed[axis] for axis in ("dp_replicate", "dp_shard") if axis in problem.limits.fixed}
+    if splits_given(problem):
+        meshes = [replace(mesh, dp_replicate=r, dp_shard=s) for r, s in splits(problem, mesh.dp_shard)]
+        plans = [(each, size, own) for each in meshes for _, size, own in plans]
     for (each, size, own), precision in product(plans, problem.precisions):
-        if fixed:
-            whole = mesh.dp_shard
-            shards = fixed.get("dp_shard", whole // fixed.get("dp_replicate", 1))
-            each = replace(mesh, dp_shard=shards, dp_replicate=fixed.get("dp_replicate", whole // shards))
         line = make_line(problem, each, size, precision, **(words | own))
         if line is not None:
             yield line

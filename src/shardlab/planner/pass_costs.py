@@ -29,6 +29,7 @@ class LayerCosts(NamedTuple):
         forward, backward: seconds of the passes, with awaited collectives and recomputation.
         kept: bytes that stay from the forward pass to the backward pass.
         block: the most bytes that recomputing one block adds for a moment (0: no block is recomputed).
+        head: seconds of the last layer and the loss, which are not divided among the ranks of a pipeline.
         logits: bytes of the logits and their gradient while the loss is computed.
         weights: elements of the parameters, cut by tensor and expert parallelism.
     """
@@ -37,6 +38,7 @@ class LayerCosts(NamedTuple):
     backward: float
     kept: float
     block: float
+    head: float
     logits: float
     weights: float
 
@@ -102,6 +104,7 @@ class PassCosts:
         return LayerCosts(
             *(sum(blocks.all(each)) for each in (forward, backward, kept)),
             block=max((sum(whole[block.start : block.stop]) for block in again), default=0.0),
+            head=forward[-1] + backward[-1],
             logits=2 * prices.activation_bytes(kept_sizes, model.layers),
             weights=sum(blocks.all(weights)),
         )

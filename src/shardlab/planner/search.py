@@ -45,7 +45,7 @@ GUESSED_AT_A_TIME = 6
 TOLERANCE = 1.03
 """Share of the memory up to which a guess counts as fitting: a forecast decides."""
 
-PROMISING = 0.03
+PROMISING = 0.02
 """Lines are explored if their corrected guess is slower than the best plan by at most this share."""
 
 FAMILY_PROMISING = -0.02

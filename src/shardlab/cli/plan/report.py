@@ -201,9 +201,9 @@ def searched(choice: PlanChoice) -> str:
     least = problem.workload(choice.best.candidate).mfu(1.0)
     ended = "" if found.complete else "; the time was up: more --seconds may find a faster one"
     return (
-        f"best of {counted(len(found.outcomes), 'plan')} that were simulated, of {found.lines:,} kinds of plans that "
-        f"were estimated, in {found.seconds:.1f} s, the last {found.unimproved_seconds:.1f} s without an "
-        f"improvement{ended}; no plan can be faster than {seconds_text(least)}, the model's products at the peak"
+        f"best of {counted(len(found.outcomes), 'simulated plan')}, after {counted(found.lines, 'estimate')}, in "
+        f"{found.seconds:.1f} s, of which the last {found.unimproved_seconds:.1f} s brought no improvement{ended}; no "
+        f"plan can be faster than {seconds_text(least)}, the model's products at the peak"
     )
 
 
