@@ -204,21 +204,34 @@ class Goal:
         family: the family (None: all).
         best: seconds of the fastest plan that fits.
         missed: number of explored lines of which no plan fits.
-        fitting: explored lines whose neighbours are not known yet, as (seconds, serial number, line).
+        fitting: plans that fit and whose neighbours are not known yet, as (seconds, serial number, plan).
+        misses: plans that do not fit and whose neighbours are not known yet, as (bytes, serial number, plan).
     """
 
     family: str | None
     best: float = inf
     missed: int = 0
     fitting: list[tuple[float, int, Candidate]] = field(default_factory=list[tuple[float, int, Candidate]])
+    misses: list[tuple[float, int, Candidate]] = field(default_factory=list[tuple[float, int, Candidate]])
 
     def accepts(self, family: str) -> bool:
         return self.family in (None, family)
 
     def note(self, outcome: PlanOutcome, serial: int) -> None:
-        """Note a plan that fits."""
-        self.best = min(self.best, outcome.seconds)
-        heappush(self.fitting, (outcome.seconds, serial, outcome.candidate))
+        """Note a simulated plan."""
+        if outcome.fits:
+            self.best = min(self.best, outcome.seconds)
+        if outcome.fits or outcome.ran_out:
+            heappush(self.fitting, (outcome.seconds, serial, outcome.candidate))
+        else:
+            heappush(self.misses, (outcome.forecast.memory.unlimited, serial, outcome.candidate))
+
+    def expand(self, slack: float) -> Candidate | None:
+        """Take out the plan whose neighbours come next: the fastest, or the smallest if none fits (None: none does)."""
+        if self.best == inf:
+            return heappop(self.misses)[2] if self.misses else None
+        near = self.best * (1 + (max(EXPANDED, slack) if self.family is None else 0.0))
+        return heappop(self.fitting)[2] if self.fitting and self.fitting[0][0] <= near else None
 
     @property
     def gives_up(self) -> bool:
@@ -341,8 +354,8 @@ class Search:
     def _ask(self, goal: Goal, turn: int) -> bool:
         """Ask a worker to guess some lines, or to explore one (False: there is nothing to ask)."""
         while True:
-            if goal.fitting and goal.fitting[0][0] <= goal.best:  # the best plan is new
-                self._expand(goal)
+            if goal.fitting and goal.fitting[0][0] <= goal.best < inf:  # the best plan is new
+                self._expand(goal, heappop(goal.fitting)[2])
             line = self._most_promising(goal)
             if self._unguessed and (line is None or turn % 2 or not self._guesses):
                 if line is not None:
@@ -354,10 +367,9 @@ class Search:
                 _, share = self._expected(line)
                 self._submit(partial(explore, line, self._guesses[line], share), [line], guessed=False)
                 return True
-            near = 0.0 if goal.family else max(EXPANDED, self._slack)
-            if not goal.fitting or goal.fitting[0][0] > goal.best * (1 + near):
+            if (plan := goal.expand(self._slack)) is None:
                 return False
-            self._expand(goal)
+            self._expand(goal, plan)
 
     def _submit(self, question: Callable[[PassCosts], Any], lines: list[Candidate], *, guessed: bool) -> None:
         self._asked.append((self._workers.submit(question, self._change), lines, guessed))
@@ -400,9 +412,8 @@ class Search:
         seconds = share_between(guess.seconds, guess.full_seconds, share) * self._corrections.seconds(line)
         return seconds, share
 
-    def _expand(self, goal: Goal) -> None:
-        """Let the neighbours of the fastest line be guessed whose neighbours are not known."""
-        _, _, plan = heappop(goal.fitting)
+    def _expand(self, goal: Goal, plan: Candidate) -> None:
+        """Let the neighbours of a plan be guessed."""
         with gc_paused():
             near = neighbours(self.problem, plan)
         self._add(line for line in near if goal.accepts(family(line.plan)))
@@ -422,9 +433,7 @@ class Search:
             self._corrections.learn(line, self._guesses[line], each)
             outcome = PlanOutcome(each.candidate, each.forecast, ran_out=each.candidate in self._ran_out)
             self.results.outcomes.append(outcome)
-            if not outcome.fits:
-                continue
-            if outcome.seconds < self._main.best:
+            if outcome.fits and outcome.seconds < self._main.best:
                 passed = time.monotonic() - self._began
                 self.results.improvements.append(Improvement(passed, len(self.results.outcomes), outcome.seconds))
             for own in (self._main, *([] if goal is self._main else [goal])):
