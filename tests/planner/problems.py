@@ -8,9 +8,9 @@ from functools import cache
 from shardlab.language.precision import find_precision
 from shardlab.models import GPT
 from shardlab.planner.problem import Candidate, Limits, Problem
-from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Answer, Query, answer_request, with_memory
 from shardlab.simulate.hardware import find_cluster
+from tests.planner.enumeration import candidates, shapes
 
 GIB = 2**30
 SMALL = GPT(layers=4, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)

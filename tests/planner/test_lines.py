@@ -8,22 +8,11 @@ from typing import Any
 
 import pytest
 
-from shardlab.planner.lines import neighbours, seeds, shape_of, shares_of, with_share
+from shardlab.planner.lines import every_line, seeds, shape_of, shares_of, with_share
 from shardlab.planner.problem import Candidate, Limits, Problem, family
-from shardlab.planner.space import candidates
+from tests.planner.enumeration import candidates
 from tests.planner.problems import every_candidate, problem
 from tests.planner.test_space import FIXED, LLAMA
-
-
-def reachable(asked: Problem) -> set[Candidate]:
-    """Return all lines that a search can reach."""
-    found: dict[Candidate, None] = dict.fromkeys(seeds(asked))
-    waiting = list(found)
-    while waiting:
-        near = [each for each in neighbours(asked, waiting.pop()) if each not in found]
-        found.update(dict.fromkeys(near))
-        waiting += near
-    return set(found)
 
 
 def plans_of(asked: Problem, line: Candidate) -> list[Candidate]:
@@ -34,7 +23,7 @@ def plans_of(asked: Problem, line: Candidate) -> list[Candidate]:
 @pytest.mark.parametrize("limits", [Limits(most={"micro_batch_size": 1}), Limits({"pp": 2}, {}, 1)], ids=str)
 def test_every_plan_of_a_line_is_in_the_space(limits: Limits) -> None:
     asked = replace(problem(4, 8, limits=limits), model=LLAMA)
-    lines = reachable(asked)
+    lines = set(every_line(asked))
     assert len(lines) > 50
     for line in sorted(lines, key=repr)[::7]:
         for each in plans_of(asked, line):
@@ -45,7 +34,7 @@ def test_every_plan_of_a_line_is_in_the_space(limits: Limits) -> None:
 
 def test_neighbours_reach_every_family_and_the_plans_of_the_space() -> None:
     asked = replace(problem(4, 8, limits=Limits({"recompute": "none"}, {}, 1)), model=LLAMA)
-    lines, every = reachable(asked), set(every_candidate(asked))
+    lines, every = set(every_line(asked)), set(every_candidate(asked))
     assert {family(each.plan) for each in every} == {family(each.plan) for each in lines}
     assert lines <= every
     assert len(lines) > len(every) / 2
@@ -55,7 +44,7 @@ def test_neighbours_reach_every_family_and_the_plans_of_the_space() -> None:
 def test_a_fixed_field_has_its_value_in_every_line(name: str) -> None:
     fixed: dict[str, Any] = {"recompute": "none", name: FIXED[name]}
     asked = replace(problem(4, 8, limits=Limits(fixed, {}, 1)), model=LLAMA)
-    lines = reachable(asked)
+    lines = set(every_line(asked))
     assert lines
     assert {getattr(each.plan, name) for each in lines} == {FIXED[name]}
 

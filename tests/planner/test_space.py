@@ -12,10 +12,10 @@ from shardlab.language import Mesh
 from shardlab.models import Llama
 from shardlab.planner.nothing_fits import explain_empty_space
 from shardlab.planner.problem import Limits, Problem
-from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Query, answer_request
 from shardlab.simulate.predict.recipe import find_recipe
 from shardlab.strategies.plan.plan import Plan
+from tests.planner.enumeration import candidates, shapes
 from tests.planner.problems import problem
 
 LLAMA = Llama(layers=6, heads=8, kv_heads=4, hidden_size=512, ffn_hidden_size=1536, vocab_size=1000, seq_len=4096)

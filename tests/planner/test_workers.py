@@ -16,7 +16,6 @@ import pytest
 
 from shardlab.language import Mesh
 from shardlab.planner.pass_costs import PassCosts
-from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import (
     Change,
     InProcess,
@@ -28,6 +27,7 @@ from shardlab.planner.workers import (
     workers,
 )
 from shardlab.strategies.plan.plan import Plan
+from tests.planner.enumeration import candidates, shapes
 from tests.planner.problems import problem
 
 LONG = 60.0

@@ -27,11 +27,12 @@ from shardlab.planner.error_model import (
     out_of_memory,
     slack,
 )
+from shardlab.planner.lines import has_plan
 from shardlab.planner.nothing_fits import explain_empty_space, explain_no_fit
 from shardlab.planner.problem import Problem, family_order
 from shardlab.planner.results import PlanOutcome, Results
 from shardlab.planner.search import UNLIMITED, Budget, OnProgress, Search
-from shardlab.planner.space import candidates, shapes
+from shardlab.planner.space import meshes
 from shardlab.planner.workers import Answer, Change, Query, TimedQueries, Workers, trace_or_none
 
 NOTABLE = 0.02
@@ -136,7 +137,7 @@ def choose(
         UserError: if no plan fits, no plan divides the devices and the batch, or a measured plan is not in the space.
     """
     began = time.monotonic()
-    if not any(True for shape in shapes(problem) for _ in candidates(problem, shape)):
+    if not any(has_plan(problem, mesh) for mesh in meshes(problem)):
         raise UserError(explain_empty_space(problem))
     error, ran = published_errors(problem).mean, measured_outcomes(problem, measured or (), workers)
     found = Search(

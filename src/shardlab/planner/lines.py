@@ -195,6 +195,11 @@ def seeds(problem: Problem) -> list[Candidate]:
     return list(found)
 
 
+def has_plan(problem: Problem, mesh: Mesh) -> bool:
+    """Return whether there is any plan on a mesh."""
+    return next(_seeds_of(problem, mesh), None) is not None
+
+
 def _is_usual(problem: Problem, mesh: Mesh) -> bool:
     limits, model, node = problem.limits, problem.model, problem.cluster.per_node
     usual = {
@@ -253,6 +258,17 @@ def neighbours(problem: Problem, line: Candidate) -> list[Candidate]:
         if (other := change_line(problem, line, **words)) is not None:
             found[other] = None
     found.pop(line, None)
+    return list(found)
+
+
+def every_line(problem: Problem) -> list[Candidate]:
+    """Return all lines of a small problem that a search can reach."""
+    found = dict.fromkeys(seeds(problem))
+    waiting = list(found)
+    while waiting:
+        near = [each for each in neighbours(problem, waiting.pop()) if each not in found]
+        found.update(dict.fromkeys(near))
+        waiting += near
     return list(found)
 
 

@@ -18,9 +18,10 @@ from shardlab.common.text import bytes_text, counted
 from shardlab.language import AXES, Kind, Mesh
 from shardlab.models.architectures import MoE
 from shardlab.planner.describe import summary
-from shardlab.planner.problem import Candidate, Limits, PlanShape, Problem
+from shardlab.planner.lines import has_plan
+from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.results import Results
-from shardlab.planner.space import candidates, meshes, shapes, sharded
+from shardlab.planner.space import meshes, splits
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.memory_advice import broken_limit
 from shardlab.strategies.plan.plan import Plan
@@ -131,16 +132,12 @@ def refusal_reason(problem: Problem, candidate: Candidate) -> str:
 
 def least_data_ranks(problem: Problem) -> int | None:
     """Return the smallest number of data-parallel ranks of any plan (None: there is no plan)."""
-    found = sorted(shapes(problem), key=lambda shape: _data_ranks(shape.mesh))
-    return next((_data_ranks(shape.mesh) for shape in found if _has_plan(problem, shape)), None)
+    found = sorted(meshes(problem), key=_data_ranks)
+    return next((_data_ranks(mesh) for mesh in found if has_plan(problem, mesh)), None)
 
 
 def _data_ranks(mesh: Mesh) -> int:
     return mesh.dp_replicate * mesh.dp_shard * mesh.ep
-
-
-def _has_plan(problem: Problem, shape: PlanShape) -> bool:
-    return any(True for _ in candidates(problem, shape))
 
 
 def _with_room(problem: Problem) -> Problem:
@@ -185,8 +182,8 @@ def _reasons(problem: Problem) -> Iterator[tuple[Mesh, str]]:
     limits = problem.limits
     for mesh in meshes(problem):
         try:
-            plan = Plan(mesh, **limits.fields)
-            plan = next(sharded(problem, plan), plan)
+            replicas, shards = next(splits(problem, mesh.dp_shard), (1, mesh.dp_shard))
+            plan = Plan(replace(mesh, dp_replicate=replicas, dp_shard=shards), **limits.fields)
             candidate = Candidate(plan, limits.micro_batch_size or 1, problem.precisions[0])
         except UserError as error:
             yield mesh, str(error)

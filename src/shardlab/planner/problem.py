@@ -204,14 +204,6 @@ class PlanShape:
         return Candidate(plan, self.micro_batch_size, self.precision)
 
 
-def divides(problem: Problem, shape: PlanShape) -> bool:
-    """Whether `Plan` and the code that cuts models accept a shape."""
-    try:
-        return bool(shape.candidate) and _blocks(problem, shape) is not None
-    except UserError:
-        return False
-
-
 def blocks_of(problem: Problem, shape: PlanShape) -> IdenticalBlocks:
     """The model in the layers of a shape's plans."""
     found = _blocks(problem, shape)
