@@ -138,7 +138,7 @@ def test_no_more_take_turns_than_there_is_time_for(choice: PlanChoice) -> None:
 
 def test_those_that_take_turns_lie_in_memory_at_once(choice: PlanChoice) -> None:
     found = find_contenders(choice, inf)
-    room = sum(each.forecast.memory.total for each in found[:2]) + choice.problem.recipe.memory.margin_bytes
+    room = sum(each.forecast.memory.total for each in found[:2]) / (1 - choice.problem.recipe.memory.error)
     device = replace(choice.problem.cluster.device, memory=1.001 * room)
     tight = replace(choice.problem, cluster=replace(choice.problem.cluster, device=device))
     assert find_contenders(replace(choice, problem=tight), inf) == found[:2]

@@ -185,7 +185,7 @@ TELLING = 0.005
 
 def alternative_text(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
     """Return the cost of an alternative in one line: `+3.1 GiB, step -6.0% (compute 88.1% → 82.0%)`."""
-    room, margin = problem.cluster.device.memory, problem.recipe.memory.margin_bytes
+    room, margin = problem.cluster.device.memory, problem.margin
     answer = alternative.answer
     assert answer is not None, "it can be run"
     memory = answer.forecast.memory

@@ -29,7 +29,7 @@ from shardlab.strategies.plan.plan import Plan
 
 def explain_no_fit(problem: Problem, found: Results) -> str:
     """Return the error message of a search in which no plan fits."""
-    room, margin, misses = problem.room, problem.recipe.memory.margin_bytes, found.misses()
+    room, margin, misses = problem.room, problem.margin, found.misses()
     nearest = min(misses.items(), key=lambda miss: miss[1][0], default=None)
     if found.refused and not found.outcomes:
         return refusal_text(problem, refusal_reason(problem, found.refused[0]))
@@ -42,11 +42,7 @@ def explain_no_fit(problem: Problem, found: Results) -> str:
     name, (bytes, candidate) = nearest
     limits, more = str(problem.limits), "more devices"
     under = f" under the limits {limits}" if limits else ""
-    free = f" and leaves {problem.recipe.name}'s margin of {bytes_text(margin, 1)}" if margin else ""
-    reused = ""
-    if not margin and next(each.forecast.memory.fits for each in found.outcomes if each.candidate == candidate):
-        free = " with all that the allocator may hold in reserve"
-        reused = "; it runs if the allocator gives that back"
+    free = f" and leaves a margin of {bytes_text(margin, 1)} for the error of the prediction" if margin else ""
     lifted, state = _lifted(problem.limits, candidate), ""
     context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
     if (alone := _state(problem, candidate) + context) > room:
@@ -62,7 +58,7 @@ def explain_no_fit(problem: Problem, found: Results) -> str:
     return (
         f"no plan{under} fits into {bytes_text(room + margin, 1)} a device{free}: {name} comes nearest "
         f"({summary(candidate)}) and takes {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
-        f"{reused}{state}; take {more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
+        f"{state}; take {more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
     )
 
 

@@ -143,9 +143,15 @@ class Problem:
         )
 
     @property
+    def margin(self) -> float:
+        """Bytes of a device that must stay free, because predictions of memory err. CPUs need none."""
+        memory = self.cluster.device.memory
+        return 0.0 if self.cluster.on_cpu else self.recipe.memory.margin(memory)
+
+    @property
     def room(self) -> float:
         """Bytes of a device that a plan which is chosen may take: all but the recipe's margin."""
-        return self.cluster.device.memory - self.recipe.memory.margin_bytes
+        return self.cluster.device.memory - self.margin
 
     @property
     def tokens(self) -> int:
