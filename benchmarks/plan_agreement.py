@@ -44,8 +44,8 @@ from shardlab.measure.side_by_side.sides import race_rank
 from shardlab.models import GPT, Blocks, Llama
 from shardlab.planner.choose import choose, find_contenders
 from shardlab.planner.describe import chosen_fields
+from shardlab.planner.lines import every_line
 from shardlab.planner.problem import Candidate, Limits, Problem, family
-from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Query, answer_request, workers
 from shardlab.simulate.hardware import Cluster, Profile
 from shardlab.starting import INTERRUPTED
@@ -166,10 +166,10 @@ def plan_case(model: Blocks, sequences: int, most: int, cluster: Cluster) -> Pla
     """Plan it, and forecast every plan of its space."""
     limits = Limits(fixed={"recompute": "none"}, most={"micro_batch_size": most})
     problem = Problem(model, cluster, sequences, (PRECISIONS["fp32"],), limits=limits)
-    with workers(problem, 1) as ask:
-        taking_turns = find_contenders(choose(problem, ask, measured=()), inf)
-    space = [each for shape in shapes(problem) for each in candidates(problem, shape)]
-    forecasts = {each: found.forecast for each in space if (found := answer_request(problem, Query(each))) is not None}
+    with workers(problem, 1) as processes:
+        taking_turns = find_contenders(choose(problem, processes, measured=(), families=False), inf)
+    lines = every_line(problem)
+    forecasts = {each: found.forecast for each in lines if (found := answer_request(problem, Query(each))) is not None}
     plans = [PlanTimes(family(each.plan), words(each), made.seconds, 0.0) for each, made in forecasts.items()]
     name = f"{type(model).__name__} {model.layers} x {model.hidden_size}, {model.seq_len} tokens"
     name += f", vocabulary {model.vocab_size}" if model.vocab_size != 256 else ""

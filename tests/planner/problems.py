@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
+from functools import cache
 
 from shardlab.language.precision import find_precision
 from shardlab.models import GPT
-from shardlab.planner.bounds import LowerBounds
-from shardlab.planner.problem import Limits, PlanShape, Problem
+from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.workers import Answer, Query, answer_request, with_memory
 from shardlab.simulate.hardware import find_cluster
-from shardlab.strategies.plan.plan import Plan
+from tests.planner.enumeration import candidates, shapes
 
 GIB = 2**30
 SMALL = GPT(layers=4, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)
@@ -25,17 +23,30 @@ def problem(
     return Problem(replace(SMALL, **model), cluster, sequences, (find_precision("bf16"),), limits=limits or Limits())
 
 
-def passes_of(bounds: LowerBounds, shape: PlanShape, plan: Plan) -> float:
-    """Seconds of a pipeline's passes alone, at least."""
-    return float(bounds.pipelines.seconds(shape, bounds.pipelines.laid(shape, [plan]))[0])
+def every_candidate(asked: Problem) -> list[Candidate]:
+    return [candidate for shape in shapes(asked) for candidate in candidates(asked, shape)]
 
 
-def asked_at_once(asked: Problem) -> Callable[[Query], Future[Answer | None]]:
-    """What answers questions in this process, as they are asked."""
+def every_answer(asked: Problem) -> list[tuple[Candidate, Answer]]:
+    """Every candidate that can be run, and its forecast."""
+    found = [(candidate, answer_request(asked, Query(candidate))) for candidate in every_candidate(asked)]
+    return [(candidate, each) for candidate, each in found if each is not None]
 
-    def ask(question: Query) -> Future[Answer | None]:
-        future: Future[Answer | None] = Future()
-        future.set_result(answer_request(asked, question))
-        return future
 
-    return ask
+@cache
+def fastest_seconds(name: str) -> float:
+    """Return the seconds of the fastest plan that fits of a problem of `EXHAUSTED`, from the forecasts of all plans."""
+    return min(
+        each.forecast.seconds
+        for _, each in every_answer(EXHAUSTED[name])
+        if each.forecast.memory.fits and each.forecast.memory.safe
+    )
+
+
+EXHAUSTED = {
+    "all kinds": problem(limits=Limits(fixed={"recompute": "none"}, most={"tp": 2, "micro_batch_size": 2})),
+    "little memory": problem(memory=1.41 * GIB, limits=Limits(most={"pp": 1}), hidden_size=1024),
+    "3d": problem(devices=8, limits=Limits(fixed={"tp": 2, "pp": 2, "recompute": "full"}, micro_batch_size=1)),
+    "pipelines": problem(limits=Limits(fixed={"pp": 4, "recompute": "none"}, micro_batch_size=1), sequences=32),
+}
+"""Problems of which a test simulates every plan."""

@@ -10,9 +10,9 @@ from shardlab.language.precision import find_precision
 from shardlab.models import Llama
 from shardlab.planner.describe import describe, summary
 from shardlab.planner.problem import Candidate, Limits, family
-from shardlab.planner.space import candidates, shapes
 from shardlab.strategies.plan.plan import Plan
-from tests.planner.test_search import problem
+from tests.planner.enumeration import candidates, shapes
+from tests.planner.problems import problem
 
 LLAMA = Llama(layers=8, heads=8, kv_heads=8, hidden_size=512, ffn_hidden_size=1536, vocab_size=1000, seq_len=4096)
 

@@ -11,9 +11,9 @@ from shardlab.language.precision import PRECISIONS
 from shardlab.models import find_model
 from shardlab.planner.nothing_fits import explain_empty_space
 from shardlab.planner.problem import Limits, Problem
-from shardlab.planner.space import candidates, shapes
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.recipe import find_recipe
+from tests.planner.enumeration import candidates, shapes
 
 
 def problem(

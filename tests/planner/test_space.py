@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ import pytest
 from shardlab.common.errors import UserError
 from shardlab.language import Mesh
 from shardlab.models import Llama
-from shardlab.planner.bounds import LowerBounds
 from shardlab.planner.nothing_fits import explain_empty_space
 from shardlab.planner.problem import Limits, Problem
-from shardlab.planner.space import candidates, shapes
 from shardlab.planner.workers import Query, answer_request
 from shardlab.simulate.predict.recipe import find_recipe
 from shardlab.strategies.plan.plan import Plan
+from tests.planner.enumeration import candidates, shapes
 from tests.planner.problems import problem
 
 LLAMA = Llama(layers=6, heads=8, kv_heads=4, hidden_size=512, ffn_hidden_size=1536, vocab_size=1000, seq_len=4096)
@@ -56,18 +54,12 @@ def test_every_field_of_a_plan_is_fixed_once_here() -> None:
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_a_field_that_is_fixed_has_its_value_in_every_plan_and_lower_bounds_hold(name: str) -> None:
+def test_a_field_that_is_fixed_has_its_value_in_every_plan(name: str) -> None:
     asked = fixing(None, **{"recompute": "none", name: FIXED[name]})
-    bounds, seen = LowerBounds(asked), 0
     found = [(shape, each) for shape in shapes(asked) for each in candidates(asked, shape)]
     assert {getattr(each.plan, name) for _, each in found} == {FIXED[name]}
     assert len(set(found)) == len(found), "none is there twice"
-    for shape, each in islice(found, 0, None, 1 + len(found) // 12):
-        if (made := answer_request(asked, Query(each))) is not None:
-            seen += 1
-            assert bounds.seconds(shape, each) <= made.forecast.seconds, each
-            assert bounds.memory.of(shape, each) <= made.forecast.memory.unlimited, each
-    assert seen
+    assert any(answer_request(asked, Query(each)) for _, each in found[:: 1 + len(found) // 12])
 
 
 def test_what_is_not_fixed_stays_as_it_was() -> None:

@@ -6,17 +6,19 @@ simulates them, and `alternative_text` says in one line what an alternative woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from shardlab.common.errors import UserError
 from shardlab.common.fields import as_flags
 from shardlab.common.text import bytes_text
 from shardlab.planner.describe import summary
+from shardlab.planner.lines import change_line
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.results import PlanOutcome
-from shardlab.planner.space import SHARDED, layers_of_stages
+from shardlab.planner.space import MODEL_AXES, SHARDED
 from shardlab.planner.workers import Answer, Query, TimedQueries
 from shardlab.strategies.plan.plan import Plan
 
@@ -90,109 +92,91 @@ def add_shares(near: Sequence[Alternative], timed: TimedQueries) -> Callable[[],
 ZERO = ("data parallelism", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 """Names of the stages of ZeRO."""
 
-MODEL_AXES = ("tp", "pp", "cp", "ep")
-"""Axes along which ranks share the model or a sequence."""
-
 Topic = Literal["fit", "batch", "speed"]
 """Question that a choice affects: whether the model fits, which batch a rank has, or how fast a step is."""
 
 
 def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[Topic, str, Candidate]]:
-    """Yield (topic, choice in words, candidate) of candidates that differ in one choice."""
-    plan = chosen.plan
-    for topic, choice, words, follow in (*_meshes(problem, plan), *_sharing(problem, plan), *_words(plan)):
-        try:
-            other = replace(chosen, plan=replace(plan, **words, **follow))
-        except UserError:
+    """Yield (topic, choice in words, candidate) of candidates that differ in one choice, and in what must follow."""
+    for topic, choice, words in (*_meshes(chosen.plan), *_sharing(chosen.plan), *_words(problem, chosen)):
+        recompute = words.pop("recompute", chosen.plan.recompute)
+        other = change_line(problem, chosen, **words)
+        if other is None:
             continue
-        if problem.sequences % (other.plan.data_ranks * chosen.micro_batch_size) == 0:
-            told = {name: value for name, value in follow.items() if value not in (getattr(plan, name), None, ())}
-            yield topic, f"{choice} ({as_flags(told)})" if told else choice, other
-    each = problem.sequences // plan.data_ranks
-    for size in (chosen.micro_batch_size * 2, chosen.micro_batch_size // 2):
-        if size and each % size == 0 and problem.limits.allows("micro_batch_size", size):
-            yield (
-                "batch",
-                f"microbatches of {size} instead of {chosen.micro_batch_size}",
-                replace(chosen, micro_batch_size=size),
-            )
+        with suppress(UserError):
+            other = replace(other, plan=replace(other.plan, recompute=recompute))
+            yield topic, f"{choice}{_following(chosen.plan, other.plan, words)}", other
 
 
-Neighbour = tuple[Topic, str, dict[str, Any], dict[str, Any]]
-"""(topic, choice in words, changed fields of the plan, fields that must change with them)."""
+def _following(plan: Plan, other: Plan, words: Mapping[str, Any]) -> str:
+    """Return the fields that had to change with a choice, as flags in brackets ("": none)."""
+    about = {"recompute", next(iter(words), ""), *(SHARDED if {"zero", "wide"} & words.keys() else ())}
+    changed = {each.name: getattr(other, each.name) for each in fields(Plan) if each.name not in about}
+    told = {name: value for name, value in changed.items() if value not in (getattr(plan, name), None, ())}
+    if not other.shard_parameters:
+        told.pop("reshard_after", None)
+    return f" ({as_flags(told)})" if told else ""
 
 
-def _meshes(problem: Problem, plan: Plan) -> Iterator[Neighbour]:
+Choice = tuple[Topic, str, dict[str, Any]]
+"""(topic, choice in words, words for `change_line`, and `recompute`)."""
+
+
+def _meshes(plan: Plan) -> Iterator[Choice]:
     """Yield meshes with twice or half as many ranks along an axis, and half or twice as many along `dp_shard`."""
     mesh = plan.mesh
     for axis in MODEL_AXES:
         size = getattr(mesh, axis)
         for other in (size * 2, size // 2):
-            if not other or (mesh.dp_shard * size) % other:
-                continue
-            wider = replace(mesh, **{axis: other, "dp_shard": mesh.dp_shard * size // other})
-            follow: dict[str, Any] = {}
-            if axis == "tp":
-                follow["sequence_parallel"] = other > 1 and (plan.sequence_parallel or size == 1)
-            if axis == "pp" and 1 in (size, other):
-                follow |= {"schedule": "1f1b", "stages_per_rank": None}
-                follow["reshard_after"] = "layer" if plan.reshard_after == "stage" else plan.reshard_after
-            if axis == "cp" and other == 1:
-                follow |= {"context": "ring", "ulysses_degree": None, "stripes": None}
-            follow["layers_per_stage"] = layers_of_stages(problem, replace(plan, mesh=wider, **follow))
-            yield "speed", f"{axis} {other} instead of {size}", {"mesh": wider}, follow
+            if other and (mesh.dp_shard * size) % other == 0:
+                wider = replace(mesh, **{axis: other, "dp_shard": mesh.dp_shard * size // other})
+                more = {"schedule": "1f1b", "stages_per_rank": None} if axis == "pp" and 1 in (size, other) else {}
+                yield "speed", f"{axis} {other} instead of {size}", {"mesh": wider, **more}
 
 
-def _sharing(problem: Problem, plan: Plan) -> Iterator[Neighbour]:
+def _sharing(plan: Plan) -> Iterator[Choice]:
     """Yield the next higher and lower stage of ZeRO, and other numbers of replicas."""
-    mesh = plan.mesh
-    axes = plan.shard_optimizer or (("dp_shard",) if mesh.dp_shard > 1 else ())
-    if not axes:
+    mesh, stage = plan.mesh, plan.zero_stage
+    if mesh.dp_shard == mesh.cp == 1:
         return
-    fields, stage = SHARDED[::-1], plan.zero_stage
     for other in (stage - 1, stage + 1):
         if 0 <= other <= 3 and not (mesh.dp_replicate > 1 and other == 0):
-            words: dict[str, Any] = {name: axes if place < other else () for place, name in enumerate(fields)}
-            follow = {"reduce_at": problem.recipe.defaults.reduction(sharded=other > 0)} if 0 in (stage, other) else {}
-            if other < 3:  # nothing is gathered
-                words["reshard_after"] = "layer"
-            yield "fit", f"{ZERO[other]} instead of {ZERO[stage]}", words, follow
+            yield "fit", f"{ZERO[other]} instead of {ZERO[stage]}", {"zero": other}
     if stage and mesh.dp_shard > 2 and mesh.dp_shard % 2 == 0:
         wider = replace(mesh, dp_replicate=mesh.dp_replicate * 2, dp_shard=mesh.dp_shard // 2)
-        yield "fit", f"{wider.dp_replicate} replicas of {wider.dp_shard} shards each", {"mesh": wider}, {}
+        yield "fit", f"{wider.dp_replicate} replicas of {wider.dp_shard} shards each", {"mesh": wider, "wide": False}
     if mesh.dp_replicate > 1:
         merged = replace(mesh, dp_replicate=1, dp_shard=mesh.dp_shard * mesh.dp_replicate)
-        yield (
-            "fit",
-            f"shards over all {merged.dp_shard} ranks, no replicas",
-            {"mesh": merged},
-            dict.fromkeys(fields, axes),
-        )
+        yield "fit", f"shards over all {merged.dp_shard} ranks, no replicas", {"mesh": merged, "wide": False}
 
 
-def _words(plan: Plan) -> Iterator[Neighbour]:
-    """Yield other values of recomputation, gathering, sequence parallelism, schedule and context parallelism."""
+def _words(problem: Problem, chosen: Candidate) -> Iterator[Choice]:
+    """Yield other values of recomputation, gathering, microbatch, sequence parallelism, schedule and context."""
+    plan, size = chosen.plan, chosen.micro_batch_size
     if plan.recompute != "none":
-        yield "fit", "without recomputation", {"recompute": "none"}, {}
+        yield "fit", "without recomputation", {"recompute": "none"}
     if plan.recompute != "full":
-        yield "fit", "every block computed again", {"recompute": "full"}, {}
+        yield "fit", "every block computed again", {"recompute": "full"}
     if plan.shard_parameters:
         other = "step" if plan.reshard_after != "step" else "layer"
-        words = {"step": "weights gathered once a step", "layer": "weights gathered for each use"}
-        yield "fit", words[other], {"reshard_after": other}, {}
+        texts = {"step": "weights gathered once a step", "layer": "weights gathered for each use"}
+        yield "fit", texts[other], {"reshard_after": other}
+    for other in (size * 2, size // 2):
+        if other and (problem.sequences // plan.data_ranks) % other == 0:
+            yield "batch", f"microbatches of {other} instead of {size}", {"micro_batch_size": other}
     if plan.mesh.tp > 1:
         now = plan.sequence_parallel
-        yield "speed", f"with{'out' * now} sequence parallelism", {"sequence_parallel": not now}, {}
+        yield "speed", f"with{'out' * now} sequence parallelism", {"sequence_parallel": not now}
     if plan.mesh.pp > 1:
         for schedule, stages in (("1f1b", None), ("interleaved-1f1b", 2), ("zb-h1", None), ("gpipe", None)):
             if schedule != plan.schedule:
-                follow = {"stages_per_rank": stages}
-                yield "speed", f"{schedule} instead of {plan.schedule}", {"schedule": schedule}, follow
+                words = {"schedule": schedule, "stages_per_rank": stages}
+                yield "speed", f"{schedule} instead of {plan.schedule}", words
     if plan.mesh.cp > 1:
         for context in ("ring", "all_gather", "ulysses"):
             if context != plan.context:
-                follow = {"ulysses_degree": None}
-                yield "speed", f"context {context} instead of {plan.context}", {"context": context}, follow
+                words = {"context": context, "ulysses_degree": None}
+                yield "speed", f"context {context} instead of {plan.context}", words
 
 
 TELLING = 0.005
@@ -201,7 +185,7 @@ TELLING = 0.005
 
 def alternative_text(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
     """Return the cost of an alternative in one line: `+3.1 GiB, step -6.0% (compute 88.1% → 82.0%)`."""
-    room, margin = problem.cluster.device.memory, problem.recipe.memory.margin_bytes
+    room, margin = problem.cluster.device.memory, problem.margin
     answer = alternative.answer
     assert answer is not None, "it can be run"
     memory = answer.forecast.memory

@@ -27,21 +27,22 @@ from shardlab.planner.error_model import (
     out_of_memory,
     slack,
 )
+from shardlab.planner.lines import has_plan
 from shardlab.planner.nothing_fits import explain_empty_space, explain_no_fit
 from shardlab.planner.problem import Problem, family_order
 from shardlab.planner.results import PlanOutcome, Results
-from shardlab.planner.search import OnProgress, Search
-from shardlab.planner.space import candidates, shapes
-from shardlab.planner.workers import Answer, Ask, Change, Query, TimedQueries, Workers, apply_change, trace_or_none
-
-EQUAL = 0.005
-"""Share of the step time by which other plans may be faster when the search ends; predictions are less exact."""
+from shardlab.planner.search import UNLIMITED, Budget, OnProgress, Search
+from shardlab.planner.space import meshes
+from shardlab.planner.workers import Answer, Change, Query, TimedQueries, Workers, trace_or_none
 
 NOTABLE = 0.02
 """Smallest share of the step time that a plan with more memory must save to be reported."""
 
 SEARCHED = 0.75
-"""Share of the time for the search; the rest is for the reasons."""
+"""Share of the budget for the search; the rest is for the reasons."""
+
+ROOMY_SHARE = 0.2
+"""Share of the budget for the search with twice the memory."""
 
 LIMITS = "what limits a family"
 
@@ -58,8 +59,8 @@ class PlanChoice:
         families: the best plan of each family, with the parts of its step time.
         path: seconds of the parts of the critical path (empty: unknown).
         alternatives: the nearest alternative of each choice.
-        helps: gain in tokens/s from twice as much of a resource. For memory it is the gain of the then best plan, if
-            that search was completed or found a faster plan; otherwise the gain of this plan.
+        helps: gain in tokens/s from twice as much of a resource: of this plan, and for memory of the best plan that a
+            second search finds.
         missed: what was left out because time was up ("": nothing).
         error_model: model of the prediction errors (None: nothing is to be measured).
     """
@@ -89,7 +90,7 @@ class PlanChoice:
     @property
     def unknown(self) -> str:
         """Reason why the parts of the step time are unknown."""
-        return "time was up" if self.missed else UNTRACED
+        return "the time was up" if self.missed else UNTRACED
 
     def as_toml(self, commands: Iterable[str]) -> str:
         """Return the chosen plan as a TOML file for --plan.
@@ -114,54 +115,57 @@ def published_errors(problem: Problem) -> RunErrors:
 
 def choose(
     problem: Problem,
-    ask: Ask | Workers,
+    workers: Workers,
     *,
-    seconds: float = float("inf"),
-    ahead: int = 1,
+    budget: Budget = UNLIMITED,
     on_progress: OnProgress | None = None,
     measured: Sequence[MeasuredStep] | None = None,
+    families: bool = True,
 ) -> PlanChoice:
     """Search for the best plan, and derive the reasons.
 
     Args:
         problem: the problem.
-        ask: function that simulates a candidate.
-        seconds: time for everything: most of it for the search, the rest for the reasons.
-        ahead: number of candidates that are simulated at a time.
+        workers: what guesses and simulates plans.
+        budget: limits for everything. Most of the time is for the search, and the rest for the reasons.
         on_progress: callback for progress of the search.
         measured: measured steps, possibly none (None: nothing is to be measured). If given, the search also keeps plans
             that may be the fastest although they are predicted to be slower.
+        families: whether to search for the best plan of each family as well.
 
     Raises:
         UserError: if no plan fits, no plan divides the devices and the batch, or a measured plan is not in the space.
     """
     began = time.monotonic()
-    if not any(True for shape in shapes(problem) for _ in candidates(problem, shape)):
+    if not any(has_plan(problem, mesh) for mesh in meshes(problem)):
         raise UserError(explain_empty_space(problem))
-    error, ran = published_errors(problem).mean, measured_outcomes(problem, measured or (), ask)
-    within = EQUAL if measured is None else -slack(ran, error)
-    deadline, unfit = SEARCHED * seconds, out_of_memory(measured or ())
-    search = Search(problem, ask, deadline=deadline, ahead=ahead, on_progress=on_progress, within=within, ran_out=unfit)
-    found = search.run()
-    timed = TimedQueries(problem, ask, began + seconds)
+    error, ran = published_errors(problem).mean, measured_outcomes(problem, measured or (), workers)
+    found = Search(
+        problem,
+        workers,
+        budget=budget.part(SEARCHED),
+        on_progress=on_progress,
+        slack=0.0 if measured is None else slack(ran, error),
+        families=families,
+        ran_out=out_of_memory(measured or ()),
+    ).run()
+    timed = TimedQueries(problem, workers, began + budget.seconds)
     model = None if measured is None or not (found.best or ran) else fit_errors(found, ran, error, timed)
     best = found.best
     if best is None:
         raise UserError(explain_no_fit(problem, found))
     own = timed.ask(Query(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
-    more = [timed.ask(Query(best.candidate, change=change)) for change in doubled]
+    more = [timed.ask(Query(best.candidate), change) for change in doubled]
     near = nearest_alternatives(problem, best.candidate, timed, found.fitting)
     rows = sorted(found.families().values(), key=lambda each: family_order(each.family))
-    others = [each for each in rows if each.candidate != best.candidate]
+    others = [each for each in rows if each.candidate != best.candidate and each.family in found.searched]
     roomy = Search(
-        apply_change(problem, "memory"),
-        ask,
-        deadline=min(seconds / 4, timed.left / 2),
-        ahead=ahead,
+        problem,
+        workers,
+        budget=Budget(min(ROOMY_SHARE * budget.seconds, timed.left / 2), ROOMY_SHARE * budget.forecasts),
         change="memory",
-        best=best.forecast.seconds,
-        within=NOTABLE,
+        best=(1 - NOTABLE) * best.forecast.seconds,
     ).run()
     coming = [timed.ask(Query(each.candidate, each.forecast, shares=True)) for each in others]
     reasons = add_shares(near, timed)
@@ -175,12 +179,11 @@ def choose(
         if (study := timed.answer(future, "what would help")) is not None:
             helps[change] = (2 if change == "batch" else 1) * best.forecast.seconds / study.forecast.seconds - 1
     least = min([best.forecast.seconds, *(each.seconds for each in roomy.fitting)])
-    if least < best.forecast.seconds or roomy.left is None:
+    if roomy.complete or least < best.forecast.seconds:
         helps["memory"] = best.forecast.seconds / least - 1
-    families = [
-        (each, answer if each is best else studied.get(each.family) or Answer(each.forecast, None)) for each in rows
-    ]
-    return PlanChoice(problem, found, best, answer, families, path, reasons(), helps, str(timed), model)
+    answers = {best.family: answer, **{name: study for name, study in studied.items() if study}}
+    families_found = [(each, answers.get(each.family) or Answer(each.forecast, None)) for each in rows]
+    return PlanChoice(problem, found, best, answer, families_found, path, reasons(), helps, str(timed), model)
 
 
 MOST = 6

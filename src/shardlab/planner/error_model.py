@@ -21,22 +21,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import erf, exp, isclose, log, pi, sqrt
 from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardlab.common.errors import UserError
 from shardlab.common.files import load_table
 from shardlab.common.text import counted
 from shardlab.planner.alternatives import TELLING
-from shardlab.planner.bounds.layers import Array
 from shardlab.planner.describe import BUBBLE, COMPUTE, StepShares, chosen_fields, summary
 from shardlab.planner.problem import Candidate, Problem, family
 from shardlab.planner.results import PlanOutcome, Results
-from shardlab.planner.workers import Ask, Query, TimedQueries
+from shardlab.planner.workers import Query, TimedQueries, Workers, forecast_query
+
+Array = NDArray[np.float64]
 
 COMMON, OF_PARTS, OF_COMPUTING, OWN = 0.5, 0.1, 0.25, 0.15
 """Shares of the variance of an error: common to all plans, of parts, of plans that compute alike, and of one plan.
@@ -389,14 +391,15 @@ def out_of_memory(measured: Sequence[MeasuredStep]) -> frozenset[Candidate]:
     return frozenset(each.candidate for each in measured if each.seconds is None)
 
 
-def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], ask: Ask) -> list[MeasuredOutcome]:
+def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], workers: Workers) -> list[MeasuredOutcome]:
     """Return the predictions of measured plans that fit, with the median of the measured seconds of a step.
 
     Raises:
         UserError: if a plan is not in the space of the problem, or a time is so far off that its unit must be wrong.
     """
     candidates = [each.candidate for each in measured if _is_of(problem, each)]
-    coming = {each: ask(Query(each)) for each in candidates if each not in out_of_memory(measured)}
+    lost = out_of_memory(measured)
+    coming = {each: workers.submit(partial(forecast_query, Query(each))) for each in candidates if each not in lost}
     found: list[MeasuredOutcome] = []
     for candidate, future in coming.items():
         own = [(each.seconds, each.source) for each in measured if each.candidate == candidate and each.seconds]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from shardlab.common.text import bytes_text, counted, memory_text, seconds_text
 from shardlab.language import Kind, Mesh
 from shardlab.planner.alternatives import Topic, alternative_text
-from shardlab.planner.bounds import LowerBounds
 from shardlab.planner.choose import PlanChoice
+from shardlab.planner.pass_costs import PassCosts
 from shardlab.planner.problem import PlanShape
 
 
@@ -51,16 +51,17 @@ def _state(choice: PlanChoice) -> list[str]:
         }
         shown = ", ".join(f"{name} {bytes_text(bytes, 1)}" for name, bytes in options.items())
         lines.append(f"shared over {devices:,} devices: {shown} on each")
-    bounds, shape = LowerBounds(problem), PlanShape(Mesh(), 1, precision)
-    none, full = bounds.passes(shape), bounds.passes(shape, "full")
+    costs, shape = PassCosts(problem), PlanShape(Mesh(), 1, precision)
+    none, full = costs.of(shape, "none"), costs.of(shape, "full")
     lines.append(
-        f"a sequence of {problem.model.seq_len:,} tokens keeps {bytes_text(none.kept[-1], 1)} of activations, and "
-        f"{bytes_text(none.logits, 1)} at the loss; {bytes_text(full.kept[-1] + full.least_again, 1)} if every block "
+        f"a sequence of {problem.model.seq_len:,} tokens keeps {bytes_text(none.kept, 1)} of activations, and "
+        f"{bytes_text(none.logits, 1)} at the loss; {bytes_text(full.kept + full.block, 1)} if every block "
         "is computed again"
     )
     memory, misses = choice.best.forecast.memory, choice.results.misses()
     lines.append(f"the chosen plan holds {bytes_text(memory.total, 1)} on the fullest device")
-    lines += [f"{name} needs {bytes_text(bytes, 1)} or more" for name, (bytes, _) in misses.items()]
+    for name, (bytes, _) in misses.items():
+        lines.append(f"no plan of {name} was found that fits; the smallest one needs {bytes_text(bytes, 1)}")
     return lines
 
 

@@ -18,9 +18,10 @@ from shardlab.common.text import bytes_text, counted
 from shardlab.language import AXES, Kind, Mesh
 from shardlab.models.architectures import MoE
 from shardlab.planner.describe import summary
-from shardlab.planner.problem import Candidate, Limits, PlanShape, Problem
+from shardlab.planner.lines import has_plan
+from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.results import Results
-from shardlab.planner.space import candidates, meshes, shapes, sharded
+from shardlab.planner.space import meshes, splits
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.memory_advice import broken_limit
 from shardlab.strategies.plan.plan import Plan
@@ -28,12 +29,12 @@ from shardlab.strategies.plan.plan import Plan
 
 def explain_no_fit(problem: Problem, found: Results) -> str:
     """Return the error message of a search in which no plan fits."""
-    room, margin, misses = problem.room, problem.recipe.memory.margin_bytes, found.misses()
+    room, margin, misses = problem.room, problem.margin, found.misses()
     nearest = min(misses.items(), key=lambda miss: miss[1][0], default=None)
     if found.refused and not found.outcomes:
         return refusal_text(problem, refusal_reason(problem, found.refused[0]))
-    if found.left is not None or nearest is None:
-        seen = f"of {counted(found.space['shapes'], 'shape')} {counted(len(found.outcomes), 'plan')} were simulated"
+    if not found.complete or nearest is None:
+        seen = f"of {counted(found.lines, 'kind')} of plans {counted(len(found.outcomes), 'plan')} were simulated"
         if nearest is not None:
             over = bytes_text(nearest[1][0] - room, 1)
             seen = f"{seen}, and {nearest[0]} ({summary(nearest[1][1])}) comes nearest, with {over} too many"
@@ -41,11 +42,7 @@ def explain_no_fit(problem: Problem, found: Results) -> str:
     name, (bytes, candidate) = nearest
     limits, more = str(problem.limits), "more devices"
     under = f" under the limits {limits}" if limits else ""
-    free = f" and leaves {problem.recipe.name}'s margin of {bytes_text(margin, 1)}" if margin else ""
-    reused = ""
-    if not margin and next(each.forecast.memory.fits for each in found.outcomes if each.candidate == candidate):
-        free = " with all that the allocator may hold in reserve"
-        reused = "; it runs if the allocator gives that back"
+    free = f" and leaves a margin of {bytes_text(margin, 1)} for the error of the prediction" if margin else ""
     lifted, state = _lifted(problem.limits, candidate), ""
     context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
     if (alone := _state(problem, candidate) + context) > room:
@@ -60,8 +57,8 @@ def explain_no_fit(problem: Problem, found: Results) -> str:
             more = f"at least {least:,} devices"
     return (
         f"no plan{under} fits into {bytes_text(room + margin, 1)} a device{free}: {name} comes nearest "
-        f"({summary(candidate)}) and takes at least {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
-        f"{reused}{state}; take {more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
+        f"({summary(candidate)}) and takes {bytes_text(bytes, 1)}, {bytes_text(bytes - room, 1)} too many"
+        f"{state}; take {more}, or larger ones{f', or leave out {lifted}' if lifted else ''}"
     )
 
 
@@ -131,16 +128,12 @@ def refusal_reason(problem: Problem, candidate: Candidate) -> str:
 
 def least_data_ranks(problem: Problem) -> int | None:
     """Return the smallest number of data-parallel ranks of any plan (None: there is no plan)."""
-    found = sorted(shapes(problem), key=lambda shape: _data_ranks(shape.mesh))
-    return next((_data_ranks(shape.mesh) for shape in found if _has_plan(problem, shape)), None)
+    found = sorted(meshes(problem), key=_data_ranks)
+    return next((_data_ranks(mesh) for mesh in found if has_plan(problem, mesh)), None)
 
 
 def _data_ranks(mesh: Mesh) -> int:
     return mesh.dp_replicate * mesh.dp_shard * mesh.ep
-
-
-def _has_plan(problem: Problem, shape: PlanShape) -> bool:
-    return any(True for _ in candidates(problem, shape))
 
 
 def _with_room(problem: Problem) -> Problem:
@@ -185,8 +178,8 @@ def _reasons(problem: Problem) -> Iterator[tuple[Mesh, str]]:
     limits = problem.limits
     for mesh in meshes(problem):
         try:
-            plan = Plan(mesh, **limits.fields)
-            plan = next(sharded(problem, plan), plan)
+            replicas, shards = next(splits(problem, mesh.dp_shard), (1, mesh.dp_shard))
+            plan = Plan(replace(mesh, dp_replicate=replicas, dp_shard=shards), **limits.fields)
             candidate = Candidate(plan, limits.micro_batch_size or 1, problem.precisions[0])
         except UserError as error:
             yield mesh, str(error)

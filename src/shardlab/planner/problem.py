@@ -143,9 +143,15 @@ class Problem:
         )
 
     @property
+    def margin(self) -> float:
+        """Bytes of a device that must stay free, because predictions of memory err. CPUs need none."""
+        memory = self.cluster.device.memory
+        return 0.0 if self.cluster.on_cpu else self.recipe.memory.margin(memory)
+
+    @property
     def room(self) -> float:
         """Bytes of a device that a plan which is chosen may take: all but the recipe's margin."""
-        return self.cluster.device.memory - self.recipe.memory.margin_bytes
+        return self.cluster.device.memory - self.margin
 
     @property
     def tokens(self) -> int:
@@ -202,14 +208,6 @@ class PlanShape:
             stripes=self.stripes,
         )
         return Candidate(plan, self.micro_batch_size, self.precision)
-
-
-def divides(problem: Problem, shape: PlanShape) -> bool:
-    """Whether `Plan` and the code that cuts models accept a shape."""
-    try:
-        return bool(shape.candidate) and _blocks(problem, shape) is not None
-    except UserError:
-        return False
 
 
 def blocks_of(problem: Problem, shape: PlanShape) -> IdenticalBlocks:

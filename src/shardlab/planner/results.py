@@ -1,17 +1,11 @@
-"""Results of a search, and the queue entries from which it takes the next plan.
-
-`Results` has the simulated plans and what was left out. `QueueEntry` is a shape, a pipeline or a plan that waits in the
-search, and `priority_of` decides which comes first.
-"""
+"""Results of a search: the plans that were simulated, and how far the search came."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
-from shardlab.planner.problem import Candidate, PlanShape, family, family_order, model_kinds
+from shardlab.planner.problem import Candidate, family, family_order
 from shardlab.simulate.predict.forecast import Forecast
-from shardlab.strategies.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -50,23 +44,41 @@ class PlanOutcome:
         return self.seconds, self.forecast.memory.total, repr(self.candidate)
 
 
+@dataclass(frozen=True)
+class Improvement:
+    """A best plan so far.
+
+    Attributes:
+        after: seconds from the beginning of the search.
+        forecasts: number of forecasts until then.
+        seconds: its predicted seconds of a step.
+    """
+
+    after: float
+    forecasts: int
+    seconds: float
+
+
 @dataclass
 class Results:
     """Results of a search.
 
     Attributes:
         outcomes: all candidates that were simulated.
-        space: numbers of shapes and candidates that were generated. Candidates of discarded shapes are not.
+        lines: number of lines that were looked at (see `shardlab.planner.lines`).
         refused: candidates that cannot be run.
-        left: lowest lower bound of the candidates that were not simulated, 0 if not all shapes were generated (None:
-            none of them could be faster).
+        improvements: the best plans in the order in which they were found.
+        searched: families whose best plan was searched until no neighbour was better.
+        complete: whether the search ended by itself: no line that it knows promises to be faster.
         seconds: duration of the search.
     """
 
     outcomes: list[PlanOutcome] = field(default_factory=list[PlanOutcome])
-    space: dict[str, int] = field(default_factory=lambda: {"shapes": 0, "candidates": 0})
+    lines: int = 0
     refused: list[Candidate] = field(default_factory=list[Candidate])
-    left: float | None = None
+    improvements: list[Improvement] = field(default_factory=list[Improvement])
+    searched: set[str] = field(default_factory=set[str])
+    complete: bool = False
     seconds: float = 0.0
 
     @property
@@ -79,6 +91,11 @@ class Results:
         fitting = self.fitting
         return fitting[0] if fitting else None
 
+    @property
+    def unimproved_seconds(self) -> float:
+        """Seconds from the last improvement to the end of the search."""
+        return self.seconds - (self.improvements[-1].after if self.improvements else 0.0)
+
     def families(self) -> dict[str, PlanOutcome]:
         """Return the fastest outcome of each family that fits."""
         best: dict[str, PlanOutcome] = {}
@@ -87,78 +104,9 @@ class Results:
         return best
 
     def misses(self) -> dict[str, tuple[float, Candidate]]:
-        """Return bytes and candidate of the smallest plan of each family of which no plan fits."""
+        """Return bytes and candidate of the smallest simulated plan of each family of which no plan fits."""
         fitting, nearest = self.families(), dict[str, tuple[float, Candidate]]()
         for each in sorted(self.outcomes, key=lambda each: (each.forecast.memory.unlimited, repr(each.candidate))):
             if each.family not in fitting:
                 nearest.setdefault(each.family, (each.forecast.memory.unlimited, each.candidate))
         return dict(sorted(nearest.items(), key=lambda miss: family_order(miss[0])))
-
-
-AHEAD = 0.85
-"""Factor on the priority for each level of expansion: from shape to pipeline, and from pipeline to candidate."""
-
-TIGHT = 0.8
-"""Share of the room above which a lower bound of bytes lets a plan come later."""
-
-UNLIKELY = 3.0
-"""Factor on the priority of a plan that likely does not fit, judging by earlier plans of its family."""
-
-MANY = 2**15
-"""Number of microbatch passes of a pipeline that doubles the priority value, since it takes long to simulate."""
-
-Phase = Literal["warm start", "all"]
-"""Phase of the search: simulate some plans of each family, or all that may be faster."""
-
-
-class QueueEntry(NamedTuple):
-    """Entry of the queue: a shape, a pipeline of a shape, or a candidate.
-
-    Attributes:
-        key: priority; the lowest comes first.
-        tie: serial number, which orders equal keys.
-        seconds, bytes: lower bounds of the step time and of memory.
-        guess: expected seconds of a step, if no communication overlaps with passes.
-        shape: the plan shape.
-        plan: the pipeline or the candidate (None: the entry is the shape).
-        passes: lower bound of the seconds of passes alone; not kept for candidates.
-        timed: whether the lower bound includes the order of the schedule.
-    """
-
-    key: float
-    tie: int
-    seconds: float
-    bytes: float
-    guess: float
-    shape: PlanShape
-    plan: Candidate | Plan | None = None
-    passes: float = 0.0
-    timed: bool = False
-
-    @property
-    def kinds(self) -> str:
-        """Kinds of parallelism other than data parallelism."""
-        return model_kinds(self.shape.mesh)
-
-    @property
-    def depth(self) -> int:
-        """Level of expansion: 0 for a shape, 1 for a pipeline, 2 for a candidate."""
-        return 0 if self.plan is None else 1 if isinstance(self.plan, Plan) else 2
-
-
-def priority_of(waiting: QueueEntry, phase: Phase, full: float, passes: int) -> float:
-    """Return the priority of an entry; low values come first.
-
-    Expanded entries, entries with few passes, and entries that leave memory free come early. The warm start takes the
-    lowest lower bounds, so that it finds the best plan of each family.
-
-    Args:
-        waiting: the entry.
-        phase: phase of the search.
-        full: expected share of the memory that it needs.
-        passes: number of microbatch passes through the ranks of its pipeline.
-    """
-    if phase == "warm start":
-        return waiting.seconds
-    tight = (1 + max(0.0, full - TIGHT)) * (UNLIKELY if full > 1 else 1.0)
-    return waiting.guess * AHEAD**waiting.depth * (1 + passes / MANY) * tight

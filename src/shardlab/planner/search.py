@@ -1,492 +1,441 @@
-"""Best-first search: simulate the plan that is likely the fastest, until no lower bound is below the best step time.
+"""Best-first local search for the fastest plan.
 
-The search expands shapes into pipelines and pipelines into plans (`Search`), with a priority queue of all three
-(`WaitingQueue`). The priority is a guess of the step time that ignores communication of data-parallel ranks. A good
-plan is therefore found early, and lower bounds then discard most of the rest.
+The search moves between lines (see `shardlab.planner.lines`), and begins with those that an expert tries first. Every
+line is guessed, in about a millisecond. The most promising ones are then explored: their plans are simulated until the
+smallest share of recomputed blocks that fits is known. Of the fastest lines, all neighbours are guessed in turn. The
+search ends when no known line promises to be faster, or when its budget is used up. The best plan so far is known at
+any time.
 
-Before the main search, `WarmStart` picks a few plans of each family, so that results can compare families, and
-`SmallestPlans` the plan of each family that needs least memory, which tells whether any plan of the family fits.
+Guesses are corrected by what forecasts of similar plans differ from them (`Corrections`). Answers of workers count in
+the order of the questions, so the result of a search with a budget of forecasts depends neither on the clock nor on the
+number of workers.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future
-from concurrent.futures import wait as futures_wait
-from dataclasses import replace
-from itertools import chain, count
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heapify, heappop, heappush
+from itertools import count
 from math import inf
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from shardlab.common.errors import UserError
-from shardlab.language import Mesh
 from shardlab.language.world import gc_paused
-from shardlab.planner.bounds import LowerBounds
-from shardlab.planner.bounds.step import with_sharding_option
-from shardlab.planner.problem import Candidate, PlanShape, Problem, family, model_kinds
-from shardlab.planner.results import Phase, PlanOutcome, QueueEntry, Results, priority_of
-from shardlab.planner.space import legal, pipelined, shapes
-from shardlab.planner.workers import Answer, Ask, Change, Expansion, ExpansionRequest, Query, Workers
-from shardlab.strategies.plan.plan import Plan
-
-SHAPES_PER_REPORT = 64
-"""Number of shapes between two progress reports."""
+from shardlab.planner.guesses import Guess, guess_line, share_between
+from shardlab.planner.lines import neighbours, seeds, shares_of, with_share
+from shardlab.planner.pass_costs import PassCosts
+from shardlab.planner.problem import SHARES, Candidate, Problem, family
+from shardlab.planner.results import Improvement, PlanOutcome, Results
+from shardlab.planner.workers import Change, Query, Workers, answer_request, apply_change
+from shardlab.simulate.predict.forecast import Forecast
 
 OnProgress = Callable[[Results, int], None]
-"""Callback with the results so far and the number of entries in the queue."""
+"""Callback with the results so far and the number of lines that wait."""
+
+IN_FLIGHT = 8
+"""Number of questions to workers at a time. It does not depend on the number of workers, so results do not either."""
+
+GUESSED_AT_A_TIME = 6
+"""Number of lines that a worker guesses at a time."""
+
+TOLERANCE = 1.03
+"""Share of the memory up to which a guess counts as fitting: a forecast decides."""
+
+PROMISING = 0.02
+"""Lines are explored if their corrected guess is slower than the best plan by at most this share."""
+
+FAMILY_PROMISING = -0.02
+"""As `PROMISING`, in the search for the best plan of a family, which need not be exact."""
+
+EXPANDED = 0.05
+"""Neighbours are looked at of lines that are slower than the best plan by at most this share; of a family's best plan
+alone."""
+
+MAIN_SHARE = 0.75
+"""Share of the budget for the best plan; the rest is for the best plan of each family."""
+
+MISSES = 48
+"""Largest number of lines that are explored if none fits."""
+
+FAMILY_MISSES = 3
+"""Largest number of lines of one family that are explored if none of it fits."""
+
+SLOW_PASSES = 2**14
+"""Number of passes whose simulation takes so long that a line counts as twice as slow."""
+
+RECENT = 8
+"""Number of the last forecasts of a kind from which its guesses are corrected."""
 
 
-class PendingForecast(NamedTuple):
-    """Candidate that is being simulated, with its lower bounds of seconds and bytes."""
+@dataclass(frozen=True)
+class Budget:
+    """Limits of a search.
+
+    Attributes:
+        seconds: longest duration.
+        forecasts: largest number of simulated plans.
+    """
+
+    seconds: float = inf
+    forecasts: float = inf
+
+    def part(self, share: float) -> Budget:
+        return Budget(share * self.seconds, share * self.forecasts)
+
+
+UNLIMITED = Budget()
+"""Budget of a search that ends by itself."""
+
+
+class Explored(NamedTuple):
+    """Plan of a line that was simulated.
+
+    Attributes:
+        candidate: the plan.
+        share: the share of recomputed blocks.
+        forecast: its forecast.
+        fits: whether it fits, with the recipe's margin.
+    """
 
     candidate: Candidate
-    seconds: float
-    bytes: float
+    share: str
+    forecast: Forecast
+    fits: bool
 
 
-WARM_START_SHARE = 0.4
-"""Share of the time that the warm start may take."""
+def guess_lines(lines: Sequence[Candidate], costs: PassCosts) -> list[Guess | None]:
+    """Guess seconds and bytes of lines (None: there is no such plan)."""
+    return [guess_line(costs, line) for line in lines]
+
+
+def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> list[Explored]:
+    """Simulate plans of a line until the smallest share of recomputed blocks that fits is known.
+
+    Bytes are taken to fall linearly with the share: by the guess's slope from one forecast, then through two.
+
+    Args:
+        line: the line.
+        guess: its guess.
+        start: the share to begin with.
+        costs: costs of the problem's layers.
+    """
+    problem, found = costs.problem, dict[float, Explored]()
+    shares = [each for each in shares_of(problem, line) if with_share(problem, line, each) is not None]
+    low, high = -1, len(shares)  # the share at `low` does not fit, and that at `high` does
+    at: int | None = max(place for place, share in enumerate(shares) if place == 0 or SHARES[share] <= SHARES[start])
+    while at is not None:
+        candidate = with_share(problem, line, shares[at])
+        assert candidate is not None, "the share is possible"
+        if (answer := answer_request(problem, Query(candidate))) is None:
+            break
+        memory = answer.forecast.memory
+        fits = memory.fits and memory.safe
+        found[SHARES[shares[at]]] = Explored(candidate, shares[at], answer.forecast, fits)
+        low, high = (low, at) if fits else (at, high)
+        known = {share: each.forecast.memory.unlimited for share, each in found.items()}
+        at = next((p for p in range(low + 1, high) if _bytes_at(known, guess, SHARES[shares[p]]) <= problem.room), None)
+        if at is None and low < high - 1 == len(shares) - 1:  # nothing has fitted
+            at = high - 1
+    return list(found.values())
+
+
+def _bytes_at(known: dict[float, float], guess: Guess, share: float) -> float:
+    """Return the bytes at a share, on a line through known bytes by share, or with the guess's slope through one."""
+    (first, bytes), slope = min(known.items(), key=lambda each: abs(each[0] - share)), guess.full_bytes - guess.bytes
+    if len(known) > 1:
+        least, most = min(known), max(known)
+        slope = (known[most] - known[least]) / (most - least)
+    return bytes + (share - first) * slope
+
+
+class Corrections:
+    """Corrections of guesses, learned from forecasts of plans of the same kind.
+
+    Seconds are corrected by a factor, and bytes by a sum.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque[float](maxlen=RECENT))
+        self._bytes: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque[float](maxlen=RECENT))
+
+    def learn(self, line: Candidate, guess: Guess, explored: Explored) -> None:
+        """Note by how much a forecast differs from the guess."""
+        seconds = share_between(guess.seconds, guess.full_seconds, explored.share)
+        bytes = share_between(guess.bytes, guess.full_bytes, explored.share)
+        for kind in _time_kinds(line):
+            self._seconds[kind].append(explored.forecast.seconds / seconds)
+        for kind in _memory_kinds(line, SHARES[explored.share]):
+            self._bytes[kind].append(explored.forecast.memory.unlimited - bytes)
+
+    def seconds(self, line: Candidate) -> float:
+        """Return the factor on guessed seconds of a line; the smallest one of similar kinds if its kind is unknown."""
+        own, similar = _time_kinds(line)
+        known = self._seconds.get(own) or [min(self._seconds.get(similar) or [1.0])]
+        return sum(known) / len(known)
+
+    def bytes(self, line: Candidate, share: float) -> float:
+        """Return the bytes to add to those guessed of a line; the fewest of similar kinds if its kind is unknown."""
+        own, similar = _memory_kinds(line, share)
+        known = self._bytes.get(own) or [min(self._bytes.get(similar) or [0.0])]
+        return sum(known) / len(known)
+
+
+def _time_kinds(line: Candidate) -> list[Hashable]:
+    plan = line.plan
+    context = (plan.context, plan.ulysses_degree) if plan.mesh.cp > 1 else ""
+    own = context, plan.schedule if plan.mesh.pp > 1 else "", plan.zero_stage, plan.shard_optimizer, plan.reshard_after
+    return [own, context]
+
+
+def _memory_kinds(line: Candidate, share: float) -> list[Hashable]:
+    own = share > 0, line.plan.mesh.cp > 1, line.plan.mesh.tp > 1, line.plan.mesh.pp > 1, line.plan.zero_stage
+    return [own, share > 0]
+
+
+@dataclass
+class Goal:
+    """Search for the fastest plan of all lines, or of those of one family.
+
+    Attributes:
+        family: the family (None: all).
+        best: seconds of the fastest plan that fits.
+        missed: number of explored lines of which no plan fits.
+        fitting: plans that fit and whose neighbours are not known yet, as (seconds, serial number, plan).
+        misses: plans that do not fit and whose neighbours are not known yet, as (bytes, serial number, plan).
+    """
+
+    family: str | None
+    best: float = inf
+    missed: int = 0
+    fitting: list[tuple[float, int, Candidate]] = field(default_factory=list[tuple[float, int, Candidate]])
+    misses: list[tuple[float, int, Candidate]] = field(default_factory=list[tuple[float, int, Candidate]])
+
+    def accepts(self, family: str) -> bool:
+        return self.family in (None, family)
+
+    def note(self, outcome: PlanOutcome, serial: int) -> None:
+        """Note a simulated plan."""
+        if outcome.fits:
+            self.best = min(self.best, outcome.seconds)
+        if outcome.fits or outcome.ran_out:
+            heappush(self.fitting, (outcome.seconds, serial, outcome.candidate))
+        else:
+            heappush(self.misses, (outcome.forecast.memory.unlimited, serial, outcome.candidate))
+
+    def expand(self, slack: float) -> Candidate | None:
+        """Take out the plan whose neighbours come next: the fastest, or the smallest if none fits (None: none does)."""
+        if self.best == inf:
+            return heappop(self.misses)[2] if self.misses else None
+        near = self.best * (1 + (max(EXPANDED, slack) if self.family is None else 0.0))
+        return heappop(self.fitting)[2] if self.fitting and self.fitting[0][0] <= near else None
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether nothing fits and enough was tried."""
+        return self.best == inf and self.missed >= (MISSES if self.family is None else FAMILY_MISSES)
 
 
 class Search:
-    """Search of the space of one problem.
+    """Search for the fastest plan of a problem, and then for that of each family.
 
     Args:
         problem: the problem.
-        ask: function that simulates a candidate.
-        deadline: longest duration in seconds. After it, only the smallest plans are simulated, until one fits.
-        ahead: number of candidates that are simulated at a time.
+        workers: what guesses and simulates plans.
+        budget: limits of the search.
         on_progress: callback for progress reports.
-        change: resource that `problem` has doubled.
+        change: resource of which the search takes twice as much as `problem` has.
         best: seconds of a known plan; only faster plans are searched.
-        within: the search ends when no other plan can be faster by more than this share. If below 0, it also includes
-            plans that are slower by less than this share.
+        slack: share by which a plan may be slower than the fastest one and is still simulated.
+        families: whether to search the fastest plan of each family.
         ran_out: plans that ran out of memory when they were run.
     """
 
     def __init__(
         self,
         problem: Problem,
-        ask: Ask | Workers,
+        workers: Workers,
         *,
-        deadline: float = inf,
-        ahead: int = 1,
+        budget: Budget = UNLIMITED,
         on_progress: OnProgress | None = None,
         change: Change = "",
         best: float = inf,
-        within: float = 0.0,
+        slack: float = 0.0,
+        families: bool = False,
         ran_out: frozenset[Candidate] = frozenset(),
     ) -> None:
-        self.problem = problem
-        self._change: Change = change
+        self.problem = apply_change(problem, change)
         self.results = Results()
-        self._memory = problem.room
-        self._warm_start = WarmStart(problem.room)
+        self._workers, self._budget, self._on_progress = workers, budget, on_progress
+        self._change: Change = change
+        self._slack, self._families, self._ran_out = slack, families, ran_out
+        self._main = Goal(None, best)
         self._began = time.monotonic()
-        self._until, self._warm_start_until = self._began + deadline, self._began + WARM_START_SHARE * deadline
-        self._ahead = ahead
-        self._workers = ask if isinstance(ask, Workers) else Workers(ask)
-        self._expander = self._workers.expander(problem, change)
-        self._bounds = self._expander.bounds
-        self._on_progress = on_progress
-        self._queue = WaitingQueue(self._bounds)
-        self._pending: dict[Future[Any], PendingForecast] = {}
-        self._expanding: dict[Future[Any], list[QueueEntry]] = {}
-        self._current: float | None = None
-        self._generated = False
-        self._shapes = shapes(problem)
-        self._full: set[PlanShape] = set()  # of which a larger microbatch does not fit either
-        self._smallest = SmallestPlans(self._bounds)
-        self._known: set[Candidate] = set()  # small plans, which need no second forecast
-        self._best, self._within, self._ran_out = best, within, ran_out
-        self._bound_of: dict[Candidate, float] = {}
+        self._corrections, self._tie = Corrections(), count()
+        self._seen: set[Candidate] = set()
+        self._unguessed: deque[Candidate] = deque()
+        self._guesses: dict[Candidate, Guess] = {}
+        self._waiting: list[tuple[tuple[bool, float], int, Candidate]] = []  # guessed lines, the most promising first
+        self._aside: list[tuple[tuple[bool, float], int, Candidate]] = []  # that promise too little
+        self._unsorted = 0  # forecasts since the lines were sorted
+        self._asked: deque[tuple[Future[Any], list[Candidate], bool]] = deque()
 
     def run(self) -> Results:
-        """Search to the end, to the deadline, or until it is interrupted."""
+        """Search until the end, until the budget is used up, or until it is interrupted."""
         try:
-            self._fill(wholly=False)
-            if not self._change:
-                self._forecast_all()
-                self._forecast_smallest()
-                if self._best == inf and not self._generated:
-                    self._fill(wholly=True)
-                    self._forecast_smallest()
-            self._queue.begin("all")
-            self._forecast_all()
-            self.results.left = self._left()
+            with gc_paused():  # lines and guesses stay, and walking them again and again would take time
+                self._add(seeds(self.problem))
+            main = self._budget.part(MAIN_SHARE if self._families else 1.0)
+            self.results.complete = self._reach(self._main, main)
+            if self._families:
+                self._search_families()
         except KeyboardInterrupt:
-            self.results.left = self._left()
-        else:  # leave out plans that only timing let through, so that results do not depend on a clock
-            least = self._enough()
-            self.results.outcomes = [
-                each
-                for each in self.results.outcomes
-                if each.seconds == self._best or self._bound_of.get(each.candidate, 0.0) <= least
-            ]
+            pass
         self.results.seconds = time.monotonic() - self._began
         return self.results
 
-    def _enough(self) -> float:
-        """Return the lower bound above which no candidate needs a simulation."""
-        return self._best * (1.0 - self._within)
-
-    def _left(self) -> float | None:
-        """The lowest lower bound of what waits, was asked for or is in hand, if that could be worth a forecast."""
-        if not self._generated:
-            return 0.0
-        bounds = [each.seconds for each in chain(self._queue, *self._expanding.values())]
-        bounds += [each.seconds for each in self._pending.values()]
-        bounds += [] if self._current is None else [self._current]
-        return min((bound for bound in bounds if bound <= self._enough()), default=None)
-
-    def _late(self) -> bool:
-        return time.monotonic() > self._until
-
-    def _phase_over(self) -> bool:
-        """Return whether the time of the phase is up."""
-        return time.monotonic() > self._warm_start_until if self._queue.phase == "warm start" else self._late()
-
-    @gc_paused()  # lower bounds stay, and walking them again and again would cost a fifth
-    def _fill(self, *, wholly: bool) -> None:
-        """Every shape whose state may fit, with its lower bounds; if not `wholly`, as long as there is time."""
-        for shape in self._shapes:
-            self.results.space["shapes"] += 1
-            if (smallest := replace(shape, micro_batch_size=1)) in self._full:
+    def _search_families(self) -> None:
+        """Search the fastest plan of each family, the most promising family first."""
+        if (best := self.results.best) is not None and self.results.complete:
+            self.results.searched.add(best.family)
+        families: dict[str, float] = {each.family: each.seconds for each in reversed(self.results.fitting)}
+        for line, guessed in self._guesses.items():
+            families.setdefault(family(line.plan), guessed.full_seconds)
+        for name in sorted(families, key=families.__getitem__):
+            if name in self.results.searched:
                 continue
-            bound = self._bounds.of_shape(shape)
-            if bound.bytes < inf:
-                self._smallest.note(shape, bound.bytes)
-            if self._memory < bound.bytes < inf:
-                self._full.add(smallest)
-            elif bound.bytes < inf:
-                guess = bound.passes + bound.sharing
-                self._queue.push(QueueEntry(0.0, 0, bound.seconds, bound.bytes, guess, shape, passes=bound.passes))
-            if self._on_progress is not None and self.results.space["shapes"] % SHAPES_PER_REPORT == 0:
-                self._on_progress(self.results, len(self._queue))
-            if self._late() and self._queue and not wholly:
+            goal = Goal(name)
+            for outcome in self.results.fitting:
+                if outcome.family == name:
+                    goal.note(outcome, next(self._tie))
+            if not self._reach(goal, self._budget):
                 return
-        self._generated = True
+            self.results.searched.add(name)
 
-    def _forecast_smallest(self) -> None:
-        """Forecast the smallest plan of each family of which none fits so far, in time or until one does."""
-        fitting = self.results.families()
-        for bytes, candidate in self._smallest.candidates():
-            if candidate in self._known or family(candidate.plan) in fitting:
-                continue
-            while len(self._pending) >= self._ahead:
-                self._collect_answers(wait=True)
-            if self._late() and self._best < inf:
-                break
-            self._known.add(candidate)
-            self._forecast(candidate, inf, bytes)
-        while self._pending:
-            self._collect_answers(wait=True)
+    def _reach(self, goal: Goal, budget: Budget) -> bool:
+        """Search until nothing promises to be better. Return False if the budget is used up before.
 
-    def _forecast(self, candidate: Candidate, seconds: float, bytes: float) -> None:
-        self._warm_start.note_forecast(candidate)
-        asked = self._workers.forecast(Query(candidate, change=self._change))
-        self._pending[asked] = PendingForecast(candidate, seconds, bytes)
-
-    def _forecast_all(self) -> None:
-        """Simulate candidates in the order of their priorities."""
-        while not self._phase_over():
-            self._collect_answers(wait=not self._queue or len(self._pending) >= self._ahead)
-            self._expand_in_workers()
-            if self._queue and len(self._pending) < self._ahead:
-                first = self._queue.pop()
-                self._current = first.seconds
-                self._process(first)
-                self._current = None
-            elif not self._queue and not self._pending and not self._expanding:
-                break
-        self._queue.take_back()
-
-    def _process(self, first: QueueEntry) -> None:
-        """Expand an entry of the queue, or start to simulate it."""
-        if self._queue.phase == "all" and first.seconds > self._enough():
-            return
-        if self._queue.phase == "warm start" and not self._warm_start.want(first):
-            self._queue.set_aside(first)
-        elif first.plan is None:
-            for each in self._expander.pipelines(first, self._below()):
-                self._queue.push(each)
-        elif isinstance(first.plan, Plan):
-            self._expand(first)
-        elif not first.timed:
-            self._time(first, first.plan)
-        elif first.plan not in self._known:
-            if self._queue.phase == "warm start":
-                self._warm_start.note_shape(first.shape)
-            else:
-                self._bound_of[first.plan] = first.seconds
-            self._forecast(first.plan, first.seconds, first.bytes)
-
-    def _collect_answers(self, *, wait: bool) -> None:
-        """Note the answers that have come; or wait for one, for a while."""
-        asked: set[Future[Any]] = {*self._pending, *self._expanding}
-        if wait and asked:
-            futures_wait(asked, 0.2, FIRST_COMPLETED)
-        done = [each for each in asked if each.done()]
-        for future in done:
-            if future in self._pending:
-                pending = self._pending.pop(future)
-                self._current = pending.seconds
-                self._note(pending, future.result())
-            else:
-                self._current = min(each.seconds for each in self._expanding.pop(future))
-                self._note_expansion(future.result())
-            self._current = None
-        if self._on_progress is not None and (wait or done):
-            self._on_progress(self.results, len(self._queue))
-
-    def _expand_in_workers(self) -> None:
-        """Let idle workers expand entries of the queue, once a first plan fits."""
-        least = self._enough()
-
-        def expand(waiting: list[QueueEntry]) -> None:
-            self._expanding[self._workers.expand(ExpansionRequest(waiting, least, self._change))] = waiting
-
-        idle = self._best < inf and self._bound_of and not self._pending
-        if idle and len(self._expanding) < self._workers.beside:
-            self._queue.hand_out(least, expand)
-
-    def _note_expansion(self, expansion: Expansion) -> None:
-        self.results.space["candidates"] += expansion.seen
-        for each in expansion.candidates:
-            self._queue.push(each)
-
-    @gc_paused()
-    def _time(self, waiting: QueueEntry, candidate: Candidate) -> None:
-        """Queue a candidate again with the lower bound of its whole step."""
-        seconds = max(waiting.seconds, self._bounds.seconds(waiting.shape, candidate))
-        self._queue.push_back(waiting._replace(seconds=seconds, guess=seconds, timed=True))
-
-    def _below(self) -> float:
-        """Return the lower bound above which no pipeline is queued. The warm start queues all."""
-        return inf if self._queue.phase == "warm start" else max(self._best, self._enough())
-
-    def _expand(self, waiting: QueueEntry) -> None:
-        """Queue every candidate of a pipeline that may fit."""
-        whole = self._queue.phase == "all"
-        self._warm_start.note_expanded(waiting)
-        expanded, candidates = self._expander.expand(waiting, least=self._enough() if whole else inf, whole=whole)
-        self.results.space["candidates"] += expanded.seen
-        for each in candidates:
-            self._queue.push(each)
-
-    def _note(self, pending: PendingForecast, answer: Answer | None) -> None:
-        candidate = pending.candidate
-        if answer is None:
-            self.results.refused.append(candidate)
-            return
-        kinds, wanted = model_kinds(candidate.plan.mesh), answer.forecast.memory.unlimited
-        self._queue.note_bytes(kinds, wanted / pending.bytes)
-        outcome = PlanOutcome(candidate, answer.forecast, ran_out=candidate in self._ran_out)
-        self.results.outcomes.append(outcome)
-        if outcome.fits:
-            self._best = min(self._best, outcome.seconds)
-
-
-HANDED_OUT = 128
-"""Smallest number of entries that a worker expands at a time."""
-
-HANDS = 32
-"""A worker expands at least one of this many parts of the queue at a time."""
-
-
-class WaitingQueue:
-    """Priority queue of shapes, pipelines and candidates.
-
-    Args:
-        lower bounds: of the problem that is searched.
-
-    Attributes:
-        phase: of the search.
-    """
-
-    def __init__(self, bounds: LowerBounds) -> None:
-        self.phase: Phase = "warm start"
-        self._bounds = bounds
-        self._memory = bounds.problem.room
-        self._heap: list[QueueEntry] = []
-        self._aside: list[QueueEntry] = []
-        self._above: dict[str, float] = {}  # kinds of parallelism to the least ratio of bytes to their lower bound
-        self._tie = count()
-
-    def __len__(self) -> int:
-        """How much waits, but for what is set aside."""
-        return len(self._heap)
-
-    def __iter__(self) -> Iterator[QueueEntry]:
-        return chain(self._heap, self._aside)
-
-    def begin(self, phase: Phase) -> None:
-        """Go on to a phase, in which other things come first."""
-        self.phase = phase
-        self._heap = [self._keyed(each) for each in self._heap]
-        heapq.heapify(self._heap)
-
-    def push(self, waiting: QueueEntry) -> None:
-        """Let something wait."""
-        self.push_back(waiting._replace(tie=next(self._tie)))
-
-    def push_back(self, waiting: QueueEntry) -> None:
-        """Let something wait that has waited before, and that more is known of now."""
-        heapq.heappush(self._heap, self._keyed(waiting))
-
-    def pop(self) -> QueueEntry:
-        """Take out what comes first."""
-        return heapq.heappop(self._heap)
-
-    def set_aside(self, waiting: QueueEntry) -> None:
-        """Let something wait until it is taken back."""
-        self._aside.append(waiting)
-
-    def take_back(self) -> None:
-        """Take back all that was set aside."""
-        self._heap += self._aside
-        self._aside = []
-        heapq.heapify(self._heap)
-
-    def note_bytes(self, kinds: str, above: float) -> None:
-        """Note how many times its lower bound of bytes a plan of some kinds of parallelism takes."""
-        self._above[kinds] = min(self._above.get(kinds, inf), above)
-
-    def hand_out(self, least: float, expand: Callable[[list[QueueEntry]], None]) -> None:
-        """Hand out shapes and pipelines, if many wait; what is slower than `least` seconds waits no longer.
-
-        What takes many pipeline ranks goes first, one mesh after the other: so hardly any lower bound is worked out
-        twice.
-
-        Args:
-            least: seconds above which nothing is worth a forecast.
-            expand: function that is called with them before they leave the queue.
+        The budget counts only once a plan that fits is known.
         """
-        if len(self._heap) < 2 * HANDED_OUT:
-            return
-        wanted = [each for each in self._heap if each.seconds <= least]
-        wanted.sort(key=lambda each: (each.depth == 2, -each.shape.mesh.pp, each.shape.mesh.tp, each.shape.mesh.cp))
-        many = max(HANDED_OUT, len(wanted) // HANDS)
-        entries = [each for each in wanted[:many] if each.depth < 2] if len(wanted) >= 2 * HANDED_OUT else []
-        if entries:
-            expand(entries)
-        self._heap = wanted[len(entries) :]
-        heapq.heapify(self._heap)
+        turn, until = 0, self._began + budget.seconds
+        self._sort()
+        while True:
+            while len(self._asked) < IN_FLIGHT and not goal.gives_up and self._ask(goal, turn):
+                turn += 1
+            if not self._asked:
+                return True
+            future, lines, guessed = self._asked[0]
+            limited = self._main.best < inf and until < inf
+            try:
+                answer = future.result(max(0.0, until - time.monotonic()) if limited else None)
+            except TimeoutError:
+                return False
+            self._asked.popleft()
+            if guessed:
+                self._note_guesses(lines, answer)
+            else:
+                self._note_explored(goal, lines[0], answer)
+            if self._on_progress is not None:
+                self._on_progress(self.results, len(self._waiting))
+            over = len(self.results.outcomes) >= budget.forecasts or time.monotonic() >= until
+            if over and self._main.best < inf:
+                return False
 
-    def _keyed(self, waiting: QueueEntry) -> QueueEntry:
-        """What waits, with its key."""
-        passes = waiting.shape.mesh.pp * self._bounds.each(waiting.shape)
-        likely = waiting.bytes * self._above.get(waiting.kinds, 1.0)
-        return waiting._replace(key=priority_of(waiting, self.phase, likely / self._memory, passes))
+    def _add(self, lines: Iterable[Candidate]) -> None:
+        """Let lines be guessed that are new."""
+        fresh = [line for line in lines if line not in self._seen]
+        self._seen.update(fresh)
+        self._unguessed.extend(fresh)
+        self.results.lines += len(fresh)
 
+    def _ask(self, goal: Goal, turn: int) -> bool:
+        """Ask a worker to guess some lines, or to explore one (False: there is nothing to ask)."""
+        while True:
+            if goal.fitting and goal.fitting[0][0] <= goal.best < inf:  # the best plan is new
+                self._expand(goal, heappop(goal.fitting)[2])
+            line = self._most_promising(goal)
+            if self._unguessed and (line is None or turn % 2 or not self._guesses):
+                if line is not None:
+                    heappush(self._waiting, self._entry(line))
+                lines = [self._unguessed.popleft() for _ in range(min(GUESSED_AT_A_TIME, len(self._unguessed)))]
+                self._submit(partial(guess_lines, lines), lines, guessed=True)
+                return True
+            if line is not None:
+                _, share = self._expected(line)
+                self._submit(partial(explore, line, self._guesses[line], share), [line], guessed=False)
+                return True
+            if (plan := goal.expand(self._slack)) is None:
+                return False
+            self._expand(goal, plan)
 
-FIRST_FORECASTS = 6
-"""Number of candidates of each family in the warm start."""
+    def _submit(self, question: Callable[[PassCosts], Any], lines: list[Candidate], *, guessed: bool) -> None:
+        self._asked.append((self._workers.submit(question, self._change), lines, guessed))
 
-FIRST_PIPELINES = 48
-"""Pipelines of each family at most whose candidates are made for those; where hardly any fits, there is no end."""
+    def _most_promising(self, goal: Goal) -> Candidate | None:
+        """Take out the first line that promises a better plan for a goal. Lines before it are put aside."""
+        if self._unsorted >= RECENT:
+            self._sort()
+        limit = goal.best * (1 + (max(PROMISING, self._slack) if goal.family is None else FAMILY_PROMISING))
+        while self._waiting:
+            (misses, _), _, line = entry = heappop(self._waiting)
+            promises = goal.best == inf or not (misses or self._expected(line)[0] > limit)
+            if promises and goal.accepts(family(line.plan)):
+                return line
+            self._aside.append(entry)
+        return None
 
-ROOMY = 0.9
-"""Largest share of the memory for half of the warm start, since plans above it often do not fit."""
+    def _sort(self) -> None:
+        """Sort all lines that are not explored anew, by what was learned since."""
+        self._unsorted = 0
+        self._waiting = [self._entry(line) for _, _, line in (*self._waiting, *self._aside)]
+        self._aside.clear()
+        heapify(self._waiting)
 
+    def _entry(self, line: Candidate) -> tuple[tuple[bool, float], int, Candidate]:
+        """Return a line with its sort key: lines that fit by expected seconds, then the others by bytes."""
+        guess = self._guesses[line]
+        least = guess.full_bytes + self._corrections.bytes(line, 1.0)
+        if least > TOLERANCE * self.problem.room:
+            return (True, least), next(self._tie), line
+        return (False, self._expected(line)[0] * (1 + guess.passes / SLOW_PASSES)), next(self._tie), line
 
-class WarmStart:
-    """Choice of the few candidates of each family that are simulated first.
+    def _expected(self, line: Candidate) -> tuple[float, str]:
+        """Return the expected seconds of a line, and the smallest share of recomputed blocks that should fit."""
+        guess, room = self._guesses[line], TOLERANCE * self.problem.room
+        none = guess.bytes + self._corrections.bytes(line, 0.0)
+        full = guess.full_bytes + self._corrections.bytes(line, 1.0)
+        needed = 0.0 if none <= room else 1.0 if full >= none else min(1.0, (none - room) / (none - full))
+        share = next(name for name, value in SHARES.items() if value >= needed)
+        seconds = share_between(guess.seconds, guess.full_seconds, share) * self._corrections.seconds(line)
+        return seconds, share
 
-    Args:
-        room: bytes of each device.
-    """
+    def _expand(self, goal: Goal, plan: Candidate) -> None:
+        """Let the neighbours of a plan be guessed."""
+        with gc_paused():
+            near = neighbours(self.problem, plan)
+        self._add(line for line in near if goal.accepts(family(line.plan)))
 
-    def __init__(self, room: float) -> None:
-        self._memory = room
-        self._forecasts = Counter[str]()
-        self._expanded = Counter[str]()
-        self._shapes: set[PlanShape] = set()
+    def _note_guesses(self, lines: Sequence[Candidate], guesses: Sequence[Guess | None]) -> None:
+        for line, guess in zip(lines, guesses, strict=True):
+            if guess is not None:
+                self._guesses[line] = guess
+                heappush(self._waiting, self._entry(line))
 
-    def note_forecast(self, candidate: Candidate) -> None:
-        """Note that a candidate's forecast is asked for."""
-        self._forecasts[family(candidate.plan)] += 1
-
-    def note_expanded(self, pipeline: QueueEntry) -> None:
-        """Note that the candidates with a pipeline are made."""
-        self._expanded[pipeline.kinds] += 1
-
-    def note_shape(self, shape: PlanShape) -> None:
-        """Note that the warm start has a candidate of a shape."""
-        self._shapes.add(shape)
-
-    def want(self, waiting: QueueEntry) -> bool:
-        """Return whether the warm start takes an entry: its family has too few candidates so far."""
-        name = family(waiting.plan.plan) if isinstance(waiting.plan, Candidate) else waiting.kinds
-        known = self._forecasts[name]
-        if known >= FIRST_FORECASTS or (known >= FIRST_FORECASTS // 2 and waiting.bytes > ROOMY * self._memory):
-            return False
-        if isinstance(waiting.plan, Candidate) and waiting.kinds:  # those of one shape are much alike
-            return waiting.shape not in self._shapes
-        return isinstance(waiting.plan, Candidate) or self._expanded[name] < FIRST_PIPELINES
-
-
-TRIED = 4
-"""Meshes with the same kinds of parallelism on which the smallest plans are looked for."""
-
-SMALL = "1f1b"
-"""The schedule that holds least, but for what finer stages may save; others are looked at where it is not allowed."""
-
-
-class SmallestPlans:
-    """The plans that take least memory, of shapes that are noted one after the other."""
-
-    def __init__(self, bounds: LowerBounds) -> None:
-        self._bounds = bounds
-        self._shapes: dict[str, dict[Mesh, tuple[float, PlanShape]]] = {}
-
-    def note(self, shape: PlanShape, least: float) -> None:
-        """Note a shape, no plan of which takes less than so many bytes."""
-        known = self._shapes.setdefault(model_kinds(shape.mesh), {})
-        most = known[shape.mesh][0] if shape.mesh in known else inf
-        if len(known) >= TRIED:
-            most = min(most, max(bytes for bytes, _ in known.values()))
-        if least > most or (filled := self._bounds.filled(shape)) > most:
-            return
-        if shape.mesh not in known or (filled, -shape.share) < (most, -known[shape.mesh][1].share):
-            known[shape.mesh] = filled, shape
-        if len(known) > TRIED:
-            del known[max(known, key=lambda mesh: known[mesh][0])]
-
-    def candidates(self) -> list[tuple[float, Candidate]]:
-        """Return (lower bound of bytes, candidate) of the smallest candidate of each family, smallest first."""
-        found: dict[str, tuple[float, Candidate]] = {}
-        for _, shape in chain(*(known.values() for known in self._shapes.values())):
-            for bytes, candidate in self._of_shape(shape):
-                known = found.get(name := family(candidate.plan))
-                if known is None or bytes < known[0]:
-                    found[name] = bytes, candidate
-        return sorted(found.values(), key=lambda each: each[0])
-
-    def _of_shape(self, shape: PlanShape) -> list[tuple[float, Candidate]]:
-        """The smallest candidate of each family that a shape has with each of its pipelines, and a lower bound of its
-        bytes."""
-        problem, options = self._bounds.problem, self._bounds.options(shape)
-        found: list[tuple[float, Candidate]] = []
-        plans = list(pipelined(problem, shape))
-        for plan in [each for each in plans if each.schedule == SMALL] or plans:
-            if not self._bounds.follows(shape, plan):
-                continue
-            named = set[str]()
-            order: list[int] = np.argsort(self._bounds.bytes_of_options(shape, plan), kind="stable").tolist()
-            for option in order:
-                if (name := family(options.plans[option])) in named:
-                    continue
-                try:
-                    candidate = legal(problem, shape, with_sharding_option(plan, options.plans[option]))
-                except UserError:
-                    continue
-                if candidate is not None:
-                    named.add(name)
-                    found.append((self._bounds.memory.of(shape, candidate), candidate))
-        return found
+    def _note_explored(self, goal: Goal, line: Candidate, explored: Sequence[Explored]) -> None:
+        if not explored:
+            self.results.refused.append(line)
+        goal.missed += not any(each.fits for each in explored)
+        for each in explored:
+            self._unsorted += 1
+            self._corrections.learn(line, self._guesses[line], each)
+            outcome = PlanOutcome(each.candidate, each.forecast, ran_out=each.candidate in self._ran_out)
+            self.results.outcomes.append(outcome)
+            if outcome.fits and outcome.seconds < self._main.best:
+                passed = time.monotonic() - self._began
+                self.results.improvements.append(Improvement(passed, len(self.results.outcomes), outcome.seconds))
+            for own in (self._main, *([] if goal is self._main else [goal])):
+                if own.accepts(outcome.family):
+                    own.note(outcome, next(self._tie))

@@ -112,7 +112,7 @@ DEFAULTS = {
 
 
 def test_every_field_that_says_what_is_done_is_tried() -> None:
-    tried = {field.name for group in GROUPS.values() for field in fields(group)}
+    tried = {field.name for group in GROUPS.values() for field in fields(group)} - {"error"}  # of the prediction
     assert tried == {*LONGER, *SHORTER, *MEMORY, *ELSEWHERE, *HELD, *DEFAULTS}
 
 

@@ -10,6 +10,7 @@ import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -45,6 +46,9 @@ ELSEWHERE = {
     "it out, or give it to simulate",
 }
 """Error messages for options that other commands have and this one does not."""
+
+LOADING = 0.5
+"""About the seconds in which the command is loaded, which --seconds include."""
 
 REFRESHED = 0.1
 """Seconds between two updates of the search's progress."""
@@ -117,11 +121,16 @@ class PlanCommand:
     """Time limit of the search and its explanation. When it is over, or after Ctrl-C, the best plan so far is
     printed."""
 
-    top: Count = 4
-    """Number of runners-up to list besides the best plan of each family."""
+    forecasts: OptionalCount = None
+    """Largest number of plans to simulate. The result then does not depend on the speed of this machine, unless
+    --seconds end before."""
+
+    top: Count = 3
+    """Number of runners-up to list."""
 
     explain: Flag = False
-    """Explain the decisions with their numbers, in the order in which an expert makes them."""
+    """Explain the choice with its numbers, in the order in which an expert decides, and list the best plan of each
+    family."""
 
     out: NewFile = None
     """Write the chosen plan into this TOML file, which simulate, verify and train accept as --plan. An earlier plan is
@@ -151,6 +160,7 @@ class PlanCommand:
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     def run(self) -> int:
+        began = time.monotonic()
         if self.grade is not None:
             self._require_no_search_options(self.grade)
             print_grades(self.grade, None if self.recipe is None else recipe_called(self.recipe), json=self.json)
@@ -159,14 +169,13 @@ class PlanCommand:
             commands,
             experiments_as_json,
             print_experiments,
-            print_measured,
             print_ran_out,
             read_measured,
         )
         from shardlab.planner.choose import choose
         from shardlab.planner.error_model import choose_experiments
+        from shardlab.planner.search import Budget
         from shardlab.planner.workers import workers
-        from shardlab.simulate.hardware.cluster import cores
 
         problem = self._problem()
         if self.force and self.out is None:
@@ -176,8 +185,9 @@ class PlanCommand:
         assert self.cluster is not None
         measured = read_measured(self.measured, problem, self.model, self.cluster)
         wanted = measured if self.measured or self.measure else None
-        with workers(problem) as ask, SearchLine(Console(stderr=True)) as told:
-            choice = choose(problem, ask, seconds=self.seconds, ahead=2 * cores(), on_progress=told, measured=wanted)
+        budget = Budget(max(0.0, self.seconds - LOADING - (time.monotonic() - began)), self.forecasts or inf)
+        with workers(problem) as processes, SearchLine(Console(stderr=True)) as progress:
+            choice = choose(problem, processes, budget=budget, on_progress=progress, measured=wanted)
         asked = choose_experiments(choice.error_model, self.measure) if choice.error_model and self.measure else []
         run = commands(asked, problem, self._model_words())
         how = self._commands(choice)
@@ -192,13 +202,8 @@ class PlanCommand:
             return 0
         from shardlab.cli.plan.report import print_choice, print_explained
 
-        shown = choice, self.model, self.cluster, how, self.out
-        if self.explain:
-            print_explained(*shown, stdout_console())
-            if choice.error_model and choice.error_model.measured:
-                print_measured(choice.error_model, self.top, stdout_console())
-        else:
-            print_choice(*shown, self.top, stdout_console())
+        report = print_explained if self.explain else print_choice
+        report(choice, self.model, self.cluster, how, self.out, self.top, stdout_console())
         print_ran_out(choice.results, stdout_console())
         if self.measure:
             print_experiments(asked, run, choice, self._next_command(problem), stdout_console())

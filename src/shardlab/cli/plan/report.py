@@ -1,7 +1,7 @@
-"""Report of `shardlab plan`: the chosen plan on the first screen, and then the reasons.
+"""Report of `shardlab plan`: the chosen plan on one screen, or with all reasons.
 
-`print_choice` prints the default report: the plan and its figures, the best plan of each family, what does not fit, the
-runners-up, the critical path, and the cost of each alternative. `print_explained` prints the decisions one by one.
+`print_choice` prints the default report: the plan, its figures, the runners-up and the commands that run it.
+`print_explained` adds the mesh, the best plan of each family, the critical path, and the decisions one by one.
 `as_json` has the same content for other programs, in seconds, bytes and shares.
 """
 
@@ -19,7 +19,7 @@ from shardlab.cli.console import INDENT, print_fact, print_figures, print_path, 
 from shardlab.cli.plan.measure import expected_error_text, measured_as_json, print_measured
 from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.planner.alternatives import TELLING, alternative_text
-from shardlab.planner.choose import EQUAL, NOTABLE
+from shardlab.planner.choose import NOTABLE
 from shardlab.planner.describe import describe, draw_mesh, summary
 from shardlab.planner.explain import explain_choice
 from shardlab.planner.problem import family
@@ -46,11 +46,8 @@ CHANGE_TEXTS: dict[Change, str] = {
 }
 """Text for each change of the problem whose gain is reported."""
 
-WIDE = 80
+WIDE = 100
 """Width of a terminal in which each family and its limit fit into one line."""
-
-CHOICE_SHARE = 0.4
-"""Largest share of a line for the name of an alternative."""
 
 BAR = 40
 """Width of the memory bar in characters."""
@@ -75,7 +72,7 @@ def print_choice(
     top: int,
     console: Console,
 ) -> None:
-    """Print the chosen plan, the best plan of each family, and the reasons.
+    """Print the chosen plan with its figures, the runners-up, and the commands that run it.
 
     Args:
         model, cluster: names of the model and the cluster.
@@ -83,16 +80,27 @@ def print_choice(
         out: file with the plan, if one was written.
         top: number of runners-up.
     """
+    _print_plan(choice, model, cluster, console)
+    if choice.error_model is not None and choice.error_model.measured:
+        print_measured(choice.error_model, top, console)
+    else:
+        print_runners_up(choice, console, top)
+    _print_end(choice, commands, out, console)
+    print_fact(console, "reasons", "--explain gives the best plan of each family and the reason for each choice")
+
+
+def print_explained(
+    choice: PlanChoice,
+    model: str,
+    cluster: str,
+    commands: Mapping[str, str],
+    out: Path | None,
+    top: int,
+    console: Console,
+) -> None:
+    """Print the report with all reasons. The arguments are those of `print_choice`."""
+    _print_plan(choice, model, cluster, console)
     problem, best = choice.problem, choice.best
-    console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
-    batch = f"{counted(problem.sequences, 'sequence')} of {problem.model.seq_len:,} tokens"
-    console.print(f"{batch}, {problem.tokens:,} tokens a step; recipe {problem.recipe.name}\n", style="dim")
-    for number, line in enumerate(describe(problem, best.candidate)):
-        print_fact(console, "" if number else "plan", line)
-    console.print()
-    print_figures(console, figures(choice))
-    print_fact(console, "", memory_bar(choice))
-    print_fact(console, "how sure", expected_error_text(choice))
     if assumed := assumed_figures(problem.workload(best.candidate)):
         print_fact(console, "assumed", ", ".join(assumed))
     console.print()
@@ -108,25 +116,27 @@ def print_choice(
     print_fact(console, "critical path", path_text(choice.path) if choice.path else choice.unknown)
     if choice.path:
         print_fact(console, "", PATH_NOTE, style="dim")
-    print_reasons(choice, console)
+    for decision in explain_choice(choice):
+        console.print(f"\n{decision.question}", style="bold")
+        for line in decision.lines:
+            print_fact(console, "  -", line, indent=4)
     console.print()
     _print_helps(choice, console)
     _print_end(choice, commands, out, console)
 
 
-def print_explained(
-    choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], out: Path | None, console: Console
-) -> None:
-    """Print the decisions one by one. The arguments are those of `print_choice`."""
-    console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}, decision by decision"))
-    for decision in explain_choice(choice):
-        console.print(f"\n{decision.question}", style="bold")
-        for line in decision.lines:
-            print_fact(console, "  -", line, indent=4)
-    console.print("\nchosen", style="bold")
-    for line in describe(choice.problem, choice.best.candidate):
-        print_fact(console, "  -", line, indent=4)
-    _print_end(choice, commands, out, console)
+def _print_plan(choice: PlanChoice, model: str, cluster: str, console: Console) -> None:
+    """Print the problem, the chosen plan and its figures."""
+    problem, best = choice.problem, choice.best
+    console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
+    batch = f"{counted(problem.sequences, 'sequence')} of {problem.model.seq_len:,} tokens"
+    console.print(f"{batch}, {problem.tokens:,} tokens a step; recipe {problem.recipe.name}\n", style="dim")
+    for number, line in enumerate(describe(problem, best.candidate)):
+        print_fact(console, "" if number else "plan", line)
+    console.print()
+    print_figures(console, figures(choice))
+    print_fact(console, "", memory_bar(choice))
+    print_fact(console, "how sure", expected_error_text(choice))
 
 
 def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], top: int) -> dict[str, Any]:
@@ -142,7 +152,10 @@ def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str,
         "device_memory": problem.cluster.device.memory,
         "chosen": {**_outcome(problem, choice.best), **_shares(choice.answer)},
         "commands": dict(commands),
-        "families": [{**_outcome(problem, outcome), **_shares(answer)} for outcome, answer in choice.families],
+        "families": [
+            {**_outcome(problem, outcome), **_shares(answer), "searched": outcome.family in found.searched}
+            for outcome, answer in choice.families
+        ],
         "decisions": [vars(decision) for decision in explain_choice(choice)],
         "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : top + 1]],
         "error_on_published_runs": vars(choice.published_errors),
@@ -162,7 +175,7 @@ def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str,
         "does_not_fit": [
             {
                 "family": name,
-                "bytes_at_least": bytes,
+                "smallest_bytes": bytes,
                 "bytes_too_many": bytes - problem.room,
                 **_candidate(problem, candidate),
             }
@@ -170,45 +183,40 @@ def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str,
         ],
         "would_help": choice.helps,
         "searched": {
-            **found.space,
+            "estimated": found.lines,
             "simulated": len(found.outcomes),
             "refused": len(found.refused),
             "seconds": found.seconds,
-            "complete": found.left is None,
-            "floor_of_the_rest": found.left,
+            "unimproved_seconds": found.unimproved_seconds,
+            "complete": found.complete,
+            "least_seconds": workload.mfu(1.0),
             "left_out": choice.missed,
         },
     }
 
 
 def searched(choice: PlanChoice) -> str:
-    """Return how much was searched, and whether the rest may contain a better plan."""
-    found = choice.results
-    seen = f"{found.space['shapes']:,} shapes and {found.space['candidates']:,} plans"
-    done = f"{seen}, {len(found.outcomes):,} simulated in {found.seconds:.1f} s"
-    if found.left is None:
-        return f"{done}; lower bounds show that no other plan is faster by {EQUAL:.1%} or more"
-    if not found.left:
-        return (
-            f"{done}; the time limit ended before all plans were generated, so there may be faster ones: give "
-            "more --seconds"
-        )
-    chosen = choice.best.forecast.seconds
-    least = min(found.left, chosen)
+    """Return how much was searched, and what is known of plans that were not."""
+    found, problem = choice.results, choice.problem
+    least = problem.workload(choice.best.candidate).mfu(1.0)
+    ended = "" if found.complete else "; the time was up: more --seconds may find a faster one"
     return (
-        f"{done}; the time limit ended, and a step of the remaining plans could take "
-        f"{seconds_text(least)} instead of {seconds_text(chosen)}, {1 - least / chosen:.0%} less: give "
-        "more --seconds"
+        f"best of {counted(len(found.outcomes), 'simulated plan')}, after {counted(found.lines, 'estimate')}, in "
+        f"{found.seconds:.1f} s, of which the last {found.unimproved_seconds:.1f} s brought no improvement{ended}; no "
+        f"plan can be faster than {seconds_text(least)}, the model's products at the peak"
     )
 
 
 def print_families(choice: PlanChoice, console: Console) -> None:
     """Print the best plan of each family, and the largest part of its step beside compute."""
-    table = table_of("", "best found of each family", "step", "memory", "what limits it", words=2)
+    table = table_of("", "best of each family", "step", "memory", "what limits it", words=2)
     table.columns[1].no_wrap = False
     table.columns[0].no_wrap = table.columns[4].no_wrap = console.width >= WIDE
     table.columns[4].justify = "left"
     for outcome, answer in choice.families:
+        if outcome.family not in choice.results.searched and outcome is not choice.best:
+            table.add_row(outcome.family, "", "", "", "not searched: the time was up")
+            continue
         limit = ""
         if answer.shares is not None:
             name, share = answer.shares.limit
@@ -244,30 +252,13 @@ def print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
     console.print(table)
 
 
-def print_reasons(choice: PlanChoice, console: Console) -> None:
-    """Print the nearest alternative to each choice, and its cost."""
-    if not choice.alternatives:
-        return
-    predicted = ", as predicted" if choice.error_model and choice.error_model.measured else ""
-    heading = f"why, choice by choice: another one, all else as it is{predicted} (shares of this step)"
-    console.print(f"\n{heading}", style="dim")
-    table = table_of("", "", words=2)
-    table.show_header = False
-    table.columns[0].max_width = int(CHOICE_SHARE * console.width)
-    for column in table.columns:
-        column.no_wrap = False
-    for each in choice.alternatives:
-        table.add_row(each.choice, alternative_text(each, choice.answer, choice.problem))
-    console.print(table)
-
-
 def print_misses(choice: PlanChoice, console: Console) -> None:
-    """Print the families of which no plan fits, and how many bytes they exceed the memory by."""
+    """Print the families of which no plan was found that fits, and how far their smallest plan is from fitting."""
     if misses := choice.results.misses():
-        console.print("\nwhat does not fit", style="dim")
+        console.print("\nno plan found that fits", style="dim")
     for name, (bytes, _) in misses.items():
         over = bytes_text(bytes - choice.problem.room, 1)
-        console.print(f"  {name}: at least {over} too many", highlight=False, soft_wrap=True)
+        console.print(f"  {name}: the smallest one takes {over} too many", highlight=False, soft_wrap=True)
 
 
 def figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
@@ -275,9 +266,10 @@ def figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
     problem, best = choice.problem, choice.best
     workload, memory = problem.workload(best.candidate), best.forecast.memory
     device_memory, shares = problem.cluster.device.memory, choice.answer.shares
-    speed, remark = problem.tokens / best.seconds, f"of {memory_text(device_memory)} on the fullest device"
+    free = f"{bytes_text(memory.capacity - memory.total, 1)} free"
+    speed, remark = problem.tokens / best.seconds, f"of {memory_text(device_memory)} on the fullest device, {free}"
     return [
-        ("step time", seconds_text(best.seconds), str(shares or choice.unknown)),
+        ("step time", seconds_text(best.seconds), str(shares or f"what it goes to is not known: {choice.unknown}")),
         ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),
         ("MFU", percent_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
         ("memory", bytes_text(memory.total), "; ".join(filter(None, (remark, uncounted_memory(workload))))),

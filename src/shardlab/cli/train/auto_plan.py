@@ -244,8 +244,8 @@ def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, me
         optimizer=config.optimizer.optimizer,
         limits=Limits(_fixed_fields(layout)),
     )
-    with workers(problem, 1) as ask:
-        choice = choose(problem, ask, measured=() if measure else None)
+    with workers(problem, 1) as processes:
+        choice = choose(problem, processes, measured=() if measure else None, families=False)
     seconds = MEASURING_SHARE * config.train.steps * choice.best.seconds - SETUP_SECONDS
     outcomes = find_contenders(choice, seconds) if measure else [choice.best]
     if tell:

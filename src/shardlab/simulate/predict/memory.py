@@ -125,7 +125,7 @@ def device_memory(inputs: MemoryInputs, peaks: Sequence[Peak] | None = None) -> 
     unlimited = max(used + slack, *with_gathers)
     most = capacity - context if needed <= capacity else math.inf
     reserved, first = min(unlimited, most), min(with_gathers[0], most)
-    safe = unlimited + context + recipe.margin_bytes <= capacity
+    safe = unlimited + context + on_gpu * recipe.margin(capacity) <= capacity
     logged = first if recipe.logs_first_rank else reserved
     return DeviceMemory(allocated, reserved, reserved + context, unlimited + context, needed, capacity, safe, logged)
 

@@ -105,8 +105,11 @@ class MemoryUse:
         context_bytes: bytes that a GPU holds beyond the allocator's, as nvidia-smi shows it (CUDA's context, NCCL).
         gathers_held_back: of each block and microbatch that is kept, the gathered inputs of a slice's matrices that the
             allocator holds back for the stream that gathered them, and gives up when there is no room.
-        margin_bytes: what must stay free of a device for a plan to be chosen: near full memory the allocator frees and
-            asks again, and steps take several times as long.
+        margin_bytes: bytes of a device that must stay free for a plan to be chosen: near full memory the allocator
+            frees and asks again, and steps take several times as long.
+        error: mean size of the error of predicted memory, as a share. As much of a device must stay free too. The
+            default is the error over all publications without their own runs (docs/validation.md, errors without the
+            source).
         logs_first_rank: what the framework logs is its first rank's memory, not the fullest's.
     """
 
@@ -121,7 +124,12 @@ class MemoryUse:
     context_bytes: float = 0.0
     gathers_held_back: float = 0.0
     margin_bytes: float = 0.0
+    error: float = 0.075
     logs_first_rank: bool = False
+
+    def margin(self, device_bytes: float) -> float:
+        """Return the bytes of a GPU that must stay free for a plan to be chosen."""
+        return max(self.margin_bytes, self.error * device_bytes)
 
     def kept_sizes(self, model: Model, sizes: Sizes, micro_batch_size: int, slices: int) -> Sizes:
         """A model's sizes as far as memory goes: what this framework keeps, and what its loss holds.

@@ -1,0 +1,178 @@
+"""Measure how good the planner's answer is after 1, 3, 10 and 30 seconds, on twelve problems.
+
+    python benchmarks/planner.py
+
+Each problem is searched twice, with all cores: as `shardlab plan` does, until it ends by itself or after 30 seconds;
+and for a minute as a reference, which also follows plans that are 10 % slower than the best one. The gap of a moment is
+how much longer the step of the best plan so far takes than that of the best plan of both searches. The seconds of a
+moment include the time to load the planner. The last problem is for this machine's profile, which is measured first,
+for some minutes, if no file is given. Nothing else may run on the machine.
+"""
+
+from __future__ import annotations
+
+import time
+
+BEGAN = time.monotonic()
+
+import json  # noqa: E402
+import resource  # noqa: E402
+import tempfile  # noqa: E402
+from dataclasses import asdict, dataclass, replace  # noqa: E402
+from math import inf  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Annotated  # noqa: E402
+
+import tyro  # noqa: E402
+from rich.box import MARKDOWN  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from shardlab.cli.plan.command import PlanCommand  # noqa: E402
+from shardlab.language.precision import PRECISIONS  # noqa: E402
+from shardlab.models import GPT  # noqa: E402
+from shardlab.planner.describe import summary  # noqa: E402
+from shardlab.planner.problem import Problem  # noqa: E402
+from shardlab.planner.results import Results  # noqa: E402
+from shardlab.planner.search import Budget, Search  # noqa: E402
+from shardlab.planner.workers import workers  # noqa: E402
+from shardlab.simulate.hardware import Cluster, Profile  # noqa: E402
+
+LOADING = time.monotonic() - BEGAN
+"""Seconds in which the planner was loaded."""
+
+PROBLEMS = {
+    "llama3-8b, h100x8, torchtitan": PlanCommand("llama3-8b", "h100x8", recipe="torchtitan"),
+    "llama3-8b, h100x64, torchtitan": PlanCommand("llama3-8b", "h100x64", recipe="torchtitan"),
+    "llama3-8b, 131,072 tokens, h100x16, torchtitan": PlanCommand(
+        "llama3-8b", "h100x16", sequence=131072, recipe="torchtitan"
+    ),
+    "llama3-70b, h100x32, nanotron": PlanCommand("llama3-70b", "h100x32", recipe="nanotron"),
+    "llama3-70b, 32,768 tokens, h100x128, torchtitan": PlanCommand(
+        "llama3-70b", "h100x128", sequence=32768, recipe="torchtitan"
+    ),
+    "llama3-70b, h100x256, megatron-core": PlanCommand("llama3-70b", "h100x256", recipe="megatron-core"),
+    "llama3-405b, h100x512, megatron-core": PlanCommand("llama3-405b", "h100x512", recipe="megatron-core"),
+    "mixtral-8x7b, h100x64, torchtitan": PlanCommand("mixtral-8x7b", "h100x64", recipe="torchtitan"),
+    "mixtral-8x7b, a100-80gbx128, megatron-core": PlanCommand("mixtral-8x7b", "a100-80gbx128", recipe="megatron-core"),
+    "gpt3-6.7b, a100-40gbx32, megatron-2022": PlanCommand("gpt3-6.7b", "a100-40gbx32", recipe="megatron-2022"),
+    "gpt2-xl, a100-40gbx8, fsdp2": PlanCommand("gpt2-xl", "a100-40gbx8", recipe="fsdp2"),
+}
+"""Problems on GPUs: dense models and mixtures of experts, of short and long sequences, on 8 to 512 devices."""
+
+MOMENTS = (1, 3, 10, 30)
+"""Seconds at which the best plan so far is compared."""
+
+REFERENCE_SECONDS = 60.0
+
+REFERENCE_SLACK = 0.1
+
+
+@dataclass(frozen=True)
+class Options:
+    """Search twelve problems, and say how good the plan is after 1, 3, 10 and 30 seconds."""
+
+    profile: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: measured first)")] = (
+        None
+    )
+    """A profile that shardlab bench has written, for the last problem."""
+
+    only: str = ""
+    """Only problems whose name has this in it."""
+
+    json: bool = False
+    """Print JSON alone."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Search of one problem.
+
+    Attributes:
+        problem, plan: which, and the best plan of the first search.
+        step: seconds of its step.
+        seconds: seconds until the search ended, with loading.
+        cpu_seconds: CPU seconds of all processes of the search.
+        forecasts: number of simulated plans.
+        gaps: how much longer a step of the best plan took at each moment (inf: there was none).
+    """
+
+    problem: str
+    plan: str
+    step: float
+    seconds: float
+    cpu_seconds: float
+    forecasts: int
+    gaps: list[float]
+
+
+def local_problem(profile: Profile) -> Problem:
+    """A small GPT on four ranks of a machine with a profile."""
+    model = GPT(layers=8, hidden_size=256, heads=8, seq_len=256, vocab_size=1024)
+    return Problem(model, replace(Cluster.of_profile(profile), per_node=4), 64, (PRECISIONS["fp32"],))
+
+
+def searched(problem: Problem, budget: Budget, slack: float = 0.0) -> Results:
+    with workers(problem) as processes:
+        return Search(problem, processes, budget=budget, slack=slack).run()
+
+
+def measure(name: str, problem: Problem) -> Row:
+    before = cpu_seconds()
+    found = searched(problem, Budget(seconds=MOMENTS[-1] - LOADING))
+    used = cpu_seconds() - before
+    reference = searched(problem, Budget(seconds=REFERENCE_SECONDS), REFERENCE_SLACK).best
+    best = found.best
+    assert best is not None, "a plan fits"
+    assert reference is not None, "a plan fits"
+    least = min(best.seconds, reference.seconds)
+    gaps = [
+        min((each.seconds for each in found.improvements if each.after + LOADING <= moment), default=inf) / least - 1
+        for moment in MOMENTS
+    ]
+    seconds = found.seconds + LOADING
+    return Row(name, summary(best.candidate), best.seconds, seconds, used, len(found.outcomes), gaps)
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+def main(options: Options) -> None:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        problems = {name: command._problem() for name, command in PROBLEMS.items()}  # pyright: ignore[reportPrivateUsage]
+        name = "GPT 8 x 256, 4 ranks of this machine"
+        if options.only in name:
+            if options.profile is None:
+                from agreement import bench
+
+                profile = bench(Path(folder))
+            else:
+                profile = Profile.read(options.profile)
+            problems[name] = local_problem(profile)
+    console = Console()
+    for name, problem in problems.items():
+        if options.only in name:
+            rows.append(measure(name, problem))
+            if not options.json:
+                row = rows[-1]
+                gaps = ", ".join("none" if gap == inf else f"{gap:.1%}" for gap in row.gaps)
+                console.print(f"{name}: {row.plan}; {row.step:.2f} s; gaps {gaps}", highlight=False, soft_wrap=True)
+    if options.json:
+        console.print_json(json.dumps([asdict(row) for row in rows]))
+        return
+    table = Table("problem", "plan", "step (s)", "ended (s)", "CPU (s)", "forecasts", box=MARKDOWN)
+    for moment in MOMENTS:
+        table.add_column(f"{moment} s", justify="right")
+    for row in rows:
+        gaps = ["none" if gap == inf else f"{gap:.1%}" for gap in row.gaps]
+        cells = f"{row.step:.2f}", f"{row.seconds:.1f}", f"{row.cpu_seconds:.1f}", str(row.forecasts)
+        table.add_row(row.problem, row.plan, *cells, *gaps)
+    Console(width=220).print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,180 @@
+"""Guesses of the step time and memory of lines, in about a millisecond each.
+
+The search guesses before it simulates. A guess is no bound: it adds up the passes of all layers, the bubble of the
+pipeline, and what data-parallel ranks send; and it estimates the fullest device from closed formulas. The search learns
+by which factor forecasts differ from guesses, for each kind of plan.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardlab.common.errors import UserError
+from shardlab.language import Kind, OpKind
+from shardlab.planner.lines import shape_of, with_share
+from shardlab.planner.pass_costs import LayerCosts, PassCosts
+from shardlab.planner.problem import SHARES, Candidate
+from shardlab.simulate.predict.estimate import Peak
+from shardlab.simulate.predict.forecast import microbatches_to_replay
+from shardlab.simulate.predict.memory import device_memory
+from shardlab.simulate.timeline.memory import Category
+from shardlab.strategies.plan.plan import Plan
+
+SPLIT_BUBBLE = 0.3
+"""Share of the bubble that is left if backward passes are split, as in ZB-H1."""
+
+EXPOSED_MESSAGES = 0.2
+"""Share of the time of a pipeline's messages that is not hidden behind passes."""
+
+
+class Guess(NamedTuple):
+    """Guess of a line's seconds and bytes, with no block recomputed and with all.
+
+    Attributes:
+        seconds, bytes: of the line that recomputes nothing.
+        full_seconds, full_bytes: of the line that recomputes every block.
+        passes: about how many passes a forecast replays; one that is replayed op by op counts eightfold.
+    """
+
+    seconds: float
+    bytes: float
+    full_seconds: float
+    full_bytes: float
+    passes: float
+
+
+def guess_line(costs: PassCosts, line: Candidate) -> Guess | None:
+    """Guess seconds and bytes of a line (None: its stages or its recomputation are not possible).
+
+    Args:
+        costs: costs of the problem's layers.
+        line: the line.
+    """
+    problem, shape = costs.problem, shape_of(line)
+    own = "selective" if shape.recompute == "selective" else "none"
+    try:
+        none = costs.of(shape, own)
+        fixed = problem.limits.fixed.get("recompute", own)
+        if fixed != own:
+            none = full = costs.of(shape, "full") if fixed == "full" else none
+        else:
+            full = none if own == "selective" or with_share(problem, line, "full") is None else costs.of(shape, "full")
+        sums = [part(costs, line, layers) for layers in (none, full) for part in (_seconds, _bytes)]
+        return Guess(*sums, passes=_passes_to_replay(costs, line))
+    except UserError:
+        return None
+
+
+def _microbatches(costs: PassCosts, line: Candidate) -> int:
+    """Return the microbatches of each data-parallel rank."""
+    return costs.problem.sequences // (line.plan.data_ranks * line.micro_batch_size)
+
+
+def _schedule(plan: Plan) -> str:
+    return plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
+
+
+def _seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
+    """Return seconds of the passes on the last pipeline rank, with the bubble and what they do not hide."""
+    plan, each, pp = line.plan, _microbatches(costs, line), line.plan.mesh.pp
+    head = 0.0 if costs.problem.recipe.defaults.stages == "cost" else layers.head
+    bubble = SPLIT_BUBBLE if _schedule(plan).startswith(("zb", "dual")) else 1.0
+    slots = each + bubble * (pp - 1) / (plan.stages_per_rank or 1)
+    passes = slots * ((layers.seconds - head) / pp + head)
+    before, beside = _data_parallel_seconds(costs, line, layers)
+    return max(passes, beside) + before + EXPOSED_MESSAGES * _message_seconds(costs, line)
+
+
+def _message_seconds(costs: PassCosts, line: Candidate) -> float:
+    """Return seconds of all messages between the stages of one pipeline rank and the next."""
+    plan, model = line.plan, costs.problem.model
+    if plan.mesh.pp == 1:
+        return 0.0
+    sliced = plan.mesh.cp * (plan.mesh.tp if plan.sequence_parallel else 1)
+    bytes = line.micro_batch_size * model.seq_len * model.hidden_size * line.precision.bytes(Kind.ACTIVATION) / sliced
+    source, target = plan.mesh.group(0, "pp").ranks[:2]
+    _, seconds = costs.cluster_prices(line).message_times(Kind.ACTIVATION, bytes, source, target)
+    return 2 * _microbatches(costs, line) * (plan.stages_per_rank or 1) * seconds
+
+
+def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> tuple[float, float]:
+    """Return seconds of what data-parallel ranks send: once a step, and beside the passes of all microbatches."""
+    plan, precision, each = line.plan, line.precision, _microbatches(costs, line)
+    prices = costs.cluster_prices(line)
+    axes = [axis for axis in ("dp_shard", "dp_replicate", "cp") if getattr(plan.mesh, axis) > 1]
+    if not axes:
+        return 0.0, 0.0
+    weights = layers.weights / plan.mesh.pp
+    bytes = {kind: weights * precision.bytes(kind) for kind in (Kind.WEIGHT, Kind.GRAD_WEIGHT)}
+    group = plan.mesh.group(0, axes[0])
+
+    def time(kind: OpKind, of: Kind) -> float:
+        return prices.collective_time(kind, bytes[of], group)
+
+    try:
+        gather = time(OpKind.ALL_GATHER, Kind.WEIGHT) if plan.shard_optimizer else 0.0
+        reduced = OpKind.REDUCE_SCATTER if plan.shard_optimizer else OpKind.ALL_REDUCE
+        reduce = time(reduced, Kind.GRAD_WEIGHT)
+    except UserError:  # the profile lacks a collective
+        return 0.0, 0.0
+    uses = {"layer": 2 * each, "stage": each, "step": 1}[plan.reshard_after] if plan.shard_parameters else 1
+    reductions = each if plan.shard_gradients else 1
+    beside = uses * gather + reductions * reduce
+    return (0.0, beside) if plan.shard_parameters else (gather, beside - gather)
+
+
+def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
+    """Return about the bytes of the fullest device, as `device_memory` counts them."""
+    problem, plan, precision, each = costs.problem, line.plan, line.precision, _microbatches(costs, line)
+    pp, stages, mesh, schedule = plan.mesh.pp, plan.stages_per_rank or 1, plan.mesh, _schedule(plan)
+    flights = {
+        "gpipe": each,
+        "breadth-first": each,
+        "zb-h2": 2 * pp - 1,
+        "interleaved-1f1b": pp + (pp - 1) / stages,
+        "dualpipe-v": pp + 1,
+    }
+    weights = layers.weights / pp
+    block = layers.weights / problem.model.layers
+    weight, state = precision.bytes(Kind.WEIGHT), precision.under(problem.optimizer).optimizer
+    gradient = problem.recipe.memory.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT))
+    sizes = mesh.sizes()
+
+    def ranks(axes: tuple[str, ...]) -> int:
+        found = 1
+        for axis in axes:
+            found *= sizes[axis]
+        return found
+
+    own = weights * weight / ranks(plan.shard_parameters)
+    optimizer = weights * state / ranks(plan.shard_optimizer)
+    gradients = weights * gradient / ranks(plan.shard_gradients)
+    gathered = {"layer": 2 * block, "stage": weights / stages, "step": weights}[plan.reshard_after] * weight
+    state = own + optimizer + gradients + (gathered if plan.shard_parameters else 0.0)
+    state += layers.block + (gradient * block if plan.shard_gradients else 0.0)
+    by_category = {
+        Category.PARAMETERS.value: int(own),
+        Category.OPTIMIZER.value: int(optimizer),
+        Category.GRADIENTS.value: int(gradients),
+    }
+
+    def peak(stage: int) -> Peak:
+        last = stage == pp - 1
+        flight = min(flights.get(schedule, 1 if last else pp), each)
+        losses = min(pp, each) if schedule.startswith("zb") else 1  # whose gradients of weights are computed later
+        bytes = state + layers.kept / pp * flight + last * losses * layers.logits
+        return Peak(mesh.group(0, "pp").ranks[stage], int(bytes), by_category, OpKind.BACKWARD, 0, 0)
+
+    return device_memory(problem.workload(line), [peak(stage) for stage in sorted({0, pp - 1})]).unlimited
+
+
+def share_between(none: float, full: float, share: str) -> float:
+    """Return a figure of a share of recomputed blocks, from those of none and all."""
+    return none + SHARES.get(share, 0.0) * (full - none)
+
+
+def _passes_to_replay(costs: PassCosts, line: Candidate) -> float:
+    plan, each = line.plan, _microbatches(costs, line)
+    ring = plan.context == "ring" and plan.mesh.cp > plan.ulysses
+    few = each if ring else min(each, sum(microbatches_to_replay(plan, each)))
+    return few * plan.mesh.pp * (plan.stages_per_rank or 1) * (8 if ring else 1)

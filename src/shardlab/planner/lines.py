@@ -1,0 +1,319 @@
+"""Lines of plans: what the search moves between.
+
+A line is a set of plans that differ only in the share of their blocks that is recomputed. It is represented by the
+candidate that recomputes nothing (or attention's scores alone, for a model with dropout), and `with_share` makes the
+others. The share is not a move of the search, because each line has one best share: the smallest that fits.
+
+`seeds` lists the lines that an expert tries first. `neighbours` lists the lines one or two changes away, and
+`change_line` makes one of them: it also changes the fields that must follow. A value that the user fixes is taken as
+given in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from math import ceil
+from typing import Any
+
+from shardlab.common.errors import UserError
+from shardlab.language import Mesh
+from shardlab.language.precision import Precision
+from shardlab.models.architectures import MoE
+from shardlab.planner.problem import SHARES, Candidate, PlanShape, Problem, blocks_of, identical_blocks
+from shardlab.planner.space import (
+    MODEL_AXES,
+    SHARDED,
+    cuts_sequences,
+    divisors,
+    layers_of_stages,
+    legal,
+    meshes,
+    recomputed_blocks,
+    splits,
+    stage_counts,
+)
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.schedules import SCHEDULES
+
+WHOLE_NODE_TP = (1, 2, 4, 8)
+"""Numbers of tensor-parallel ranks among the seeds, at most a node."""
+
+SEED_TOKENS = 8192
+"""Largest number of tokens of a microbatch on a rank among the seeds."""
+
+SEED_SEQUENCE = 2048
+"""Smallest part of a sequence of a context-parallel rank among the seeds, in tokens."""
+
+
+def shares_of(problem: Problem, line: Candidate) -> Sequence[str]:
+    """Return the shares of recomputed blocks that a line has, the smallest first."""
+    if "recompute" in problem.limits.fixed or line.plan.recompute == "selective":
+        return ("none",)
+    return tuple(SHARES)
+
+
+def with_share(problem: Problem, line: Candidate, share: str) -> Candidate | None:
+    """Return the candidate of a line that recomputes a share of the blocks (None: the share is all of few blocks)."""
+    if share == "none":
+        return line
+    model = blocks_of(problem, shape_of(line)).layers
+    try:
+        blocks = recomputed_blocks(share, model, line.plan.bounds(model.pipeline_units))
+        return replace(line, plan=replace(line.plan, recompute=blocks))
+    except UserError:
+        return None
+
+
+def shape_of(line: Candidate) -> PlanShape:
+    """Return the shape of a line's plans."""
+    plan, mesh = line.plan, line.plan.mesh
+    return PlanShape(
+        replace(mesh, dp_replicate=1, dp_shard=mesh.dp_replicate * mesh.dp_shard),
+        line.micro_batch_size,
+        line.precision,
+        plan.sequence_parallel,
+        plan.context,
+        plan.ulysses_degree,
+        "selective" if plan.recompute == "selective" else "none",
+        plan.stripes,
+    )
+
+
+def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **words: Any) -> Candidate | None:
+    """Return a line of a mesh, with the changes that its axes ask for (None: there is no such plan).
+
+    Args:
+        problem: the problem.
+        mesh: the mesh. Replicas of ranks that share nothing are merged into `dp_shard`.
+        size: sequences of a microbatch.
+        precision: in which numbers.
+        words: fields of the plan; and as `zero` the stage of ZeRO, as `along` whether it also shards over cp, as `wide`
+            whether the optimizer's state is sharded over replicas too.
+    """
+    limits, defaults = problem.limits, problem.recipe.defaults
+    zero, along, wide = (words.pop(name, default) for name, default in (("zero", 1), ("along", False), ("wide", False)))
+    if problem.sequences % (mesh.dp_replicate * mesh.dp_shard * mesh.ep * size):
+        return None
+    if not limits.allows("micro_batch_size", size) or not cuts_sequences(problem, mesh.cp):
+        return None
+    along, wide = along and mesh.cp > 1, wide and zero > 1
+    if not splits_given(problem):
+        zero = zero if mesh.dp_shard > 1 or along else 0
+        if (zero < 2 and not wide) or mesh.dp_shard == 1:
+            mesh = replace(mesh, dp_replicate=1, dp_shard=mesh.dp_replicate * mesh.dp_shard)
+    axes = (*(("dp_shard",) if mesh.dp_shard > 1 else ()), *(("cp",) if along else ()))
+    zero = zero if axes else 0
+    if mesh.tp == 1:
+        words["sequence_parallel"] = False
+    if mesh.pp == 1:
+        words |= {"schedule": "1f1b", "stages_per_rank": None}
+    if mesh.cp == 1:
+        words |= {"context": "ring", "ulysses_degree": None}
+    if words.get("context", "ring") != "ring" or not 1 < (words.get("ulysses_degree") or 1) < mesh.cp:
+        words["ulysses_degree"] = None
+    if zero < 3 or (mesh.pp == 1 and words.get("reshard_after") == "stage"):
+        words["reshard_after"] = "layer"
+    words |= {
+        "shard_parameters": axes if zero > 2 else (),
+        "shard_gradients": axes if zero > 1 else (),
+        "shard_optimizer": (*axes, *(("dp_replicate",) if wide and mesh.dp_replicate > 1 else ())) if zero else (),
+        "reduce_at": defaults.reduction(sharded=bool(zero)),
+    }
+    try:
+        plan = Plan(mesh, **(words | limits.fields))
+        plan = replace(plan, **({"layers_per_stage": layers_of_stages(problem, plan)} | limits.fields))
+        candidate = Candidate(plan, size, precision)
+        if identical_blocks(problem.model, mesh, apart=plan.attention_apart, ulysses=plan.ulysses) is None:
+            return None
+        plan.bounds(blocks_of(problem, shape_of(candidate)).layers.pipeline_units)  # the stages divide
+        cut = {*plan.shard_parameters, *plan.shard_gradients, *plan.shard_optimizer}
+        if any(getattr(mesh, axis) == 1 for axis in cut):  # of a fixed field
+            return None
+        return legal(problem, shape_of(candidate), plan)
+    except UserError:
+        return None
+
+
+def splits_given(problem: Problem) -> bool:
+    """Return whether the user says how data-parallel ranks are split into replicas and shards, or who keeps what."""
+    return bool({"dp_replicate", "dp_shard", *SHARDED} & set(problem.limits.fixed))
+
+
+def words_of(plan: Plan) -> dict[str, Any]:
+    """Return the words with which `make_line` makes a plan's line on its mesh."""
+    return {
+        "zero": plan.zero_stage,
+        "along": "cp" in plan.shard_optimizer,
+        "wide": "dp_replicate" in plan.shard_optimizer,
+        "reshard_after": plan.reshard_after,
+        "sequence_parallel": plan.sequence_parallel,
+        "schedule": plan.schedule,
+        "stages_per_rank": plan.stages_per_rank,
+        "context": plan.context,
+        "ulysses_degree": plan.ulysses_degree,
+        "recompute": "selective" if plan.recompute == "selective" else "none",
+    }
+
+
+def change_line(problem: Problem, line: Candidate, **words: Any) -> Candidate | None:
+    """Return a line with some words changed, `mesh` and `micro_batch_size` among them (None: there is no such plan)."""
+    mesh, size = words.pop("mesh", line.plan.mesh), words.pop("micro_batch_size", line.micro_batch_size)
+    precision = words.pop("precision", line.precision)
+    was = line.plan.mesh
+    all = words_of(line.plan) | words
+    if mesh.tp > 1 and was.tp == 1:
+        all["sequence_parallel"] = True
+    if mesh.dp_shard > 1 and was.dp_shard == 1:
+        all["zero"] = all["zero"] or 1
+    if all["stages_per_rank"] and "stages_per_rank" not in words:
+        all |= nearest_stages(problem, mesh.pp, all["stages_per_rank"] * was.pp)
+    return make_line(problem, mesh, size, precision, **all)
+
+
+def nearest_stages(problem: Problem, pp: int, stages: int) -> dict[str, Any]:
+    """Return the schedule with about so many stages in all on other pipeline ranks."""
+    counts = stage_counts(problem.model.layers, pp)
+    if not counts:
+        return {"schedule": "1f1b", "stages_per_rank": None}
+    return {"stages_per_rank": min(counts, key=lambda each: abs(each * pp - stages))}
+
+
+# What an expert tries first.
+
+
+def seeds(problem: Problem) -> list[Candidate]:
+    """Return the lines that an expert tries first: a grid of meshes, with the usual sharding and schedule of each."""
+    found: dict[Candidate, None] = {}
+    for mesh in meshes(problem):
+        if _is_usual(problem, mesh):
+            found.update(dict.fromkeys(_seeds_of(problem, mesh)))
+    if not found:  # limits leave none of the usual ones
+        for mesh in meshes(problem):
+            found.update(dict.fromkeys(_seeds_of(problem, mesh)))
+    return list(found)
+
+
+def has_plan(problem: Problem, mesh: Mesh) -> bool:
+    """Return whether there is any plan on a mesh."""
+    return next(_seeds_of(problem, mesh), None) is not None
+
+
+def _is_usual(problem: Problem, mesh: Mesh) -> bool:
+    limits, model, node = problem.limits, problem.model, problem.cluster.per_node
+    usual = {
+        "tp": mesh.tp in WHOLE_NODE_TP and mesh.tp <= node,
+        "pp": mesh.pp <= max(16, _least_pp(problem)),
+        "cp": mesh.cp == 1 or (mesh.cp <= 16 and model.seq_len // mesh.cp >= SEED_SEQUENCE),
+        "ep": not isinstance(model, MoE) or (mesh.ep <= 8 and model.experts % mesh.ep == 0),
+    }
+    return all(fits or axis in limits.fixed for axis, fits in usual.items())
+
+
+def _least_pp(problem: Problem) -> int:
+    """Return the number of pipeline ranks of whole nodes on which 16-bit weights and gradients fit."""
+    needed = 4 * problem.model.parameter_count / (problem.cluster.device.memory * problem.cluster.per_node)
+    return 1 << max(0, ceil(needed) - 1).bit_length()
+
+
+def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
+    seq_len, most = problem.model.seq_len, problem.sequences // (mesh.dp_shard * mesh.ep)
+    allowed = [size for size in divisors(most) if problem.limits.allows("micro_batch_size", size)]
+    sizes = [size for size in allowed if size in (1, 2, 4) and size * seq_len <= SEED_TOKENS * mesh.tp * mesh.cp]
+    if not (sizes := sizes or allowed[:1]):
+        return
+    words: dict[str, Any] = {"sequence_parallel": mesh.tp > 1}
+    if mesh.cp > 1:
+        words |= {"context": "all_gather", "along": mesh.dp_shard == 1 and mesh.ep == 1}
+    node = problem.cluster.per_node
+    near = max(1, node // (mesh.tp * mesh.cp * mesh.ep)) if node % (mesh.tp * mesh.cp * mesh.ep) == 0 else 1
+    plans: list[tuple[Mesh, int, dict[str, Any]]] = [(mesh, sizes[-1], {"zero": 1})]
+    if mesh.pp > 1:
+        counts = stage_counts(problem.model.layers, mesh.pp)
+        schedules: list[dict[str, Any]] = [{}, {"schedule": "zb-h1"}]
+        if counts:
+            schedules.append({"schedule": "interleaved-1f1b", "stages_per_rank": counts[min(1, len(counts) - 1)]})
+        plans = [(mesh, sizes[-1], {"zero": zero, **each}) for zero, each in product((1, 3), schedules)]
+    else:
+        plans += [(mesh, size, {"zero": 3}) for size in dict.fromkeys((sizes[0], sizes[-1]))]
+        if mesh.dp_shard > near > 1 and mesh.dp_shard % near == 0:
+            plans.append((replace(mesh, dp_replicate=mesh.dp_shard // near, dp_shard=near), sizes[-1], {"zero": 3}))
+    if splits_given(problem):
+        meshes = [replace(mesh, dp_replicate=r, dp_shard=s) for r, s in splits(problem, mesh.dp_shard)]
+        plans = [(each, size, own) for each in meshes for _, size, own in plans]
+    for (each, size, own), precision in product(plans, problem.precisions):
+        line = make_line(problem, each, size, precision, **(words | own))
+        if line is not None:
+            yield line
+
+
+# One or two changes away.
+
+
+def neighbours(problem: Problem, line: Candidate) -> list[Candidate]:
+    """Return the lines one or two changes away: the mesh with the microbatch, sharding, schedule, and context."""
+    found: dict[Candidate, None] = {}
+    for words in _changes(problem, line):
+        if (other := change_line(problem, line, **words)) is not None:
+            found[other] = None
+    found.pop(line, None)
+    return list(found)
+
+
+def every_line(problem: Problem) -> list[Candidate]:
+    """Return all lines of a small problem that a search can reach."""
+    found = dict.fromkeys(seeds(problem))
+    waiting = list(found)
+    while waiting:
+        near = [each for each in neighbours(problem, waiting.pop()) if each not in found]
+        found.update(dict.fromkeys(near))
+        waiting += near
+    return list(found)
+
+
+def _changes(problem: Problem, line: Candidate) -> Iterator[dict[str, Any]]:
+    plan, mesh, size, model = line.plan, line.plan.mesh, line.micro_batch_size, problem.model
+    for other in _meshes_near(problem, mesh):
+        sizes = (size, size * 2, size // 2)
+        ways: list[dict[str, Any]] = [{}]
+        if other.pp > 1 and mesh.pp == 1 and (counts := stage_counts(model.layers, other.pp)):
+            ways.append({"schedule": "interleaved-1f1b", "stages_per_rank": counts[0]})
+        for way, micro_batch_size in product(ways, filter(None, sizes)):
+            yield {"mesh": other, "micro_batch_size": micro_batch_size, **way}
+    yield from ({"micro_batch_size": each} for each in (size * 2, size // 2, size * 3, size * 4) if each)
+    if model.dropout:
+        yield {"recompute": "none" if plan.recompute == "selective" else "selective"}
+    wide = "dp_replicate" in plan.shard_optimizer
+    for zero in range(4):
+        yield {"zero": zero}
+        if mesh.dp_replicate > 1:
+            yield {"zero": zero, "wide": not wide}
+    yield from ({"reshard_after": each} for each in ("layer", "stage", "step"))
+    yield {"sequence_parallel": not plan.sequence_parallel}
+    yield {"along": "cp" not in plan.shard_optimizer, "zero": plan.zero_stage or 1}
+    if mesh.pp > 1:
+        for name, schedule in SCHEDULES.items():
+            for count in stage_counts(model.layers, mesh.pp) if schedule.stages_per_rank is None else (None,):
+                yield {"schedule": name, "stages_per_rank": count}
+    if mesh.cp > 1:
+        yield from ({"context": each, "ulysses_degree": None} for each in ("ring", "all_gather", "ulysses"))
+        yield from ({"context": "ring", "ulysses_degree": each} for each in divisors(mesh.cp)[1:-1])
+    for precision in problem.precisions:
+        if precision != line.precision:
+            yield {"precision": precision}
+
+
+def _meshes_near(problem: Problem, mesh: Mesh) -> Iterator[Mesh]:
+    """Yield meshes with one axis several times as large and another as many times smaller."""
+    axes = (
+        "dp_shard",
+        "dp_replicate",
+        *(axis for axis in MODEL_AXES if axis != "ep" or isinstance(problem.model, MoE)),
+    )
+    for up, down in product(axes, axes):
+        size = getattr(mesh, down)
+        least = next((factor for factor in (2, 3, 5, 7) if size % factor == 0), 0)
+        for factor in {least, 4 if size % 4 == 0 else 0} - {0}:
+            if up != down:
+                yield replace(mesh, **{up: getattr(mesh, up) * factor, down: size // factor})

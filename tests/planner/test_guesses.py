@@ -1,0 +1,53 @@
+"""Guesses are near the forecasts that they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from shardlab.language.precision import find_precision
+from shardlab.models import find_model
+from shardlab.planner.guesses import guess_line
+from shardlab.planner.lines import neighbours, seeds, with_share
+from shardlab.planner.pass_costs import PassCosts
+from shardlab.planner.problem import Problem
+from shardlab.planner.workers import Query, answer_request
+from shardlab.simulate.hardware import find_cluster
+from shardlab.simulate.predict.recipe import find_recipe
+
+PROBLEMS = {
+    "dense": ("llama3-8b", "h100x16", "torchtitan"),
+    "mixture": ("mixtral-8x7b", "h100x16", "megatron-core"),
+}
+
+
+def problem(name: str) -> Problem:
+    model, cluster, recipe = PROBLEMS[name]
+    return Problem(
+        replace(find_model(model), layers=8), find_cluster(cluster), 128, (find_precision("bf16"),), find_recipe(recipe)
+    )
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_seconds_and_bytes_are_near_the_forecasts(name: str) -> None:
+    asked = problem(name)
+    costs, lines = PassCosts(asked), seeds(asked)
+    lines += [each for line in lines[:: max(1, len(lines) // 4)] for each in neighbours(asked, line)[::9]]
+    seconds: list[float] = []
+    bytes: list[float] = []
+    for line in lines[:: max(1, len(lines) // 40)]:
+        for share in ("none", "full"):
+            guess, plan = guess_line(costs, line), with_share(asked, line, share)
+            answer = None if plan is None else answer_request(asked, Query(plan))
+            if guess is None or answer is None:
+                continue
+            guessed = (guess.seconds, guess.bytes) if share == "none" else (guess.full_seconds, guess.full_bytes)
+            seconds.append(answer.forecast.seconds / guessed[0])
+            bytes.append(answer.forecast.memory.unlimited / guessed[1])
+    assert len(seconds) > 40
+    assert 0.97 < median(seconds) < 1.08
+    assert 0.93 < median(bytes) < 1.07
+    assert sum(0.9 < each < 1.25 for each in seconds) > 0.85 * len(seconds)
+    assert sum(0.75 < each < 1.3 for each in bytes) > 0.85 * len(bytes)
