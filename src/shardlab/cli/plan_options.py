@@ -240,28 +240,6 @@ limit_flags: Callable[..., PlanOptions] = make_dataclass(
 NO_LIMITS = limit_flags()
 
 
-def precision_of(recipe: Recipe, cluster: Cluster) -> str:
-    """Return the default precision of a framework on the devices of a cluster."""
-    if "bfloat16" not in cluster.device.flops:
-        return "fp32"
-    wide = (recipe.defaults.bf16_gradient_bytes or recipe.defaults.gradient_bytes) == 4
-    return "bf16-fp32-grads" if wide else "bf16"
-
-
-def as_recipe_does(entry: StrategyEntry, ranks: int, layout: PlanOptions, recipe: Recipe) -> StrategyEntry:
-    """Return the strategy with the recipe's defaults for what neither flags nor a plan file give."""
-    given = layout.given()
-    if entry.plan is None or "plan" in given:
-        return entry
-    plan, changed = entry.plan(ranks), dict[str, object]()
-    sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in given)
-    if "reduce_at" not in given and plan.reduce_at == "layer":
-        changed["reduce_at"] = recipe.defaults.reduction(sharded=sharded or recipe.defaults.zero_stage > 0)
-    if recipe.defaults.zero_stage and plan.mesh.dp_shard > 1 and not sharded:
-        changed["shard_optimizer"] = ("dp_shard",)
-    return entry_from_plan(replace(plan, **changed), entry.name) if changed else entry
-
-
 def _require_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
     """Refuse flags that leave out an axis of the plan's mesh, which would silently undo it.
 

@@ -32,6 +32,7 @@ from shardlab.common.fields import (
     text,
 )
 from shardlab.common.files import as_toml
+from shardlab.common.text import counted
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
@@ -201,6 +202,69 @@ class StrategyConfig:
         plan = self.strategy
         whole = {each.name: getattr(plan, each.name) for each in fields(plan)}
         return {"name": self.name, **whole, **plan.as_dict()}
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Global batch of a step, and its division into microbatches. None stands for a value that is not given.
+
+    Without values, every plan gets the same batch, so that steps on one cluster can be compared.
+    """
+
+    global_batch: Annotated[int | None, COUNT] = None
+    """Sequences in a step."""
+
+    microbatches: Annotated[int | None, COUNT] = None
+    """Number of microbatches in the global batch."""
+
+    micro_batch_size: Annotated[int | None, COUNT] = None
+    """Sequences of a microbatch."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def cut(self, devices: int, data_ranks: int | None) -> tuple[int, int]:
+        """Divide the global batch into microbatches.
+
+        The default is one microbatch of one sequence for each device of the cluster. It does not depend on the plan,
+        so all commands for one cluster have steps with the same number of tokens.
+
+        Args:
+            devices: number of devices of the cluster, used or not.
+            data_ranks: number of data-parallel ranks that divide the microbatches (None: the strategy is not a plan).
+
+        Returns:
+            The number of microbatches, and the number of sequences in each.
+
+        Raises:
+            UserError: if the values contradict each other, or the batch does not divide.
+        """
+        micro_batch_size, microbatches = self.micro_batch_size or 1, self.microbatches or devices
+        if (total := self.global_batch) is not None:
+            if self.micro_batch_size is None and self.microbatches is not None:
+                micro_batch_size = max(1, total // self.microbatches)
+            microbatches = self.microbatches or total // micro_batch_size
+            if microbatches * micro_batch_size != total:
+                what = counted(self.microbatches, "microbatch") if self.microbatches else "microbatches"
+                each = f" of {counted(self.micro_batch_size, 'sequence')}" if self.micro_batch_size else ""
+                multiple = f"give a multiple of {(self.microbatches or 1) * (self.micro_batch_size or 1)}"
+                remedy = "leave out one of the three" if self.microbatches and self.micro_batch_size else multiple
+                batch = counted(total, "sequence")
+                raise UserError(f"a global batch of {batch} cannot be cut into {what}{each}; {remedy}")
+        if self.microbatches is None and data_ranks is not None and microbatches % data_ranks:
+            raise UserError(self._indivisible_text(microbatches, micro_batch_size, data_ranks, devices))
+        return microbatches, micro_batch_size
+
+    def _indivisible_text(self, microbatches: int, micro_batch_size: int, data_ranks: int, devices: int) -> str:
+        why = f" (a microbatch for each of the cluster's {devices:,} devices)" if self.global_batch is None else ""
+        each = f", in microbatches of {micro_batch_size}," if micro_batch_size > 1 else ""
+        down, unit = microbatches - microbatches % data_ranks, micro_batch_size * data_ranks
+        sizes = f"{down * micro_batch_size} or {down * micro_batch_size + unit}" if down else f"{unit}"
+        batch = counted(microbatches * micro_batch_size, "sequence")
+        return (
+            f"the global batch of {batch}{why}{each} does not divide among "
+            f"{data_ranks} data-parallel ranks; give --global-batch {sizes}"
+        )
 
 
 SECTIONS: dict[str, type[Any]] = {

@@ -37,6 +37,7 @@ from shardlab.cli.passes import as_json as passes_json
 from shardlab.cli.passes import print_passed
 from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, Layout, RecipeName, checked
 from shardlab.cli.simulate.terminal_timeline import print_strips, print_timeline
+from shardlab.cli.step_request import StepRequest
 from shardlab.common.text import counted, listed, seconds_text
 from shardlab.language import UserError, trace
 from shardlab.language.precision import Optimizer
@@ -95,7 +96,8 @@ class Simulate:
     """Sequences of a microbatch (default: 1); with --model."""
 
     precision: Name = None
-    """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 if the device has it); with --model."""
+    """fp32, bf16, bf16-fp32-grads or fp16 (default: that of the recipe, which is bf16 or bf16-fp32-grads if the device
+    has it); with --model."""
 
     recipe: RecipeName = None
 
@@ -200,29 +202,11 @@ class Simulate:
         return False
 
     def _run_priced(self) -> int:
-        from shardlab.cli.options import BatchRequest
         from shardlab.cli.simulate.priced import as_json as priced_json
         from shardlab.cli.simulate.priced import price, print_priced
         from shardlab.simulate.timeline.run import memory_counters
 
-        assert self.model is not None
-        assert self.cluster is not None
-        result = price(
-            self.strategy,
-            self.layout,
-            self.model,
-            self.cluster,
-            precision=self.precision,
-            recipe=self.recipe,
-            optimizer=self.optimizer or "adamw",
-            ema=self.ema,
-            ranks=self.ranks,
-            layers=self.layers,
-            sequence=self.sequence,
-            memory=self.memory,
-            batch=BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size),
-            other_machine=self.other_machine,
-        )
+        result = price(StepRequest.of(self))
         stages = self._stages(result.passed, result.workload.timeline)
         if self.pictures.files:
             estimate = result.estimate

@@ -1,8 +1,8 @@
 """`shardlab simulate ... --model NAME --cluster NAME`: simulate a step in seconds and bytes.
 
-`price` makes a `Workload` of the options, checks its program and estimates the step; `print_priced` and `as_json` show
-the result, a `PricedStep`. Large plans are folded: ranks that are identical are simulated once, and the tapes of all
-ranks are checked only if they have few ops.
+`price` makes a `Workload` of a `StepRequest`, checks its program and estimates the step; `print_priced` and `as_json`
+show the result, a `PricedStep`. Large plans are folded: ranks that are identical are simulated once, and the tapes of
+all ranks are checked only if they have few ops.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from rich.text import Text
 
 from shardlab.check import Checked, drifts_of
 from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
-from shardlab.cli.options import DEFAULT_BATCH, BatchRequest
-from shardlab.cli.plan_options import PlanOptions, as_recipe_does, checked, cluster_called, precision_of, recipe_called
+from shardlab.cli.plan_options import checked
 from shardlab.cli.simulate.terminal_timeline import print_timeline
+from shardlab.cli.step_request import StepRequest
 from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.common.user_code import max_ops
-from shardlab.language import AXES, Mesh, Sizes, UserError
-from shardlab.language.precision import Optimizer
+from shardlab.language import Mesh, Sizes, UserError
 from shardlab.simulate.predict.memory import uncounted_memory
 from shardlab.simulate.timeline.prices import rank_of, stands_for
-from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry
 
@@ -82,103 +80,65 @@ class PricedStep:
     passed: list[PassResult]
 
 
-def price(
-    strategy: str | None,
-    layout: PlanOptions,
-    model_name: str,
-    cluster_name: str,
-    *,
-    precision: str | None = None,
-    recipe: str | None = None,
-    optimizer: Optimizer = "adamw",
-    ema: bool = False,
-    ranks: int | None = None,
-    layers: int | None = None,
-    sequence: int | None = None,
-    memory: str | None = None,
-    batch: BatchRequest = DEFAULT_BATCH,
-    other_machine: bool = False,
-) -> PricedStep:
+def price(request: StepRequest) -> PricedStep:
     """Simulate a step of a model on a cluster.
-
-    Args:
-        strategy: name of the strategy (None: a plan by flags).
-        layout: flags of a plan.
-        model_name, cluster_name: values of --model and --cluster.
-        precision: name of the precision (None: the recipe's, which is bfloat16 if the device has it).
-        recipe: name of the recipe, which describes how a framework runs a step (None: Shardlab's own).
-        optimizer: optimizer, for the size of its state.
-        ema: whether a moving average of the weights is kept.
-        ranks: number of ranks (None: the plan's, or all devices).
-        layers, sequence: layers of the model and tokens of a sequence (None: the model's own).
-        memory: memory of each device that the step may use (None: all of it).
-        batch: size and division of the global batch.
-        other_machine: whether a profile of another machine is accepted.
 
     Raises:
         UserError: for unknown names, sizes that do not fit, and a plan that does not fit into memory.
         Refused: for a wrong program.
     """
-    from shardlab.language.precision import find_precision
-    from shardlab.models import GPT, find_model
-    from shardlab.models.named import with_fields
+    from shardlab.models import GPT
     from shardlab.simulate.predict.memory_advice import broken_limit, require_memory
     from shardlab.simulate.predict.workload import Workload
 
-    cluster = cluster_called(cluster_name, other_machine=other_machine, memory=memory)
-    changes = {"seq_len": sequence, "layers": layers}
-    given = {name: value for name, value in changes.items() if value is not None}
-    model = with_fields(find_model(model_name), given, model_name)
-    entry, ranks = layout.entry(strategy, ranks or _default_ranks(strategy, layout, cluster.size))
-    cluster.require(ranks)
-    step_recipe = recipe_called(recipe)
-    entry = as_recipe_does(entry, ranks, layout, step_recipe)
-    numbers = find_precision(precision or precision_of(step_recipe, cluster))
+    cluster, model = request.found_cluster, request.found_model
+    entry, ranks = request.entry()
+    (precision,) = request.precisions
     mesh, notes, whole = entry.grid(ranks), list[str](), model
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
-            f"{entry.name} computes whole blocks, which share no weights, so the tied head of {model_name} is "
+            f"{entry.name} computes whole blocks, which share no weights, so the tied head of {request.model} is "
             f"priced as {model.vocab_size * model.hidden_size:,} parameters of its own (plans keep it tied)"
         )
         assert isinstance(model, GPT), "no other model has a tied head"
         model = replace(model, tied=False)
 
     def trace(_: Mesh, sizes: Sizes, microbatches: int) -> Checked:
-        return _require_backend(entry, checked(entry, ranks, sizes, microbatches), cluster_name)
+        return _require_backend(entry, checked(entry, ranks, sizes, microbatches), request.cluster)
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
-    microbatches, micro_batch_size = batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
+    microbatches, micro_batch_size = request.cut_batch(plan.data_ranks if isinstance(plan, Plan) else None)
     workload = Workload(
         plan,
         model,
         cluster,
         microbatches,
         micro_batch_size,
-        numbers,
+        precision,
         trace if entry.plan is None else None,
         entry.columns,
-        step_recipe,
-        optimizer=optimizer,
-        ema=ema,
+        request.found_recipe,
+        optimizer=request.optimizer,
+        ema=request.ema,
         passes=entry.passes,
         tiles=entry.tiles_on(ranks),
     )
     if entry.plan is None:
-        entry.require_ops(1, model.layers, batch.microbatches or 1)
-    _require_few_ranks(entry, workload, cluster_name)
+        entry.require_ops(1, model.layers, request.microbatches or 1)
+    _require_few_ranks(entry, workload, request.cluster)
     rewritten = workload.pass_names != "none"
     too_many = entry.plan is not None and not rewritten and _ops_on_all_ranks(workload) > MOST_CHECKED
     if rewritten:
-        _require_backend(entry, workload.passed[-1].checked, cluster_name)
+        _require_backend(entry, workload.passed[-1].checked, request.cluster)
     elif entry.plan is not None and not too_many:
         trace(mesh, workload.traced.program.sizes, microbatches)
     estimate = workload.estimate()
     held = require_memory(workload, estimate, whole)
-    notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, cluster_name)]
+    notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, request.cluster)]
     if limit := broken_limit(workload):
         notes.insert(0, limit)
     passed = workload.passed if rewritten else []
-    return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not too_many, notes, passed)
+    return PricedStep(entry, workload, estimate, held, (request.model, request.cluster), not too_many, notes, passed)
 
 
 def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
@@ -328,13 +288,6 @@ def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
 def _ops_on_all_ranks(workload: Workload) -> int:
     program = workload.traced.program
     return sum(map(len, program.tapes)) * program.mesh.world // program.ranks
-
-
-def _default_ranks(strategy: str | None, layout: PlanOptions, size: int) -> int | None:
-    """Return the size of the cluster, or None if the strategy or the flags determine the number of ranks."""
-    named = any(getattr(layout, axis) for axis in AXES) or layout.plan is not None
-    alone = strategy is not None and load(strategy).ranks == 1
-    return None if named or alone else size
 
 
 def _peak_as_json(peak: Peak, ranks: range) -> dict[str, Any]:
