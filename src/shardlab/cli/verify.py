@@ -1,17 +1,27 @@
-"""`shardlab verify STRATEGY`: compare a strategy on real processes with plain training on one device."""
+"""`shardlab verify STRATEGY`: compare a strategy on real processes with plain training on one device.
+
+`Verify.run` compares one strategy. With --all, `print_tables` shows the largest error of every strategy, sharding and
+pipeline schedule.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from shardlab.check import drifts_of
-from shardlab.cli.console import print_fact, print_figures, print_json, stdout_console
+from shardlab.cli.console import print_fact, print_figures, print_json, stdout_console, table_of
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, Layout
@@ -20,6 +30,9 @@ from shardlab.common.text import counted
 from shardlab.language import UserError
 from shardlab.language.precision import Optimizer
 from shardlab.train.launch.environment import require_port
+
+if TYPE_CHECKING:
+    from shardlab.train.verification.verify import CaseResult
 
 
 @dataclass(frozen=True)
@@ -147,7 +160,6 @@ class Verify:
 
     def _all(self) -> int:
         from shardlab.cli.train.before_ranks import failures_as_exit
-        from shardlab.cli.verify_table import as_json, print_tables
         from shardlab.train.verification.cases import CASES
         from shardlab.train.verification.verify import verify_all
 
@@ -166,3 +178,56 @@ class Verify:
         else:
             print_tables(results, seconds, stdout_console())
         return 0 if all(result.ok for result in results) else 1
+
+
+def as_json(results: Sequence[CaseResult], seconds: float) -> dict[str, Any]:
+    """Return all results for --json."""
+    from shardlab.train.verification.cases import TOLERANCE
+
+    rows = [
+        {
+            **{name: value for name, value in vars(result.case).items() if name != "strategy"},
+            "error": None if math.isinf(result.error) else result.error,
+            "refused": result.refused or None,
+            "ok": result.ok,
+        }
+        for result in results
+    ]
+    ok = all(result.ok for result in results)
+    return {"cases": rows, "tolerance": TOLERANCE, "seconds": round(seconds, 1), "ok": ok}
+
+
+def print_tables(results: Sequence[CaseResult], seconds: float, console: Console) -> None:
+    """Print a table of strategies, of sharding options and of pipelines, with the case of the largest error in each."""
+    from shardlab.train.verification.cases import ALONE, TOLERANCE
+
+    alone = [result for result in results if result.case.column == ALONE]
+    pairs = [result for result in results if result.case.column != ALONE]
+    for title, shown in (("strategy", alone), ("sharding", pairs), ("pipeline", pairs)):
+        if shown:
+            console.print(_table(shown, title))
+            console.print()
+    bad = [result for result in results if not result.ok]
+    for result in bad:
+        console.print(f"[red]{result.case}[/]: {result.refused or format(result.error, '.1e')}")
+    what = "the largest error max|a - b| / max|b| of loss, gradients, weights"
+    console.print(f"[dim]{len(results)} cases in {seconds:.0f} s: {what}[/]")
+    verdict = f"[red]{len(bad)} more than {TOLERANCE:.0e}[/]" if bad else f"[green]all within {TOLERANCE:.0e}[/]"
+    console.print(verdict)
+
+
+def _table(results: Sequence[CaseResult], title: str) -> Table:
+    """Return a table with the number of cases and the largest error of each strategy, sharding option or pipeline."""
+    table = table_of(title, "cases", "largest error", gap=3)
+    table.columns[0].style = "cyan"
+    table.add_column("" if title == "strategy" else "where", style="dim", no_wrap=True)
+    cases: dict[str, list[CaseResult]] = defaultdict(list)
+    for result in results:
+        cases[result.case.column if title == "sharding" else result.case.row].append(result)
+    for name, here in cases.items():
+        worst = max(here, key=lambda result: result.error)
+        text = "refused" if math.isinf(worst.error) else f"{worst.error:.0e}"
+        other = {"strategy": "", "sharding": worst.case.row, "pipeline": worst.case.column}[title]
+        style = "" if all(result.ok for result in here) else "red"
+        table.add_row(name, str(len(here)), Text(text, style), other)
+    return table
