@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shardlab.cli import main
+from shardlab.cli import command_of, main
 from shardlab.cli.step_request import StepRequest, default_precision
+from shardlab.common.files import as_toml
 from shardlab.language import UserError
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.recipe import find_recipe
@@ -15,8 +18,33 @@ from shardlab.train.config import BatchConfig
 
 Captured = pytest.CaptureFixture[str]
 
+JOB = """
+[model]
+model = "gpt"
+layers = 2
+
+[cluster]
+cluster = "h100x2"
+
+[batch]
+global_batch = 8
+micro_batch_size = 2
+
+[plan]
+mesh = { dp_shard = 2 }
+shard_optimizer = ["dp_shard"]
+"""
+
 NARROW = ("--max-pp", "1", "--max-cp", "1")
 """Limits of a short search."""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job file."""
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -45,6 +73,96 @@ def test_the_command_of_a_plan_reproduces_its_time_and_memory(recipe: str, capsy
     simulated, chosen = json.loads(capsys.readouterr().out), choice["chosen"]
     assert simulated["step_seconds"] == pytest.approx(chosen["step_seconds"], rel=1e-9)
     assert simulated["memory_held"] == pytest.approx(chosen["memory"], rel=1e-9)
+
+
+# Job files: the same tables for every command; flags override them.
+
+STEP = ("--model", "llama3-8b", "--layers", "4", "--sequence", "2048", "--cluster", "h100x8", "--recipe", "torchtitan")
+BATCH = ("--memory", "60GiB", "--global-batch", "32", "--micro-batch-size", "2", "--precision", "bf16")
+MESH = ("--dp-shard", "4", "--tp", "2", "--shard-optimizer", "dp_shard", "--optimizer", "muon")
+
+
+def simulated(capsys: Captured, *words: str) -> dict[str, Any]:
+    status = main(["simulate", *words, "--json"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return json.loads(captured.out)
+
+
+def test_a_written_job_is_the_step_of_its_flags(tmp_path: Path, capsys: Captured) -> None:
+    flags = command_of(["simulate", *STEP, *BATCH, *MESH])
+    request = StepRequest.of(flags)
+    entry, ranks = request.entry()
+    assert entry.plan is not None
+    (tmp_path / "job.toml").write_text(as_toml(request.as_tables(entry.plan(ranks), "bf16", 32, 2)))
+    of_flags = simulated(capsys, *STEP, *BATCH, *MESH)
+    assert simulated(capsys, "--config", str(tmp_path / "job.toml")) == of_flags
+    assert of_flags["micro_batch_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), {"layers": 2, "global_batch": 8, "micro_batch_size": 2, "precision": "bf16"}),
+        (("--micro-batch-size", "4"), {"global_batch": 8, "micro_batch_size": 4, "microbatches": 2}),
+        (("--microbatches", "8"), {"global_batch": 8, "micro_batch_size": 1}),
+        (("--global-batch", "16"), {"global_batch": 16, "micro_batch_size": 2}),
+        (("--model", "gpt2"), {"model": "gpt2", "layers": 14, "global_batch": 8}),
+        (("--layers", "3"), {"model": "gpt", "layers": 3}),
+        (("--recipe", "torchtitan"), {"recipe": "torchtitan", "precision": "bf16-fp32-grads"}),
+        (("--cluster", "v100x4", "--dp-shard", "4"), {"cluster": "v100x4", "ranks": 4, "precision": "fp32"}),
+        (("zero-3",), {"strategy": "zero-3", "ranks": 2}),
+    ],
+)
+def test_flags_override_a_job(flags: tuple[str, ...], expected: dict[str, Any], job: Path, capsys: Captured) -> None:
+    found = simulated(capsys, *flags, "--config", str(job))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_job_without_a_cluster_is_simulated_in_unit_costs(job: Path, capsys: Captured) -> None:
+    job.write_text(job.read_text().replace('cluster = "h100x2"', ""))
+    found = simulated(capsys, "--config", str(job))
+    assert "end" in found
+    assert [found[name] for name in ("layers", "ranks", "microbatches")] == [2, 2, 4]
+    assert found["plan"]["shard_optimizer"] == ["dp_shard"]
+
+
+def test_a_plan_may_be_the_table_of_a_job(job: Path, capsys: Captured) -> None:
+    assert simulated(capsys, "--plan", str(job))["plan"]["shard_optimizer"] == ["dp_shard"]
+    job.write_text('[plan]\nstrategy = "ddp"\n')
+    assert main(["simulate", "--plan", str(job)]) == 2
+    assert f"names a strategy but has no fields of a plan; give it as --config {job}" in capsys.readouterr().err
+
+
+def test_training_divides_the_batch_of_a_job(job: Path, capsys: Captured) -> None:
+    for flags, microbatches, micro_batch_size in ((), 4, 2), (("--micro-batch-size", "4"), 2, 4):
+        main(["train", "--config", str(job), *flags, "--print-config", "--json"])
+        train = json.loads(capsys.readouterr().out)["train"]
+        assert (train["microbatches"], train["micro_batch_size"]) == (microbatches, micro_batch_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[clusters]", "a configuration has no section clusters; did you mean cluster?"),
+        ("[cluster]\nname = 'h100x8'", "[cluster] has no name; there are cluster, recipe, memory, other_machine"),
+        ("[cluster]\nmemory = 72", 'memory is 72; give a size in quotes, such as "72GiB"'),
+        ("[batch]\nglobal_batch = 0", "global_batch is 0; give 1 or more"),
+        ("[batch]\nsize = 3", "[batch] has no size; there are global_batch, microbatches, micro_batch_size"),
+        ("[plan]\nmash = {}", "[plan] has no mash; did you mean mesh?"),
+        ("cluster = 'h100x8'", "cluster is 'h100x8'; write a table, [cluster], and its fields below it"),
+        ("schedule = '1f1b'", "a configuration has no section schedule; write it below [plan], or give the file as"),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate", "verify", "train"])
+def test_what_a_job_cannot_have_is_refused_in_a_sentence(
+    command: str, text: str, sentence: str, job: Path, capsys: Captured
+) -> None:
+    job.write_text(text)
+    assert main([command, "--config", str(job)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"shardlab: {job}: {sentence}")
+    assert captured.err.count("\n") == 1
 
 
 # A priced step's global batch: as large for every plan on a cluster, and cut as the options say.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,7 @@ from shardlab.check import Checked, check
 from shardlab.check.report import FileCheck
 from shardlab.cli.options import OptionalCount, switch_flags, switch_value
 from shardlab.common.fields import COUNT, as_flags, field_helps, field_types
+from shardlab.common.files import read_file
 from shardlab.common.text import counted, parse_bytes
 from shardlab.common.user_code import file_and_name
 from shardlab.language import AXES, Mesh, Sizes, UserError, trace
@@ -29,6 +30,7 @@ from shardlab.strategies import STRATEGIES
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import UNNAMED, Plan, read_plan
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
+from shardlab.train.config_sources import ConfigSource, file_source, origin_of, plan_settings
 
 if TYPE_CHECKING:
     from shardlab.simulate.hardware import Cluster
@@ -60,8 +62,8 @@ class PlanOptions:
     """
 
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """TOML file with a plan: the fields of shardlab.strategies.Plan. For train, auto chooses a plan for this
-    machine."""
+    """TOML file with a plan: the fields of shardlab.strategies.Plan, or a job with a table [plan]. For train, auto
+    chooses a plan for this machine."""
 
     offload: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="WHAT=WHERE", help_behavior_hint="")] = None
     """What each rank keeps on the host or the disk instead of its device: parameters, optimizer, gradients or
@@ -145,6 +147,33 @@ class PlanOptions:
             )
         return entry_from_plan(plan, name or (str(path) if path else UNNAMED)), plan.mesh.world
 
+    def entry_of_job(
+        self,
+        name: str | None,
+        ranks: int | None,
+        sources: Sequence[ConfigSource],
+        *,
+        otherwise: int | None = None,
+        follows: bool = False,
+    ) -> tuple[StrategyEntry, int]:
+        """Return the strategy and its number of ranks, as `entry` does, from sources if the flags do not give them.
+
+        Args:
+            name, ranks: name of the strategy and number of ranks that flags give.
+            sources: sources before the flags.
+            otherwise: number of ranks if neither flags nor sources give it.
+            follows: whether the mesh is adapted if it has another number of ranks.
+        """
+        base, passes = None, None
+        if name is None and self.plan is None:
+            name, of_sources, base, passes = plan_settings(sources)
+            if self.names_mesh:  # flags for the mesh describe a new plan
+                name = base = passes = of_sources = None
+            elif self.names_plan and origin_of(sources, "plan", "strategy") == "default":
+                name = None
+            ranks = ranks or of_sources
+        return self.entry(name, ranks or otherwise, base, passes=passes, follows=follows)
+
 
 def checked(
     entry: StrategyEntry, ranks: int, layers: int | Sizes, microbatches: int, *, whole_matrices: bool = False
@@ -197,6 +226,15 @@ def cluster_called(name: str, *, other_machine: bool, memory: str | None = None)
     return replace(cluster, device=replace(device, memory=limit))
 
 
+def job_source(path: Path | None) -> ConfigSource:
+    """Return the tables of a job file; none without a file.
+
+    Raises:
+        UserError: if the file cannot be read, or has an unknown table or field.
+    """
+    return ConfigSource("", {}) if path is None else file_source(path)
+
+
 def recipe_called(name: str | None) -> Recipe:
     """Return the recipe of a name or file, or Shardlab's own for None.
 
@@ -207,6 +245,17 @@ def recipe_called(name: str | None) -> Recipe:
 
     return OWN if name is None else find_recipe(name)
 
+
+JobFile = Annotated[
+    Path | None,
+    tyro.conf.arg(
+        metavar="FILE",
+        help="TOML file with a job, in tables such as [model], [cluster], [batch] and [plan], or the config.toml of a "
+        "run. Flags override it.",
+        help_behavior_hint="",
+    ),
+]
+"""File with a job, of which a command reads the tables that it needs."""
 
 Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
 """Field type of a command that has these flags, without a prefix in their names."""
@@ -256,6 +305,11 @@ def _require_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
 
 def _base_plan(name: str | None, path: Path | None, ranks: int | None) -> Plan:
     """Return the plan that the flags change."""
+    if path is not None and isinstance(read_file(path, "TOML").get("plan"), dict):  # a job
+        plan = plan_settings([file_source(path)])[2]
+        if plan is None:
+            raise UserError(f"{path} names a strategy but has no fields of a plan; give it as --config {path}")
+        return plan
     if path is not None:
         return read_plan(path)
     if name is None:

@@ -23,16 +23,20 @@ from rich.text import Text
 from shardlab.check import drifts_of
 from shardlab.cli.console import print_fact, print_figures, print_json, stdout_console, table_of
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
-from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks, StrategyName
-from shardlab.cli.plan_options import NO_FLAGS, Layout
+from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, OptionalCount, Ranks, StrategyName
+from shardlab.cli.plan_options import NO_FLAGS, JobFile, Layout, job_source
 from shardlab.cli.simulate.command import print_drifts
 from shardlab.common.text import counted
 from shardlab.language import UserError
 from shardlab.language.precision import Optimizer
+from shardlab.train.config import BatchConfig
+from shardlab.train.config_sources import batch_of
 from shardlab.train.launch.environment import require_port
 
 if TYPE_CHECKING:
     from shardlab.train.verification.verify import CaseResult
+
+DEFAULT_BATCH = BatchConfig(microbatches=4, micro_batch_size=2)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Verify:
     ranks: Ranks = None
     """Number of ranks."""
 
-    microbatches: Count = 4
+    microbatches: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4)")] = None
     """Number of microbatches in the global batch."""
 
     steps: Count = 3
@@ -63,7 +67,7 @@ class Verify:
     precision: Annotated[str, tyro.conf.arg(metavar="NAME")] = "fp64"
     """fp64, fp32, bf16, bf16-fp32-grads or fp16."""
 
-    optimizer: Annotated[Optimizer, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = "adamw"
+    optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
     """Optimizer of both sides."""
 
     ema: Annotated[float | None, tyro.conf.arg(metavar="DECAY", help_behavior_hint="")] = None
@@ -88,6 +92,8 @@ class Verify:
 
     layout: Layout = NO_FLAGS
 
+    config: JobFile = None
+
     def run(self) -> int:
         if self.all:
             return self._all()
@@ -101,25 +107,33 @@ class Verify:
         from shardlab.train.launch.ranks import device_type, launched_ranks
         from shardlab.train.verification.cases import TOLERANCE, clip_for, verify
 
-        chosen, ranks = self.layout.entry(self.strategy, self.ranks or launched_ranks(0) or None)
+        file = job_source(self.config)
+        written = file.sections.get("optimizer", {})
+        optimizer = self.optimizer or written.get("optimizer", "adamw")
+        ema = written.get("ema") if self.ema is None else self.ema
+        batch = BatchConfig(microbatches=self.microbatches).over(batch_of(file)).over(DEFAULT_BATCH)
+        microbatches, _ = batch.cut(1, None)
+        launched = launched_ranks(0) or None
+        chosen, ranks = self.layout.entry_of_job(self.strategy, self.ranks, [file], otherwise=launched)
         ep = chosen.grid(ranks).ep
         layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
-        model = self.model.make(layers, kind, hidden_size=32, heads=4, seq_len=16, experts=max(4, 2 * ep))
+        small = {"hidden_size": 32, "heads": 4, "seq_len": 16, "experts": max(4, 2 * ep)}
+        model = self.model.make(layers, kind, written=file.sections.get("model"), **small)
         job = Job(
             chosen.for_job(ranks),
             ranks,
-            self.microbatches,
+            microbatches,
             model,
             2,
             self.precision,
             name=chosen.name,
-            optimizer=self.optimizer,
-            ema=self.ema,
+            optimizer=optimizer,
+            ema=ema,
             passes=chosen.passes,
         )
         chosen = settle_passes(chosen, job)
         job = replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes)
-        proof = checked_to_run(chosen, job, OptimizerConfig(optimizer=self.optimizer, clip=self.clip, ema=self.ema))
+        proof = checked_to_run(chosen, job, OptimizerConfig(optimizer=optimizer, clip=self.clip, ema=ema))
         if self.compile:
             want_compilable(proof, device_type(ranks))
         clip = clip_for(proof, self.clip)
@@ -132,7 +146,7 @@ class Verify:
                 "strategy": chosen.name,
                 "ranks": ranks,
                 "layers": model.layers,
-                "microbatches": self.microbatches,
+                "microbatches": microbatches,
                 "clip": clip,
                 "drifts": [drift.as_dict() for drift in drifts_of(proof)],
             }

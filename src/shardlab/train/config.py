@@ -1,8 +1,9 @@
 """Configuration of a training run: one tree, from which the run can be repeated.
 
 `TrainingConfig` is the tree. Its sections are dataclasses whose fields are also command-line options and keys of a TOML
-file; the docstring of a field is its text in `--help`. `config_sources.py` merges presets, files and flags into a tree.
-`BatchRamp`, at the end, is a batch that grows during the run.
+file; the docstring of a field is its text in `--help`. A file may also describe the batch and the cluster of a step
+that is only simulated or planned (`BatchConfig`, `ClusterConfig`). `config_sources.py` merges presets, files and flags
+into a tree. `BatchRamp`, at the end, is a batch that grows during the run.
 """
 
 from __future__ import annotations
@@ -223,6 +224,18 @@ class BatchConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def over(self, other: BatchConfig) -> BatchConfig:
+        """Return this batch, completed by values of another one as long as they cannot contradict each other.
+
+        >>> BatchConfig(microbatches=8).over(BatchConfig(global_batch=64, micro_batch_size=4))
+        BatchConfig(global_batch=64, microbatches=8, micro_batch_size=None)
+        """
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        for name in ("global_batch", "micro_batch_size", "microbatches"):
+            if len(values) < 2 and (value := getattr(other, name)) is not None:
+                values.setdefault(name, value)
+        return BatchConfig(**values)
+
     def cut(self, devices: int, data_ranks: int | None) -> tuple[int, int]:
         """Divide the global batch into microbatches.
 
@@ -267,6 +280,23 @@ class BatchConfig:
         )
 
 
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Cluster on which a step is simulated or planned. None stands for a value that is not given."""
+
+    cluster: Annotated[str | None, text("NAME", 'a cluster in quotes, such as "h100x16"')] = None
+    """Name of the cluster."""
+
+    recipe: Annotated[str | None, text("NAME", 'a recipe in quotes, such as "torchtitan"')] = None
+    """Name of the recipe, which describes how a framework runs a step."""
+
+    memory: Annotated[str | None, text("BYTES", 'a size in quotes, such as "72GiB"')] = None
+    """Memory of each device that the step may use."""
+
+    other_machine: Annotated[bool, SWITCH] = False
+    """Accept a profile that was measured on another machine."""
+
+
 SECTIONS: dict[str, type[Any]] = {
     "data": DataConfig,
     "optimizer": OptimizerConfig,
@@ -276,6 +306,9 @@ SECTIONS: dict[str, type[Any]] = {
     "saving": SavingConfig,
 }
 """Sections of the tree whose fields are flags of the same names. The sections `model` and `plan` are not among them."""
+
+JOB_SECTIONS = {**SECTIONS, "batch": BatchConfig, "cluster": ClusterConfig}
+"""Sections of a file with fields of their own. In the tree, the values of `batch` are part of `train`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +358,8 @@ class TrainingConfig:
             if optimizer[name] != with_default_schedule(chosen, steps).get(name):
                 chosen[name] = optimizer[name]
         sections["optimizer"] = {name: as_toml_value(value) for name, value in chosen.items()}
+        batch = {name: sections["train"].pop(name) for name in ("microbatches", "micro_batch_size")}
+        sections = {"model": sections.pop("model"), "plan": sections.pop("plan"), "batch": batch, **sections}
         notes = [f"# {name} = {optimizer[name]} follows from steps" for name in derived if name not in chosen]
         return "\n".join(["# shardlab train --config FILE repeats the run", *notes, "", as_toml(sections)])
 

@@ -136,7 +136,7 @@ def test_a_mistake_is_told_in_one_sentence(arguments: tuple[str, ...], said: str
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_report_names_every_figure(width: int) -> None:
-    result = price(StepRequest("gpt2", "h100x8", "zero-3", layers=4))
+    result = price(StepRequest("gpt2", "h100x8", "zero-3", model_fields={"layers": 4}))
     stream = io.StringIO()
     print_priced(result, [], Console(file=stream, width=width, highlight=False))
     text = stream.getvalue()

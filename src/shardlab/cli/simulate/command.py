@@ -35,7 +35,7 @@ from shardlab.cli.options import (
 )
 from shardlab.cli.passes import as_json as passes_json
 from shardlab.cli.passes import print_passed
-from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, Layout, RecipeName, checked
+from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, JobFile, Layout, RecipeName, checked
 from shardlab.cli.simulate.terminal_timeline import print_strips, print_timeline
 from shardlab.cli.step_request import StepRequest
 from shardlab.common.text import counted, listed, seconds_text
@@ -131,14 +131,18 @@ class Simulate:
 
     layout: Layout = NO_FLAGS
 
+    config: JobFile = None
+
     def run(self) -> int:
         self.pictures.check("timeline.svg")
-        if self._is_priced():
-            return self._run_priced()
+        request = StepRequest.of(self)
+        if self._is_priced(request):
+            return self._run_priced(request)
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
-        entry, ranks = self.layout.entry(self.strategy, self.ranks)
-        layers = self.layers or entry.default_layers(ranks, at_least=1 if self.costs else 4)
-        written = checked(entry, ranks, layers, self.microbatches or 4, whole_matrices=self.optimizer == "muon")
+        entry, ranks = self.layout.entry_of_job(self.strategy, self.ranks, [request.file])
+        layers = request.model_fields.get("layers") or entry.default_layers(ranks, at_least=1 if self.costs else 4)
+        microbatches, matrices = request.batch.microbatches or 4, request.optimizer == "muon"
+        written = checked(entry, ranks, layers, microbatches, whole_matrices=matrices)
         names = entry.passes_on(ranks)
         passed = run_named(written, names, Goal(costs)) if names != "none" else []
         proof = passed[-1].checked if passed else written
@@ -176,13 +180,15 @@ class Simulate:
         else:
             self.pictures.save(timeline, name, counters)
 
-    def _is_priced(self) -> bool:
-        if self.model and self.cluster:
+    def _is_priced(self, request: StepRequest) -> bool:
+        if request.model and request.cluster:
             if self.costs is not None:
                 raise UserError("--costs gives unit costs, but --cluster gives seconds; leave out one of them")
             return True
-        if self.model or self.cluster:
-            self.layout.entry(self.strategy, self.ranks)  # what is wrong with the plan is said first
+        if self.model or request.cluster:
+            self.layout.entry_of_job(
+                self.strategy, self.ranks, [request.file]
+            )  # what is wrong with the plan is said first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
         flags = {
@@ -201,16 +207,16 @@ class Simulate:
                 raise UserError(f"--{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
         return False
 
-    def _run_priced(self) -> int:
+    def _run_priced(self, request: StepRequest) -> int:
         from shardlab.cli.simulate.priced import as_json as priced_json
         from shardlab.cli.simulate.priced import price, print_priced
         from shardlab.simulate.timeline.run import memory_counters
 
-        result = price(StepRequest.of(self))
+        result = price(request)
         stages = self._stages(result.passed, result.workload.timeline)
         if self.pictures.files:
             estimate = result.estimate
-            name = f"{result.entry.title(result.workload.mesh.world)} of {self.model} on {self.cluster}"
+            name = f"{result.entry.title(result.workload.mesh.world)} of {request.model} on {request.cluster}"
             counters = memory_counters(estimate.traced, estimate.times)
             self._save(estimate.timeline(), stages, name, counters)
         path: dict[str, float] = {}

@@ -92,19 +92,20 @@ def price(request: StepRequest) -> PricedStep:
     from shardlab.simulate.predict.workload import Workload
 
     cluster, model = request.found_cluster, request.found_model
+    model_name, cluster_name = str(request.model), str(request.cluster)
     entry, ranks = request.entry()
     (precision,) = request.precisions
     mesh, notes, whole = entry.grid(ranks), list[str](), model
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
-            f"{entry.name} computes whole blocks, which share no weights, so the tied head of {request.model} is "
+            f"{entry.name} computes whole blocks, which share no weights, so the tied head of {model_name} is "
             f"priced as {model.vocab_size * model.hidden_size:,} parameters of its own (plans keep it tied)"
         )
         assert isinstance(model, GPT), "no other model has a tied head"
         model = replace(model, tied=False)
 
     def trace(_: Mesh, sizes: Sizes, microbatches: int) -> Checked:
-        return _require_backend(entry, checked(entry, ranks, sizes, microbatches), request.cluster)
+        return _require_backend(entry, checked(entry, ranks, sizes, microbatches), cluster_name)
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
     microbatches, micro_batch_size = request.cut_batch(plan.data_ranks if isinstance(plan, Plan) else None)
@@ -124,21 +125,21 @@ def price(request: StepRequest) -> PricedStep:
         tiles=entry.tiles_on(ranks),
     )
     if entry.plan is None:
-        entry.require_ops(1, model.layers, request.microbatches or 1)
-    _require_few_ranks(entry, workload, request.cluster)
+        entry.require_ops(1, model.layers, request.batch.microbatches or 1)
+    _require_few_ranks(entry, workload, cluster_name)
     rewritten = workload.pass_names != "none"
     too_many = entry.plan is not None and not rewritten and _ops_on_all_ranks(workload) > MOST_CHECKED
     if rewritten:
-        _require_backend(entry, workload.passed[-1].checked, request.cluster)
+        _require_backend(entry, workload.passed[-1].checked, cluster_name)
     elif entry.plan is not None and not too_many:
         trace(mesh, workload.traced.program.sizes, microbatches)
     estimate = workload.estimate()
     held = require_memory(workload, estimate, whole)
-    notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, request.cluster)]
+    notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, cluster_name)]
     if limit := broken_limit(workload):
         notes.insert(0, limit)
     passed = workload.passed if rewritten else []
-    return PricedStep(entry, workload, estimate, held, (request.model, request.cluster), not too_many, notes, passed)
+    return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not too_many, notes, passed)
 
 
 def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
