@@ -269,7 +269,7 @@ class Train:
         if path not in (None, AUTO) and unsaid:
             name, layers = merge_fields(sources, "model")["model"], counted(config.model.layers, "layer")
             size = f"{config.model.parameter_count:,} parameters in {layers}"
-            is_job = isinstance(path, Path) and "model" in read_file(path, "TOML")
+            is_job = "model" in read_file(path, "TOML")
             why = f"--plan takes only the plan from {path}" if is_job else f"{path} does not name a model"
             print(f"{why}, so {name} is trained, with {size}; --model chooses another")
 
