@@ -4,7 +4,7 @@
 2. `print_help` prints the help of a command. tyro names a group of options after the field of a nested dataclass. So
    for its help, a command is described to tyro a second time, with the same options nested by group (`help_view`): the
    most used options first, the rest in groups. Command lines are never parsed with this description.
-3. `mistakes_as_sentences` turns tyro's box about a wrong command line into one sentence, and `meant_by` suggests the
+3. `mistakes_as_sentences` turns tyro's error for a wrong command line into one sentence, and `meant_by` suggests the
    option of Shardlab for an option of another framework (`PEERS`).
 """
 
@@ -20,11 +20,11 @@ import sysconfig
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from io import StringIO
-from itertools import takewhile
 from pathlib import Path
 from typing import IO, Annotated, Any, Union, cast, get_args, get_type_hints
 
 import tyro
+import tyro._errors as parse_errors  # pyright: ignore[reportPrivateUsage]
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -47,12 +47,6 @@ NARROWEST_FOLDED = 12
 
 NARROWEST = 30
 """Least width of a fact's text in characters, however narrow the terminal is."""
-
-NAMED, EXPLAINED = 5, 9
-"""Least indentation of the names of options in tyro's box, and of their explanations."""
-
-COLOR = re.compile(r"\x1b\[[0-9;]*m")
-"""Escape sequence of a color on a terminal."""
 
 PEERS = {
     "--learning-rate": "lr max-lr",
@@ -292,46 +286,44 @@ def help_view(name: str, kind: type[Any]) -> type[Any]:
 
 @contextlib.contextmanager
 def mistakes_as_sentences() -> Generator[None, None, None]:
-    """Turn the box that tyro prints about a wrong command line, in this context, into a sentence.
+    """Refuse a wrong command line in one sentence, in this context, instead of the box that tyro prints.
 
     Raises:
         UserError: with this sentence.
     """
-    written = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(written):
-            yield
-    except SystemExit as end:
-        if end.code:
-            raise UserError(sentence_of(written.getvalue())) from None
-        raise
-    sys.stderr.write(written.getvalue())
+
+    def refuse(event: parse_errors.ParseErrorEvent) -> None:
+        raise UserError(sentence_of(event))
+
+    with parse_errors.on_parse_error(refuse):
+        yield
 
 
-def sentence_of(box: str) -> str:
-    r"""Return the text of a box between its title and its first rule, without the explanations of options.
-
-    >>> sentence_of("Required options\n ---\n  Missing from shardlab convert:\n      TO\n          A folder.\n  ---")
-    'missing from shardlab convert: TO; --help tells more'
-    """
-    plain = COLOR.sub("", box)  # in a terminal
-    _, *lines = re.sub("[│╭╮╰╯├┤]", " ", plain.replace("─", "-")).splitlines()
-    body = [line for line in lines if line.strip()]
-    while body and not body[0].strip(" -"):
-        body.pop(0)
-    body = list(takewhile(lambda line: line.strip(" -"), body))
-    indented = [(len(line) - len(line.lstrip()), line.strip()) for line in body]
-    text = " ".join(line for indent, line in indented if indent < NAMED).rstrip(".")
-    if choice := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", text):
-        given, flag, listed = choice.groups()
-        names = sorted(set(re.findall("'([^']*)'", listed)) - {"None"})
-        return f"{flag} is {given!r}; {suggest_name(given, names)}"
-    if unfit := re.match(r"Error parsing (\S+): no type matching .* could be instantiated from \[(.*?)\]\.", text):
-        usage = next((line.strip() for line in lines if line.split()[:1] == [unfit[1]]), unfit[1])
-        return f"{unfit[1]}: {unfit[2]} does not fit; give {usage}"
-    text = text.removeprefix("Error parsing ").replace("Missing", "missing")
-    named = ", ".join(line for indent, line in indented if NAMED <= indent < EXPLAINED)
-    return f"{text} {named}".strip() + "; --help tells more" * ("; give" not in text)
+def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
+    """Return the sentence about a mistake that tyro found in a command line."""
+    match event:
+        case parse_errors.InvalidChoice(argument=option, value=given, choices=choices):
+            return f"{option.display_name()} is {given!r}; {suggest_name(given, sorted({*choices} - {'None'}))}"
+        case parse_errors.InstantiationFailure(argument=option, message=message) if option is not None:
+            name = option.display_name()
+            if unfit := re.match(r"no type matching .* could be instantiated from \[(.*?)\]", message):
+                return f"{name}: {unfit[1]} does not fit; give {name} {option.lowered.metavar}"
+            text = f"{name}: {message.rstrip('.')}"
+        case parse_errors.MissingArgs(missing_arguments=missing):
+            names = [
+                f"{'' if each.arg.is_positional() else each.arg.display_name()} {each.arg.lowered.metavar}"
+                for each in missing
+            ]
+            text = (
+                f"missing from {event.prog} {missing[0].source_parser.prog_suffix}: {', '.join(map(str.strip, names))}"
+            )
+        case parse_errors.BadValue(argument=option):
+            text = f"missing value for argument '{option.display_name()}'. Expected {option.lowered.nargs} values"
+        case parse_errors.MissingSubcommand(subcommand_spec=commands):
+            text = f"Expected one of {{{', '.join(commands.parser_from_name)}}}"
+        case _:
+            text = f"{event.prog} does not accept these options together"
+    return text if "; give" in text else f"{text}; --help tells more"
 
 
 def meant_by(word: str, flags: Collection[str]) -> str:

@@ -67,7 +67,9 @@ class Verify:
     precision: Annotated[str, tyro.conf.arg(metavar="NAME")] = "fp64"
     """fp64, fp32, bf16, bf16-fp32-grads or fp16."""
 
-    optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
+    optimizer: Annotated[
+        Optimizer | None, tyro.conf.arg(metavar="{adamw,sgd,lion,muon}", help_behavior_hint="(default: adamw)")
+    ] = None
     """Optimizer of both sides."""
 
     ema: Annotated[float | None, tyro.conf.arg(metavar="DECAY", help_behavior_hint="")] = None
