@@ -137,12 +137,12 @@ def _draw(subject: Subject, checked: Checked) -> str:
     """A picture and a report; their imports take seconds."""
     from rich.console import Console
 
-    from shardlab.cli.simulate.command import print_report
+    from shardlab.cli.simulate.command import step_report
     from shardlab.draw import timeline_svg
 
     timeline = simulate(checked)
     timeline_svg(timeline, "program")
-    print_report("program", checked, timeline, console=Console(file=io.StringIO()))
+    step_report("program", checked, timeline).print(Console(file=io.StringIO()))
     return ""
 
 

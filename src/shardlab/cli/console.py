@@ -1,6 +1,7 @@
 """Output of the commands: JSON, tables, facts with labels, help, and error messages.
 
-1. `stdout_console`, `print_json`, `table_of` and the other `print_...` functions write results.
+1. `Report` collects the facts and tables of a result, and prints them on the console or as JSON. It is made of the
+   functions `table_of` and `print_...`.
 2. `print_help` prints the help of a command. tyro names a group of options after the field of a nested dataclass. So
    for its help, a command is described to tyro a second time, with the same options nested by group (`help_view`): the
    most used options first, the rest in groups. Command lines are never parsed with this description.
@@ -17,9 +18,10 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from io import StringIO
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Annotated, Any, Union, cast, get_args, get_type_hints
 
@@ -179,6 +181,99 @@ def print_figures(console: Console, figures: Sequence[tuple[str, str, str]]) -> 
     width = max(len(figure) for _, figure, _ in figures)
     for label, figure, text in figures:
         print_fact(console, label, text, figure=figure.rjust(width))
+
+
+class Report:
+    """Facts and tables of a result, each with its text for the console and its fields for --json.
+
+    `show` renders them in the order in which they were added. The figures of facts in a row are aligned.
+
+    Attributes:
+        data: fields for --json. Fields that the console does not show are added here.
+    """
+
+    def __init__(self, **data: Any) -> None:
+        self.data = data
+        self._parts: list[Fact | Callable[[Console], object]] = []
+
+    def fact(self, label: str, text: str = "", figure: str | None = None, style: str = "", **data: Any) -> None:
+        """Add a fact.
+
+        Args:
+            label, figure, text: what the console shows (see `print_fact`).
+            style: style of the text.
+            data: the same for --json.
+        """
+        self._parts.append(Fact(label, text, figure, style))
+        self.data |= data
+
+    def line(self, text: Text | str = "", style: str = "", *, wrap: bool = True) -> None:
+        """Add a line for the console, which is wrapped at the width of the terminal unless `wrap` is False."""
+        self.draw(lambda console: console.print(text, style=style, soft_wrap=not wrap))
+
+    def draw(self, draw: Callable[[Console], object]) -> None:
+        """Add a function that prints something on the console."""
+        self._parts.append(draw)
+
+    def table(
+        self, columns: Sequence[Column], rows: Sequence[Any], key: str = "", words: int = 1, gap: int = 2
+    ) -> None:
+        """Add a table.
+
+        Args:
+            columns: its columns, of which the first `words` have words, and the others figures.
+            rows: objects from which the columns take their values.
+            key: field of the rows for --json ("": none).
+            gap: blanks between columns.
+        """
+        table = table_of(*(each.heading for each in columns if each.heading is not None), words=words, gap=gap)
+        for row in rows:
+            table.add_row(*(each.text(each.value(row)) for each in columns if each.heading is not None))
+        self.draw(lambda console: console.print(table))
+        if key:
+            self.data[key] = [{each.key: each.value(row) for each in columns if each.key} for row in rows]
+
+    def show(self, *, json: bool) -> None:
+        """Print the report, or only its data as JSON."""
+        print_json(self.data) if json else self.print(stdout_console())
+
+    def print(self, console: Console) -> None:
+        """Print the report on a console."""
+        for aligned, parts in groupby(self._parts, lambda part: isinstance(part, Fact) and part.figure is not None):
+            if aligned:
+                print_figures(
+                    console, [(part.label, part.figure or "", part.text) for part in parts if isinstance(part, Fact)]
+                )
+                continue
+            for part in parts:
+                print_fact(console, part.label, part.text, part.style) if isinstance(part, Fact) else part(console)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Line of a report; see `Report.fact`."""
+
+    label: str
+    text: str
+    figure: str | None
+    style: str
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of a report's table.
+
+    Attributes:
+        heading: heading on the console (None: it is not shown there).
+        key: field for --json ("": none).
+        value: function that returns the value of a row.
+        text: function that returns the text of a value.
+    """
+
+    heading: str | None
+    key: str
+    value: Callable[[Any], Any]
+    text: Callable[[Any], str | Text] = str
 
 
 def print_path(console: Console, label: str, path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from shardlab.cli.console import print_figures, print_json, stdout_console
+from shardlab.cli.console import Report
 from shardlab.cli.options import Flag, Name, OptionalCount, Ranks
 from shardlab.cli.plan_options import NO_FLAGS, JobFile, Layout, job_source
 from shardlab.common.text import counted
@@ -121,16 +121,9 @@ class Eval:
             loss = run_ranks(ranks, evaluate_rank, text_job)
         if loss is None:  # a rank of an existing world, but not the one that reports
             return 0
-        if self.json:
-            figures = {"perplexity": loss.perplexity, "bits_per_byte": loss.bits_per_byte}
-            print_json({"loss": loss.mean, **figures, **asdict(loss), "strategy": chosen.name, "ranks": ranks})
-            return 0
-        print_figures(
-            stdout_console(),
-            [
-                ("loss", f"{loss.mean:.4f}", f"nats per token, over {counted(loss.tokens, 'token')}"),
-                ("perplexity", f"{loss.perplexity:.4f}", ""),
-                ("bits per byte", f"{loss.bits_per_byte:.4f}", ""),
-            ],
-        )
+        report = Report(**asdict(loss), strategy=chosen.name, ranks=ranks)
+        report.fact("loss", f"nats per token, over {counted(loss.tokens, 'token')}", f"{loss.mean:.4f}", loss=loss.mean)
+        report.fact("perplexity", "", f"{loss.perplexity:.4f}", perplexity=loss.perplexity)
+        report.fact("bits per byte", "", f"{loss.bits_per_byte:.4f}", bits_per_byte=loss.bits_per_byte)
+        report.show(json=self.json)
         return 0

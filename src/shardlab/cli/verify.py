@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.check import drifts_of
-from shardlab.cli.console import print_fact, print_figures, print_json, stdout_console, table_of
+from shardlab.cli.console import Report, print_json, stdout_console, table_of
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, OptionalCount, Ranks, StrategyName
 from shardlab.cli.plan_options import NO_FLAGS, JobFile, Layout, job_source
-from shardlab.cli.simulate.command import print_drifts
+from shardlab.cli.simulate.command import add_drifts
 from shardlab.common.text import counted
 from shardlab.language import UserError
 from shardlab.language.precision import Optimizer
@@ -143,35 +141,24 @@ class Verify:
             verdict = verify(job, self.steps, clip, self.compile)
         if verdict is None:  # a rank of an existing world, but not the one that reports
             return 0
-        if self.json:
-            facts = {
-                "strategy": chosen.name,
-                "ranks": ranks,
-                "layers": model.layers,
-                "microbatches": microbatches,
-                "clip": clip,
-                "drifts": [drift.as_dict() for drift in drifts_of(proof)],
-            }
-            print_json({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok})
-        else:
-            console = stdout_console()
-            where = f"on {counted(ranks, 'rank')} against one device, {job.numbers.compute}"
-            console.print(f"[bold cyan]{escape(chosen.name)}[/] {where}, {counted(self.steps, 'step')}")
-            clipped = [] if clip is None else [("clip", f"{clip:g}", "the largest norm of the gradient")]
-            worst = ["", f"worst in layer {verdict.gradient_layer}", f"worst in layer {verdict.weight_layer}"]
-            limit = f"max |a - b| / max |b| is at most {TOLERANCE:.0e}"
-            if verdict.exact is not None and verdict.one_device is not None:
-                pairs = zip(verdict.exact.all, verdict.one_device.all, strict=True)
-                worst = [f"from float64 {ours:.2e}, one device {its:.2e}" for ours, its in pairs]
-                limit = f"is at most twice as far from float64 as one device, and {verdict.rounding:.0e}"
-            names = ("loss_error", "gradient_error", "weight_error")
-            errors = zip(names, [f"{error:.2e}" for error in verdict.all], worst, strict=True)
-            print_figures(console, [*clipped, *errors])
-            if verdict.ok:
-                print_fact(console, "ok", f"yes, each {limit}", "green")
-            else:
-                print_fact(console, "ok", f"no, not each {limit}", "red")
-            print_drifts(console, proof)
+        report = Report(strategy=chosen.name, ranks=ranks, layers=model.layers, microbatches=microbatches, clip=clip)
+        where = f"on {counted(ranks, 'rank')} against one device, {job.numbers.compute}"
+        report.line(Text.assemble((chosen.name, "bold cyan"), f" {where}, {counted(self.steps, 'step')}"))
+        if clip is not None:
+            report.fact("clip", "the largest norm of the gradient", f"{clip:g}")
+        worst = ["", f"worst in layer {verdict.gradient_layer}", f"worst in layer {verdict.weight_layer}"]
+        limit = f"max |a - b| / max |b| is at most {TOLERANCE:.0e}"
+        if verdict.exact is not None and verdict.one_device is not None:
+            pairs = zip(verdict.exact.all, verdict.one_device.all, strict=True)
+            worst = [f"from float64 {ours:.2e}, one device {its:.2e}" for ours, its in pairs]
+            limit = f"is at most twice as far from float64 as one device, and {verdict.rounding:.0e}"
+        for name, error, text in zip(("loss_error", "gradient_error", "weight_error"), verdict.all, worst, strict=True):
+            report.fact(name, text, f"{error:.2e}")
+        answer, style = ("yes, each", "green") if verdict.ok else ("no, not each", "red")
+        report.fact("ok", f"{answer} {limit}", style=style)
+        report.data |= {**asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok}
+        add_drifts(report, proof)
+        report.show(json=self.json)
         return 0 if verdict.ok else 1
 
     def _all(self) -> int:

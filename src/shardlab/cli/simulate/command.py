@@ -1,8 +1,8 @@
 """`shardlab simulate STRATEGY`: check a strategy, and simulate the time and memory of one step.
 
 `Simulate.run` traces and checks the program, runs passes on it if asked to, simulates it in unit costs, and prints the
-figures and a timeline (`print_report`), or JSON (`as_json`). With --model and --cluster, `priced.py` does the same in
-seconds and bytes. Both print the critical path with `print_path_parts`.
+figures and a timeline, or JSON (`step_report`). With --model and --cluster, `priced.py` does the same in seconds and
+bytes.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 from rich.text import Text
 
 from shardlab.check import ChannelModel, Checked, check, drifts_of
-from shardlab.cli.console import print_fact, print_figures, print_json, print_path, stdout_console, table_of
+from shardlab.cli.console import Report, print_path, table_of
 from shardlab.cli.options import (
     NO_PICTURES,
     CostsText,
@@ -47,6 +46,7 @@ from shardlab.simulate.timeline.critical_path import critical_path, path_parts
 from shardlab.simulate.timeline.memory import peak_elsewhere
 from shardlab.simulate.timeline.run import Clocks, Counter
 from shardlab.simulate.timeline.timeline import rank_times
+from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.registry import StrategyEntry
 
@@ -151,15 +151,30 @@ class Simulate:
         self._save(timeline, stages, entry.title(ranks))
         without = _without_recompute(entry, proof, costs, names)
         path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
-        if self.json:
-            facts = as_json(entry, proof, timeline, without) | passes_json(passed)
-            print_json({**facts, **({"critical_path": path} if path else {})})
-        else:
-            print_passed(passed, "{:,.9g}".format)
-            print_strips(stages if self.each_pass else {}, "{:,.9g}".format)
-            print_report(entry.name, proof, timeline, self.pictures.svg, without)
-            print_path_parts(path, "{:,.4g}".format)
+        report = step_report(entry.name, proof, timeline, without, entry.plan and entry.plan(ranks))
+        if self.pictures.svg is not None:
+            report.line()
+            report.draw(partial(print_path, label="drawn in", path=self.pictures.svg))
+        self._show(report, passed, stages, path, "{:,.9g}".format, "{:,.4g}".format)
         return 0
+
+    def _show(
+        self,
+        report: Report,
+        passed: list[PassResult],
+        stages: dict[str, Timeline],
+        path: dict[str, float],
+        time_text: Callable[[float], str],
+        path_text: Callable[[float], str],
+    ) -> None:
+        """Print the report of a step, with the effect of passes before it and the critical path behind it."""
+        if not self.json:
+            print_passed(passed, time_text)
+            print_strips(stages if self.each_pass else {}, time_text)
+        report.data |= passes_json(passed)
+        if path:
+            add_path(report, path, path_text)
+        report.show(json=self.json)
 
     def _stages(self, passed: list[PassResult], timeline: Callable[[Checked], Timeline]) -> dict[str, Timeline]:
         """Simulate the step before the first pass and after each useful pass, if a picture or --each-pass shows it."""
@@ -186,9 +201,7 @@ class Simulate:
                 raise UserError("--costs gives unit costs, but --cluster gives seconds; leave out one of them")
             return True
         if self.model or request.cluster:
-            self.layout.entry_of_job(
-                self.strategy, self.ranks, [request.file]
-            )  # what is wrong with the plan is said first
+            self.layout.entry_of_job(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
         flags = {
@@ -208,8 +221,7 @@ class Simulate:
         return False
 
     def _run_priced(self, request: StepRequest) -> int:
-        from shardlab.cli.simulate.priced import as_json as priced_json
-        from shardlab.cli.simulate.priced import price, print_priced
+        from shardlab.cli.simulate.priced import price, step_report
         from shardlab.simulate.timeline.run import memory_counters
 
         result = price(request)
@@ -223,89 +235,79 @@ class Simulate:
         if self.path:
             estimate = result.estimate
             path = path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
-        if self.json:
-            facts = priced_json(result) | passes_json(result.passed)
-            print_json({**facts, **({"critical_path": path} if path else {})})
-        else:
-            print_passed(result.passed, seconds_text)
-            print_strips(stages if self.each_pass else {}, seconds_text)
-            print_priced(result, self.pictures.files)
-            print_path_parts(path, seconds_text)
+        report = step_report(result, self.pictures.files)
+        self._show(report, result.passed, stages, path, seconds_text, seconds_text)
         return 0
 
 
-def as_json(
-    entry: StrategyEntry, proof: Checked, timeline: Timeline, without: Timeline | None = None
-) -> dict[str, Any]:
-    """Return the figures of a step for --json.
+def step_report(
+    name: str, checked: Checked, timeline: Timeline, without: Timeline | None = None, plan: Plan | None = None
+) -> Report:
+    """Return the report of a step: its figures, the verdicts of the channel models, and the timelines of the ranks.
 
     Args:
+        name: name of the strategy.
         without: timeline of the same plan without recomputation, if the plan recomputes.
+        plan: plan of the strategy, if it has one.
     """
-    program = proof.program
-    return {
-        "strategy": entry.name,
-        **({"plan": entry.plan(program.ranks).as_dict()} if entry.plan else {}),
-        "ranks": program.ranks,
-        "mesh": program.mesh.used,
-        "layers": program.layers,
-        "microbatches": program.microbatches,
-        "steps": timeline.steps,
-        "end": timeline.end,
-        "bubble": bubble(timeline),
-        **({"frozen": list(proof.frozen)} if proof.frozen else {}),
-        "peak_memory": timeline.peak_memory,
-        "peak_memory_by_rank": timeline.peak_memory_by_rank,
-        **{f"peak_memory_on_{place}": most for place, most in peak_elsewhere(proof).items()},
-        **(
-            {"without_recompute": {"steps": without.steps, "end": without.end, "peak_memory": without.peak_memory}}
-            if without
-            else {}
-        ),
-        "ops": sum(map(len, program.tapes)),
-        "channel_models": {model.value: proof.models[model] is None for model in ChannelModel},
-        "deadlocks": {model.value: why for model, why in proof.models.items() if why is not None},
-        "backends": proof.backends(),
-        "drifts": [drift.as_dict() for drift in drifts_of(proof)],
-    }
+    program = checked.program
+    report = Report(strategy=name, **({"plan": plan.as_dict()} if plan else {}))
+    report.data |= {"ranks": program.ranks, "mesh": program.mesh.used}
+    report.data |= {"layers": program.layers, "microbatches": program.microbatches}
+    report.line(Text.assemble((name, "bold cyan"), "  ", (sizes_text(checked), "dim")), wrap=False)
+    report.line()
+    report.fact("steps", "when the last op starts", f"{timeline.steps:,.9g}", steps=timeline.steps)
+    report.fact("end", "when the last op ends", f"{timeline.end:,.9g}", end=timeline.end)
+    report.data["bubble"] = bubble(timeline)
+    if program.mesh.sizes()["pp"] > 1:
+        report.fact("bubble", "of the time between a rank's first and last pass", f"{bubble(timeline):.2%}")
+    peak, by_rank = timeline.peak_memory, timeline.peak_memory_by_rank
+    fullest = [rank for rank, live in enumerate(by_rank) if live == peak]
+    text = f"elements, on rank{'s' * (len(fullest) > 1)} {listed(fullest)}"
+    report.fact("peak memory", text, f"{peak:,}", peak_memory=peak, peak_memory_by_rank=by_rank)
+    for place, most in peak_elsewhere(checked).items():
+        report.fact(f"on the {place}", "elements at most, of a rank", f"{most:,}")
+        report.data[f"peak_memory_on_{place}"] = most
+    if without is not None:
+        figures = {"steps": without.steps, "end": without.end, "peak_memory": without.peak_memory}
+        report.data["without_recompute"] = figures
+        if without.end and without.peak_memory:
+            longer, text = _recomputed(timeline, without)
+            report.fact("recompute", text, longer)
+    # In unit costs, each part of a divided layer takes as long as a whole layer.
+    if any(layer.sliced for layer in program.sizes.signatures):
+        names = sorted({layer.name for layer in program.sizes.signatures})
+        report.fact("layers", f"{', '.join(names)}; each timed as a layer", str(program.layers))
+    if frozen := checked.frozen:
+        text = f"layer{'s' * (len(frozen) > 1)} {listed(frozen)}"
+        report.fact("frozen", text, str(len(frozen)), frozen=list(frozen))
+    ops = sum(map(len, program.tapes))
+    report.fact("ops", "on the tapes of all ranks", f"{ops:,}", ops=ops)
+    refused = {model.value: why for model, why in checked.models.items() if why is not None}
+    models = {model.value: model.value not in refused for model in ChannelModel}
+    passed = ", ".join(model for model, passes in models.items() if passes)
+    report.fact("channel models", f"{passed}: passed", style="green", channel_models=models, deadlocks=refused)
+    for model, why in refused.items():
+        report.fact("", f"{model}: refused", style="red")
+        report.fact("", why)
+    backends = checked.backends()
+    report.fact("runs on", ", ".join(backends) or "no backend", style="bold", backends=backends)
+    add_drifts(report, checked)
+    report.line()
+    report.draw(partial(_print_ranks, timeline=timeline))
+    return report
 
 
-def print_report(
-    name: str,
-    checked: Checked,
-    timeline: Timeline,
-    picture: Path | None = None,
-    without: Timeline | None = None,
-    console: Console | None = None,
-) -> None:
-    """Print the figures, the verdicts of the channel models, and the timelines of the ranks.
-
-    Args:
-        picture: file with the drawing, if one was written.
-        without: timeline of the same plan without recomputation, if the plan recomputes.
-    """
-    console = console or stdout_console()
-    console.print(Text.assemble((name, "bold cyan"), "  ", (sizes_text(checked), "dim")), soft_wrap=True)
-    console.print()
-    _print_figures(console, checked, timeline, without)
-    console.print()
-    _print_ranks(console, timeline)
-    if picture is not None:
-        console.print()
-        print_path(console, "drawn in", picture)
-
-
-def print_path_parts(path: dict[str, float], text: Callable[[float], str], console: Console | None = None) -> None:
-    """Print the parts of a critical path, if there is one. Their times add up to the time of the step."""
-    if not path:
-        return
-    console, step = console or stdout_console(), sum(path.values())
+def add_path(report: Report, path: dict[str, float], text: Callable[[float], str]) -> None:
+    """Add the parts of a critical path to a report. Their times add up to the time of the step."""
+    step = sum(path.values())
     table = table_of("critical path", "", "of the step")
     for name, seconds in path.items():
         table.add_row(name, text(seconds), f"{seconds / step:.1%}")
     table.add_row("step", text(step), "100.0%", style="bold")
-    console.print()
-    console.print(table)
+    report.line()
+    report.draw(lambda console: console.print(table))
+    report.data["critical_path"] = path
 
 
 def sizes_text(checked: Checked) -> str:
@@ -318,11 +320,13 @@ def sizes_text(checked: Checked) -> str:
     )
 
 
-def print_drifts(console: Console, checked: Checked) -> None:
-    """Print a warning for each kind of replicas that may drift."""
-    for drift in drifts_of(checked):
-        print_fact(console, "warning", "equal only up to rounding", "yellow")
-        print_fact(console, "", str(drift))
+def add_drifts(report: Report, checked: Checked) -> None:
+    """Add a warning for each kind of replicas that may drift."""
+    drifts = drifts_of(checked)
+    report.data["drifts"] = [drift.as_dict() for drift in drifts]
+    for drift in drifts:
+        report.fact("warning", "equal only up to rounding", style="yellow")
+        report.fact("", str(drift))
 
 
 def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs, names: str) -> Timeline | None:
@@ -339,63 +343,12 @@ def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs, names
     return simulate(run_passes(check(kept), find_passes(names), Goal(costs))[-1].checked, costs)
 
 
-def _frozen(checked: Checked) -> list[tuple[str, str, str]]:
-    """Return a row with the frozen layers, if there are any."""
-    frozen = checked.frozen
-    return [("frozen", str(len(frozen)), f"layer{'s' * (len(frozen) > 1)} {listed(frozen)}")] if frozen else []
-
-
-def _print_figures(console: Console, checked: Checked, timeline: Timeline, without: Timeline | None) -> None:
-    elsewhere = peak_elsewhere(checked)
-    peak = [rank for rank, live in enumerate(timeline.peak_memory_by_rank) if live == timeline.peak_memory]
-    figures = [
-        ("steps", f"{timeline.steps:,.9g}", "when the last op starts"),
-        ("end", f"{timeline.end:,.9g}", "when the last op ends"),
-        *_bubble(timeline),
-        ("peak memory", f"{timeline.peak_memory:,}", f"elements, on rank{'s' * (len(peak) > 1)} {listed(peak)}"),
-        *((f"on the {place}", f"{most:,}", "elements at most, of a rank") for place, most in elsewhere.items()),
-        *_recomputed(timeline, without),
-        *_divided_layers(checked),
-        *_frozen(checked),
-        ("ops", f"{sum(map(len, checked.program.tapes)):,}", "on the tapes of all ranks"),
-    ]
-    print_figures(console, figures)
-    passed = [model.value for model in ChannelModel if checked.models[model] is None]
-    print_fact(console, "channel models", ", ".join(passed) + ": passed", "green")
-    for model, why in checked.models.items():
-        if why is not None:
-            print_fact(console, "", f"{model.value}: refused", "red")
-            print_fact(console, "", why)
-    print_fact(console, "runs on", ", ".join(checked.backends()) or "no backend", "bold")
-    print_drifts(console, checked)
-
-
-def _bubble(timeline: Timeline) -> list[tuple[str, str, str]]:
-    if timeline.program.mesh.sizes()["pp"] == 1:
-        return []
-    return [("bubble", f"{bubble(timeline):.2%}", "of the time between a rank's first and last pass")]
-
-
-def _recomputed(timeline: Timeline, without: Timeline | None) -> list[tuple[str, str, str]]:
-    if without is None or not without.end or not without.peak_memory:
-        return []
+def _recomputed(timeline: Timeline, without: Timeline) -> tuple[str, str]:
+    """Return by how much recomputation makes the step longer, and what it does to the memory."""
     if (timeline.end, timeline.peak_memory) == (without.end, without.peak_memory):
-        return [("recompute", "+0.0%", "changes nothing: no attention scores are kept")]
+        return "+0.0%", "changes nothing: no attention scores are kept"
     memory = timeline.peak_memory / without.peak_memory - 1
-    longer = f"{timeline.end / without.end - 1:+.1%}"
-    return [("recompute", longer, f"time, {memory:+.1%} peak memory, against none")]
-
-
-def _divided_layers(checked: Checked) -> list[tuple[str, str, str]]:
-    """Return a row with the names of the layers, if the model's layers are divided.
-
-    In unit costs, each part takes as long as a whole layer, so such steps cannot be compared with others.
-    """
-    signatures = checked.program.sizes.signatures
-    if not any(layer.sliced for layer in signatures):
-        return []
-    names = sorted({layer.name for layer in signatures})
-    return [("layers", str(checked.program.layers), f"{', '.join(names)}; each timed as a layer")]
+    return f"{timeline.end / without.end - 1:+.1%}", f"time, {memory:+.1%} peak memory, against none"
 
 
 def _print_ranks(console: Console, timeline: Timeline) -> None:

@@ -1,14 +1,15 @@
 """`shardlab simulate ... --model NAME --cluster NAME`: simulate a step in seconds and bytes.
 
-`price` makes a `Workload` of a `StepRequest`, checks its program and estimates the step; `print_priced` and `as_json`
-show the result, a `PricedStep`. Large plans are folded: ranks that are identical are simulated once, and the tapes of
-all ranks are checked only if they have few ops.
+`price` makes a `Workload` of a `StepRequest`, checks its program and estimates the step; `step_report` makes a report
+of the result, a `PricedStep`. Large plans are folded: ranks that are identical are simulated once, and the tapes of all
+ranks are checked only if they have few ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.check import Checked, drifts_of
-from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
+from shardlab.cli.console import Report, print_path
 from shardlab.cli.plan_options import checked
 from shardlab.cli.simulate.terminal_timeline import print_timeline
 from shardlab.cli.step_request import StepRequest
@@ -156,57 +157,8 @@ def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
     return notes
 
 
-def as_json(result: PricedStep) -> dict[str, Any]:
-    """Return the figures of a step for --json, in seconds, bytes and shares."""
-    from shardlab.simulate.predict.memory_advice import assumed_figures
-
-    workload, estimate, entry = result.workload, result.estimate, result.entry
-    program, step = estimate.traced.program, estimate.step
-    return {
-        "strategy": entry.name,
-        **({"plan": entry.plan(workload.mesh.world).as_dict()} if entry.plan else {}),
-        "model": result.names[0],
-        "cluster": result.names[1],
-        "recipe": workload.recipe.name,
-        "precision": workload.precision.name,
-        "ranks": workload.mesh.world,
-        "idle_devices": workload.cluster.size - workload.mesh.world,
-        "mesh": workload.mesh.used,
-        "layers": program.layers,
-        "global_batch": workload.microbatches * workload.micro_batch_size,
-        "microbatches": workload.microbatches,
-        "micro_batch_size": workload.micro_batch_size,
-        "tokens": workload.tokens,
-        "step_seconds": step,
-        "tokens_per_second": workload.tokens / step,
-        "tokens_per_second_per_device": workload.tokens / step / workload.mesh.world,
-        "model_flops": workload.flops,
-        "mfu": workload.mfu(step),
-        "flops_convention": FLOPS_CONVENTION,
-        "compute_share": estimate.compute_share,
-        "exposed_share": estimate.exposed_share,
-        "exposed": [
-            {"kind": kind, "axis": axis, "share": share, "seconds": share * step}
-            for (kind, axis), share in estimate.exposed.items()
-        ],
-        "bubble_share": estimate.bubble_share,
-        "peak_memory": estimate.peak.bytes,
-        "device_memory": workload.cluster.device.memory,
-        "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
-        "memory_held": result.held.total,
-        "memory_held_by_part": result.held.parts,
-        "peak_memory_by_rank": [
-            _peak_as_json(peak, stands_for(program, row)) for row, peak in enumerate(estimate.peaks)
-        ],
-        "ops": sum(map(len, program.tapes)),
-        "ranks_simulated": program.ranks,
-        "checked": result.checked,
-        "notes": result.notes,
-    }
-
-
-def print_priced(result: PricedStep, written: list[Path], console: Console | None = None) -> None:
-    """Print the figures, notes and timeline of a step.
+def step_report(result: PricedStep, written: Sequence[Path] = ()) -> Report:
+    """Return the report of a step: its figures in seconds, bytes and shares, notes, and its timeline.
 
     Args:
         written: files that were written.
@@ -214,28 +166,70 @@ def print_priced(result: PricedStep, written: list[Path], console: Console | Non
     from shardlab.simulate.predict.memory_advice import assumed_figures
     from shardlab.simulate.predict.recipe import OWN
 
-    console = console or stdout_console()
-    workload, estimate = result.workload, result.estimate
-    model, cluster = result.names
-    console.print(Text.assemble((result.entry.name, "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
-    micro_batch_size = f"{counted(workload.micro_batch_size, 'sequence')} of {workload.model.seq_len} tokens"
-    microbatches = counted(workload.microbatches, "microbatch")
-    batch = f"global batch {workload.microbatches * workload.micro_batch_size:,}: {microbatches} of {micro_batch_size}"
+    workload, estimate, entry, held = result.workload, result.estimate, result.entry, result.held
+    program, step, peak, device = estimate.traced.program, estimate.step, estimate.peak, workload.cluster.device
+    world, sequences = workload.mesh.world, workload.microbatches * workload.micro_batch_size
+    report = Report(strategy=entry.name, **({"plan": entry.plan(world).as_dict()} if entry.plan else {}))
+    report.data |= {
+        "model": result.names[0],
+        "cluster": result.names[1],
+        "recipe": workload.recipe.name,
+        "precision": workload.precision.name,
+        "ranks": world,
+        "idle_devices": workload.cluster.size - world,
+        "mesh": workload.mesh.used,
+        "layers": program.layers,
+        "global_batch": sequences,
+        "microbatches": workload.microbatches,
+        "micro_batch_size": workload.micro_batch_size,
+        "tokens": workload.tokens,
+    }
+    report.line(Text.assemble((entry.name, "bold cyan"), " of {} on {}".format(*result.names)), wrap=False)
+    each = f"{counted(workload.micro_batch_size, 'sequence')} of {workload.model.seq_len} tokens"
+    batch = f"global batch {sequences:,}: {counted(workload.microbatches, 'microbatch')} of {each}"
     recipe = "" if workload.recipe == OWN else f", as {workload.recipe.name} runs it"
-    console.print(f"{workload.mesh}, {batch}, {workload.precision.name}{recipe}\n", style="dim")
-    print_figures(console, _figures(result))
-    ops = sum(map(len, estimate.traced.program.tapes))
-    print_fact(console, "ops", f"{ops:,}, of {_ranks_text(result)}")
-    print_fact(console, "check", _check_text(result))
-    if assumed := assumed_figures(workload):
-        print_fact(console, "assumed", ", ".join(assumed))
+    report.line(f"{workload.mesh}, {batch}, {workload.precision.name}{recipe}\n", "dim")
+    report.fact("step time", "", seconds_text(step), step_seconds=step)
+    speed, mfu = workload.tokens / step, workload.mfu(step)
+    report.fact("tokens/s", f"{speed / world:,.0f} on each device", f"{speed:,.0f}", tokens_per_second=speed)
+    report.data |= {"tokens_per_second_per_device": speed / world, "model_flops": workload.flops}
+    report.fact("MFU", f"of {device.name}'s {workload.precision.compute} peak", percent_text(mfu), mfu=mfu)
+    report.data["flops_convention"] = FLOPS_CONVENTION
+    share = estimate.compute_share
+    report.fact("compute", "of the step, the mean over ranks", f"{share:.1%}", compute_share=share)
+    share, text = estimate.exposed_share, f"compute waits for communication: {_exposed_text(estimate.exposed)}"
+    report.fact("exposed", text, f"{share:.1%}", exposed_share=share)
+    report.data["exposed"] = [
+        {"kind": kind, "axis": axis, "share": share, "seconds": share * step}
+        for (kind, axis), share in estimate.exposed.items()
+    ]
+    share = estimate.bubble_share
+    report.fact("bubble", "a rank waits for others, or has ended", f"{share:.1%}", bubble_share=share)
+    text = f"of tensors, on rank {peak.rank}: {peak.cause}"
+    report.fact("peak memory", text, bytes_text(peak.bytes), peak_memory=peak.bytes)
+    report.fact("", _parts_text(peak.bytes, peak.by_category), "")
+    report.data["device_memory"] = device.memory
+    parts = f"of {memory_text(device.memory)}: {_parts_text(held.total, held.parts)}"
+    text = "; ".join(filter(None, (parts, uncounted_memory(workload))))
+    report.fact("memory held", text, bytes_text(held.total), memory_held=held.total, memory_held_by_part=held.parts)
+    report.data["peak_memory_by_rank"] = [
+        _peak_as_json(peak, stands_for(program, row)) for row, peak in enumerate(estimate.peaks)
+    ]
+    ops = sum(map(len, program.tapes))
+    report.fact("ops", f"{ops:,}, of {_ranks_text(result)}", ops=ops, ranks_simulated=program.ranks)
+    report.fact("check", _check_text(result), checked=result.checked)
+    assumed = assumed_figures(workload)
+    report.data |= {"assumed": {name: asdict(figure) for name, figure in assumed.items()}, "notes": result.notes}
+    if assumed:
+        report.fact("assumed", ", ".join(assumed))
     for note in result.notes:
-        print_fact(console, "note", note)
+        report.fact("note", note)
     if ops <= DRAWN_OPS:
-        console.print()
-        _print_ranks(console, result)
+        report.line()
+        report.draw(partial(_print_ranks, result=result))
     for path in written:
-        print_path(console, "written to", path)
+        report.draw(partial(print_path, label="written to", path=path))
+    return report
 
 
 def _require_backend(entry: StrategyEntry, proof: Checked, cluster: str) -> Checked:
@@ -302,28 +296,6 @@ def _peak_as_json(peak: Peak, ranks: range) -> dict[str, Any]:
     }
 
 
-def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
-    """List the figures as label, value and remark."""
-    workload, estimate = result.workload, result.estimate
-    step, peak, held, device = estimate.step, estimate.peak, result.held, workload.cluster.device
-    speed, parts = workload.tokens / step, _parts_text(held.total, held.parts)
-    return [
-        ("step time", seconds_text(step), ""),
-        ("tokens/s", f"{speed:,.0f}", f"{speed / workload.mesh.world:,.0f} on each device"),
-        ("MFU", percent_text(workload.mfu(step)), f"of {device.name}'s {workload.precision.compute} peak"),
-        ("compute", f"{estimate.compute_share:.1%}", "of the step, the mean over ranks"),
-        ("exposed", f"{estimate.exposed_share:.1%}", "compute waits for communication: " + _exposed_text(result)),
-        ("bubble", f"{estimate.bubble_share:.1%}", "a rank waits for others, or has ended"),
-        ("peak memory", bytes_text(peak.bytes), f"of tensors, on rank {peak.rank}: {peak.cause}"),
-        ("", "", _parts_text(peak.bytes, peak.by_category)),
-        (
-            "memory held",
-            bytes_text(held.total),
-            "; ".join(filter(None, (f"of {memory_text(device.memory)}: {parts}", uncounted_memory(workload)))),
-        ),
-    ]
-
-
 def _parts_text(all: float, parts: Mapping[str, float]) -> str:
     """Return the parts of memory, largest first, in the unit of the whole. Parts that would be shown as 0 are left
     out."""
@@ -332,8 +304,8 @@ def _parts_text(all: float, parts: Mapping[str, float]) -> str:
     return ", ".join(f"{part} {bytes / size:,.2f}" for part, bytes in shares if bytes >= 0.005 * size)
 
 
-def _exposed_text(result: PricedStep) -> str:
-    shown = [(key, share) for key, share in result.estimate.exposed.items() if share >= 0.0005][:4]
+def _exposed_text(exposed: Mapping[tuple[str, str], float]) -> str:
+    shown = [(key, share) for key, share in exposed.items() if share >= 0.0005][:4]
     return ", ".join(f"{kind.replace('_', '-')} on {axis} {share:.1%}" for (kind, axis), share in shown) or "none"
 
 
