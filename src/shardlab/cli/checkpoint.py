@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +12,7 @@ import tyro
 from rich.text import Text
 from tyro.conf import subcommand
 
-from shardlab.cli.console import print_json, stdout_console, table_of
+from shardlab.cli.console import Report
 from shardlab.cli.convert import Convert
 from shardlab.cli.options import Count, Flag, OptionalCount
 from shardlab.common.errors import UserError
@@ -118,22 +119,23 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
         raise UserError(f"{run} {what}; name the folder of a run")
     rows = [_row(folder_of(run / CHECKPOINTS, step), step, verify=verify) for step in steps]
     whole = all(not row["wrong"] for row in rows)
-    if json:
-        print_json({"run": str(run), "checkpoints": rows})
-        return 0 if whole else 1
-    console = stdout_console()
-    table = table_of("step", "plan", "ranks", "bytes", "written", "state", words=6)
-    for row in rows:
-        good = "checksums are right" if verify else "complete"
-        state = Text("harmed", "red") if row["wrong"] else Text(good, "green")
-        size = "" if row["bytes"] is None else f"{row['bytes']:,}"
-        table.add_row(str(row["step"]), str(row["plan"]), str(row["ranks"]), size, str(row["written"]), state)
-    console.print(table)
+    good = Text("checksums are right" if verify else "complete", "green")
+    columns: dict[str, Callable[[Any], str | Text]] = {
+        "step": lambda row: str(row["step"]),
+        "plan": lambda row: str(row["plan"]),
+        "ranks": lambda row: str(row["ranks"]),
+        "bytes": lambda row: "" if row["bytes"] is None else f"{row['bytes']:,}",
+        "written": lambda row: str(row["written"]),
+        "state": lambda row: Text("harmed", "red") if row["wrong"] else good,
+    }
+    report = Report(run=str(run))
+    report.table(columns, rows, "checkpoints", words=6)
     for row in rows:
         if row["wrong"]:
-            console.print(row["wrong"], highlight=False, soft_wrap=True)
+            report.line(row["wrong"], wrap=False)
     if whole:
-        console.print(f"resume with: shardlab train --resume {run}", highlight=False, soft_wrap=True)
+        report.line(f"resume with: shardlab train --resume {run}", wrap=False)
+    report.show(json=json)
     return 0 if whole else 1
 
 

@@ -216,22 +216,28 @@ class Report:
         self._parts.append(draw)
 
     def table(
-        self, columns: Sequence[Column], rows: Sequence[Any], key: str = "", words: int = 1, gap: int = 2
+        self,
+        columns: Mapping[str, Callable[[Any], str | Text]],
+        rows: Sequence[Any],
+        key: str = "",
+        *,
+        words: int = 1,
+        folded: int | None = None,
     ) -> None:
         """Add a table.
 
         Args:
-            columns: its columns, of which the first `words` have words, and the others figures.
-            rows: objects from which the columns take their values.
-            key: field of the rows for --json ("": none).
-            gap: blanks between columns.
+            columns: function that makes the cell of a row, by heading. The first `words` columns have words.
+            rows: rows, which are also the field `key` for --json ("": none).
+            folded: index of a column that is folded, so that no cell is cut, if the terminal is too narrow (None:
+                cells are cut).
         """
-        table = table_of(*(each.heading for each in columns if each.heading is not None), words=words, gap=gap)
+        table = table_of(*columns, words=words)
         for row in rows:
-            table.add_row(*(each.text(each.value(row)) for each in columns if each.heading is not None))
-        self.draw(lambda console: console.print(table))
+            table.add_row(*(cell(row) for cell in columns.values()))
+        self.draw(lambda console: console.print(table) if folded is None else print_whole(console, table, folded))
         if key:
-            self.data[key] = [{each.key: each.value(row) for each in columns if each.key} for row in rows]
+            self.data[key] = rows
 
     def show(self, *, json: bool) -> None:
         """Print the report, or only its data as JSON."""
@@ -257,23 +263,6 @@ class Fact:
     text: str
     figure: str | None
     style: str
-
-
-@dataclass(frozen=True)
-class Column:
-    """Column of a report's table.
-
-    Attributes:
-        heading: heading on the console (None: it is not shown there).
-        key: field for --json ("": none).
-        value: function that returns the value of a row.
-        text: function that returns the text of a value.
-    """
-
-    heading: str | None
-    key: str
-    value: Callable[[Any], Any]
-    text: Callable[[Any], str | Text] = str
 
 
 def print_path(console: Console, label: str, path: Path) -> None:
