@@ -15,7 +15,7 @@ import pytest
 import tyro
 
 from shardlab.cli import COMMANDS, main
-from shardlab.cli.console import GROUPS, MOST_USED, ONE_LIST, PEERS, meant_by
+from shardlab.cli.console import ONE_LIST, help_tables, meant_by
 from shardlab.cli.launch import Submit
 from shardlab.cli.options import option_names
 from shardlab.cli.plan.command import PlanCommand
@@ -84,7 +84,7 @@ def test_an_unknown_option_is_answered_with_what_was_meant(
 
 def test_every_meaning_is_an_option_or_speaks_of_options_and_no_peer_is_answered_with_itself() -> None:
     known = [{f"--{name.replace('_', '-')}" for name in option_names(command)} for command in EMPTY]
-    for meaning, peers in PEERS.items():
+    for meaning, peers in help_tables()["peers"].items():
         options = set(re.findall("--[a-z-]+", meaning))
         having = [flags for flags in known if options <= flags]
         assert options
@@ -208,10 +208,10 @@ def test_help_lists_every_option_once_and_no_other(line: str, capsys: Captured) 
 def test_only_long_help_has_groups(line: str, capsys: Captured) -> None:
     text = help_of(line, capsys)
     shown, lines = titles(text), listed(text)
-    assert shown == [group for group in GROUPS if group in shown]
+    assert shown == [group for group in help_tables()["groups"] if group in shown]
     assert bool(shown) == (len(lines) > ONE_LIST)
     if shown:
-        used = [f"--{name.replace('_', '-')}" for name in MOST_USED[line.split()[-1]].split()]
+        used = [f"--{name.replace('_', '-')}" for name in help_tables()["most_used"][line.split()[-1]].split()]
         assert lines[: len(used)] == used
         assert len(used) <= 10
         first = text.split(f" {shown[0]} options")[0]
@@ -219,7 +219,7 @@ def test_only_long_help_has_groups(line: str, capsys: Captured) -> None:
 
 
 def test_every_group_is_shown_by_train(capsys: Captured) -> None:
-    assert titles(help_of("train", capsys)) == list(GROUPS)
+    assert titles(help_of("train", capsys)) == list(help_tables()["groups"])
 
 
 def test_the_first_screen_of_train_is_its_usage_its_purpose_and_ten_options(capsys: Captured) -> None:
