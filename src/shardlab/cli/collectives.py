@@ -62,22 +62,8 @@ LABELS = {
 }
 """Label of each collective in the middle of its diagram. That of a reduction is the operation."""
 
-BOXES = {
-    "": " ",
-    "L": "─",
-    "R": "─",
-    "LR": "─",
-    "LD": "┐",
-    "LU": "┘",
-    "LUD": "┤",
-    "LRD": "┬",
-    "LRU": "┴",
-    "LRUD": "┼",
-    "RD": "┌",
-    "RU": "└",
-    "RUD": "├",
-    "UD": "│",
-}
+BOXES = {"": " ", "L": "─", "R": "─", "LR": "─", "LD": "┐", "LU": "┘", "LUD": "┤", "LRD": "┬", "LRU": "┴", "LRUD": "┼"}
+BOXES |= {"RD": "┌", "RU": "└", "RUD": "├", "UD": "│"}
 """Sign of a junction from which lines go left (L), right (R), up (U) and down (D)."""
 
 ASCII = str.maketrans("─│▶┐┘┤┬┴┼┌└├", "-|>+++++++++")

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
+from shardlab.cli.console import Report
 from shardlab.cli.plan_options import PlanOptions, plan_flags
-from shardlab.cli.simulate.priced import PricedStep, doubts, price, step_report
+from shardlab.cli.simulate.priced import PricedStep, add_step, doubts, price
 from shardlab.cli.step_request import StepRequest
 from shardlab.language import Mesh
 from shardlab.simulate.hardware import Cluster, Machine, Profile, Rate
@@ -26,7 +27,9 @@ def of(strategy: str | None, model: str, cluster: str, layout: PlanOptions = pla
 
 def printed(result: PricedStep, width: int = 80) -> list[str]:
     text = io.StringIO()
-    step_report(result).print(Console(file=text, width=width, highlight=False))
+    report = Report()
+    add_step(report, result)
+    report.print(Console(file=text, width=width, highlight=False))
     return text.getvalue().splitlines()
 
 

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
-from shardlab.cli.simulate.priced import price, step_report
+from shardlab.cli.console import Report
+from shardlab.cli.simulate.priced import add_step, price
 from shardlab.cli.step_request import StepRequest
 from shardlab.common.text import seconds_text
 
@@ -138,7 +139,9 @@ def test_a_mistake_is_told_in_one_sentence(arguments: tuple[str, ...], said: str
 def test_the_report_names_every_figure(width: int) -> None:
     result = price(StepRequest("gpt2", "h100x8", "zero-3", model_fields={"layers": 4}))
     stream = io.StringIO()
-    step_report(result).print(Console(file=stream, width=width, highlight=False))
+    report = Report()
+    add_step(report, result)
+    report.print(Console(file=stream, width=width, highlight=False))
     text = stream.getvalue()
     assert text.isascii()
     for label in ("step time", "tokens/s", "MFU", "compute", "exposed", "bubble", "peak memory", "ops", "rank"):

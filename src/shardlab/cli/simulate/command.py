@@ -1,7 +1,7 @@
 """`shardlab simulate STRATEGY`: check a strategy, and simulate the time and memory of one step.
 
 `Simulate.run` traces and checks the program, runs passes on it if asked to, simulates it in unit costs, and prints the
-figures and a timeline, or JSON (`step_report`). With --model and --cluster, `priced.py` does the same in seconds and
+figures and a timeline, or JSON (`add_step`). With --model and --cluster, `priced.py` does the same in seconds and
 bytes.
 """
 
@@ -32,11 +32,10 @@ from shardlab.cli.options import (
     StrategyName,
     costs_of,
 )
-from shardlab.cli.passes import as_json as passes_json
-from shardlab.cli.passes import print_passed
+from shardlab.cli.passes import add_passes
 from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, JobFile, Layout, RecipeName, checked
 from shardlab.cli.simulate.terminal_timeline import print_strips, print_timeline
-from shardlab.cli.step_request import StepRequest
+from shardlab.cli.step_request import OPTIONS, StepRequest
 from shardlab.common.text import counted, listed, seconds_text
 from shardlab.language import UserError, trace
 from shardlab.language.precision import Optimizer
@@ -49,6 +48,10 @@ from shardlab.simulate.timeline.timeline import rank_times
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.registry import StrategyEntry
+
+IN_UNIT_COSTS = ("model", "cluster", "layers", "microbatches")
+PRICED_OPTIONS = [option for options in OPTIONS.values() for option in options if option not in IN_UNIT_COSTS]
+"""Options that need a model and a cluster. Only the optimizer muon also changes a step in unit costs."""
 
 
 @dataclass(frozen=True)
@@ -151,30 +154,24 @@ class Simulate:
         self._save(timeline, stages, entry.title(ranks))
         without = _without_recompute(entry, proof, costs, names)
         path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
-        report = step_report(entry.name, proof, timeline, without, entry.plan and entry.plan(ranks))
+        report = self._passes_report(passed, stages, "{:,.9g}".format)
+        add_step(report, entry.name, proof, timeline, without, entry.plan and entry.plan(ranks))
         if self.pictures.svg is not None:
             report.line()
             report.draw(partial(print_path, label="drawn in", path=self.pictures.svg))
-        self._show(report, passed, stages, path, "{:,.9g}".format, "{:,.4g}".format)
+        add_path(report, path, "{:,.4g}".format)
+        report.show(json=self.json)
         return 0
 
-    def _show(
-        self,
-        report: Report,
-        passed: list[PassResult],
-        stages: dict[str, Timeline],
-        path: dict[str, float],
-        time_text: Callable[[float], str],
-        path_text: Callable[[float], str],
-    ) -> None:
-        """Print the report of a step, with the effect of passes before it and the critical path behind it."""
-        if not self.json:
-            print_passed(passed, time_text)
-            print_strips(stages if self.each_pass else {}, time_text)
-        report.data |= passes_json(passed)
-        if path:
-            add_path(report, path, path_text)
-        report.show(json=self.json)
+    def _passes_report(
+        self, passed: list[PassResult], stages: dict[str, Timeline], time_text: Callable[[float], str]
+    ) -> Report:
+        """Return a report that begins with the effect of passes, if there are any."""
+        report = Report()
+        add_passes(report, passed, time_text)
+        if self.each_pass:
+            report.draw(partial(print_strips, stages, time_text))
+        return report
 
     def _stages(self, passed: list[PassResult], timeline: Callable[[Checked], Timeline]) -> dict[str, Timeline]:
         """Simulate the step before the first pass and after each useful pass, if a picture or --each-pass shows it."""
@@ -204,46 +201,40 @@ class Simulate:
             self.layout.entry_of_job(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
-        flags = {
-            "sequence": self.sequence,
-            "memory": self.memory,
-            "global-batch": self.global_batch,
-            "micro-batch-size": self.micro_batch_size,
-            "precision": self.precision,
-            "recipe": self.recipe,
-            "optimizer": self.optimizer != "muon" and self.optimizer,
-            "ema": self.ema,
-            "other-machine": self.other_machine,
-        }
-        for flag, given in flags.items():
-            if given:
-                raise UserError(f"--{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
+        for name in PRICED_OPTIONS:
+            if (given := getattr(self, name)) and given != "muon":
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
         return False
 
     def _run_priced(self, request: StepRequest) -> int:
-        from shardlab.cli.simulate.priced import price, step_report
+        from shardlab.cli.simulate.priced import add_step, price
         from shardlab.simulate.timeline.run import memory_counters
 
         result = price(request)
-        stages = self._stages(result.passed, result.workload.timeline)
+        estimate, stages = result.estimate, self._stages(result.passed, result.workload.timeline)
         if self.pictures.files:
-            estimate = result.estimate
             name = f"{result.entry.title(result.workload.mesh.world)} of {request.model} on {request.cluster}"
-            counters = memory_counters(estimate.traced, estimate.times)
-            self._save(estimate.timeline(), stages, name, counters)
+            self._save(estimate.timeline(), stages, name, memory_counters(estimate.traced, estimate.times))
         path: dict[str, float] = {}
         if self.path:
-            estimate = result.estimate
             path = path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
-        report = step_report(result, self.pictures.files)
-        self._show(report, result.passed, stages, path, seconds_text, seconds_text)
+        report = self._passes_report(result.passed, stages, seconds_text)
+        add_step(report, result, self.pictures.files)
+        add_path(report, path, seconds_text)
+        report.show(json=self.json)
         return 0
 
 
-def step_report(
-    name: str, checked: Checked, timeline: Timeline, without: Timeline | None = None, plan: Plan | None = None
-) -> Report:
-    """Return the report of a step: its figures, the verdicts of the channel models, and the timelines of the ranks.
+def add_step(
+    report: Report,
+    name: str,
+    checked: Checked,
+    timeline: Timeline,
+    without: Timeline | None = None,
+    plan: Plan | None = None,
+) -> None:
+    """Add the figures of a step, the verdicts of the channel models, and the timelines of the ranks to a report.
 
     Args:
         name: name of the strategy.
@@ -251,7 +242,7 @@ def step_report(
         plan: plan of the strategy, if it has one.
     """
     program = checked.program
-    report = Report(strategy=name, **({"plan": plan.as_dict()} if plan else {}))
+    report.data |= {"strategy": name, **({"plan": plan.as_dict()} if plan else {})}
     report.data |= {"ranks": program.ranks, "mesh": program.mesh.used}
     report.data |= {"layers": program.layers, "microbatches": program.microbatches}
     report.line(Text.assemble((name, "bold cyan"), "  ", (sizes_text(checked), "dim")), wrap=False)
@@ -295,11 +286,12 @@ def step_report(
     add_drifts(report, checked)
     report.line()
     report.draw(partial(_print_ranks, timeline=timeline))
-    return report
 
 
 def add_path(report: Report, path: dict[str, float], text: Callable[[float], str]) -> None:
-    """Add the parts of a critical path to a report. Their times add up to the time of the step."""
+    """Add the parts of a critical path to a report, if there are any. Their times add up to the time of the step."""
+    if not path:
+        return
     step = sum(path.values())
     table = table_of("critical path", "", "of the step")
     for name, seconds in path.items():

@@ -1,7 +1,7 @@
 """`shardlab simulate ... --model NAME --cluster NAME`: simulate a step in seconds and bytes.
 
-`price` makes a `Workload` of a `StepRequest`, checks its program and estimates the step; `step_report` makes a report
-of the result, a `PricedStep`. Large plans are folded: ranks that are identical are simulated once, and the tapes of all
+`price` makes a `Workload` of a `StepRequest`, checks its program and estimates the step; `add_step` reports the
+result, a `PricedStep`. Large plans are folded: ranks that are identical are simulated once, and the tapes of all
 ranks are checked only if they have few ops.
 """
 
@@ -157,8 +157,8 @@ def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
     return notes
 
 
-def step_report(result: PricedStep, written: Sequence[Path] = ()) -> Report:
-    """Return the report of a step: its figures in seconds, bytes and shares, notes, and its timeline.
+def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -> None:
+    """Add the figures of a step in seconds, bytes and shares, notes, and its timeline to a report.
 
     Args:
         written: files that were written.
@@ -169,8 +169,9 @@ def step_report(result: PricedStep, written: Sequence[Path] = ()) -> Report:
     workload, estimate, entry, held = result.workload, result.estimate, result.entry, result.held
     program, step, peak, device = estimate.traced.program, estimate.step, estimate.peak, workload.cluster.device
     world, sequences = workload.mesh.world, workload.microbatches * workload.micro_batch_size
-    report = Report(strategy=entry.name, **({"plan": entry.plan(world).as_dict()} if entry.plan else {}))
     report.data |= {
+        "strategy": entry.name,
+        **({"plan": entry.plan(world).as_dict()} if entry.plan else {}),
         "model": result.names[0],
         "cluster": result.names[1],
         "recipe": workload.recipe.name,
@@ -229,7 +230,6 @@ def step_report(result: PricedStep, written: Sequence[Path] = ()) -> Report:
         report.draw(partial(_print_ranks, result=result))
     for path in written:
         report.draw(partial(print_path, label="written to", path=path))
-    return report
 
 
 def _require_backend(entry: StrategyEntry, proof: Checked, cluster: str) -> Checked:
