@@ -15,7 +15,7 @@ import pytest
 import tyro
 
 from shardlab.cli import COMMANDS, main
-from shardlab.cli.console import ONE_LIST, help_tables, meant_by
+from shardlab.cli.console import ONE_LIST, Report, help_tables, meant_by
 from shardlab.cli.launch import Submit
 from shardlab.cli.options import option_names
 from shardlab.cli.plan.command import PlanCommand
@@ -564,3 +564,44 @@ def test_a_file_that_cannot_be_run_is_refused(text: str, sentence: str, folder: 
     status, err = refused(capsys, "simulate", "bad.py:right")
     assert status == 2
     assert sentence in err
+
+
+# `Report`: one list of facts and tables, of which the console and --json are two renderings.
+
+
+def test_a_report_is_the_same_on_the_console_and_in_json(capsys: Captured) -> None:
+    report = Report(name="step")
+    report.fact("time", "of a step", "12", seconds=12)
+    report.fact("memory", "of a rank", "3", bytes=3)
+    report.fact("check", "passed", checked=True)
+    report.line("rows", wrap=False)
+    rows = [{"rank": 0, "bytes": 3}, {"rank": 1, "bytes": 2}]
+    report.table({"rank": lambda row: str(row["rank"]), "bytes": lambda row: f"{row['bytes']} B"}, rows, "ranks")
+    report.show(json=False)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["time", "12", "of", "a", "step"],
+        ["memory", "3", "of", "a", "rank"],
+        ["check", "passed"],
+        ["rows"],
+        ["rank", "bytes"],
+        ["0", "3", "B"],
+        ["1", "2", "B"],
+    ]
+    report.show(json=True)
+    expected = {"name": "step", "seconds": 12, "bytes": 3, "checked": True, "ranks": rows}
+    assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_figures_of_a_report_are_aligned_up_to_the_next_fact_without_one(capsys: Captured) -> None:
+    report = Report()
+    report.fact("short", "a", "1")
+    report.fact("long", "b", "1,000")
+    report.fact("no figure", "c")
+    report.fact("other", "d", "10")
+    report.show(json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "short               1  a",
+        "long            1,000  b",
+        "no figure       c",
+        "other           10  d",
+    ]
