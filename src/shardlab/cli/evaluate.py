@@ -97,7 +97,7 @@ class Eval:
         if alone and (self.ranks or launched) in (None, 1):
             chosen, ranks = entry_from_plan(Plan(Mesh()), "one device"), 1
         else:
-            chosen, ranks = self.layout.entry_of_job(self.strategy, self.ranks, [file], otherwise=launched)
+            chosen, ranks = self.layout.entry(self.strategy, self.ranks, [file], otherwise=launched)
         job = Job(
             chosen.for_job(ranks),
             ranks,

@@ -100,23 +100,32 @@ class PlanOptions:
         self,
         name: str | None,
         ranks: int | None,
-        base: Plan | None = None,
+        sources: Sequence[ConfigSource] = (),
         *,
-        passes: str | None = None,
+        otherwise: int | None = None,
         follows: bool = False,
     ) -> tuple[StrategyEntry, int]:
         """Return the strategy, with the changes by flags, and its number of ranks.
 
         Args:
-            name: name of the strategy or of `base` (None: none is given).
-            ranks: number of ranks that is requested or available (None: unknown).
-            base: plan that the flags change. --plan replaces it.
-            passes: passes of a strategy that is not a plan, if no flag gives them.
+            name, ranks: name of the strategy and number of ranks that flags give (None: none is given).
+            sources: sources before the flags. They count if flags give neither a name, a plan nor a mesh.
+            otherwise: number of ranks if neither flags nor sources give it (None: unknown).
             follows: whether the mesh is adapted if it has another number of ranks.
 
         Raises:
             UserError: if the flags contradict the strategy, the number of ranks or each other.
         """
+        base: Plan | None = None
+        passes: str | None = None
+        if name is None and self.plan is None:
+            name, of_sources, base, passes = plan_settings(sources)
+            if self.names_mesh:  # flags for the mesh describe a new plan
+                name = base = passes = of_sources = None
+            elif self.names_plan and origin_of(sources, "plan", "strategy") == "default":
+                name = None
+            ranks = ranks or of_sources
+        ranks = ranks or otherwise
         given, words = self.given(), self.offload if getattr(self, "passes", None) is None else None
         path: Path | None = given.pop("plan", None)
         if name is None and path is None and not given:
@@ -146,33 +155,6 @@ class PlanOptions:
                 "the mesh"
             )
         return entry_from_plan(plan, name or (str(path) if path else UNNAMED)), plan.mesh.world
-
-    def entry_of_job(
-        self,
-        name: str | None,
-        ranks: int | None,
-        sources: Sequence[ConfigSource],
-        *,
-        otherwise: int | None = None,
-        follows: bool = False,
-    ) -> tuple[StrategyEntry, int]:
-        """Return the strategy and its number of ranks, as `entry` does, from sources if the flags do not give them.
-
-        Args:
-            name, ranks: name of the strategy and number of ranks that flags give.
-            sources: sources before the flags.
-            otherwise: number of ranks if neither flags nor sources give it.
-            follows: whether the mesh is adapted if it has another number of ranks.
-        """
-        base, passes = None, None
-        if name is None and self.plan is None:
-            name, of_sources, base, passes = plan_settings(sources)
-            if self.names_mesh:  # flags for the mesh describe a new plan
-                name = base = passes = of_sources = None
-            elif self.names_plan and origin_of(sources, "plan", "strategy") == "default":
-                name = None
-            ranks = ranks or of_sources
-        return self.entry(name, ranks or otherwise, base, passes=passes, follows=follows)
 
 
 def checked(

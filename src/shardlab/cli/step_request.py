@@ -196,7 +196,7 @@ class StepRequest:
         Raises:
             UserError: if the flags contradict each other, or the ranks do not fit on the cluster.
         """
-        entry, ranks = self.layout.entry_of_job(self.strategy, self.ranks, [self.file], otherwise=self._default_ranks())
+        entry, ranks = self.layout.entry(self.strategy, self.ranks, [self.file], otherwise=self._default_ranks())
         self.found_cluster.require(ranks)
         return self._as_recipe_does(entry, ranks), ranks
 

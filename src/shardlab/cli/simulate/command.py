@@ -142,7 +142,7 @@ class Simulate:
         if self._is_priced(request):
             return self._run_priced(request)
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
-        entry, ranks = self.layout.entry_of_job(self.strategy, self.ranks, [request.file])
+        entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file])
         layers = request.model_fields.get("layers") or entry.default_layers(ranks, at_least=1 if self.costs else 4)
         microbatches, matrices = request.batch.microbatches or 4, request.optimizer == "muon"
         written = checked(entry, ranks, layers, microbatches, whole_matrices=matrices)
@@ -198,7 +198,7 @@ class Simulate:
                 raise UserError("--costs gives unit costs, but --cluster gives seconds; leave out one of them")
             return True
         if self.model or request.cluster:
-            self.layout.entry_of_job(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first
+            self.layout.entry(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
         for name in PRICED_OPTIONS:

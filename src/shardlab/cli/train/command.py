@@ -260,7 +260,7 @@ class Train:
             return first.entry, first.config, planned
         below = [source for source in sources if source.name != "flags"]
         follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
-        chosen, ranks = self.layout.entry_of_job(self.strategy, self.ranks, below, otherwise=launched, follows=follows)
+        chosen, ranks = self.layout.entry(self.strategy, self.ranks, below, otherwise=launched, follows=follows)
         return chosen, resolve_config(sources, chosen, ranks), None
 
     def _report_model(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
