@@ -62,8 +62,8 @@ LABELS = {
 }
 """Label of each collective in the middle of its diagram. That of a reduction is the operation."""
 
-_LINES = ("", "L", "R", "LR", "LD", "LU", "LUD", "LRD", "LRU", "LRUD", "RD", "RU", "RUD", "UD")
-BOXES = dict(zip(_LINES, " ───┐┘┤┬┴┼┌└├│", strict=True))
+_LINES: tuple[str, ...] = ("", "L", "R", "LR", "LD", "LU", "LUD", "LRD", "LRU", "LRUD", "RD", "RU", "RUD", "UD")
+BOXES: dict[str, str] = dict(zip(_LINES, " ───┐┘┤┬┴┼┌└├│", strict=True))
 """Sign of a junction from which lines go left (L), right (R), up (U) and down (D)."""
 
 ASCII = str.maketrans("─│▶┐┘┤┬┴┼┌└├", "-|>+++++++++")

@@ -4,7 +4,7 @@ A command is a frozen dataclass, and tyro makes an option of each field. This fi
 
 1. types of single options, such as `Count` or `NewFile`, as annotations that tell tyro how to parse and explain them;
 2. `Pictures`, the options for files that show a step, which a command takes as one field;
-3. functions that read or refuse values: counts, switches, `--costs`, new files, and the tokens of a step.
+3. functions that read or refuse values: switches, `--costs`, new files, and the tokens of a step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -91,9 +91,12 @@ def one_word_option(metavar: str, read: Callable[[str], Any], kind: type) -> Pri
 
 def _parse_count(word: str) -> int:
     try:
-        return int(word)
+        count = int(word)
     except ValueError:
         raise ValueError(f"{word!r} is not a whole number; give 1 or more.") from None
+    if count < 1:
+        raise ValueError(f"{count} is too few; give 1 or more.")
+    return count
 
 
 _COUNT = one_word_option("N", _parse_count, int)
@@ -200,25 +203,6 @@ class Pictures:
 
         with writing("--trace", self.trace):
             save_trace_events(shown, self.trace)
-
-
-def check_counts(command: object) -> None:
-    """Refuse a command with an option of type `Count` that is less than 1.
-
-    tyro could check this as well, but its message has eight lines.
-
-    Raises:
-        UserError: with the name of the option.
-    """
-    hints = get_type_hints(type(command), include_extras=True)
-    for field in fields(cast(Any, command)):
-        value = getattr(command, field.name)
-        if is_dataclass(value):
-            check_counts(value)
-            continue
-        is_count = any(each is _COUNT for each in getattr(hints[field.name], "__metadata__", ()))
-        if is_count and value is not None and value < 1:
-            raise UserError(f"--{field.name.replace('_', '-')}: {value} is too few; give 1 or more")
 
 
 def option_names(command: object) -> list[str]:
