@@ -280,6 +280,10 @@ class BatchConfig:
         )
 
 
+DIVISION = ("microbatches", "micro_batch_size")
+"""Fields of a batch that are also fields of `train`."""
+
+
 @dataclass(frozen=True)
 class ClusterConfig:
     """Cluster on which a step is simulated or planned. None stands for a value that is not given."""
@@ -358,7 +362,7 @@ class TrainingConfig:
             if optimizer[name] != with_default_schedule(chosen, steps).get(name):
                 chosen[name] = optimizer[name]
         sections["optimizer"] = {name: as_toml_value(value) for name, value in chosen.items()}
-        batch = {name: sections["train"].pop(name) for name in ("microbatches", "micro_batch_size")}
+        batch = {name: sections["train"].pop(name) for name in DIVISION}
         sections = {"model": sections.pop("model"), "plan": sections.pop("plan"), "batch": batch, **sections}
         notes = [f"# {name} = {optimizer[name]} follows from steps" for name in derived if name not in chosen]
         return "\n".join(["# shardlab train --config FILE repeats the run", *notes, "", as_toml(sections)])

@@ -24,6 +24,7 @@ from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import UNNAMED, Plan
 from shardlab.strategies.registry import StrategyEntry
 from shardlab.train.config import (
+    DIVISION,
     JOB_SECTIONS,
     RAMP,
     SECTIONS,
@@ -77,24 +78,20 @@ def file_source(path: Path) -> ConfigSource:
 
 def batch_of(source: ConfigSource) -> BatchConfig:
     """Return the global batch that a source describes in `batch` or `train`."""
-    train = source.sections.get("train", {})
-    divided = {name: train[name] for name in ("microbatches", "micro_batch_size") if name in train}
-    return BatchConfig(**divided | dict(source.sections.get("batch", {})))
+    batch, train = (source.sections.get(section, {}) for section in ("batch", "train"))
+    return BatchConfig(**{name: train[name] for name in DIVISION if name in train} | dict(batch))
 
 
-def with_divided_batch(source: ConfigSource, flags: Sections) -> ConfigSource:
+def with_divided_batch(source: ConfigSource, flags: ConfigSource) -> ConfigSource:
     """Return a source whose global batch is divided into the microbatches of `train`, as far as flags leave it open.
 
     Raises:
         UserError: if the batch does not divide.
     """
-    train = flags.get("train", {})
-    given = {name: train[name] for name in ("microbatches", "micro_batch_size") if name in train}
-    batch = BatchConfig(**given).over(batch_of(source))
+    batch = batch_of(flags).over(batch_of(source))
     if batch.global_batch is None:
         return source
-    microbatches, micro_batch_size = batch.cut(1, None)
-    divided = {"microbatches": microbatches, "micro_batch_size": micro_batch_size}
+    divided = dict(zip(DIVISION, batch.cut(1, None), strict=True))
     return ConfigSource(source.name, {**source.sections, "train": {**source.sections.get("train", {}), **divided}})
 
 

@@ -230,7 +230,7 @@ class Train:
         """Return the sources of the settings. A later one overrides an earlier one."""
         names = ["default", *([] if self.preset in (None, "default") else [self.preset])]
         flags = self._flags()
-        files = [] if self.config is None else [with_divided_batch(file_source(self.config), flags.sections)]
+        files = [] if self.config is None else [with_divided_batch(file_source(self.config), flags)]
         sources = [*map(preset_source, names), *files, flags]
         if (data := vocabulary_source(sources)) is not None:
             sources.append(data)
