@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 60,
     "check": 2270,
-    "cli": 6180,
+    "cli": 6025,
     "common": 700,
     "draw": 1145,
     "execute": 3520,

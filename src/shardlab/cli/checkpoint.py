@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.text import Text
@@ -16,10 +16,6 @@ from shardlab.cli.console import Report
 from shardlab.cli.convert import Convert
 from shardlab.cli.options import Count, Flag, OptionalCount
 from shardlab.common.errors import UserError
-
-if TYPE_CHECKING:
-    from shardlab.train.checkpoint import Checkpoint
-
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
 """Folder of a run, as a positional argument."""
@@ -147,13 +143,10 @@ def _row(folder: Path, step: int, *, verify: bool) -> dict[str, Any]:
     row |= {"written": datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "seconds"), "wrong": None}
     try:
         checkpoint = Checkpoint.open(folder)
-        row |= _facts(checkpoint)
+        row |= {"plan": checkpoint.state["plan"], "ranks": checkpoint.ranks}
+        row |= {"bytes": checkpoint.size, "kinds": sorted(checkpoint.kinds)}
         if verify:
             checkpoint.verify()
     except UserError as error:
         row["wrong"] = str(error)
     return row
-
-
-def _facts(saved: Checkpoint) -> dict[str, Any]:
-    return {"plan": saved.state["plan"], "ranks": saved.ranks, "bytes": saved.size, "kinds": sorted(saved.kinds)}

@@ -89,20 +89,17 @@ class StepRequest:
         }
         sources = [file, ConfigSource("flags", given)]
         tables = {table: merge_fields(sources, table) for table in OPTIONS if table != "batch"}
-        optimizer = tables["optimizer"]
+        optimizer, others = tables["optimizer"], ("strategy", "layout", "ranks", "tokens_per_step")
         return cls(
             model=tables["model"].pop("model", None),
-            strategy=getattr(command, "strategy", None),
-            layout=command.layout,
-            ranks=getattr(command, "ranks", None),
             model_fields=tables["model"],
             batch=BatchConfig(**given["batch"]).over(batch_of(file)),
-            tokens_per_step=getattr(command, "tokens_per_step", None),
             precision=tables["precision"].get("precision"),
             optimizer=optimizer.get("optimizer", "adamw"),
             ema=optimizer.get("ema") is not None,
             file=file,
             **tables["cluster"],
+            **{name: getattr(command, name) for name in others if hasattr(command, name)},
         )
 
     @cached_property
