@@ -92,9 +92,9 @@ class Doctor:
     def _report(self, findings: Sequence[Finding], world: WorldFacts | None) -> int:
         errors = [finding for finding in findings if finding.state == "error"]
         warnings = [finding for finding in findings if finding.state == "warning"]
-        report = Report(findings=[asdict(finding) for finding in findings], ok=not errors)
-        report.data["links"] = [] if world is None else [asdict(link) for link in world.links]
-        report.data["clocks"] = [] if world is None else world.clocks
+        links, clocks = ([], []) if world is None else ([asdict(link) for link in world.links], world.clocks)
+        rows = [asdict(finding) for finding in findings]
+        report = Report(findings=rows, links=links, clocks=clocks, ok=not errors)
         report.draw(lambda console: console.print(_table(findings), ""))
         if errors or warnings:
             report.line(f"{counted(len(errors), 'error')}, {counted(len(warnings), 'warning')}", "bold")

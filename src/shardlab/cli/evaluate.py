@@ -121,9 +121,10 @@ class Eval:
             loss = run_ranks(ranks, evaluate_rank, text_job)
         if loss is None:  # a rank of an existing world, but not the one that reports
             return 0
-        report = Report(**asdict(loss), strategy=chosen.name, ranks=ranks)
+        report = Report()
         report.fact("loss", f"nats per token, over {counted(loss.tokens, 'token')}", f"{loss.mean:.4f}", loss=loss.mean)
         report.fact("perplexity", "", f"{loss.perplexity:.4f}", perplexity=loss.perplexity)
         report.fact("bits per byte", "", f"{loss.bits_per_byte:.4f}", bits_per_byte=loss.bits_per_byte)
+        report.data |= {**asdict(loss), "strategy": chosen.name, "ranks": ranks}
         report.show(json=self.json)
         return 0

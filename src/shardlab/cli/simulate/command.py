@@ -154,7 +154,7 @@ class Simulate:
         self._save(timeline, stages, entry.title(ranks))
         without = _without_recompute(entry, proof, costs, names)
         path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
-        report = self._passes_report(passed, stages, "{:,.9g}".format)
+        report = self._passes_report(entry.name, passed, stages, "{:,.9g}".format)
         add_step(report, entry.name, proof, timeline, without, entry.plan and entry.plan(ranks))
         if self.pictures.svg is not None:
             report.line()
@@ -164,10 +164,10 @@ class Simulate:
         return 0
 
     def _passes_report(
-        self, passed: list[PassResult], stages: dict[str, Timeline], time_text: Callable[[float], str]
+        self, name: str, passed: list[PassResult], stages: dict[str, Timeline], time_text: Callable[[float], str]
     ) -> Report:
-        """Return a report that begins with the effect of passes, if there are any."""
-        report = Report()
+        """Return a report of the strategy with this name, which begins with the effect of passes, if there are any."""
+        report = Report(strategy=name)
         add_passes(report, passed, time_text)
         if self.each_pass:
             report.draw(partial(print_strips, stages, time_text))
@@ -219,7 +219,7 @@ class Simulate:
         path: dict[str, float] = {}
         if self.path:
             path = path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
-        report = self._passes_report(result.passed, stages, seconds_text)
+        report = self._passes_report(result.entry.name, result.passed, stages, seconds_text)
         add_step(report, result, self.pictures.files)
         add_path(report, path, seconds_text)
         report.show(json=self.json)
