@@ -218,7 +218,7 @@ class StepRequest:
 
 
 def default_precision(recipe: Recipe, device: Device) -> str:
-    """Return the name of the precision that a framework uses on a device unless it is told otherwise.
+    """Return the name of the precision that a framework uses on a device by default.
 
     It is bfloat16 if the device has it. The recipe tells whether gradients are then reduced in float32.
     """

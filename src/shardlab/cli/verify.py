@@ -113,8 +113,7 @@ class Verify:
         ema = written.get("ema") if self.ema is None else self.ema
         batch = BatchConfig(microbatches=self.microbatches).over(batch_of(file)).over(DEFAULT_BATCH)
         microbatches, _ = batch.cut(1, None)
-        launched = launched_ranks(0) or None
-        chosen, ranks = self.layout.entry(self.strategy, self.ranks, [file], otherwise=launched)
+        chosen, ranks = self.layout.entry(self.strategy, self.ranks, [file], otherwise=launched_ranks(0) or None)
         ep = chosen.grid(ranks).ep
         layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
         small = {"hidden_size": 32, "heads": 4, "seq_len": 16, "experts": max(4, 2 * ep)}
