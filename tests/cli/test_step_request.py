@@ -119,6 +119,14 @@ def test_flags_override_a_job(flags: tuple[str, ...], expected: dict[str, Any], 
     assert {name: found[name] for name in expected} == expected
 
 
+def test_a_recipe_completes_a_plan_by_flags_but_not_the_plan_of_a_job(job: Path, capsys: Captured) -> None:
+    job.write_text(job.read_text().replace('shard_optimizer = ["dp_shard"]', ""))
+    words = ("--config", str(job), "--recipe", "megatron-core")  # which has ZeRO-1 at least
+    assert "shard_optimizer" not in simulated(capsys, *words)["plan"]
+    of_flags = simulated(capsys, *words, "--dp-shard", "2", "--tp", "1")
+    assert of_flags["plan"]["shard_optimizer"] == ["dp_shard"]
+
+
 def test_a_job_without_a_cluster_is_simulated_in_unit_costs(job: Path, capsys: Captured) -> None:
     job.write_text(job.read_text().replace('cluster = "h100x2"', ""))
     found = simulated(capsys, "--config", str(job))

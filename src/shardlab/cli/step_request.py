@@ -205,8 +205,8 @@ class StepRequest:
 
     def _as_recipe_does(self, entry: StrategyEntry, ranks: int) -> StrategyEntry:
         given, defaults = self.layout.given(), self.found_recipe.defaults
-        whole = "plan" in given or (self.strategy is None and "mesh" in self.file.sections.get("plan", {}))
-        if entry.plan is None or whole:
+        from_file = self.strategy is None and not self.layout.names_mesh
+        if entry.plan is None or "plan" in given or (from_file and "mesh" in self.file.sections.get("plan", {})):
             return entry
         plan, changed = entry.plan(ranks), dict[str, object]()
         sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in given)
