@@ -135,6 +135,15 @@ def test_a_job_without_a_cluster_is_simulated_in_unit_costs(job: Path, capsys: C
     assert found["plan"]["shard_optimizer"] == ["dp_shard"]
 
 
+@pytest.mark.parametrize(
+    ("layers", "sentence"), [('"two"', "layers is 'two'; give a whole number"), ("0", "layers is 0")]
+)
+def test_layers_of_a_job_are_a_count_in_unit_costs_too(layers: str, sentence: str, job: Path, capsys: Captured) -> None:
+    job.write_text(f"[model]\nlayers = {layers}\n[plan]\nmesh = {{ dp_shard = 2 }}\n")
+    assert main(["simulate", "--config", str(job)]) == 2
+    assert capsys.readouterr().err.startswith(f"shardlab: {sentence}")
+
+
 def test_a_plan_may_be_the_table_of_a_job(job: Path, capsys: Captured) -> None:
     assert simulated(capsys, "--plan", str(job))["plan"]["shard_optimizer"] == ["dp_shard"]
     job.write_text('[plan]\nstrategy = "ddp"\n')

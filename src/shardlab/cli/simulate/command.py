@@ -36,6 +36,7 @@ from shardlab.cli.passes import add_passes
 from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, JobFile, Layout, RecipeName, checked
 from shardlab.cli.simulate.terminal_timeline import print_strips, print_timeline
 from shardlab.cli.step_request import OPTIONS, StepRequest
+from shardlab.common.fields import COUNT, check_field
 from shardlab.common.text import counted, listed, seconds_text
 from shardlab.language import UserError, trace
 from shardlab.language.precision import Optimizer
@@ -143,7 +144,8 @@ class Simulate:
             return self._run_priced(request)
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
         entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file])
-        layers = request.model_fields.get("layers") or entry.default_layers(ranks, at_least=1 if self.costs else 4)
+        layers = request.model_fields.get("layers", entry.default_layers(ranks, at_least=1 if self.costs else 4))
+        check_field("layers", layers, COUNT, None)
         microbatches, matrices = request.batch.microbatches or 4, request.optimizer == "muon"
         written = checked(entry, ranks, layers, microbatches, whole_matrices=matrices)
         names = entry.passes_on(ranks)
