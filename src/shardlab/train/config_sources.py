@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from shardlab.common.errors import UserError, find_by_name, suggest_name
-from shardlab.common.fields import as_text, field_types, value_from_file
+from shardlab.common.fields import COUNT, as_text, check_field, field_types, text, value_from_file
 from shardlab.common.files import load_table, read_file
 from shardlab.models import Blocks
 from shardlab.models.model import count_parameters
@@ -41,6 +41,8 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 NAMING = {"model": {"model"}, "plan": {"strategy", "mesh", "plan"}}
 """Fields that name a whole model or plan. If a source has one, earlier sources of the section are dropped."""
+
+_NAME = text("NAME", "a name in quotes")
 
 _PLAN_FIELDS = [each.name for each in fields(Plan)]
 
@@ -111,6 +113,9 @@ def _parse_sections(tables: Mapping[str, Any]) -> Sections:
         elif section == "plan":
             for name in values:
                 _require_known(section, name, ["strategy", "ranks", "name", *_PLAN_FIELDS])
+        for name in ("model", "strategy", "name"):
+            check_field(name, values.get(name, "a name"), _NAME, None)
+        check_field("ranks", values.get("ranks", 1), COUNT, None)
         sections[section] = values
     if "global_batch" not in (batch := sections.get("batch", {})):
         sections["train"] = sections.get("train", {}) | batch
