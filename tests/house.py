@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 60,
     "check": 2270,
-    "cli": 6110,
+    "cli": 6025,
     "common": 700,
     "draw": 1145,
     "execute": 3520,
@@ -30,7 +30,7 @@ CODE_LINES = {
     "planner": 3080,
     "simulate": 5680,
     "strategies": 2465,
-    "train": 8390,
+    "train": 8455,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

@@ -137,12 +137,15 @@ def _draw(subject: Subject, checked: Checked) -> str:
     """A picture and a report; their imports take seconds."""
     from rich.console import Console
 
-    from shardlab.cli.simulate.command import print_report
+    from shardlab.cli.console import Report
+    from shardlab.cli.simulate.command import add_step
     from shardlab.draw import timeline_svg
 
     timeline = simulate(checked)
     timeline_svg(timeline, "program")
-    print_report("program", checked, timeline, console=Console(file=io.StringIO()))
+    report = Report()
+    add_step(report, "program", checked, timeline)
+    report.print(Console(file=io.StringIO()))
     return ""
 
 

@@ -15,7 +15,7 @@ import pytest
 import tyro
 
 from shardlab.cli import COMMANDS, main
-from shardlab.cli.console import GROUPS, MOST_USED, ONE_LIST, PEERS, meant_by
+from shardlab.cli.console import ONE_LIST, Report, help_tables, meant_by
 from shardlab.cli.launch import Submit
 from shardlab.cli.options import option_names
 from shardlab.cli.plan.command import PlanCommand
@@ -84,7 +84,7 @@ def test_an_unknown_option_is_answered_with_what_was_meant(
 
 def test_every_meaning_is_an_option_or_speaks_of_options_and_no_peer_is_answered_with_itself() -> None:
     known = [{f"--{name.replace('_', '-')}" for name in option_names(command)} for command in EMPTY]
-    for meaning, peers in PEERS.items():
+    for meaning, peers in help_tables()["peers"].items():
         options = set(re.findall("--[a-z-]+", meaning))
         having = [flags for flags in known if options <= flags]
         assert options
@@ -208,10 +208,10 @@ def test_help_lists_every_option_once_and_no_other(line: str, capsys: Captured) 
 def test_only_long_help_has_groups(line: str, capsys: Captured) -> None:
     text = help_of(line, capsys)
     shown, lines = titles(text), listed(text)
-    assert shown == [group for group in GROUPS if group in shown]
+    assert shown == [group for group in help_tables()["groups"] if group in shown]
     assert bool(shown) == (len(lines) > ONE_LIST)
     if shown:
-        used = [f"--{name.replace('_', '-')}" for name in MOST_USED[line.split()[-1]].split()]
+        used = [f"--{name.replace('_', '-')}" for name in help_tables()["most_used"][line.split()[-1]].split()]
         assert lines[: len(used)] == used
         assert len(used) <= 10
         first = text.split(f" {shown[0]} options")[0]
@@ -219,7 +219,7 @@ def test_only_long_help_has_groups(line: str, capsys: Captured) -> None:
 
 
 def test_every_group_is_shown_by_train(capsys: Captured) -> None:
-    assert titles(help_of("train", capsys)) == list(GROUPS)
+    assert titles(help_of("train", capsys)) == list(help_tables()["groups"])
 
 
 def test_the_first_screen_of_train_is_its_usage_its_purpose_and_ten_options(capsys: Captured) -> None:
@@ -564,3 +564,44 @@ def test_a_file_that_cannot_be_run_is_refused(text: str, sentence: str, folder: 
     status, err = refused(capsys, "simulate", "bad.py:right")
     assert status == 2
     assert sentence in err
+
+
+# `Report`: one list of facts and tables, of which the console and --json are two renderings.
+
+
+def test_a_report_is_the_same_on_the_console_and_in_json(capsys: Captured) -> None:
+    report = Report(name="step")
+    report.fact("time", "of a step", "12", seconds=12)
+    report.fact("memory", "of a rank", "3", bytes=3)
+    report.fact("check", "passed", checked=True)
+    report.line("rows", wrap=False)
+    rows = [{"rank": 0, "bytes": 3}, {"rank": 1, "bytes": 2}]
+    report.table({"rank": lambda row: str(row["rank"]), "bytes": lambda row: f"{row['bytes']} B"}, rows, "ranks")
+    report.show(json=False)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["time", "12", "of", "a", "step"],
+        ["memory", "3", "of", "a", "rank"],
+        ["check", "passed"],
+        ["rows"],
+        ["rank", "bytes"],
+        ["0", "3", "B"],
+        ["1", "2", "B"],
+    ]
+    report.show(json=True)
+    expected = {"name": "step", "seconds": 12, "bytes": 3, "checked": True, "ranks": rows}
+    assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_figures_of_a_report_are_aligned_up_to_the_next_fact_without_one(capsys: Captured) -> None:
+    report = Report()
+    report.fact("short", "a", "1")
+    report.fact("long", "b", "1,000")
+    report.fact("no figure", "c")
+    report.fact("other", "d", "10")
+    report.show(json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "short               1  a",
+        "long            1,000  b",
+        "no figure       c",
+        "other           10  d",
+    ]

@@ -14,6 +14,7 @@ from shardlab.common.fields import field_helps, field_types
 from shardlab.language import AXES, Mesh, UserError
 from shardlab.strategies import STRATEGIES, Plan
 from shardlab.strategies.registry import StrategyEntry
+from shardlab.train.config_sources import ConfigSource
 
 Captured = pytest.CaptureFixture[str]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_schedule.py"
@@ -106,8 +107,8 @@ def test_the_report_shows_both_halves_of_a_backward_pass(capsys: Captured) -> No
 
 
 def test_a_plan_that_is_resumed_follows_the_ranks_and_any_other_is_refused() -> None:
-    options, base = plan_flags(), Plan(Mesh(pp=2, dp_shard=2))
-    assert plan_of(options.entry("plan", 2, base, follows=True)).mesh == Mesh(pp=2)
+    options, base = plan_flags(), [ConfigSource("run", {"plan": {"mesh": {"pp": 2, "dp_shard": 2}}})]
+    assert plan_of(options.entry(None, 2, base, follows=True)).mesh == Mesh(pp=2)
     assert plan_of(plan_flags(pp=2, dp_shard=2).entry(None, 2, follows=True)).mesh == Mesh(pp=2)
     with pytest.raises(UserError, match=r"the plan's mesh pp 2 x dp_shard 2 does not fit on 2 ranks"):
-        options.entry("plan", 2, base)
+        options.entry(None, 2, base)

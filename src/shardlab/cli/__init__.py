@@ -32,7 +32,7 @@ from shardlab.cli.evaluate import Eval
 from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch, Submit
 from shardlab.cli.listings import Recipes, ScheduleCommand, Strategies
-from shardlab.cli.options import check_counts, option_names
+from shardlab.cli.options import option_names
 from shardlab.cli.passes import PassesCommand
 from shardlab.cli.plan.command import PlanCommand
 from shardlab.cli.sample import Sample
@@ -150,7 +150,6 @@ def command_of(words: list[str]) -> Command:
         command, left = cast(tuple[Command, list[str]], _parsed(words))
     if left:
         raise _unrecognized(left[0], command)
-    check_counts(command)
     return command
 
 

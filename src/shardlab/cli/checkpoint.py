@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.text import Text
 from tyro.conf import subcommand
 
-from shardlab.cli.console import print_json, stdout_console, table_of
+from shardlab.cli.console import Report
 from shardlab.cli.convert import Convert
 from shardlab.cli.options import Count, Flag, OptionalCount
 from shardlab.common.errors import UserError
-
-if TYPE_CHECKING:
-    from shardlab.train.checkpoint import Checkpoint
-
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
 """Folder of a run, as a positional argument."""
@@ -118,22 +115,23 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
         raise UserError(f"{run} {what}; name the folder of a run")
     rows = [_row(folder_of(run / CHECKPOINTS, step), step, verify=verify) for step in steps]
     whole = all(not row["wrong"] for row in rows)
-    if json:
-        print_json({"run": str(run), "checkpoints": rows})
-        return 0 if whole else 1
-    console = stdout_console()
-    table = table_of("step", "plan", "ranks", "bytes", "written", "state", words=6)
-    for row in rows:
-        good = "checksums are right" if verify else "complete"
-        state = Text("harmed", "red") if row["wrong"] else Text(good, "green")
-        size = "" if row["bytes"] is None else f"{row['bytes']:,}"
-        table.add_row(str(row["step"]), str(row["plan"]), str(row["ranks"]), size, str(row["written"]), state)
-    console.print(table)
+    good = Text("checksums are right" if verify else "complete", "green")
+    columns: dict[str, Callable[[Any], str | Text]] = {
+        "step": lambda row: str(row["step"]),
+        "plan": lambda row: str(row["plan"]),
+        "ranks": lambda row: str(row["ranks"]),
+        "bytes": lambda row: "" if row["bytes"] is None else f"{row['bytes']:,}",
+        "written": lambda row: str(row["written"]),
+        "state": lambda row: Text("harmed", "red") if row["wrong"] else good,
+    }
+    report = Report(run=str(run))
+    report.table(columns, rows, "checkpoints", words=6)
     for row in rows:
         if row["wrong"]:
-            console.print(row["wrong"], highlight=False, soft_wrap=True)
+            report.line(row["wrong"], wrap=False)
     if whole:
-        console.print(f"resume with: shardlab train --resume {run}", highlight=False, soft_wrap=True)
+        report.line(f"resume with: shardlab train --resume {run}", wrap=False)
+    report.show(json=json)
     return 0 if whole else 1
 
 
@@ -145,13 +143,10 @@ def _row(folder: Path, step: int, *, verify: bool) -> dict[str, Any]:
     row |= {"written": datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "seconds"), "wrong": None}
     try:
         checkpoint = Checkpoint.open(folder)
-        row |= _facts(checkpoint)
+        row |= {"plan": checkpoint.state["plan"], "ranks": checkpoint.ranks}
+        row |= {"bytes": checkpoint.size, "kinds": sorted(checkpoint.kinds)}
         if verify:
             checkpoint.verify()
     except UserError as error:
         row["wrong"] = str(error)
     return row
-
-
-def _facts(saved: Checkpoint) -> dict[str, Any]:
-    return {"plan": saved.state["plan"], "ranks": saved.ranks, "bytes": saved.size, "kinds": sorted(saved.kinds)}

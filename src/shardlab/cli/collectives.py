@@ -62,22 +62,8 @@ LABELS = {
 }
 """Label of each collective in the middle of its diagram. That of a reduction is the operation."""
 
-BOXES = {
-    "": " ",
-    "L": "─",
-    "R": "─",
-    "LR": "─",
-    "LD": "┐",
-    "LU": "┘",
-    "LUD": "┤",
-    "LRD": "┬",
-    "LRU": "┴",
-    "LRUD": "┼",
-    "RD": "┌",
-    "RU": "└",
-    "RUD": "├",
-    "UD": "│",
-}
+_LINES: tuple[str, ...] = ("", "L", "R", "LR", "LD", "LU", "LUD", "LRD", "LRU", "LRUD", "RD", "RU", "RUD", "UD")
+BOXES: dict[str, str] = dict(zip(_LINES, " ───┐┘┤┬┴┼┌└├│", strict=True))
 """Sign of a junction from which lines go left (L), right (R), up (U) and down (D)."""
 
 ASCII = str.maketrans("─│▶┐┘┤┬┴┼┌└├", "-|>+++++++++")
@@ -202,12 +188,14 @@ def print_shown(console: Console, shown: Shown, says: str, root: int, by: str) -
     gives = [root] if rooted else ranks
     takes = [(root + 1) % len(ranks)] if name == "send" else [root] if name in ("gather", "reduce") else ranks
     lines = diagram(len(ranks), gives, takes, LABELS.get(name, by))
+    if console.options.ascii_only:
+        lines = [line.translate(ASCII) for line in lines]
     is_barrier = name == "barrier"
     table = _table(*(("came at", "", "went on at") if is_barrier else ("before", "", "after")))
     width = _column_width(console, len(lines[0]), 2)
     for rank in ranks:
         cells = [short(each[rank], width, times=is_barrier) for each in (shown.before, shown.after)]
-        table.add_row(str(rank), cells[0], Text(_plain(console, lines[rank]), "cyan"), cells[1])
+        table.add_row(str(rank), cells[0], Text(lines[rank], "cyan"), cells[1])
     console.print(f"[bold]{name}[/]  {says}")
     console.print(table)
     console.print()
@@ -272,10 +260,6 @@ def _table(*columns: str) -> Table:
 def _column_width(console: Console, taken: int, columns: int) -> int:
     """Return the width in characters of one column of numbers."""
     return max(8, (console.width - len("rank") - taken - 2 * (columns + 2)) // columns)
-
-
-def _plain(console: Console, line: str) -> str:
-    return line.translate(ASCII) if console.options.ascii_only else line
 
 
 def _joint(rank: int, middle: int, ends: Collection[int], *, left: bool, right: bool) -> str:

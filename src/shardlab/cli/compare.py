@@ -2,13 +2,15 @@
 
 One run: `read_trace` reads the trace, `shardlab.simulate` predicts the same tapes, and `print_comparison` shows the
 step, the ranks and their kinds of op. Several runs: `run_figures` and `common_steps` collect the figures of the runs,
-which need no trace, and `print_runs` shows them.
+which need no trace, and `runs_report` shows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.console import print_json, print_path, print_whole, stdout_console, table_of
+from shardlab.cli.console import Report, print_json, print_path, stdout_console, table_of
 from shardlab.cli.options import NO_PICTURES, Flag, PictureFlags, writing
 from shardlab.cli.plan_options import RecipeName, cluster_called
 from shardlab.cli.train.this_machine import workload_of
@@ -113,10 +115,7 @@ class Compare:
                 draw_runs(records, self.pictures.svg)
         compared = [run_figures(run, steps) for run, steps in zip(runs, records.values(), strict=True)]
         rows = common_steps(list(records.values()))
-        if self.json:
-            print_json({"runs": compared, "steps": rows})
-        else:
-            print_runs(stdout_console(), compared, rows, self.pictures.files)
+        runs_report(compared, rows, self.pictures.files).show(json=self.json)
         return 0
 
     def _beside_prediction(self, folder: Path) -> int:
@@ -263,42 +262,49 @@ def print_comparison(
         print_path(console, "written to", path)
 
 
-def print_runs(
-    console: Console, runs: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], written: Sequence[Path]
-) -> None:
-    """Print a row for each of several runs, and their losses at some of the steps that all runs recorded.
+def runs_report(
+    runs: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], written: Sequence[Path]
+) -> Report:
+    """Return a report of several runs: a row for each, and their losses at some of the steps that all runs recorded.
 
     Args:
         runs: figures of each run, from `run_figures`.
         steps: losses of all runs, from `common_steps`.
         written: files that were written.
     """
-    table = table_of("", "run", "strategy", "steps", "loss", "validation", "tokens/s", "ms/step", "MiB", words=3)
-    for number, run in enumerate(runs, 1):
-        figures = (("loss", 1.0, ".3f"), (VALIDATION, 1.0, ".3f"), ("tps", 1.0, ",.0f"), ("dt", 1e3, ",.1f"))
-        cells = (_cell(run.get(name), times, form) for name, times, form in (*figures, ("memory", 2**-20, ",.0f")))
-        table.add_row(str(number), Text(run["folder"]), Text(run["strategy"]), str(run["steps"]), *cells)
-    print_whole(console, table, folded=1)
-    console.print()
+    report = Report(steps=steps)
+    columns: dict[str, Callable[[Any], str | Text]] = {
+        "": lambda run: str(runs.index(run) + 1),
+        "run": lambda run: Text(run["folder"]),
+        "strategy": lambda run: Text(run["strategy"]),
+        "steps": lambda run: str(run["steps"]),
+        "loss": lambda run: _cell(run["loss"], ".3f"),
+        "validation": lambda run: _cell(run[VALIDATION], ".3f"),
+        "tokens/s": lambda run: _cell(run.get("tps"), ",.0f"),
+        "ms/step": lambda run: _cell(run.get("dt"), ",.1f", 1e3),
+        "MiB": lambda run: _cell(run["memory"], ",.0f", 2**-20),
+    }
+    report.table(columns, runs, "runs", words=3, folded=1)
+    report.line()
     if not steps:
-        console.print("no step is recorded in all of the runs")
+        report.line("no step is recorded in all of the runs")
     else:
-        losses = table_of("loss of step", *map(str, range(1, len(runs) + 1)), words=0)
         shown = sorted({round(at * (len(steps) - 1) / (SHOWN_STEPS - 1)) for at in range(SHOWN_STEPS)})
-        for row in (steps[at] for at in shown):
-            losses.add_row(str(row["step"] + 1), *(_cell(loss, 1.0, ".4f") for loss in row["loss"]))
-        print_whole(console, losses, folded=0)
-        console.print()
-        console.print("tokens/s, ms/step: medians of the recorded steps after the first 3", style="dim")
+        losses = [[str(steps[at]["step"] + 1), *(_cell(loss, ".4f") for loss in steps[at]["loss"])] for at in shown]
+        headings = ["loss of step", *map(str, range(1, len(runs) + 1))]
+        report.table({name: itemgetter(at) for at, name in enumerate(headings)}, losses, words=0, folded=0)
+        report.line()
+        report.line("tokens/s, ms/step: medians of the recorded steps after the first 3", "dim")
     for path in written:
-        print_path(console, "written to", path)
+        report.draw(partial(print_path, label="written to", path=path))
+    return report
 
 
 def _pair(pair: Pair) -> dict[str, float | None]:
     return {"predicted": pair.predicted, "measured": pair.measured, "ratio": pair.ratio}
 
 
-def _cell(figure: float | None, times: float, form: str) -> str:
+def _cell(figure: float | None, form: str, times: float = 1.0) -> str:
     return "-" if figure is None else format(figure * times, form)
 
 

@@ -1,11 +1,12 @@
 """Output of the commands: JSON, tables, facts with labels, help, and error messages.
 
-1. `stdout_console`, `print_json`, `table_of` and the other `print_...` functions write results.
+1. `Report` collects the facts and tables of a result, and prints them on the console or as JSON. It is made of the
+   functions `table_of` and `print_...`.
 2. `print_help` prints the help of a command. tyro names a group of options after the field of a nested dataclass. So
    for its help, a command is described to tyro a second time, with the same options nested by group (`help_view`): the
    most used options first, the rest in groups. Command lines are never parsed with this description.
-3. `mistakes_as_sentences` turns tyro's box about a wrong command line into one sentence, and `meant_by` suggests the
-   option of Shardlab for an option of another framework (`PEERS`).
+3. `mistakes_as_sentences` turns tyro's error for a wrong command line into one sentence, and `meant_by` suggests the
+   option of Shardlab for an option of another framework.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from io import StringIO
-from itertools import takewhile
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Annotated, Any, Union, cast, get_args, get_type_hints
 
 import tyro
+import tyro._errors as parse_errors  # pyright: ignore[reportPrivateUsage]
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +37,7 @@ from shardlab.cli.options import Pictures
 from shardlab.cli.plan_options import PlanOptions
 from shardlab.common.errors import UserError, closest_name, suggest_name
 from shardlab.common.fields import field_helps, field_types
+from shardlab.common.files import load_table
 from shardlab.train.config import SECTIONS
 
 INDENT = 16
@@ -48,100 +52,17 @@ NARROWEST_FOLDED = 12
 NARROWEST = 30
 """Least width of a fact's text in characters, however narrow the terminal is."""
 
-NAMED, EXPLAINED = 5, 9
-"""Least indentation of the names of options in tyro's box, and of their explanations."""
-
-COLOR = re.compile(r"\x1b\[[0-9;]*m")
-"""Escape sequence of a color on a terminal."""
-
-PEERS = {
-    "--learning-rate": "lr max-lr",
-    "--min-learning-rate-ratio": "min-lr min-lr-ratio",
-    "--learning-rate-schedule": "lr-scheduler lr-scheduler-type lr-decay-style lr-schedule decay-lr",
-    "--warmup-steps": "warmup warmup-iters lr-warmup-iters lr-warmup-steps num-warmup-steps",
-    "--decay-steps": "lr-decay-iters lr-decay-steps",
-    "--clip": "grad-clip clip-grad max-grad-norm max-norm gradient-clip-val gradient-clipping",
-    "--optimizer": "optim",
-    "--steps": "max-steps max-iters train-iters num-steps iterations iters num-train-steps training-steps",
-    "--microbatches": "gradient-accumulation-steps grad-accum accumulate-grad-batches gradient-accumulation",
-    "--micro-batch-size": "per-device-train-batch-size local-batch-size device-batch-size",
-    "--global-batch": "global-batch-size gbs train-batch-size",
-    "a step has --microbatches of --micro-batch-size sequences": "batch-size global-batch global-batch-size gbs "
-    "train-batch-size",
-    "a run's length is in --steps": "epochs num-epochs num-train-epochs max-epochs",
-    "--precision": "dtype torch-dtype bf16 fp16 mixed-precision param-dtype",
-    "the tokenizer comes from the folder in --data, which shardlab data prepare makes, or from --init":
-    "tokenizer tokenizer-name tokenizer-type tokenizer-path",
-    "each of --ranks uses a GPU if the host has one for each, otherwise CPUs (CUDA_VISIBLE_DEVICES= "
-"hides GPUs)": "device accelerator no-cuda use-cpu cpu gpu",
-    "--ranks": "gpus num-gpus nproc-per-node nproc devices world-size num-processes",
-    "--out": "output-dir output out-dir save-dir checkpoint-dir save-folder",
-    "--save-every": "save-interval save-steps checkpoint-interval checkpoint-every checkpointing-steps",
-    "--keep": "save-total-limit",
-    "--resume": "resume-from-checkpoint load ckpt-path resume-from restore init-from",
-    "--init": "model-name-or-path pretrained finetune-from",
-    "--model": "model-name model-type arch",
-    "--log-every": "log-interval logging-steps log-freq",
-    "--validate-every": "eval-interval eval-steps eval-every val-check-interval validation-interval",
-    "--wandb": "wandb-log wandb-project use-wandb report-to",
-    "--compile": "torch-compile",
-    "--seq-len": "block-size context-length seq-length max-seq-length max-seq-len max-length sequence-length ctx-len",
-    "--layers": "n-layer n-layers num-layers num-hidden-layers depth",
-    "--hidden-size": "n-embd d-model dim embed-dim n-embed",
-    "--heads": "n-head n-heads num-heads num-attention-heads",
-    "--kv-heads": "n-kv-head n-kv-heads num-kv-heads num-key-value-heads num-query-groups",
-    "--ffn-hidden-size": "intermediate-size d-ff n-inner mlp-hidden-size",
-    "--experts": "num-experts n-experts num-local-experts",
-    "--tp": "tensor-parallel-size tensor-model-parallel-size tensor-parallel tensor-parallel-degree",
-    "--pp": "pipeline-parallel-size pipeline-model-parallel-size pipeline-parallel pipeline-parallel-degree",
-    "--cp": "context-parallel-size context-parallel context-parallel-degree",
-    "--ep": "expert-parallel-size expert-model-parallel-size expert-parallel expert-parallel-degree",
-    "--dp-replicate": "data-parallel-replicate-degree data-parallel-size dp ddp",
-    "--dp-shard": "data-parallel-shard-degree fsdp",
-    "--recompute": "gradient-checkpointing activation-checkpointing recompute-activations",
-    "--data": "dataset data-path dataset-name train-data train-file data-dir",
-    "--tokens": "max-new-tokens max-tokens num-tokens",
-    "--time": "walltime time-limit",
-    "--ranks-per-node": "ntasks-per-node tasks-per-node nproc-per-node",
-    "--gpus-per-node": "gres gpus gpus-per-task",
-    "--cpus-per-rank": "cpus-per-task",
-    "--name": "job-name",
-}  # fmt: skip
-"""Names that nanoGPT, Hugging Face's trainer, torchtitan, Megatron-LM and schedulers have for an option, by the option
-or by a sentence with options. If a command lacks one of these options, the next entry with the name counts."""
-
 ONE_LIST = 12
 """Largest number of options that the help shows as one list."""
-
-MOST_USED = {
-    "simulate": "ranks model cluster global_batch pp tp dp_shard schedule passes svg",
-    "train": "preset data model strategy ranks steps learning_rate precision out resume",
-    "verify": "ranks model layers pp tp dp_shard schedule shard_optimizer precision all",
-    "eval": "data batches seq_len strategy ranks micro_batch_size pp tp dp_shard json",
-    "convert": "to shard_mb model seq_len json",
-    "plan": "model cluster sequence global_batch tokens_per_step precision recompute memory explain out",
-    "collectives": "ranks kinds min max factor overlap plot profile verbose json",
-}
-"""Options of each long command that the help shows first, ten at most."""
-
-GROUPS = {
-    "model": "model layers sequence seq_len",
-    "plan": "strategy ranks all max_tp max_pp max_cp max_ep max_dp_shard",
-    "data": "data format field batches global_batch micro_batch_size max_micro_batch_size microbatches batch_ramp "
-    "tokens_per_step",
-    "optimizer": "optimizer ema clip",
-    "run": "preset config depth bind resume from_step steps compile recipe cluster other_machine memory costs max_ops "
-    "max_seconds_per_op seconds measured grade measure",
-    "logging": "",
-    "output": "out print_config path each_pass force top explain save verbose json",
-}
-"""Groups in the order of the help, with their options. `CLASS_GROUPS` and the sections of a training add more."""
 
 CLASS_GROUPS: dict[type[Any], str] = {ModelOptions: "model", PlanOptions: "plan", Pictures: "output"}
 """Group of all options of a class."""
 
-SECTION_GROUPS = {"train": "run", "precision": "run", "saving": "output"}
-"""Groups of those sections of a training's configuration that are not groups of their own."""
+
+@cache
+def help_tables() -> dict[str, dict[str, str]]:
+    """Return what the help and the error messages know about options, from help.toml."""
+    return load_table("cli/help.toml")
 
 
 def stdout_console() -> Console:
@@ -185,6 +106,88 @@ def print_figures(console: Console, figures: Sequence[tuple[str, str, str]]) -> 
     width = max(len(figure) for _, figure, _ in figures)
     for label, figure, text in figures:
         print_fact(console, label, text, figure=figure.rjust(width))
+
+
+class Report:
+    """Facts and tables of a result, each with its text for the console and its fields for --json.
+
+    `show` renders them in the order in which they were added. The figures of facts in a row are aligned.
+
+    Attributes:
+        data: fields for --json. Fields that the console does not show are added here.
+    """
+
+    def __init__(self, **data: Any) -> None:
+        self.data = data
+        self._parts: list[Fact | Callable[[Console], object]] = []
+
+    def fact(self, label: str, text: str = "", figure: str | None = None, style: str = "", **data: Any) -> None:
+        """Add a fact.
+
+        Args:
+            label, figure, text: what the console shows (see `print_fact`).
+            style: style of the text.
+            data: the same for --json.
+        """
+        self._parts.append(Fact(label, text, figure, style))
+        self.data |= data
+
+    def line(self, text: Text | str = "", style: str = "", *, wrap: bool = True) -> None:
+        """Add a line for the console, which is wrapped at the width of the terminal unless `wrap` is False."""
+        self.draw(lambda console: console.print(text, style=style, soft_wrap=not wrap))
+
+    def draw(self, draw: Callable[[Console], object]) -> None:
+        """Add a function that prints something on the console."""
+        self._parts.append(draw)
+
+    def table(
+        self,
+        columns: Mapping[str, Callable[[Any], str | Text]],
+        rows: Sequence[Any],
+        key: str = "",
+        *,
+        words: int = 1,
+        folded: int | None = None,
+    ) -> None:
+        """Add a table.
+
+        Args:
+            columns: function that makes the cell of a row, by heading. The first `words` columns have words.
+            rows: rows, which are also the field `key` for --json ("": none).
+            folded: index of a column that is folded, so that no cell is cut, if the terminal is too narrow (None:
+                cells are cut).
+        """
+        table = table_of(*columns, words=words)
+        for row in rows:
+            table.add_row(*(cell(row) for cell in columns.values()))
+        self.draw(lambda console: console.print(table) if folded is None else print_whole(console, table, folded))
+        if key:
+            self.data[key] = rows
+
+    def show(self, *, json: bool) -> None:
+        """Print the report, or only its data as JSON."""
+        print_json(self.data) if json else self.print(stdout_console())
+
+    def print(self, console: Console) -> None:
+        """Print the report on a console."""
+        for aligned, parts in groupby(self._parts, lambda part: isinstance(part, Fact) and part.figure is not None):
+            if aligned:
+                print_figures(
+                    console, [(part.label, part.figure or "", part.text) for part in parts if isinstance(part, Fact)]
+                )
+                continue
+            for part in parts:
+                print_fact(console, part.label, part.text, part.style) if isinstance(part, Fact) else part(console)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Line of a report; see `Report.fact`."""
+
+    label: str
+    text: str
+    figure: str | None
+    style: str
 
 
 def print_path(console: Console, label: str, path: Path) -> None:
@@ -279,10 +282,10 @@ def help_view(name: str, kind: type[Any]) -> type[Any]:
     named = {option.name: option for option in options if not option.is_positional}
     if len(named) <= ONE_LIST:
         return _dataclass_like(kind, [_field(option) for option in options])
-    first = [named.pop(each) for each in MOST_USED[name].split()]
+    first = [named.pop(each) for each in help_tables()["most_used"][name].split()]
     ungrouped = [option for option in named.values() if option.group is None]
     shown = [_field(option) for option in [*positional, *first, *ungrouped]]
-    for group in GROUPS:
+    for group in help_tables()["groups"]:
         members = [_field(option) for option in named.values() if option.group == group]
         if members:
             nested = make_dataclass(group, members, kw_only=True)
@@ -292,46 +295,44 @@ def help_view(name: str, kind: type[Any]) -> type[Any]:
 
 @contextlib.contextmanager
 def mistakes_as_sentences() -> Generator[None, None, None]:
-    """Turn the box that tyro prints about a wrong command line, in this context, into a sentence.
+    """Refuse a wrong command line in one sentence, in this context, instead of the box that tyro prints.
 
     Raises:
         UserError: with this sentence.
     """
-    written = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(written):
-            yield
-    except SystemExit as end:
-        if end.code:
-            raise UserError(sentence_of(written.getvalue())) from None
-        raise
-    sys.stderr.write(written.getvalue())
+
+    def refuse(event: parse_errors.ParseErrorEvent) -> None:
+        raise UserError(sentence_of(event))
+
+    with parse_errors.on_parse_error(refuse):
+        yield
 
 
-def sentence_of(box: str) -> str:
-    r"""Return the text of a box between its title and its first rule, without the explanations of options.
-
-    >>> sentence_of("Required options\n ---\n  Missing from shardlab convert:\n      TO\n          A folder.\n  ---")
-    'missing from shardlab convert: TO; --help tells more'
-    """
-    plain = COLOR.sub("", box)  # in a terminal
-    _, *lines = re.sub("[│╭╮╰╯├┤]", " ", plain.replace("─", "-")).splitlines()
-    body = [line for line in lines if line.strip()]
-    while body and not body[0].strip(" -"):
-        body.pop(0)
-    body = list(takewhile(lambda line: line.strip(" -"), body))
-    indented = [(len(line) - len(line.lstrip()), line.strip()) for line in body]
-    text = " ".join(line for indent, line in indented if indent < NAMED).rstrip(".")
-    if choice := re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", text):
-        given, flag, listed = choice.groups()
-        names = sorted(set(re.findall("'([^']*)'", listed)) - {"None"})
-        return f"{flag} is {given!r}; {suggest_name(given, names)}"
-    if unfit := re.match(r"Error parsing (\S+): no type matching .* could be instantiated from \[(.*?)\]\.", text):
-        usage = next((line.strip() for line in lines if line.split()[:1] == [unfit[1]]), unfit[1])
-        return f"{unfit[1]}: {unfit[2]} does not fit; give {usage}"
-    text = text.removeprefix("Error parsing ").replace("Missing", "missing")
-    named = ", ".join(line for indent, line in indented if NAMED <= indent < EXPLAINED)
-    return f"{text} {named}".strip() + "; --help tells more" * ("; give" not in text)
+def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
+    """Return the sentence about a mistake that tyro found in a command line."""
+    match event:
+        case parse_errors.InvalidChoice(argument=option, value=given, choices=choices):
+            return f"{option.display_name()} is {given!r}; {suggest_name(given, sorted({*choices} - {'None'}))}"
+        case parse_errors.InstantiationFailure(argument=option, message=message) if option is not None:
+            name = option.display_name()
+            if unfit := re.match(r"no type matching .* could be instantiated from \[(.*?)\]", message):
+                return f"{name}: {unfit[1]} does not fit; give {name} {option.lowered.metavar}"
+            text = f"{name}: {message.rstrip('.')}"
+        case parse_errors.MissingArgs(missing_arguments=missing):
+            names = [
+                f"{'' if each.arg.is_positional() else each.arg.display_name()} {each.arg.lowered.metavar}"
+                for each in missing
+            ]
+            text = (
+                f"missing from {event.prog} {missing[0].source_parser.prog_suffix}: {', '.join(map(str.strip, names))}"
+            )
+        case parse_errors.BadValue(argument=option):
+            text = f"missing value for argument '{option.display_name()}'. Expected {option.lowered.nargs} values"
+        case parse_errors.MissingSubcommand(subcommand_spec=commands):
+            text = f"Expected one of {{{', '.join(commands.parser_from_name)}}}"
+        case _:
+            text = f"{event.prog} does not accept these options together"
+    return text if "; give" in text else f"{text}; --help tells more"
 
 
 def meant_by(word: str, flags: Collection[str]) -> str:
@@ -345,7 +346,7 @@ def meant_by(word: str, flags: Collection[str]) -> str:
         flags: options of the command.
     """
     given = word.partition("=")[0].lower().replace("_", "-")
-    for meaning, peers in PEERS.items():
+    for meaning, peers in help_tables()["peers"].items():
         if given.removeprefix("--") in peers.split() and set(re.findall(r"--[a-z-]+", meaning)) <= set(flags):
             return f"did you mean {meaning}?" if meaning in flags else meaning
     close = closest_name(given, flags)
@@ -437,10 +438,11 @@ def _group(kind: type[Any], name: str) -> str | None:
     for options, group in CLASS_GROUPS.items():
         if issubclass(kind, options):
             return group
-    if group := next((group for group, names in GROUPS.items() if name in names.split()), None):
+    tables = help_tables()
+    if group := next((group for group, names in tables["groups"].items() if name in names.split()), None):
         return group
     section = next((section for section, config in SECTIONS.items() if name in field_types(config)), None)
-    return None if section is None else SECTION_GROUPS.get(section, section)
+    return None if section is None else tables["section_groups"].get(section, section)
 
 
 def _field(option: Option) -> tuple[str, Any, Any]:

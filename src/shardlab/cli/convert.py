@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from shardlab.cli.console import print_fact, print_json, print_path, stdout_console
+from shardlab.cli.console import Report, print_path
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
 from shardlab.cli.options import Count, Flag
 from shardlab.common.text import counted
@@ -67,15 +68,11 @@ class Convert:
             special["bos_token_id"] = tokenizer.begin[0]
         limit, follow = self.shard_mb * 10**6, _show_progress
         done = convert_weights(source, self.out, form, shard_bytes=limit, beside=beside, special=special, follow=follow)
-        if self.json:
-            print_json(asdict(done))
-            return 0
-        console = stdout_console()
-        print_fact(
-            console, "model", f"{done.model}, {done.parameters:,} parameters in {counted(done.tensors, 'tensor')}"
-        )
-        print_path(console, "folder", Path(done.folder))
-        print_fact(console, "files", ", ".join(done.files))
+        report = Report(**asdict(done))
+        report.fact("model", f"{done.model}, {done.parameters:,} parameters in {counted(done.tensors, 'tensor')}")
+        report.draw(partial(print_path, label="folder", path=Path(done.folder)))
+        report.fact("files", ", ".join(done.files))
+        report.show(json=self.json)
         return 0
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 from tyro.conf import subcommand
 
-from shardlab.cli.console import print_fact, print_json, print_path, stdout_console
+from shardlab.cli.console import Report, print_path
 from shardlab.cli.options import Flag, Name, OptionalCount
 from shardlab.common.errors import UserError
 from shardlab.common.text import counted
@@ -166,21 +167,19 @@ def show(data: PreparedFolder, *, json: bool, verified: bool = False) -> None:
         verified: whether the checksums were verified.
     """
     manifest = data.manifest
-    if json:
-        print_json({"folder": str(data.folder), "sha256": data.sha256, **asdict(manifest)})
-        return
-    console = stdout_console()
-    shown = ", ".join(manifest.sources[:3]) + (f" and {len(manifest.sources) - 3} more" if manifest.sources[3:] else "")
-    print_fact(console, "from", shown)
+    report = Report(folder=str(data.folder), sha256=data.sha256, **asdict(manifest))
+    more = f" and {len(manifest.sources) - 3} more" if manifest.sources[3:] else ""
+    report.fact("from", ", ".join(manifest.sources[:3]) + more)
     end = "" if manifest.end is None else f"; token {manifest.end:,} ends a document"
-    print_fact(console, "tokenizer", f"{manifest.tokenizer}, {manifest.vocab_size:,} tokens{end}")
-    print_fact(console, "training", _count(manifest.training), "bold")
-    print_fact(console, "validation", _count(manifest.validation), "bold")
+    report.fact("tokenizer", f"{manifest.tokenizer}, {manifest.vocab_size:,} tokens{end}")
+    report.fact("training", _count(manifest.training), style="bold")
+    report.fact("validation", _count(manifest.validation), style="bold")
     checked = "all checksums are right" if verified else "checksums in manifest.json"
-    print_fact(console, "files", f"{data.bytes:,} bytes, {manifest.dtype} tokens; {checked}")
-    if manifest.lost:
+    report.fact("files", f"{data.bytes:,} bytes, {manifest.dtype} tokens; {checked}")
+    report.draw(partial(print_path, label="data", path=data.folder))
+    report.show(json=json)
+    if manifest.lost and not json:
         print(f"shardlab: {lost_text(manifest.lost)}", file=sys.stderr)
-    print_path(console, "data", data.folder)
 
 
 def _count(count: TokenCount) -> str:

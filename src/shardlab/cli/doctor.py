@@ -17,7 +17,7 @@ import tyro
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.console import print_fact, print_json, stdout_console, table_of
+from shardlab.cli.console import Report, table_of
 from shardlab.cli.options import Flag, OptionalCount
 from shardlab.common.text import counted
 from shardlab.language import UserError
@@ -25,7 +25,7 @@ from shardlab.train.launch.environment import require_port
 
 if TYPE_CHECKING:
     from shardlab.measure.doctor.checks import Finding
-    from shardlab.measure.doctor.network import SmokeResult, WorldFacts
+    from shardlab.measure.doctor.network import WorldFacts
 
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -92,19 +92,15 @@ class Doctor:
     def _report(self, findings: Sequence[Finding], world: WorldFacts | None) -> int:
         errors = [finding for finding in findings if finding.state == "error"]
         warnings = [finding for finding in findings if finding.state == "warning"]
-        if self.json:
-            links = [] if world is None else [asdict(link) for link in world.links]
-            clocks = [] if world is None else world.clocks
-            rows = [asdict(finding) for finding in findings]
-            print_json({"findings": rows, "links": links, "clocks": clocks, "ok": not errors})
-            return bool(errors)
-        console = stdout_console()
-        console.print(_table(findings))
-        console.print()
+        links, clocks = ([], []) if world is None else ([asdict(link) for link in world.links], world.clocks)
+        rows = [asdict(finding) for finding in findings]
+        report = Report(findings=rows, links=links, clocks=clocks, ok=not errors)
+        report.draw(lambda console: console.print(_table(findings), ""))
         if errors or warnings:
-            console.print(f"{counted(len(errors), 'error')}, {counted(len(warnings), 'warning')}", style="bold")
+            report.line(f"{counted(len(errors), 'error')}, {counted(len(warnings), 'warning')}", "bold")
         else:
-            console.print("nothing is wrong", style="green")
+            report.line("nothing is wrong", "green")
+        report.show(json=self.json)
         return bool(errors)
 
 
@@ -137,10 +133,19 @@ class SmokeTest:
         if result is None:  # a rank of an existing world, but not the one that reports
             return 0
         seconds, failures = time.monotonic() - began, result.failures()
-        if self.json:
-            print_json({**asdict(result), "ranks": ranks, "seconds": seconds, "failures": failures, "ok": not failures})
-        else:
-            _print(result, ranks, seconds)
+        report = Report(**asdict(result), ranks=ranks, seconds=seconds, failures=failures, ok=not failures)
+        for each in result.trained:
+            far = f"{max(each.verdict.all):.1e} from one device; "
+            twins = "the ranks are in sync" if not each.unequal else "the ranks differ"
+            report.fact(each.strategy, far + twins, style="" if each.ok else "red")
+        if (point := result.all_reduce) is not None:
+            report.fact("all-reduce", f"{point.bus_bandwidth / 1e9:.2f} GB/s on the bus, of 8 MiB")
+        for link in result.links:
+            figures = f"latency {1e6 * link.latency:,.0f} us, {link.bandwidth / 1e9:.2f} GB/s"
+            report.fact("messages", f"rank {link.first} to {link.second}: {figures}")
+        ended, style = ("failed", "red") if failures else ("passed", "green")
+        report.line(f"\n{ended} on {counted(ranks, 'rank')} in {seconds:.1f} s", style)
+        report.show(json=self.json)
         for failure in failures:
             print(f"shardlab: {failure}", file=sys.stderr)
         return bool(failures)
@@ -157,18 +162,3 @@ def _table(findings: Sequence[Finding]) -> Table:
             text.append(f"\n{finding.remedy}", "bold")
         table.add_row(*[finding.host] * several, finding.check, state, text)
     return table
-
-
-def _print(result: SmokeResult, ranks: int, seconds: float) -> None:
-    console = stdout_console()
-    for each in result.trained:
-        far = f"{max(each.verdict.all):.1e} from one device; "
-        twins = "the ranks are in sync" if not each.unequal else "the ranks differ"
-        print_fact(console, each.strategy, far + twins, "" if each.ok else "red")
-    if (point := result.all_reduce) is not None:
-        print_fact(console, "all-reduce", f"{point.bus_bandwidth / 1e9:.2f} GB/s on the bus, of 8 MiB")
-    for link in result.links:
-        figures = f"latency {1e6 * link.latency:,.0f} us, {link.bandwidth / 1e9:.2f} GB/s"
-        print_fact(console, "messages", f"rank {link.first} to {link.second}: {figures}")
-    ended = ("failed", "red") if result.failures() else ("passed", "green")
-    console.print(Text(f"\n{ended[0]} on {counted(ranks, 'rank')} in {seconds:.1f} s", ended[1]))

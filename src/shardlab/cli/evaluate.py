@@ -10,15 +10,19 @@ from typing import Annotated
 
 import tyro
 
-from shardlab.cli.console import print_figures, print_json, stdout_console
-from shardlab.cli.options import Count, Flag, Name, OptionalCount, Ranks
-from shardlab.cli.plan_options import NO_FLAGS, Layout
+from shardlab.cli.console import Report
+from shardlab.cli.options import Flag, Name, OptionalCount, Ranks
+from shardlab.cli.plan_options import NO_FLAGS, JobFile, Layout, job_source
 from shardlab.common.text import counted
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.language import Mesh, UserError
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import entry_from_plan
+from shardlab.train.config import BatchConfig
+from shardlab.train.config_sources import batch_of
 from shardlab.train.launch.environment import require_port
+
+DEFAULT_BATCH = BatchConfig(microbatches=4, micro_batch_size=4)
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,10 @@ class Eval:
     ranks: Ranks = None
     """Number of ranks."""
 
-    microbatches: Count = 4
+    microbatches: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4)")] = None
     """Number of microbatches that the ranks compute at once."""
 
-    micro_batch_size: Count = 4
+    micro_batch_size: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4)")] = None
     """Sequences of a microbatch."""
 
     seq_len: OptionalCount = None
@@ -63,6 +67,8 @@ class Eval:
     """Print only JSON."""
 
     layout: Layout = NO_FLAGS
+
+    config: JobFile = None
 
     def run(self) -> int:
         require_port(os.environ)
@@ -84,17 +90,20 @@ class Eval:
                     f"{model.seq_len}"
                 )
             model = replace(model, seq_len=self.seq_len)
-        ranks = self.ranks or launched_ranks(0) or None
-        if self.strategy is None and self.layout == NO_FLAGS and ranks in (None, 1):
+        file, launched = job_source(self.config), launched_ranks(0) or None
+        batch = BatchConfig(None, self.microbatches, self.micro_batch_size).over(batch_of(file)).over(DEFAULT_BATCH)
+        microbatches, micro_batch_size = batch.cut(1, None)
+        alone = self.strategy is None and self.layout == NO_FLAGS and not file.sections.get("plan")
+        if alone and (self.ranks or launched) in (None, 1):
             chosen, ranks = entry_from_plan(Plan(Mesh()), "one device"), 1
         else:
-            chosen, ranks = self.layout.entry(self.strategy, ranks)
+            chosen, ranks = self.layout.entry(self.strategy, self.ranks, [file], otherwise=launched)
         job = Job(
             chosen.for_job(ranks),
             ranks,
-            self.microbatches,
+            microbatches,
             model,
-            self.micro_batch_size,
+            micro_batch_size,
             name=chosen.name,
             passes=chosen.passes,
         )
@@ -112,16 +121,10 @@ class Eval:
             loss = run_ranks(ranks, evaluate_rank, text_job)
         if loss is None:  # a rank of an existing world, but not the one that reports
             return 0
-        if self.json:
-            figures = {"perplexity": loss.perplexity, "bits_per_byte": loss.bits_per_byte}
-            print_json({"loss": loss.mean, **figures, **asdict(loss), "strategy": chosen.name, "ranks": ranks})
-            return 0
-        print_figures(
-            stdout_console(),
-            [
-                ("loss", f"{loss.mean:.4f}", f"nats per token, over {counted(loss.tokens, 'token')}"),
-                ("perplexity", f"{loss.perplexity:.4f}", ""),
-                ("bits per byte", f"{loss.bits_per_byte:.4f}", ""),
-            ],
-        )
+        report = Report()
+        report.fact("loss", f"nats per token, over {counted(loss.tokens, 'token')}", f"{loss.mean:.4f}", loss=loss.mean)
+        report.fact("perplexity", "", f"{loss.perplexity:.4f}", perplexity=loss.perplexity)
+        report.fact("bits per byte", "", f"{loss.bits_per_byte:.4f}", bits_per_byte=loss.bits_per_byte)
+        report.data |= {**asdict(loss), "strategy": chosen.name, "ranks": ranks}
+        report.show(json=self.json)
         return 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.console import print_fact, print_json, print_whole, stdout_console, table_of, whole_width
+from shardlab.cli.console import Report, print_fact, print_json, print_whole, stdout_console, table_of, whole_width
 from shardlab.cli.options import Flag
 from shardlab.cli.train.command import value_text
 from shardlab.common.files import read_file
@@ -90,10 +90,24 @@ class Show:
         written = (self.folder / CONFIG).is_file()
         config: dict[str, Any] = read_file(self.folder / CONFIG, "TOML") if written else {}
         files = {str(path.relative_to(self.folder)): path.stat().st_size for path in _files(self.folder)}
-        if self.json:
-            print_json({**run.as_dict(), "config": config, "files": files})
-            return 0
-        _print(stdout_console(), run, config, files)
+        report = Report(**run.as_dict(), config=config, files=files)
+        table = table_of("section", "field", "value", words=3)
+        for section, values in config.items():
+            for number, (name, value) in enumerate(values.items()):
+                table.add_row("" if number else section, name, Text(value_text(value), "bold"))
+        report.draw(partial(print_whole, table=table, folded=2))
+        report.line()
+        if command := run.record.get("command"):
+            report.fact("command", str(command))
+        report.fact("began", str(run.record.get("began", "unknown")))
+        report.fact("steps", f"{run.steps} of {run.wanted}" if run.wanted else str(run.steps))
+        report.fact("ended", run.ended + (f": {run.why}" if run.why else ""), style=STYLES.get(run.ended, "red"))
+        if run.resume:
+            report.fact("go on", f"after step {run.checkpoints[-1]}: {run.resume}")
+        report.fact("last figures", ", ".join(_last_figures(run)) or "none")
+        for number, (name, size) in enumerate(files.items()):
+            report.fact("" if number else "files", name, f"{size:,}")
+        report.show(json=self.json)
         return 0
 
 
@@ -123,26 +137,6 @@ def _cells(run: PastRun) -> dict[str, str | Text]:
         "steps": f"{run.steps}/{run.wanted}" if run.wanted else str(run.steps),
         **{name: "" if loss is None else f"{loss:.3f}" for name, loss in losses.items()},
     }
-
-
-def _print(console: Console, run: PastRun, config: dict[str, Any], files: dict[str, int]) -> None:
-    table = table_of("section", "field", "value", words=3)
-    for section, fields in config.items():
-        for number, (name, value) in enumerate(fields.items()):
-            table.add_row("" if number else section, name, Text(value_text(value), "bold"))
-    print_whole(console, table, folded=2)
-    console.print()
-    if command := run.record.get("command"):
-        print_fact(console, "command", str(command))
-    print_fact(console, "began", str(run.record.get("began", "unknown")))
-    print_fact(console, "steps", f"{run.steps} of {run.wanted}" if run.wanted else str(run.steps))
-    print_fact(console, "ended", run.ended + (f": {run.why}" if run.why else ""), STYLES.get(run.ended, "red"))
-    if run.resume:
-        print_fact(console, "go on", f"after step {run.checkpoints[-1]}: {run.resume}")
-    print_fact(console, "last figures", ", ".join(_last_figures(run)) or "none")
-    width = max((len(f"{size:,}") for size in files.values()), default=0)
-    for number, (name, size) in enumerate(files.items()):
-        print_fact(console, "" if number else "files", name, figure=f"{size:,}".rjust(width))
 
 
 def _last_figures(run: PastRun) -> list[str]:

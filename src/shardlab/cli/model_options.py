@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -113,25 +113,29 @@ class ModelOptions:
             given["capacity_factor"] = None
         return given
 
-    def make(self, layers: int, otherwise: str = "gpt", **small: Any) -> Blocks:
+    def make(
+        self, layers: int, otherwise: str = "gpt", *, written: Mapping[str, Any] | None = None, **small: Any
+    ) -> Blocks:
         """Return the model that the options describe.
 
         Args:
             layers: default number of layers of an architecture without its own sizes.
             otherwise: default model.
+            written: fields of a job file, which are dropped if the options name a model.
             small: further default sizes of such an architecture, as far as it has these fields.
 
         Raises:
             UserError: if there is no such model, or it does not have a field that a flag gives.
         """
-        from shardlab.models.named import find_model, unsized, with_fields
+        from shardlab.models.named import find_model, unsized, with_written
 
         given = self.given()
+        given = given if "model" in given else {**(written or {}), **given}
         name = given.pop("model", otherwise)
         model = find_model(name)
         free = unsized(name, model)
         given = {field: value for field, value in ({"layers": layers} | small).items() if field in free} | given
-        return with_fields(model, given, name)
+        return with_written(model, given, name)
 
     def apply(self, model: Blocks, source: str) -> Blocks:
         """Return a model with the changes by the options. A model that they name replaces it.

@@ -3,8 +3,8 @@
 A command is a frozen dataclass, and tyro makes an option of each field. This file has, in this order:
 
 1. types of single options, such as `Count` or `NewFile`, as annotations that tell tyro how to parse and explain them;
-2. groups of options that a command takes as one field: `Pictures` (files that show a step) and `BatchRequest`;
-3. functions that read or refuse values: counts, switches, `--costs`, new files, and the tokens of a step.
+2. `Pictures`, the options for files that show a step, which a command takes as one field;
+3. functions that read or refuse values: switches, `--costs`, new files, and the tokens of a step.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from shardlab.common.text import counted, parse_tokens
+from shardlab.common.text import parse_tokens
 from shardlab.common.user_code import MAX_FOLDED_OPS, MAX_OPS, MAX_SECONDS
 from shardlab.language import UserError
 from shardlab.language.ops import ColorBy
@@ -91,9 +91,12 @@ def one_word_option(metavar: str, read: Callable[[str], Any], kind: type) -> Pri
 
 def _parse_count(word: str) -> int:
     try:
-        return int(word)
+        count = int(word)
     except ValueError:
         raise ValueError(f"{word!r} is not a whole number; give 1 or more.") from None
+    if count < 1:
+        raise ValueError(f"{count} is too few; give 1 or more.")
+    return count
 
 
 _COUNT = one_word_option("N", _parse_count, int)
@@ -200,90 +203,6 @@ class Pictures:
 
         with writing("--trace", self.trace):
             save_trace_events(shown, self.trace)
-
-
-@dataclass(frozen=True)
-class BatchRequest:
-    """Options for the global batch of a step with a price. None stands for an option that is left out.
-
-    Without options, every plan gets the same batch, so that steps on one cluster can be compared.
-
-    Attributes:
-        sequences: of the global batch.
-        microbatches: of the global batch.
-        micro_batch_size: sequences of a microbatch.
-    """
-
-    sequences: int | None = None
-    microbatches: int | None = None
-    micro_batch_size: int | None = None
-
-    def cut(self, devices: int, data_ranks: int | None) -> tuple[int, int]:
-        """Divide the global batch into microbatches.
-
-        The default is one microbatch of one sequence for each device of the cluster. It does not depend on the plan,
-        so all commands for one cluster have steps with the same number of tokens.
-
-        Args:
-            devices: number of devices of the cluster, used or not.
-            data_ranks: number of data-parallel ranks that divide the microbatches (None: the strategy is not a plan).
-
-        Returns:
-            The number of microbatches, and the number of sequences in each.
-
-        Raises:
-            UserError: when the options contradict each other, or the batch does not divide.
-        """
-        micro_batch_size, microbatches = self.micro_batch_size or 1, self.microbatches or devices
-        if self.sequences is not None:
-            if self.micro_batch_size is None and self.microbatches is not None:
-                micro_batch_size = max(1, self.sequences // self.microbatches)
-            microbatches = self.microbatches or self.sequences // micro_batch_size
-            if microbatches * micro_batch_size != self.sequences:
-                what = counted(self.microbatches, "microbatch") if self.microbatches else "microbatches"
-                each = f" of {counted(self.micro_batch_size, 'sequence')}" if self.micro_batch_size else ""
-                unit = (self.microbatches or 1) * (self.micro_batch_size or 1)
-                remedy = (
-                    "leave out one of the three"
-                    if self.microbatches and self.micro_batch_size
-                    else f"give a multiple of {unit}"
-                )
-                raise UserError(
-                    f"a global batch of {counted(self.sequences, 'sequence')} cannot be cut into {what}{each}; {remedy}"
-                )
-        if self.microbatches is None and data_ranks is not None and microbatches % data_ranks:
-            raise UserError(self._indivisible_text(microbatches, micro_batch_size, data_ranks, devices))
-        return microbatches, micro_batch_size
-
-    def _indivisible_text(self, microbatches: int, micro_batch_size: int, data_ranks: int, devices: int) -> str:
-        why = f" (a microbatch for each of the cluster's {devices:,} devices)" if self.sequences is None else ""
-        each = f", in microbatches of {micro_batch_size}," if micro_batch_size > 1 else ""
-        down, unit = microbatches - microbatches % data_ranks, micro_batch_size * data_ranks
-        sizes = f"{down * micro_batch_size} or {down * micro_batch_size + unit}" if down else f"{unit}"
-        batch = counted(microbatches * micro_batch_size, "sequence")
-        return (
-            f"the global batch of {batch}{why}{each} does not divide among "
-            f"{data_ranks} data-parallel ranks; give --global-batch {sizes}"
-        )
-
-
-def check_counts(command: object) -> None:
-    """Refuse a command with an option of type `Count` that is less than 1.
-
-    tyro could check this as well, but its message has eight lines.
-
-    Raises:
-        UserError: with the name of the option.
-    """
-    hints = get_type_hints(type(command), include_extras=True)
-    for field in fields(cast(Any, command)):
-        value = getattr(command, field.name)
-        if is_dataclass(value):
-            check_counts(value)
-            continue
-        is_count = any(each is _COUNT for each in getattr(hints[field.name], "__metadata__", ()))
-        if is_count and value is not None and value < 1:
-            raise UserError(f"--{field.name.replace('_', '-')}: {value} is too few; give 1 or more")
 
 
 def option_names(command: object) -> list[str]:
@@ -420,9 +339,6 @@ NO_PICTURES = Pictures()
 
 PictureFlags = Annotated[Pictures, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
 """Field type of a command that has these options, without a prefix in their names."""
-
-DEFAULT_BATCH = BatchRequest()
-"""Request without options: one microbatch of one sequence for each device."""
 
 
 def _parse_time(name: str, text: str) -> float:

@@ -1,6 +1,6 @@
 """`shardlab passes`: list the passes, which rewrite programs.
 
-`print_passed` and `as_json` show the effect of each pass on a program, for `simulate --passes`.
+`add_passes` reports the effect of each pass on a program, for `simulate --passes`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.console import print_fact, print_json, stdout_console, table_of
+from shardlab.cli.console import Report, print_fact, print_json, stdout_console, table_of
 from shardlab.cli.options import Flag
 from shardlab.common.text import bytes_text
 from shardlab.language.pass_names import OFFLOAD, EarlyStart, OffloadTargets
@@ -50,16 +49,18 @@ class PassesCommand:
         return 0
 
 
-def print_passed(passed: list[PassResult], time_text: Callable[[float], str], console: Console | None = None) -> None:
-    """Print the end of the step and the peak memory before the first pass and after each pass.
+def add_passes(report: Report, passed: Sequence[PassResult], time_text: Callable[[float], str]) -> None:
+    """Add the end of the step and the peak memory before the first pass and after each pass to a report.
+
+    The field `settled` is the value of --passes that makes the same program with any prices.
 
     Args:
-        passed: program as written, and after each pass. If it is empty, nothing is printed.
+        passed: program as written, and after each pass. If it is empty, nothing is added.
         time_text: function that formats a time.
     """
     if not passed:
         return
-    console = console or stdout_console()
+    report.data |= {"passes": [_pass_as_json(*pair) for pair in pairwise(passed)], "settled": helpful_names(passed)}
     table = table_of("pass", "step ends", "peak memory")
     table.add_column("what it does")
     for each in passed:
@@ -69,11 +70,10 @@ def print_passed(passed: list[PassResult], time_text: Callable[[float], str], co
         else:
             what = Text(PASSES[each.name].does) if each.setting else Text(f"nothing: {each.why_not}", "dim")
             table.add_row(helpful_names([each]) if each.setting else each.name, *figures, what)
-    console.print(table)
-    console.print()
+    report.draw(lambda console: console.print(table, ""))
     if useless := useless_offload(passed):
-        print_fact(console, "warning", useless, "yellow")
-        console.print()
+        report.fact("warning", useless, style="yellow")
+        report.line()
 
 
 def useless_offload(passed: Sequence[PassResult]) -> str:
@@ -86,15 +86,6 @@ def useless_offload(passed: Sequence[PassResult]) -> str:
                 "because other tensors take its place"
             )
     return ""
-
-
-def as_json(runs: Sequence[PassResult]) -> dict[str, Any]:
-    """Return the end of the step and the peak memory before and after each pass, for --json.
-
-    The field `settled` is the value of --passes that makes the same program with any prices. Without passes, the result
-    is empty.
-    """
-    return {"passes": [_pass_as_json(*pair) for pair in pairwise(runs)], "settled": helpful_names(runs)} if runs else {}
 
 
 def _pass_as_json(before: PassResult, after: PassResult) -> dict[str, Any]:

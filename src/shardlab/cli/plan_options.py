@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,7 @@ from shardlab.check import Checked, check
 from shardlab.check.report import FileCheck
 from shardlab.cli.options import OptionalCount, switch_flags, switch_value
 from shardlab.common.fields import COUNT, as_flags, field_helps, field_types
+from shardlab.common.files import read_file
 from shardlab.common.text import counted, parse_bytes
 from shardlab.common.user_code import file_and_name
 from shardlab.language import AXES, Mesh, Sizes, UserError, trace
@@ -29,6 +30,7 @@ from shardlab.strategies import STRATEGIES
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import UNNAMED, Plan, read_plan
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
+from shardlab.train.config_sources import ConfigSource, file_source, origin_of, plan_settings
 
 if TYPE_CHECKING:
     from shardlab.simulate.hardware import Cluster
@@ -60,8 +62,8 @@ class PlanOptions:
     """
 
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """TOML file with a plan: the fields of shardlab.strategies.Plan. For train, auto chooses a plan for this
-    machine."""
+    """TOML file with a plan: the fields of shardlab.strategies.Plan, or a job with a table [plan]. For train, auto
+    chooses a plan for this machine."""
 
     offload: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="WHAT=WHERE", help_behavior_hint="")] = None
     """What each rank keeps on the host or the disk instead of its device: parameters, optimizer, gradients or
@@ -98,23 +100,32 @@ class PlanOptions:
         self,
         name: str | None,
         ranks: int | None,
-        base: Plan | None = None,
+        sources: Sequence[ConfigSource] = (),
         *,
-        passes: str | None = None,
+        otherwise: int | None = None,
         follows: bool = False,
     ) -> tuple[StrategyEntry, int]:
         """Return the strategy, with the changes by flags, and its number of ranks.
 
         Args:
-            name: name of the strategy or of `base` (None: none is given).
-            ranks: number of ranks that is requested or available (None: unknown).
-            base: plan that the flags change. --plan replaces it.
-            passes: passes of a strategy that is not a plan, if no flag gives them.
+            name, ranks: name of the strategy and number of ranks that flags give (None: none is given).
+            sources: sources before the flags. They count if flags give neither a name, a plan nor a mesh.
+            otherwise: number of ranks if neither flags nor sources give it (None: unknown).
             follows: whether the mesh is adapted if it has another number of ranks.
 
         Raises:
             UserError: if the flags contradict the strategy, the number of ranks or each other.
         """
+        base: Plan | None = None
+        passes: str | None = None
+        if name is None and self.plan is None:
+            name, of_sources, base, passes = plan_settings(sources)
+            if self.names_mesh:  # flags for the mesh describe a new plan
+                name = base = passes = of_sources = None
+            elif self.names_plan and origin_of(sources, "plan", "strategy") == "default":
+                name = None
+            ranks = ranks or of_sources
+        ranks = ranks or otherwise
         given, words = self.given(), self.offload if getattr(self, "passes", None) is None else None
         path: Path | None = given.pop("plan", None)
         if name is None and path is None and not given:
@@ -197,6 +208,15 @@ def cluster_called(name: str, *, other_machine: bool, memory: str | None = None)
     return replace(cluster, device=replace(device, memory=limit))
 
 
+def job_source(path: Path | None) -> ConfigSource:
+    """Return the tables of a job file; none without a file.
+
+    Raises:
+        UserError: if the file cannot be read, or has an unknown table or field.
+    """
+    return ConfigSource("", {}) if path is None else file_source(path)
+
+
 def recipe_called(name: str | None) -> Recipe:
     """Return the recipe of a name or file, or Shardlab's own for None.
 
@@ -207,6 +227,17 @@ def recipe_called(name: str | None) -> Recipe:
 
     return OWN if name is None else find_recipe(name)
 
+
+JobFile = Annotated[
+    Path | None,
+    tyro.conf.arg(
+        metavar="FILE",
+        help="TOML file with a job, in tables such as [model], [cluster], [batch] and [plan], or the config.toml of a "
+        "run. Flags override it.",
+        help_behavior_hint="",
+    ),
+]
+"""File with a job, of which a command reads the tables that it needs."""
 
 Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
 """Field type of a command that has these flags, without a prefix in their names."""
@@ -240,28 +271,6 @@ limit_flags: Callable[..., PlanOptions] = make_dataclass(
 NO_LIMITS = limit_flags()
 
 
-def precision_of(recipe: Recipe, cluster: Cluster) -> str:
-    """Return the default precision of a framework on the devices of a cluster."""
-    if "bfloat16" not in cluster.device.flops:
-        return "fp32"
-    wide = (recipe.defaults.bf16_gradient_bytes or recipe.defaults.gradient_bytes) == 4
-    return "bf16-fp32-grads" if wide else "bf16"
-
-
-def as_recipe_does(entry: StrategyEntry, ranks: int, layout: PlanOptions, recipe: Recipe) -> StrategyEntry:
-    """Return the strategy with the recipe's defaults for what neither flags nor a plan file give."""
-    given = layout.given()
-    if entry.plan is None or "plan" in given:
-        return entry
-    plan, changed = entry.plan(ranks), dict[str, object]()
-    sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in given)
-    if "reduce_at" not in given and plan.reduce_at == "layer":
-        changed["reduce_at"] = recipe.defaults.reduction(sharded=sharded or recipe.defaults.zero_stage > 0)
-    if recipe.defaults.zero_stage and plan.mesh.dp_shard > 1 and not sharded:
-        changed["shard_optimizer"] = ("dp_shard",)
-    return entry_from_plan(replace(plan, **changed), entry.name) if changed else entry
-
-
 def _require_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
     """Refuse flags that leave out an axis of the plan's mesh, which would silently undo it.
 
@@ -278,6 +287,11 @@ def _require_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
 
 def _base_plan(name: str | None, path: Path | None, ranks: int | None) -> Plan:
     """Return the plan that the flags change."""
+    if path is not None and isinstance(read_file(path, "TOML").get("plan"), dict):  # a job
+        plan = plan_settings([file_source(path)])[2]
+        if plan is None:
+            raise UserError(f"{path} names a strategy but has no fields of a plan; give it as --config {path}")
+        return plan
     if path is not None:
         return read_plan(path)
     if name is None:

@@ -1,25 +1,40 @@
-"""`shardlab verify STRATEGY`: compare a strategy on real processes with plain training on one device."""
+"""`shardlab verify STRATEGY`: compare a strategy on real processes with plain training on one device.
+
+`Verify.run` compares one strategy. With --all, `print_tables` shows the largest error of every strategy, sharding and
+pipeline schedule.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.markup import escape
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from shardlab.check import drifts_of
-from shardlab.cli.console import print_fact, print_figures, print_json, stdout_console
+from shardlab.cli.console import Report, print_json, stdout_console, table_of
 from shardlab.cli.model_options import DEFAULT_MODEL, ModelFlags
-from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Ranks, StrategyName
-from shardlab.cli.plan_options import NO_FLAGS, Layout
-from shardlab.cli.simulate.command import print_drifts
+from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, OptionalCount, Ranks, StrategyName
+from shardlab.cli.plan_options import NO_FLAGS, JobFile, Layout, job_source
+from shardlab.cli.simulate.command import add_drifts
 from shardlab.common.text import counted
 from shardlab.language import UserError
 from shardlab.language.precision import Optimizer
+from shardlab.train.config import BatchConfig
+from shardlab.train.config_sources import batch_of
 from shardlab.train.launch.environment import require_port
+
+if TYPE_CHECKING:
+    from shardlab.train.verification.verify import CaseResult
+
+DEFAULT_BATCH = BatchConfig(microbatches=4, micro_batch_size=2)
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ class Verify:
     ranks: Ranks = None
     """Number of ranks."""
 
-    microbatches: Count = 4
+    microbatches: Annotated[OptionalCount, tyro.conf.arg(help_behavior_hint="(default: 4)")] = None
     """Number of microbatches in the global batch."""
 
     steps: Count = 3
@@ -50,7 +65,9 @@ class Verify:
     precision: Annotated[str, tyro.conf.arg(metavar="NAME")] = "fp64"
     """fp64, fp32, bf16, bf16-fp32-grads or fp16."""
 
-    optimizer: Annotated[Optimizer, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = "adamw"
+    optimizer: Annotated[
+        Optimizer | None, tyro.conf.arg(metavar="{adamw,sgd,lion,muon}", help_behavior_hint="(default: adamw)")
+    ] = None
     """Optimizer of both sides."""
 
     ema: Annotated[float | None, tyro.conf.arg(metavar="DECAY", help_behavior_hint="")] = None
@@ -75,6 +92,8 @@ class Verify:
 
     layout: Layout = NO_FLAGS
 
+    config: JobFile = None
+
     def run(self) -> int:
         if self.all:
             return self._all()
@@ -88,25 +107,32 @@ class Verify:
         from shardlab.train.launch.ranks import device_type, launched_ranks
         from shardlab.train.verification.cases import TOLERANCE, clip_for, verify
 
-        chosen, ranks = self.layout.entry(self.strategy, self.ranks or launched_ranks(0) or None)
+        file = job_source(self.config)
+        written = file.sections.get("optimizer", {})
+        optimizer = self.optimizer or written.get("optimizer", "adamw")
+        ema = written.get("ema") if self.ema is None else self.ema
+        batch = BatchConfig(microbatches=self.microbatches).over(batch_of(file)).over(DEFAULT_BATCH)
+        microbatches, _ = batch.cut(1, None)
+        chosen, ranks = self.layout.entry(self.strategy, self.ranks, [file], otherwise=launched_ranks(0) or None)
         ep = chosen.grid(ranks).ep
         layers, kind = chosen.default_layers(ranks), "moe" if ep > 1 else "mlp" if chosen.columns else "gpt"
-        model = self.model.make(layers, kind, hidden_size=32, heads=4, seq_len=16, experts=max(4, 2 * ep))
+        small = {"hidden_size": 32, "heads": 4, "seq_len": 16, "experts": max(4, 2 * ep)}
+        model = self.model.make(layers, kind, written=file.sections.get("model"), **small)
         job = Job(
             chosen.for_job(ranks),
             ranks,
-            self.microbatches,
+            microbatches,
             model,
             2,
             self.precision,
             name=chosen.name,
-            optimizer=self.optimizer,
-            ema=self.ema,
+            optimizer=optimizer,
+            ema=ema,
             passes=chosen.passes,
         )
         chosen = settle_passes(chosen, job)
         job = replace(job, strategy=chosen.for_job(ranks), passes=chosen.passes)
-        proof = checked_to_run(chosen, job, OptimizerConfig(optimizer=self.optimizer, clip=self.clip, ema=self.ema))
+        proof = checked_to_run(chosen, job, OptimizerConfig(optimizer=optimizer, clip=self.clip, ema=ema))
         if self.compile:
             want_compilable(proof, device_type(ranks))
         clip = clip_for(proof, self.clip)
@@ -114,40 +140,28 @@ class Verify:
             verdict = verify(job, self.steps, clip, self.compile)
         if verdict is None:  # a rank of an existing world, but not the one that reports
             return 0
-        if self.json:
-            facts = {
-                "strategy": chosen.name,
-                "ranks": ranks,
-                "layers": model.layers,
-                "microbatches": self.microbatches,
-                "clip": clip,
-                "drifts": [drift.as_dict() for drift in drifts_of(proof)],
-            }
-            print_json({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok})
-        else:
-            console = stdout_console()
-            where = f"on {counted(ranks, 'rank')} against one device, {job.numbers.compute}"
-            console.print(f"[bold cyan]{escape(chosen.name)}[/] {where}, {counted(self.steps, 'step')}")
-            clipped = [] if clip is None else [("clip", f"{clip:g}", "the largest norm of the gradient")]
-            worst = ["", f"worst in layer {verdict.gradient_layer}", f"worst in layer {verdict.weight_layer}"]
-            limit = f"max |a - b| / max |b| is at most {TOLERANCE:.0e}"
-            if verdict.exact is not None and verdict.one_device is not None:
-                pairs = zip(verdict.exact.all, verdict.one_device.all, strict=True)
-                worst = [f"from float64 {ours:.2e}, one device {its:.2e}" for ours, its in pairs]
-                limit = f"is at most twice as far from float64 as one device, and {verdict.rounding:.0e}"
-            names = ("loss_error", "gradient_error", "weight_error")
-            errors = zip(names, [f"{error:.2e}" for error in verdict.all], worst, strict=True)
-            print_figures(console, [*clipped, *errors])
-            if verdict.ok:
-                print_fact(console, "ok", f"yes, each {limit}", "green")
-            else:
-                print_fact(console, "ok", f"no, not each {limit}", "red")
-            print_drifts(console, proof)
+        report = Report(strategy=chosen.name, ranks=ranks, layers=model.layers, microbatches=microbatches, clip=clip)
+        where = f"on {counted(ranks, 'rank')} against one device, {job.numbers.compute}"
+        report.line(Text.assemble((chosen.name, "bold cyan"), f" {where}, {counted(self.steps, 'step')}"))
+        if clip is not None:
+            report.fact("clip", "the largest norm of the gradient", f"{clip:g}")
+        worst = ["", f"worst in layer {verdict.gradient_layer}", f"worst in layer {verdict.weight_layer}"]
+        limit = f"max |a - b| / max |b| is at most {TOLERANCE:.0e}"
+        if verdict.exact is not None and verdict.one_device is not None:
+            pairs = zip(verdict.exact.all, verdict.one_device.all, strict=True)
+            worst = [f"from float64 {ours:.2e}, one device {its:.2e}" for ours, its in pairs]
+            limit = f"is at most twice as far from float64 as one device, and {verdict.rounding:.0e}"
+        for name, error, text in zip(("loss_error", "gradient_error", "weight_error"), verdict.all, worst, strict=True):
+            report.fact(name, text, f"{error:.2e}")
+        answer, style = ("yes, each", "green") if verdict.ok else ("no, not each", "red")
+        report.fact("ok", f"{answer} {limit}", style=style)
+        report.data |= {**asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok}
+        add_drifts(report, proof)
+        report.show(json=self.json)
         return 0 if verdict.ok else 1
 
     def _all(self) -> int:
         from shardlab.cli.train.before_ranks import failures_as_exit
-        from shardlab.cli.verify_table import as_json, print_tables
         from shardlab.train.verification.cases import CASES
         from shardlab.train.verification.verify import verify_all
 
@@ -166,3 +180,56 @@ class Verify:
         else:
             print_tables(results, seconds, stdout_console())
         return 0 if all(result.ok for result in results) else 1
+
+
+def as_json(results: Sequence[CaseResult], seconds: float) -> dict[str, Any]:
+    """Return all results for --json."""
+    from shardlab.train.verification.cases import TOLERANCE
+
+    rows = [
+        {
+            **{name: value for name, value in vars(result.case).items() if name != "strategy"},
+            "error": None if math.isinf(result.error) else result.error,
+            "refused": result.refused or None,
+            "ok": result.ok,
+        }
+        for result in results
+    ]
+    ok = all(result.ok for result in results)
+    return {"cases": rows, "tolerance": TOLERANCE, "seconds": round(seconds, 1), "ok": ok}
+
+
+def print_tables(results: Sequence[CaseResult], seconds: float, console: Console) -> None:
+    """Print a table of strategies, of sharding options and of pipelines, with the case of the largest error in each."""
+    from shardlab.train.verification.cases import ALONE, TOLERANCE
+
+    alone = [result for result in results if result.case.column == ALONE]
+    pairs = [result for result in results if result.case.column != ALONE]
+    for title, shown in (("strategy", alone), ("sharding", pairs), ("pipeline", pairs)):
+        if shown:
+            console.print(_table(shown, title))
+            console.print()
+    bad = [result for result in results if not result.ok]
+    for result in bad:
+        console.print(f"[red]{result.case}[/]: {result.refused or format(result.error, '.1e')}")
+    what = "the largest error max|a - b| / max|b| of loss, gradients, weights"
+    console.print(f"[dim]{len(results)} cases in {seconds:.0f} s: {what}[/]")
+    verdict = f"[red]{len(bad)} more than {TOLERANCE:.0e}[/]" if bad else f"[green]all within {TOLERANCE:.0e}[/]"
+    console.print(verdict)
+
+
+def _table(results: Sequence[CaseResult], title: str) -> Table:
+    """Return a table with the number of cases and the largest error of each strategy, sharding option or pipeline."""
+    table = table_of(title, "cases", "largest error", gap=3)
+    table.columns[0].style = "cyan"
+    table.add_column("" if title == "strategy" else "where", style="dim", no_wrap=True)
+    cases: dict[str, list[CaseResult]] = defaultdict(list)
+    for result in results:
+        cases[result.case.column if title == "sharding" else result.case.row].append(result)
+    for name, here in cases.items():
+        worst = max(here, key=lambda result: result.error)
+        text = "refused" if math.isinf(worst.error) else f"{worst.error:.0e}"
+        other = {"strategy": "", "sharding": worst.case.row, "pipeline": worst.case.column}[title]
+        style = "" if all(result.ok for result in here) else "red"
+        table.add_row(name, str(len(here)), Text(text, style), other)
+    return table

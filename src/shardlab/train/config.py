@@ -1,8 +1,9 @@
 """Configuration of a training run: one tree, from which the run can be repeated.
 
 `TrainingConfig` is the tree. Its sections are dataclasses whose fields are also command-line options and keys of a TOML
-file; the docstring of a field is its text in `--help`. `config_sources.py` merges presets, files and flags into a tree.
-`BatchRamp`, at the end, is a batch that grows during the run.
+file; the docstring of a field is its text in `--help`. A file may also describe the batch and the cluster of a step
+that is only simulated or planned (`BatchConfig`, `ClusterConfig`). `config_sources.py` merges presets, files and flags
+into a tree. `BatchRamp`, at the end, is a batch that grows during the run.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from shardlab.common.fields import (
     text,
 )
 from shardlab.common.files import as_toml
+from shardlab.common.text import counted
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
@@ -203,6 +205,102 @@ class StrategyConfig:
         return {"name": self.name, **whole, **plan.as_dict()}
 
 
+@dataclass(frozen=True)
+class BatchConfig:
+    """Global batch of a step, and its division into microbatches. None stands for a value that is not given.
+
+    Without values, every plan gets the same batch, so that steps on one cluster can be compared.
+    """
+
+    global_batch: Annotated[int | None, COUNT] = None
+    """Sequences in a step."""
+
+    microbatches: Annotated[int | None, COUNT] = None
+    """Number of microbatches in the global batch."""
+
+    micro_batch_size: Annotated[int | None, COUNT] = None
+    """Sequences of a microbatch."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def over(self, other: BatchConfig) -> BatchConfig:
+        """Return this batch, completed by values of another one as long as they cannot contradict each other.
+
+        >>> BatchConfig(microbatches=8).over(BatchConfig(global_batch=64, micro_batch_size=4))
+        BatchConfig(global_batch=64, microbatches=8, micro_batch_size=None)
+        """
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        for name in ("global_batch", "micro_batch_size", "microbatches"):
+            if len(values) < 2 and (value := getattr(other, name)) is not None:
+                values.setdefault(name, value)
+        return BatchConfig(**values)
+
+    def cut(self, devices: int, data_ranks: int | None) -> tuple[int, int]:
+        """Divide the global batch into microbatches.
+
+        The default is one microbatch of one sequence for each device of the cluster. It does not depend on the plan,
+        so all commands for one cluster have steps with the same number of tokens.
+
+        Args:
+            devices: number of devices of the cluster, used or not.
+            data_ranks: number of data-parallel ranks that divide the microbatches (None: the strategy is not a plan).
+
+        Returns:
+            The number of microbatches, and the number of sequences in each.
+
+        Raises:
+            UserError: if the values contradict each other, or the batch does not divide.
+        """
+        micro_batch_size, microbatches = self.micro_batch_size or 1, self.microbatches or devices
+        if (total := self.global_batch) is not None:
+            if self.micro_batch_size is None and self.microbatches is not None:
+                micro_batch_size = max(1, total // self.microbatches)
+            microbatches = self.microbatches or total // micro_batch_size
+            if microbatches * micro_batch_size != total:
+                what = counted(self.microbatches, "microbatch") if self.microbatches else "microbatches"
+                each = f" of {counted(self.micro_batch_size, 'sequence')}" if self.micro_batch_size else ""
+                multiple = f"give a multiple of {(self.microbatches or 1) * (self.micro_batch_size or 1)}"
+                remedy = "leave out one of the three" if self.microbatches and self.micro_batch_size else multiple
+                batch = counted(total, "sequence")
+                raise UserError(f"a global batch of {batch} cannot be cut into {what}{each}; {remedy}")
+        if self.microbatches is None and data_ranks is not None and microbatches % data_ranks:
+            raise UserError(self._indivisible_text(microbatches, micro_batch_size, data_ranks, devices))
+        return microbatches, micro_batch_size
+
+    def _indivisible_text(self, microbatches: int, micro_batch_size: int, data_ranks: int, devices: int) -> str:
+        why = f" (a microbatch for each of the cluster's {devices:,} devices)" if self.global_batch is None else ""
+        each = f", in microbatches of {micro_batch_size}," if micro_batch_size > 1 else ""
+        down, unit = microbatches - microbatches % data_ranks, micro_batch_size * data_ranks
+        sizes = f"{down * micro_batch_size} or {down * micro_batch_size + unit}" if down else f"{unit}"
+        batch = counted(microbatches * micro_batch_size, "sequence")
+        return (
+            f"the global batch of {batch}{why}{each} does not divide among "
+            f"{data_ranks} data-parallel ranks; give --global-batch {sizes}"
+        )
+
+
+DIVISION = ("microbatches", "micro_batch_size")
+"""Fields of a batch that are also fields of `train`."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Cluster on which a step is simulated or planned. None stands for a value that is not given."""
+
+    cluster: Annotated[str | None, text("NAME", 'a cluster in quotes, such as "h100x16"')] = None
+    """Name of the cluster."""
+
+    recipe: Annotated[str | None, text("NAME", 'a recipe in quotes, such as "torchtitan"')] = None
+    """Name of the recipe, which describes how a framework runs a step."""
+
+    memory: Annotated[str | None, text("BYTES", 'a size in quotes, such as "72GiB"')] = None
+    """Memory of each device that the step may use."""
+
+    other_machine: Annotated[bool, SWITCH] = False
+    """Accept a profile that was measured on another machine."""
+
+
 SECTIONS: dict[str, type[Any]] = {
     "data": DataConfig,
     "optimizer": OptimizerConfig,
@@ -212,6 +310,9 @@ SECTIONS: dict[str, type[Any]] = {
     "saving": SavingConfig,
 }
 """Sections of the tree whose fields are flags of the same names. The sections `model` and `plan` are not among them."""
+
+JOB_SECTIONS = {**SECTIONS, "batch": BatchConfig, "cluster": ClusterConfig}
+"""Sections of a file with fields of their own. In the tree, the values of `batch` are part of `train`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +362,8 @@ class TrainingConfig:
             if optimizer[name] != with_default_schedule(chosen, steps).get(name):
                 chosen[name] = optimizer[name]
         sections["optimizer"] = {name: as_toml_value(value) for name, value in chosen.items()}
+        batch = {name: sections["train"].pop(name) for name in DIVISION}
+        sections = {"model": sections.pop("model"), "plan": sections.pop("plan"), "batch": batch, **sections}
         notes = [f"# {name} = {optimizer[name]} follows from steps" for name in derived if name not in chosen]
         return "\n".join(["# shardlab train --config FILE repeats the run", *notes, "", as_toml(sections)])
 

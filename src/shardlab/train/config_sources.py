@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from shardlab.common.errors import UserError, find_by_name, suggest_name
-from shardlab.common.fields import as_text, field_types, value_from_file
+from shardlab.common.fields import COUNT, as_text, check_field, field_types, text, value_from_file
 from shardlab.common.files import load_table, read_file
 from shardlab.models import Blocks
 from shardlab.models.model import count_parameters
@@ -23,7 +23,17 @@ from shardlab.models.named import find_model, sources, unsized, with_written
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import UNNAMED, Plan
 from shardlab.strategies.registry import StrategyEntry
-from shardlab.train.config import RAMP, SECTIONS, BatchRamp, StrategyConfig, TrainingConfig, with_default_schedule
+from shardlab.train.config import (
+    DIVISION,
+    JOB_SECTIONS,
+    RAMP,
+    SECTIONS,
+    BatchConfig,
+    BatchRamp,
+    StrategyConfig,
+    TrainingConfig,
+    with_default_schedule,
+)
 from shardlab.train.data import parse_sources
 from shardlab.train.data.prepared_folder import PreparedFolder
 
@@ -31,6 +41,10 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 NAMING = {"model": {"model"}, "plan": {"strategy", "mesh", "plan"}}
 """Fields that name a whole model or plan. If a source has one, earlier sources of the section are dropped."""
+
+_NAME = text("NAME", "a name in quotes")
+
+_PLAN_FIELDS = [each.name for each in fields(Plan)]
 
 
 class ConfigSource(NamedTuple):
@@ -64,28 +78,52 @@ def file_source(path: Path) -> ConfigSource:
         raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
 
+def batch_of(source: ConfigSource) -> BatchConfig:
+    """Return the global batch that a source describes in `batch` or `train`."""
+    batch, train = (source.sections.get(section, {}) for section in ("batch", "train"))
+    return BatchConfig(**{name: train[name] for name in DIVISION if name in train} | dict(batch))
+
+
+def with_divided_batch(source: ConfigSource, flags: ConfigSource) -> ConfigSource:
+    """Return a source whose global batch is divided into the microbatches of `train`, as far as flags leave it open.
+
+    Raises:
+        UserError: if the batch does not divide.
+    """
+    batch = batch_of(flags).over(batch_of(source))
+    if batch.global_batch is None:
+        return source
+    divided = dict(zip(DIVISION, batch.cut(1, None), strict=True))
+    return ConfigSource(source.name, {**source.sections, "train": {**source.sections.get("train", {}), **divided}})
+
+
 def _parse_sections(tables: Mapping[str, Any]) -> Sections:
     """Convert the tables of a file to values of the fields, and refuse what a configuration does not have."""
-    known = ("model", "plan", *SECTIONS)
+    known = ("model", "plan", *JOB_SECTIONS)
     sections: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
         if section not in known:
-            raise UserError(f"a configuration has no section {section}; {suggest_name(section, known)}")
+            where = "; write it below [plan], or give the file as --plan" if section in _PLAN_FIELDS else ""
+            raise UserError(f"a configuration has no section {section}{where or f'; {suggest_name(section, known)}'}")
         if not isinstance(table, dict):
             raise UserError(f"{section} is {table!r}; write a table, [{section}], and its fields below it")
         values = cast(dict[str, Any], table)
-        if section in SECTIONS:
+        if section in JOB_SECTIONS:
             values = {name: _value(section, name, value) for name, value in values.items()}
         elif section == "plan":
-            plan_fields = ["strategy", "ranks", "name", *(each.name for each in fields(Plan))]
             for name in values:
-                _require_known(section, name, plan_fields)
+                _require_known(section, name, ["strategy", "ranks", "name", *_PLAN_FIELDS])
+        for name in ("model", "strategy", "name"):
+            check_field(name, values.get(name, "a name"), _NAME, None)
+        check_field("ranks", values.get("ranks", 1), COUNT, None)
         sections[section] = values
+    if "global_batch" not in (batch := sections.get("batch", {})):
+        sections["train"] = sections.get("train", {}) | batch
     return sections
 
 
 def _value(section: str, name: str, value: Any) -> Any:
-    types = field_types(SECTIONS[section])
+    types = field_types(JOB_SECTIONS[section])
     _require_known(section, name, types)
     parsed = value_from_file(types[name], value)
     if wanted := types[name].wanted(parsed):

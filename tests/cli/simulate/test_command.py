@@ -16,7 +16,8 @@ from rich.console import Console
 
 from shardlab.check import check
 from shardlab.cli import main
-from shardlab.cli.simulate.command import print_report
+from shardlab.cli.console import Report
+from shardlab.cli.simulate.command import add_step
 from shardlab.draw.canvas import layer_color
 from shardlab.language import OpKind, trace
 from shardlab.simulate.timeline import simulate
@@ -177,7 +178,9 @@ def report(width: int, name: str = "fsdp", ranks: int = 4) -> list[str]:
     program = trace(entry.program, entry.mesh(ranks), 16 if ranks > 4 else 4, 64 if ranks > 4 else 4)
     checked = check(program)
     text = io.StringIO()
-    print_report(name, checked, simulate(checked), console=Console(file=text, width=width, highlight=False))
+    shown = Report()
+    add_step(shown, name, checked, simulate(checked))
+    shown.print(Console(file=text, width=width, highlight=False))
     return text.getvalue().splitlines()
 
 

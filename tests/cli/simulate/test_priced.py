@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
+from shardlab.cli.console import Report
 from shardlab.cli.plan_options import PlanOptions, plan_flags
-from shardlab.cli.simulate.priced import PricedStep, doubts, price, print_priced
+from shardlab.cli.simulate.priced import PricedStep, add_step, doubts, price
+from shardlab.cli.step_request import StepRequest
 from shardlab.language import Mesh
 from shardlab.simulate.hardware import Cluster, Machine, Profile, Rate
 
@@ -20,12 +22,14 @@ THREE_D = plan_flags(pp=2, dp_shard=2, tp=2)
 
 
 def of(strategy: str | None, model: str, cluster: str, layout: PlanOptions = plan_flags()) -> PricedStep:  # noqa: B008
-    return price(strategy, layout, model, cluster)
+    return price(StepRequest(model, cluster, strategy, layout))
 
 
 def printed(result: PricedStep, width: int = 80) -> list[str]:
     text = io.StringIO()
-    print_priced(result, [], Console(file=text, width=width, highlight=False))
+    report = Report()
+    add_step(report, result)
+    report.print(Console(file=text, width=width, highlight=False))
     return text.getvalue().splitlines()
 
 

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
-from shardlab.cli.plan_options import plan_flags
-from shardlab.cli.simulate.priced import price, print_priced
+from shardlab.cli.console import Report
+from shardlab.cli.simulate.priced import add_step, price
+from shardlab.cli.step_request import StepRequest
 from shardlab.common.text import seconds_text
 
 Captured = pytest.CaptureFixture[str]
@@ -136,9 +137,11 @@ def test_a_mistake_is_told_in_one_sentence(arguments: tuple[str, ...], said: str
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_report_names_every_figure(width: int) -> None:
-    result = price("zero-3", plan_flags(), "gpt2", "h100x8", layers=4)
+    result = price(StepRequest("gpt2", "h100x8", "zero-3", model_fields={"layers": 4}))
     stream = io.StringIO()
-    print_priced(result, [], Console(file=stream, width=width, highlight=False))
+    report = Report()
+    add_step(report, result)
+    report.print(Console(file=stream, width=width, highlight=False))
     text = stream.getvalue()
     assert text.isascii()
     for label in ("step time", "tokens/s", "MFU", "compute", "exposed", "bubble", "peak memory", "ops", "rank"):

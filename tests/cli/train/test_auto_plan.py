@@ -158,11 +158,11 @@ def test_a_run_whose_plans_took_turns_is_trained_and_goes_on_with_its_plan_and_m
     assert "--plan auto predicts to be the fastest" in told.err
     assert "measured a step" in told.err
     ran = tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))
-    assert ran["train"]["microbatches"] < 16, "it is cheaper to take sequences together"
+    assert ran["batch"]["microbatches"] < 16, "it is cheaper to take sequences together"
     assert main([*words, "--pp", "2", "--resume", "auto", "--steps", "4", "--print-config", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     for name in ("microbatches", "micro_batch_size"):
-        assert again["train"][name] == ran["train"][name]
+        assert again["train"][name] == ran["batch"][name]
     assert again["plan"]["schedule"] == ran["plan"]["schedule"]
     assert again["plan"]["passes"] == ran["plan"]["passes"]
 

@@ -1,8 +1,8 @@
 """`shardlab simulate STRATEGY`: check a strategy, and simulate the time and memory of one step.
 
 `Simulate.run` traces and checks the program, runs passes on it if asked to, simulates it in unit costs, and prints the
-figures and a timeline (`print_report`), or JSON (`as_json`). With --model and --cluster, `priced.py` does the same in
-seconds and bytes. Both print the critical path with `print_path_parts`.
+figures and a timeline, or JSON (`add_step`). With --model and --cluster, `priced.py` does the same in seconds and
+bytes.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 from rich.text import Text
 
 from shardlab.check import ChannelModel, Checked, check, drifts_of
-from shardlab.cli.console import print_fact, print_figures, print_json, print_path, stdout_console, table_of
+from shardlab.cli.console import Report, print_path, table_of
 from shardlab.cli.options import (
     NO_PICTURES,
     CostsText,
@@ -33,10 +32,11 @@ from shardlab.cli.options import (
     StrategyName,
     costs_of,
 )
-from shardlab.cli.passes import as_json as passes_json
-from shardlab.cli.passes import print_passed
-from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, Layout, RecipeName, checked
+from shardlab.cli.passes import add_passes
+from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, JobFile, Layout, RecipeName, checked
 from shardlab.cli.simulate.terminal_timeline import print_strips, print_timeline
+from shardlab.cli.step_request import OPTIONS, StepRequest
+from shardlab.common.fields import COUNT, check_field
 from shardlab.common.text import counted, listed, seconds_text
 from shardlab.language import UserError, trace
 from shardlab.language.precision import Optimizer
@@ -46,8 +46,13 @@ from shardlab.simulate.timeline.critical_path import critical_path, path_parts
 from shardlab.simulate.timeline.memory import peak_elsewhere
 from shardlab.simulate.timeline.run import Clocks, Counter
 from shardlab.simulate.timeline.timeline import rank_times
+from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.registry import StrategyEntry
+
+IN_UNIT_COSTS = ("model", "cluster", "layers", "microbatches")
+PRICED_OPTIONS = [option for options in OPTIONS.values() for option in options if option not in IN_UNIT_COSTS]
+"""Options that need a model and a cluster. Only the optimizer muon also changes a step in unit costs."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ class Simulate:
     """Sequences of a microbatch (default: 1); with --model."""
 
     precision: Name = None
-    """fp32, bf16, bf16-fp32-grads or fp16 (default: bf16 if the device has it); with --model."""
+    """fp32, bf16, bf16-fp32-grads or fp16 (default: that of the recipe, which is bf16 or bf16-fp32-grads if the device
+    has it); with --model."""
 
     recipe: RecipeName = None
 
@@ -129,14 +135,19 @@ class Simulate:
 
     layout: Layout = NO_FLAGS
 
+    config: JobFile = None
+
     def run(self) -> int:
         self.pictures.check("timeline.svg")
-        if self._is_priced():
-            return self._run_priced()
+        request = StepRequest.of(self)
+        if self._is_priced(request):
+            return self._run_priced(request)
         costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
-        entry, ranks = self.layout.entry(self.strategy, self.ranks)
-        layers = self.layers or entry.default_layers(ranks, at_least=1 if self.costs else 4)
-        written = checked(entry, ranks, layers, self.microbatches or 4, whole_matrices=self.optimizer == "muon")
+        entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file])
+        layers = request.model_fields.get("layers", entry.default_layers(ranks, at_least=1 if self.costs else 4))
+        check_field("layers", layers, COUNT, None)
+        microbatches, matrices = request.batch.microbatches or 4, request.optimizer == "muon"
+        written = checked(entry, ranks, layers, microbatches, whole_matrices=matrices)
         names = entry.passes_on(ranks)
         passed = run_named(written, names, Goal(costs)) if names != "none" else []
         proof = passed[-1].checked if passed else written
@@ -145,15 +156,24 @@ class Simulate:
         self._save(timeline, stages, entry.title(ranks))
         without = _without_recompute(entry, proof, costs, names)
         path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
-        if self.json:
-            facts = as_json(entry, proof, timeline, without) | passes_json(passed)
-            print_json({**facts, **({"critical_path": path} if path else {})})
-        else:
-            print_passed(passed, "{:,.9g}".format)
-            print_strips(stages if self.each_pass else {}, "{:,.9g}".format)
-            print_report(entry.name, proof, timeline, self.pictures.svg, without)
-            print_path_parts(path, "{:,.4g}".format)
+        report = self._passes_report(entry.name, passed, stages, "{:,.9g}".format)
+        add_step(report, entry.name, proof, timeline, without, entry.plan and entry.plan(ranks))
+        if self.pictures.svg is not None:
+            report.line()
+            report.draw(partial(print_path, label="drawn in", path=self.pictures.svg))
+        add_path(report, path, "{:,.4g}".format)
+        report.show(json=self.json)
         return 0
+
+    def _passes_report(
+        self, name: str, passed: list[PassResult], stages: dict[str, Timeline], time_text: Callable[[float], str]
+    ) -> Report:
+        """Return a report of the strategy with this name, which begins with the effect of passes, if there are any."""
+        report = Report(strategy=name)
+        add_passes(report, passed, time_text)
+        if self.each_pass:
+            report.draw(partial(print_strips, stages, time_text))
+        return report
 
     def _stages(self, passed: list[PassResult], timeline: Callable[[Checked], Timeline]) -> dict[str, Timeline]:
         """Simulate the step before the first pass and after each useful pass, if a picture or --each-pass shows it."""
@@ -174,148 +194,114 @@ class Simulate:
         else:
             self.pictures.save(timeline, name, counters)
 
-    def _is_priced(self) -> bool:
-        if self.model and self.cluster:
+    def _is_priced(self, request: StepRequest) -> bool:
+        if request.model and request.cluster:
             if self.costs is not None:
                 raise UserError("--costs gives unit costs, but --cluster gives seconds; leave out one of them")
             return True
-        if self.model or self.cluster:
-            self.layout.entry(self.strategy, self.ranks)  # what is wrong with the plan is said first
+        if self.model or request.cluster:
+            self.layout.entry(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
-        flags = {
-            "sequence": self.sequence,
-            "memory": self.memory,
-            "global-batch": self.global_batch,
-            "micro-batch-size": self.micro_batch_size,
-            "precision": self.precision,
-            "recipe": self.recipe,
-            "optimizer": self.optimizer != "muon" and self.optimizer,
-            "ema": self.ema,
-            "other-machine": self.other_machine,
-        }
-        for flag, given in flags.items():
-            if given:
-                raise UserError(f"--{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
+        for name in PRICED_OPTIONS:
+            if (given := getattr(self, name)) and given != "muon":
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
         return False
 
-    def _run_priced(self) -> int:
-        from shardlab.cli.options import BatchRequest
-        from shardlab.cli.simulate.priced import as_json as priced_json
-        from shardlab.cli.simulate.priced import price, print_priced
+    def _run_priced(self, request: StepRequest) -> int:
+        from shardlab.cli.simulate.priced import add_step, price
         from shardlab.simulate.timeline.run import memory_counters
 
-        assert self.model is not None
-        assert self.cluster is not None
-        result = price(
-            self.strategy,
-            self.layout,
-            self.model,
-            self.cluster,
-            precision=self.precision,
-            recipe=self.recipe,
-            optimizer=self.optimizer or "adamw",
-            ema=self.ema,
-            ranks=self.ranks,
-            layers=self.layers,
-            sequence=self.sequence,
-            memory=self.memory,
-            batch=BatchRequest(self.global_batch, self.microbatches, self.micro_batch_size),
-            other_machine=self.other_machine,
-        )
-        stages = self._stages(result.passed, result.workload.timeline)
+        result = price(request)
+        estimate, stages = result.estimate, self._stages(result.passed, result.workload.timeline)
         if self.pictures.files:
-            estimate = result.estimate
-            name = f"{result.entry.title(result.workload.mesh.world)} of {self.model} on {self.cluster}"
-            counters = memory_counters(estimate.traced, estimate.times)
-            self._save(estimate.timeline(), stages, name, counters)
+            name = f"{result.entry.title(result.workload.mesh.world)} of {request.model} on {request.cluster}"
+            self._save(estimate.timeline(), stages, name, memory_counters(estimate.traced, estimate.times))
         path: dict[str, float] = {}
         if self.path:
-            estimate = result.estimate
             path = path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
-        if self.json:
-            facts = priced_json(result) | passes_json(result.passed)
-            print_json({**facts, **({"critical_path": path} if path else {})})
-        else:
-            print_passed(result.passed, seconds_text)
-            print_strips(stages if self.each_pass else {}, seconds_text)
-            print_priced(result, self.pictures.files)
-            print_path_parts(path, seconds_text)
+        report = self._passes_report(result.entry.name, result.passed, stages, seconds_text)
+        add_step(report, result, self.pictures.files)
+        add_path(report, path, seconds_text)
+        report.show(json=self.json)
         return 0
 
 
-def as_json(
-    entry: StrategyEntry, proof: Checked, timeline: Timeline, without: Timeline | None = None
-) -> dict[str, Any]:
-    """Return the figures of a step for --json.
-
-    Args:
-        without: timeline of the same plan without recomputation, if the plan recomputes.
-    """
-    program = proof.program
-    return {
-        "strategy": entry.name,
-        **({"plan": entry.plan(program.ranks).as_dict()} if entry.plan else {}),
-        "ranks": program.ranks,
-        "mesh": program.mesh.used,
-        "layers": program.layers,
-        "microbatches": program.microbatches,
-        "steps": timeline.steps,
-        "end": timeline.end,
-        "bubble": bubble(timeline),
-        **({"frozen": list(proof.frozen)} if proof.frozen else {}),
-        "peak_memory": timeline.peak_memory,
-        "peak_memory_by_rank": timeline.peak_memory_by_rank,
-        **{f"peak_memory_on_{place}": most for place, most in peak_elsewhere(proof).items()},
-        **(
-            {"without_recompute": {"steps": without.steps, "end": without.end, "peak_memory": without.peak_memory}}
-            if without
-            else {}
-        ),
-        "ops": sum(map(len, program.tapes)),
-        "channel_models": {model.value: proof.models[model] is None for model in ChannelModel},
-        "deadlocks": {model.value: why for model, why in proof.models.items() if why is not None},
-        "backends": proof.backends(),
-        "drifts": [drift.as_dict() for drift in drifts_of(proof)],
-    }
-
-
-def print_report(
+def add_step(
+    report: Report,
     name: str,
     checked: Checked,
     timeline: Timeline,
-    picture: Path | None = None,
     without: Timeline | None = None,
-    console: Console | None = None,
+    plan: Plan | None = None,
 ) -> None:
-    """Print the figures, the verdicts of the channel models, and the timelines of the ranks.
+    """Add the figures of a step, the verdicts of the channel models, and the timelines of the ranks to a report.
 
     Args:
-        picture: file with the drawing, if one was written.
+        name: name of the strategy.
         without: timeline of the same plan without recomputation, if the plan recomputes.
+        plan: plan of the strategy, if it has one.
     """
-    console = console or stdout_console()
-    console.print(Text.assemble((name, "bold cyan"), "  ", (sizes_text(checked), "dim")), soft_wrap=True)
-    console.print()
-    _print_figures(console, checked, timeline, without)
-    console.print()
-    _print_ranks(console, timeline)
-    if picture is not None:
-        console.print()
-        print_path(console, "drawn in", picture)
+    program = checked.program
+    report.data |= {"strategy": name, **({"plan": plan.as_dict()} if plan else {})}
+    report.data |= {"ranks": program.ranks, "mesh": program.mesh.used}
+    report.data |= {"layers": program.layers, "microbatches": program.microbatches}
+    report.line(Text.assemble((name, "bold cyan"), "  ", (sizes_text(checked), "dim")), wrap=False)
+    report.line()
+    report.fact("steps", "when the last op starts", f"{timeline.steps:,.9g}", steps=timeline.steps)
+    report.fact("end", "when the last op ends", f"{timeline.end:,.9g}", end=timeline.end)
+    report.data["bubble"] = bubble(timeline)
+    if program.mesh.sizes()["pp"] > 1:
+        report.fact("bubble", "of the time between a rank's first and last pass", f"{bubble(timeline):.2%}")
+    peak, by_rank = timeline.peak_memory, timeline.peak_memory_by_rank
+    fullest = [rank for rank, live in enumerate(by_rank) if live == peak]
+    text = f"elements, on rank{'s' * (len(fullest) > 1)} {listed(fullest)}"
+    report.fact("peak memory", text, f"{peak:,}", peak_memory=peak, peak_memory_by_rank=by_rank)
+    for place, most in peak_elsewhere(checked).items():
+        report.fact(f"on the {place}", "elements at most, of a rank", f"{most:,}")
+        report.data[f"peak_memory_on_{place}"] = most
+    if without is not None:
+        figures = {"steps": without.steps, "end": without.end, "peak_memory": without.peak_memory}
+        report.data["without_recompute"] = figures
+        if without.end and without.peak_memory:
+            longer, text = _recomputed(timeline, without)
+            report.fact("recompute", text, longer)
+    # In unit costs, each part of a divided layer takes as long as a whole layer.
+    if any(layer.sliced for layer in program.sizes.signatures):
+        names = sorted({layer.name for layer in program.sizes.signatures})
+        report.fact("layers", f"{', '.join(names)}; each timed as a layer", str(program.layers))
+    if frozen := checked.frozen:
+        text = f"layer{'s' * (len(frozen) > 1)} {listed(frozen)}"
+        report.fact("frozen", text, str(len(frozen)), frozen=list(frozen))
+    ops = sum(map(len, program.tapes))
+    report.fact("ops", "on the tapes of all ranks", f"{ops:,}", ops=ops)
+    refused = {model.value: why for model, why in checked.models.items() if why is not None}
+    models = {model.value: model.value not in refused for model in ChannelModel}
+    passed = ", ".join(model for model, passes in models.items() if passes)
+    report.fact("channel models", f"{passed}: passed", style="green", channel_models=models, deadlocks=refused)
+    for model, why in refused.items():
+        report.fact("", f"{model}: refused", style="red")
+        report.fact("", why)
+    backends = checked.backends()
+    report.fact("runs on", ", ".join(backends) or "no backend", style="bold", backends=backends)
+    add_drifts(report, checked)
+    report.line()
+    report.draw(partial(_print_ranks, timeline=timeline))
 
 
-def print_path_parts(path: dict[str, float], text: Callable[[float], str], console: Console | None = None) -> None:
-    """Print the parts of a critical path, if there is one. Their times add up to the time of the step."""
+def add_path(report: Report, path: dict[str, float], text: Callable[[float], str]) -> None:
+    """Add the parts of a critical path to a report, if there are any. Their times add up to the time of the step."""
     if not path:
         return
-    console, step = console or stdout_console(), sum(path.values())
+    step = sum(path.values())
     table = table_of("critical path", "", "of the step")
     for name, seconds in path.items():
         table.add_row(name, text(seconds), f"{seconds / step:.1%}")
     table.add_row("step", text(step), "100.0%", style="bold")
-    console.print()
-    console.print(table)
+    report.line()
+    report.draw(lambda console: console.print(table))
+    report.data["critical_path"] = path
 
 
 def sizes_text(checked: Checked) -> str:
@@ -328,11 +314,13 @@ def sizes_text(checked: Checked) -> str:
     )
 
 
-def print_drifts(console: Console, checked: Checked) -> None:
-    """Print a warning for each kind of replicas that may drift."""
-    for drift in drifts_of(checked):
-        print_fact(console, "warning", "equal only up to rounding", "yellow")
-        print_fact(console, "", str(drift))
+def add_drifts(report: Report, checked: Checked) -> None:
+    """Add a warning for each kind of replicas that may drift."""
+    drifts = drifts_of(checked)
+    report.data["drifts"] = [drift.as_dict() for drift in drifts]
+    for drift in drifts:
+        report.fact("warning", "equal only up to rounding", style="yellow")
+        report.fact("", str(drift))
 
 
 def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs, names: str) -> Timeline | None:
@@ -349,63 +337,12 @@ def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs, names
     return simulate(run_passes(check(kept), find_passes(names), Goal(costs))[-1].checked, costs)
 
 
-def _frozen(checked: Checked) -> list[tuple[str, str, str]]:
-    """Return a row with the frozen layers, if there are any."""
-    frozen = checked.frozen
-    return [("frozen", str(len(frozen)), f"layer{'s' * (len(frozen) > 1)} {listed(frozen)}")] if frozen else []
-
-
-def _print_figures(console: Console, checked: Checked, timeline: Timeline, without: Timeline | None) -> None:
-    elsewhere = peak_elsewhere(checked)
-    peak = [rank for rank, live in enumerate(timeline.peak_memory_by_rank) if live == timeline.peak_memory]
-    figures = [
-        ("steps", f"{timeline.steps:,.9g}", "when the last op starts"),
-        ("end", f"{timeline.end:,.9g}", "when the last op ends"),
-        *_bubble(timeline),
-        ("peak memory", f"{timeline.peak_memory:,}", f"elements, on rank{'s' * (len(peak) > 1)} {listed(peak)}"),
-        *((f"on the {place}", f"{most:,}", "elements at most, of a rank") for place, most in elsewhere.items()),
-        *_recomputed(timeline, without),
-        *_divided_layers(checked),
-        *_frozen(checked),
-        ("ops", f"{sum(map(len, checked.program.tapes)):,}", "on the tapes of all ranks"),
-    ]
-    print_figures(console, figures)
-    passed = [model.value for model in ChannelModel if checked.models[model] is None]
-    print_fact(console, "channel models", ", ".join(passed) + ": passed", "green")
-    for model, why in checked.models.items():
-        if why is not None:
-            print_fact(console, "", f"{model.value}: refused", "red")
-            print_fact(console, "", why)
-    print_fact(console, "runs on", ", ".join(checked.backends()) or "no backend", "bold")
-    print_drifts(console, checked)
-
-
-def _bubble(timeline: Timeline) -> list[tuple[str, str, str]]:
-    if timeline.program.mesh.sizes()["pp"] == 1:
-        return []
-    return [("bubble", f"{bubble(timeline):.2%}", "of the time between a rank's first and last pass")]
-
-
-def _recomputed(timeline: Timeline, without: Timeline | None) -> list[tuple[str, str, str]]:
-    if without is None or not without.end or not without.peak_memory:
-        return []
+def _recomputed(timeline: Timeline, without: Timeline) -> tuple[str, str]:
+    """Return by how much recomputation makes the step longer, and what it does to the memory."""
     if (timeline.end, timeline.peak_memory) == (without.end, without.peak_memory):
-        return [("recompute", "+0.0%", "changes nothing: no attention scores are kept")]
+        return "+0.0%", "changes nothing: no attention scores are kept"
     memory = timeline.peak_memory / without.peak_memory - 1
-    longer = f"{timeline.end / without.end - 1:+.1%}"
-    return [("recompute", longer, f"time, {memory:+.1%} peak memory, against none")]
-
-
-def _divided_layers(checked: Checked) -> list[tuple[str, str, str]]:
-    """Return a row with the names of the layers, if the model's layers are divided.
-
-    In unit costs, each part takes as long as a whole layer, so such steps cannot be compared with others.
-    """
-    signatures = checked.program.sizes.signatures
-    if not any(layer.sliced for layer in signatures):
-        return []
-    names = sorted({layer.name for layer in signatures})
-    return [("layers", str(checked.program.layers), f"{', '.join(names)}; each timed as a layer")]
+    return f"{timeline.end / without.end - 1:+.1%}", f"time, {memory:+.1%} peak memory, against none"
 
 
 def _print_ranks(console: Console, timeline: Timeline) -> None:

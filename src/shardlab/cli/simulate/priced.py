@@ -1,14 +1,15 @@
 """`shardlab simulate ... --model NAME --cluster NAME`: simulate a step in seconds and bytes.
 
-`price` makes a `Workload` of the options, checks its program and estimates the step; `print_priced` and `as_json` show
-the result, a `PricedStep`. Large plans are folded: ranks that are identical are simulated once, and the tapes of all
+`price` makes a `Workload` of a `StepRequest`, checks its program and estimates the step; `add_step` reports the
+result, a `PricedStep`. Large plans are folded: ranks that are identical are simulated once, and the tapes of all
 ranks are checked only if they have few ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +17,15 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.check import Checked, drifts_of
-from shardlab.cli.console import print_fact, print_figures, print_path, stdout_console
-from shardlab.cli.options import DEFAULT_BATCH, BatchRequest
-from shardlab.cli.plan_options import PlanOptions, as_recipe_does, checked, cluster_called, precision_of, recipe_called
+from shardlab.cli.console import Report, print_path
+from shardlab.cli.plan_options import checked
 from shardlab.cli.simulate.terminal_timeline import print_timeline
+from shardlab.cli.step_request import StepRequest
 from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.common.user_code import max_ops
-from shardlab.language import AXES, Mesh, Sizes, UserError
-from shardlab.language.precision import Optimizer
+from shardlab.language import Mesh, Sizes, UserError
 from shardlab.simulate.predict.memory import uncounted_memory
 from shardlab.simulate.timeline.prices import rank_of, stands_for
-from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry
 
@@ -82,58 +81,21 @@ class PricedStep:
     passed: list[PassResult]
 
 
-def price(
-    strategy: str | None,
-    layout: PlanOptions,
-    model_name: str,
-    cluster_name: str,
-    *,
-    precision: str | None = None,
-    recipe: str | None = None,
-    optimizer: Optimizer = "adamw",
-    ema: bool = False,
-    ranks: int | None = None,
-    layers: int | None = None,
-    sequence: int | None = None,
-    memory: str | None = None,
-    batch: BatchRequest = DEFAULT_BATCH,
-    other_machine: bool = False,
-) -> PricedStep:
+def price(request: StepRequest) -> PricedStep:
     """Simulate a step of a model on a cluster.
-
-    Args:
-        strategy: name of the strategy (None: a plan by flags).
-        layout: flags of a plan.
-        model_name, cluster_name: values of --model and --cluster.
-        precision: name of the precision (None: the recipe's, which is bfloat16 if the device has it).
-        recipe: name of the recipe, which describes how a framework runs a step (None: Shardlab's own).
-        optimizer: optimizer, for the size of its state.
-        ema: whether a moving average of the weights is kept.
-        ranks: number of ranks (None: the plan's, or all devices).
-        layers, sequence: layers of the model and tokens of a sequence (None: the model's own).
-        memory: memory of each device that the step may use (None: all of it).
-        batch: size and division of the global batch.
-        other_machine: whether a profile of another machine is accepted.
 
     Raises:
         UserError: for unknown names, sizes that do not fit, and a plan that does not fit into memory.
         Refused: for a wrong program.
     """
-    from shardlab.language.precision import find_precision
-    from shardlab.models import GPT, find_model
-    from shardlab.models.named import with_fields
+    from shardlab.models import GPT
     from shardlab.simulate.predict.memory_advice import broken_limit, require_memory
     from shardlab.simulate.predict.workload import Workload
 
-    cluster = cluster_called(cluster_name, other_machine=other_machine, memory=memory)
-    changes = {"seq_len": sequence, "layers": layers}
-    given = {name: value for name, value in changes.items() if value is not None}
-    model = with_fields(find_model(model_name), given, model_name)
-    entry, ranks = layout.entry(strategy, ranks or _default_ranks(strategy, layout, cluster.size))
-    cluster.require(ranks)
-    step_recipe = recipe_called(recipe)
-    entry = as_recipe_does(entry, ranks, layout, step_recipe)
-    numbers = find_precision(precision or precision_of(step_recipe, cluster))
+    cluster, model = request.found_cluster, request.found_model
+    model_name, cluster_name = str(request.model), str(request.cluster)
+    entry, ranks = request.entry()
+    (precision,) = request.precisions
     mesh, notes, whole = entry.grid(ranks), list[str](), model
     if entry.plan is None and model.borrowed(model.layers - 1):
         notes.append(
@@ -147,24 +109,24 @@ def price(
         return _require_backend(entry, checked(entry, ranks, sizes, microbatches), cluster_name)
 
     plan = mesh if entry.plan is None else entry.plan(ranks)
-    microbatches, micro_batch_size = batch.cut(cluster.size, plan.data_ranks if isinstance(plan, Plan) else None)
+    microbatches, micro_batch_size = request.cut_batch(plan.data_ranks if isinstance(plan, Plan) else None)
     workload = Workload(
         plan,
         model,
         cluster,
         microbatches,
         micro_batch_size,
-        numbers,
+        precision,
         trace if entry.plan is None else None,
         entry.columns,
-        step_recipe,
-        optimizer=optimizer,
-        ema=ema,
+        request.found_recipe,
+        optimizer=request.optimizer,
+        ema=request.ema,
         passes=entry.passes,
         tiles=entry.tiles_on(ranks),
     )
     if entry.plan is None:
-        entry.require_ops(1, model.layers, batch.microbatches or 1)
+        entry.require_ops(1, model.layers, request.batch.microbatches or 1)
     _require_few_ranks(entry, workload, cluster_name)
     rewritten = workload.pass_names != "none"
     too_many = entry.plan is not None and not rewritten and _ops_on_all_ranks(workload) > MOST_CHECKED
@@ -195,57 +157,8 @@ def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
     return notes
 
 
-def as_json(result: PricedStep) -> dict[str, Any]:
-    """Return the figures of a step for --json, in seconds, bytes and shares."""
-    from shardlab.simulate.predict.memory_advice import assumed_figures
-
-    workload, estimate, entry = result.workload, result.estimate, result.entry
-    program, step = estimate.traced.program, estimate.step
-    return {
-        "strategy": entry.name,
-        **({"plan": entry.plan(workload.mesh.world).as_dict()} if entry.plan else {}),
-        "model": result.names[0],
-        "cluster": result.names[1],
-        "recipe": workload.recipe.name,
-        "precision": workload.precision.name,
-        "ranks": workload.mesh.world,
-        "idle_devices": workload.cluster.size - workload.mesh.world,
-        "mesh": workload.mesh.used,
-        "layers": program.layers,
-        "global_batch": workload.microbatches * workload.micro_batch_size,
-        "microbatches": workload.microbatches,
-        "micro_batch_size": workload.micro_batch_size,
-        "tokens": workload.tokens,
-        "step_seconds": step,
-        "tokens_per_second": workload.tokens / step,
-        "tokens_per_second_per_device": workload.tokens / step / workload.mesh.world,
-        "model_flops": workload.flops,
-        "mfu": workload.mfu(step),
-        "flops_convention": FLOPS_CONVENTION,
-        "compute_share": estimate.compute_share,
-        "exposed_share": estimate.exposed_share,
-        "exposed": [
-            {"kind": kind, "axis": axis, "share": share, "seconds": share * step}
-            for (kind, axis), share in estimate.exposed.items()
-        ],
-        "bubble_share": estimate.bubble_share,
-        "peak_memory": estimate.peak.bytes,
-        "device_memory": workload.cluster.device.memory,
-        "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
-        "memory_held": result.held.total,
-        "memory_held_by_part": result.held.parts,
-        "peak_memory_by_rank": [
-            _peak_as_json(peak, stands_for(program, row)) for row, peak in enumerate(estimate.peaks)
-        ],
-        "ops": sum(map(len, program.tapes)),
-        "ranks_simulated": program.ranks,
-        "checked": result.checked,
-        "notes": result.notes,
-    }
-
-
-def print_priced(result: PricedStep, written: list[Path], console: Console | None = None) -> None:
-    """Print the figures, notes and timeline of a step.
+def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -> None:
+    """Add the figures of a step in seconds, bytes and shares, notes, and its timeline to a report.
 
     Args:
         written: files that were written.
@@ -253,28 +166,70 @@ def print_priced(result: PricedStep, written: list[Path], console: Console | Non
     from shardlab.simulate.predict.memory_advice import assumed_figures
     from shardlab.simulate.predict.recipe import OWN
 
-    console = console or stdout_console()
-    workload, estimate = result.workload, result.estimate
-    model, cluster = result.names
-    console.print(Text.assemble((result.entry.name, "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
-    micro_batch_size = f"{counted(workload.micro_batch_size, 'sequence')} of {workload.model.seq_len} tokens"
-    microbatches = counted(workload.microbatches, "microbatch")
-    batch = f"global batch {workload.microbatches * workload.micro_batch_size:,}: {microbatches} of {micro_batch_size}"
+    workload, estimate, entry, held = result.workload, result.estimate, result.entry, result.held
+    program, step, peak, device = estimate.traced.program, estimate.step, estimate.peak, workload.cluster.device
+    world, sequences = workload.mesh.world, workload.microbatches * workload.micro_batch_size
+    report.data |= {
+        "strategy": entry.name,
+        **({"plan": entry.plan(world).as_dict()} if entry.plan else {}),
+        "model": result.names[0],
+        "cluster": result.names[1],
+        "recipe": workload.recipe.name,
+        "precision": workload.precision.name,
+        "ranks": world,
+        "idle_devices": workload.cluster.size - world,
+        "mesh": workload.mesh.used,
+        "layers": program.layers,
+        "global_batch": sequences,
+        "microbatches": workload.microbatches,
+        "micro_batch_size": workload.micro_batch_size,
+        "tokens": workload.tokens,
+    }
+    report.line(Text.assemble((entry.name, "bold cyan"), " of {} on {}".format(*result.names)), wrap=False)
+    each = f"{counted(workload.micro_batch_size, 'sequence')} of {workload.model.seq_len} tokens"
+    batch = f"global batch {sequences:,}: {counted(workload.microbatches, 'microbatch')} of {each}"
     recipe = "" if workload.recipe == OWN else f", as {workload.recipe.name} runs it"
-    console.print(f"{workload.mesh}, {batch}, {workload.precision.name}{recipe}\n", style="dim")
-    print_figures(console, _figures(result))
-    ops = sum(map(len, estimate.traced.program.tapes))
-    print_fact(console, "ops", f"{ops:,}, of {_ranks_text(result)}")
-    print_fact(console, "check", _check_text(result))
-    if assumed := assumed_figures(workload):
-        print_fact(console, "assumed", ", ".join(assumed))
+    report.line(f"{workload.mesh}, {batch}, {workload.precision.name}{recipe}\n", "dim")
+    report.fact("step time", "", seconds_text(step), step_seconds=step)
+    speed, mfu = workload.tokens / step, workload.mfu(step)
+    report.fact("tokens/s", f"{speed / world:,.0f} on each device", f"{speed:,.0f}", tokens_per_second=speed)
+    report.data |= {"tokens_per_second_per_device": speed / world, "model_flops": workload.flops}
+    report.fact("MFU", f"of {device.name}'s {workload.precision.compute} peak", percent_text(mfu), mfu=mfu)
+    report.data["flops_convention"] = FLOPS_CONVENTION
+    share = estimate.compute_share
+    report.fact("compute", "of the step, the mean over ranks", f"{share:.1%}", compute_share=share)
+    share, text = estimate.exposed_share, f"compute waits for communication: {_exposed_text(estimate.exposed)}"
+    report.fact("exposed", text, f"{share:.1%}", exposed_share=share)
+    report.data["exposed"] = [
+        {"kind": kind, "axis": axis, "share": share, "seconds": share * step}
+        for (kind, axis), share in estimate.exposed.items()
+    ]
+    share = estimate.bubble_share
+    report.fact("bubble", "a rank waits for others, or has ended", f"{share:.1%}", bubble_share=share)
+    text = f"of tensors, on rank {peak.rank}: {peak.cause}"
+    report.fact("peak memory", text, bytes_text(peak.bytes), peak_memory=peak.bytes)
+    report.fact("", _parts_text(peak.bytes, peak.by_category), "")
+    report.data["device_memory"] = device.memory
+    parts = f"of {memory_text(device.memory)}: {_parts_text(held.total, held.parts)}"
+    text = "; ".join(filter(None, (parts, uncounted_memory(workload))))
+    report.fact("memory held", text, bytes_text(held.total), memory_held=held.total, memory_held_by_part=held.parts)
+    report.data["peak_memory_by_rank"] = [
+        _peak_as_json(peak, stands_for(program, row)) for row, peak in enumerate(estimate.peaks)
+    ]
+    ops = sum(map(len, program.tapes))
+    report.fact("ops", f"{ops:,}, of {_ranks_text(result)}", ops=ops, ranks_simulated=program.ranks)
+    report.fact("check", _check_text(result), checked=result.checked)
+    assumed = assumed_figures(workload)
+    report.data |= {"assumed": {name: asdict(figure) for name, figure in assumed.items()}, "notes": result.notes}
+    if assumed:
+        report.fact("assumed", ", ".join(assumed))
     for note in result.notes:
-        print_fact(console, "note", note)
+        report.fact("note", note)
     if ops <= DRAWN_OPS:
-        console.print()
-        _print_ranks(console, result)
+        report.line()
+        report.draw(partial(_print_ranks, result=result))
     for path in written:
-        print_path(console, "written to", path)
+        report.draw(partial(print_path, label="written to", path=path))
 
 
 def _require_backend(entry: StrategyEntry, proof: Checked, cluster: str) -> Checked:
@@ -330,13 +285,6 @@ def _ops_on_all_ranks(workload: Workload) -> int:
     return sum(map(len, program.tapes)) * program.mesh.world // program.ranks
 
 
-def _default_ranks(strategy: str | None, layout: PlanOptions, size: int) -> int | None:
-    """Return the size of the cluster, or None if the strategy or the flags determine the number of ranks."""
-    named = any(getattr(layout, axis) for axis in AXES) or layout.plan is not None
-    alone = strategy is not None and load(strategy).ranks == 1
-    return None if named or alone else size
-
-
 def _peak_as_json(peak: Peak, ranks: range) -> dict[str, Any]:
     return {
         "rank": peak.rank,
@@ -348,28 +296,6 @@ def _peak_as_json(peak: Peak, ranks: range) -> dict[str, Any]:
     }
 
 
-def _figures(result: PricedStep) -> list[tuple[str, str, str]]:
-    """List the figures as label, value and remark."""
-    workload, estimate = result.workload, result.estimate
-    step, peak, held, device = estimate.step, estimate.peak, result.held, workload.cluster.device
-    speed, parts = workload.tokens / step, _parts_text(held.total, held.parts)
-    return [
-        ("step time", seconds_text(step), ""),
-        ("tokens/s", f"{speed:,.0f}", f"{speed / workload.mesh.world:,.0f} on each device"),
-        ("MFU", percent_text(workload.mfu(step)), f"of {device.name}'s {workload.precision.compute} peak"),
-        ("compute", f"{estimate.compute_share:.1%}", "of the step, the mean over ranks"),
-        ("exposed", f"{estimate.exposed_share:.1%}", "compute waits for communication: " + _exposed_text(result)),
-        ("bubble", f"{estimate.bubble_share:.1%}", "a rank waits for others, or has ended"),
-        ("peak memory", bytes_text(peak.bytes), f"of tensors, on rank {peak.rank}: {peak.cause}"),
-        ("", "", _parts_text(peak.bytes, peak.by_category)),
-        (
-            "memory held",
-            bytes_text(held.total),
-            "; ".join(filter(None, (f"of {memory_text(device.memory)}: {parts}", uncounted_memory(workload)))),
-        ),
-    ]
-
-
 def _parts_text(all: float, parts: Mapping[str, float]) -> str:
     """Return the parts of memory, largest first, in the unit of the whole. Parts that would be shown as 0 are left
     out."""
@@ -378,8 +304,8 @@ def _parts_text(all: float, parts: Mapping[str, float]) -> str:
     return ", ".join(f"{part} {bytes / size:,.2f}" for part, bytes in shares if bytes >= 0.005 * size)
 
 
-def _exposed_text(result: PricedStep) -> str:
-    shown = [(key, share) for key, share in result.estimate.exposed.items() if share >= 0.0005][:4]
+def _exposed_text(exposed: Mapping[tuple[str, str], float]) -> str:
+    shown = [(key, share) for key, share in exposed.items() if share >= 0.0005][:4]
     return ", ".join(f"{kind.replace('_', '-')} on {axis} {share:.1%}" for (kind, axis), share in shown) or "none"
 
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.console import stdout_console
 from shardlab.common.text import axis_time_text, counted
 from shardlab.language import OpKind
 from shardlab.language.ops import BOOKKEEPING, COMMUNICATION, HUES
@@ -125,14 +124,11 @@ def print_timeline(
         console.print(note.strip(), style="dim")
 
 
-def print_strips(
-    timelines: Mapping[str, Timeline], time_text: Callable[[float], str], console: Console | None = None
-) -> None:
+def print_strips(timelines: Mapping[str, Timeline], time_text: Callable[[float], str], console: Console) -> None:
     """Print a strip for each timeline, as long as its step, and the legend. Without timelines, print nothing."""
     end = max((timeline.end for timeline in timelines.values()), default=0.0)
     if not end:
         return
-    console = console or stdout_console()
     width = min(WIDEST, max(NARROWEST, console.width - LABEL - 2 - MARGIN))
     rows: list[Text] = []
     all_ranks: list[Activity] = []

@@ -34,6 +34,7 @@ from shardlab.cli.plan_options import NO_FLAGS, Layout
 from shardlab.cli.train.auto_plan import AUTO, PlannedRuns, measure_fastest, plan_for_this_machine, plan_of_resumed_run
 from shardlab.cli.train.choose_passes import config_with_allowed_passes, settle_run
 from shardlab.cli.train.this_machine import peak_flops, predicted_seconds
+from shardlab.common.files import read_file
 from shardlab.common.text import counted
 from shardlab.language import AXES, UserError
 from shardlab.language.precision import find_precision
@@ -49,10 +50,10 @@ from shardlab.train.config_sources import (
     file_source,
     merge_fields,
     origin_of,
-    plan_settings,
     preset_source,
     resolve_config,
     vocabulary_source,
+    with_divided_batch,
 )
 from shardlab.train.data import parse_sources
 from shardlab.train.history import AVERAGED, WEIGHTS
@@ -84,7 +85,8 @@ class Train:
     """Named settings: default, wordplay or shakespeare-cpu."""
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """TOML file with settings, such as the config.toml of a run. It overrides the preset, and flags override both."""
+    """TOML file with settings, such as the config.toml of a run, or a job. It overrides the preset, and flags override
+    both."""
 
     depth: OptionalCount = None
     """Number of layers, from which the model's width and heads, the batch, the steps and the learning rate follow."""
@@ -227,8 +229,8 @@ class Train:
     def _sources(self) -> list[ConfigSource]:
         """Return the sources of the settings. A later one overrides an earlier one."""
         names = ["default", *([] if self.preset in (None, "default") else [self.preset])]
-        files = [] if self.config is None else [file_source(self.config)]
         flags = self._flags()
+        files = [] if self.config is None else [with_divided_batch(file_source(self.config), flags)]
         sources = [*map(preset_source, names), *files, flags]
         if (data := vocabulary_source(sources)) is not None:
             sources.append(data)
@@ -247,25 +249,18 @@ class Train:
             is_resumed: whether the run continues an earlier one.
             tell: whether to print the choice of a plan.
         """
-        name, ranks, base, passes = self.strategy, self.ranks, None, None
         if self.layout.plan == AUTO:
-            planned = plan_of_resumed_run(self.layout, sources, ranks or launched) if is_resumed else None
+            ranks = self.ranks or launched
+            planned = plan_of_resumed_run(self.layout, sources, ranks) if is_resumed else None
             if planned is None:
                 measure = not is_resumed and not self.print_config
-                planned = plan_for_this_machine(self.layout, sources, ranks or launched, measure=measure, tell=tell)
+                planned = plan_for_this_machine(self.layout, sources, ranks, measure=measure, tell=tell)
             first = planned.runs[0]
             sources.append(first.cut)
             return first.entry, first.config, planned
-        if name is None and self.layout.plan is None:
-            below = [source for source in sources if source.name != "flags"]
-            name, of_file, base, passes = plan_settings(below)
-            if self.layout.names_mesh:
-                name = base = passes = None  # flags for the mesh describe a new plan
-            elif self.layout.names_plan and origin_of(below, "plan", "strategy") == "default":
-                name = None
-            ranks = ranks or (None if self.layout.names_mesh else of_file)
+        below = [source for source in sources if source.name != "flags"]
         follows = self.resume is not None and (self.ranks is None or not self.layout.names_mesh)
-        chosen, ranks = self.layout.entry(name, ranks or launched, base, passes=passes, follows=follows)
+        chosen, ranks = self.layout.entry(self.strategy, self.ranks, below, otherwise=launched, follows=follows)
         return chosen, resolve_config(sources, chosen, ranks), None
 
     def _report_model(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
@@ -274,7 +269,9 @@ class Train:
         if path not in (None, AUTO) and unsaid:
             name, layers = merge_fields(sources, "model")["model"], counted(config.model.layers, "layer")
             size = f"{config.model.parameter_count:,} parameters in {layers}"
-            print(f"{path} does not name a model, so {name} is trained, with {size}; --model chooses another")
+            is_job = "model" in read_file(path, "TOML")
+            why = f"--plan takes only the plan from {path}" if is_job else f"{path} does not name a model"
+            print(f"{why}, so {name} is trained, with {size}; --model chooses another")
 
     def _run(
         self,

@@ -1,0 +1,228 @@
+"""`StepRequest`: a training step on a cluster, as options and a job file describe it.
+
+`simulate` and `plan` make one with `StepRequest.of`, of their options and of the file of --config. Its properties look
+up what these name (the cluster, the model, the recipe) and choose what they leave out (the precision, the batch, the
+number of ranks), so that every command has the same defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from shardlab.cli.options import sequences_of_step
+from shardlab.cli.plan_options import NO_FLAGS, PlanOptions, cluster_called, job_source, recipe_called
+from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.strategies.load import load
+from shardlab.strategies.registry import StrategyEntry, entry_from_plan
+from shardlab.train.config import BatchConfig
+from shardlab.train.config_sources import ConfigSource, batch_of, merge_fields, plan_settings
+
+if TYPE_CHECKING:
+    from shardlab.models import Blocks
+    from shardlab.simulate.hardware import Cluster
+    from shardlab.simulate.hardware.device import Device
+    from shardlab.simulate.predict.recipe import Recipe
+    from shardlab.strategies.plan.plan import Plan
+
+
+OPTIONS = {
+    "model": {"model": "model", "layers": "layers", "sequence": "seq_len"},
+    "cluster": {"cluster": "cluster", "recipe": "recipe", "memory": "memory", "other_machine": "other_machine"},
+    "batch": {each.name: each.name for each in fields(BatchConfig)},
+    "precision": {"precision": "precision"},
+    "optimizer": {"optimizer": "optimizer", "ema": "ema"},
+}
+"""Options of a request, and the fields of a job file that they override, by table."""
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Training step of a model on a cluster. None stands for a value that is not given.
+
+    Attributes:
+        model, cluster: names of the model and the cluster.
+        strategy: name of the strategy (default: that of the file, or a plan by flags).
+        layout: flags of a plan.
+        ranks: number of ranks (default: the plan's, or all devices).
+        model_fields: fields of the model that are changed.
+        batch: size and division of the global batch.
+        tokens_per_step: tokens of a step to plan, instead of its sequences.
+        precision: name of the precision, or of several to choose from (default: `default_precision`).
+        optimizer: optimizer, for the size of its state.
+        ema: whether a moving average of the weights is kept.
+        recipe: name of the recipe, which describes how a framework runs a step (default: Shardlab's own).
+        memory: memory of each device that the step may use (default: all of it).
+        other_machine: whether a profile of another machine is accepted.
+        file: job file, for its plan.
+    """
+
+    model: str | None = None
+    cluster: str | None = None
+    strategy: str | None = None
+    layout: PlanOptions = NO_FLAGS
+    ranks: int | None = None
+    model_fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    tokens_per_step: str | None = None
+    precision: str | None = None
+    optimizer: Optimizer = "adamw"
+    ema: bool = False
+    recipe: str | None = None
+    memory: str | None = None
+    other_machine: bool = False
+    file: ConfigSource = field(default_factory=partial(job_source, None))
+
+    @classmethod
+    def of(cls, command: Any) -> StepRequest:
+        """Return the request of a command: its options, and what they leave out from the job file of --config.
+
+        Raises:
+            UserError: if the file cannot be read, or has an unknown table or field.
+        """
+        file = job_source(getattr(command, "config", None))
+        given = {
+            table: {key: value for option, key in options.items() if (value := getattr(command, option, None))}
+            for table, options in OPTIONS.items()
+        }
+        sources = [file, ConfigSource("flags", given)]
+        tables = {table: merge_fields(sources, table) for table in OPTIONS if table != "batch"}
+        optimizer, others = tables["optimizer"], ("strategy", "layout", "ranks", "tokens_per_step")
+        return cls(
+            model=tables["model"].pop("model", None),
+            model_fields=tables["model"],
+            batch=BatchConfig(**given["batch"]).over(batch_of(file)),
+            precision=tables["precision"].get("precision"),
+            optimizer=optimizer.get("optimizer", "adamw"),
+            ema=optimizer.get("ema") is not None,
+            file=file,
+            **tables["cluster"],
+            **{name: getattr(command, name) for name in others if hasattr(command, name)},
+        )
+
+    @cached_property
+    def found_cluster(self) -> Cluster:
+        """The cluster.
+
+        Raises:
+            UserError: if there is no such cluster, or its devices have less memory.
+        """
+        assert self.cluster is not None
+        return cluster_called(self.cluster, other_machine=self.other_machine, memory=self.memory)
+
+    @cached_property
+    def found_model(self) -> Blocks:
+        """The model, with its changed fields.
+
+        Raises:
+            UserError: if there is no such model.
+        """
+        from shardlab.models.named import find_model, with_written
+
+        assert self.model is not None
+        return with_written(find_model(self.model), self.model_fields, self.model)
+
+    @cached_property
+    def found_recipe(self) -> Recipe:
+        """The recipe.
+
+        Raises:
+            UserError: if there is no such recipe.
+        """
+        return recipe_called(self.recipe)
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions to choose from. `simulate` uses the only one.
+
+        Raises:
+            UserError: if there is no such precision, or the devices do not compute in it.
+        """
+        device = self.found_cluster.device
+        names = self.precision or default_precision(self.found_recipe, device)
+        precisions = tuple(map(find_precision, names.split(",")))
+        for precision in precisions:
+            device.peak(precision.compute)
+        return precisions
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences in the global batch of a step to plan.
+
+        Raises:
+            UserError: if options contradict each other, or the tokens are not a whole number of sequences.
+        """
+        length, devices = self.found_model.seq_len, self.found_cluster.size
+        sequences = self.batch.global_batch
+        if self.tokens_per_step is None and sequences is None and (size := self.batch.micro_batch_size):
+            sequences = self.batch.microbatches and self.batch.microbatches * size
+        return sequences_of_step(self.tokens_per_step, sequences, length, devices)
+
+    def cut_batch(self, data_ranks: int | None) -> tuple[int, int]:
+        """Return the number of microbatches of a step to simulate, and the number of sequences in each.
+
+        Args:
+            data_ranks: number of data-parallel ranks that divide the microbatches (None: the strategy is not a plan).
+
+        Raises:
+            UserError: if options contradict each other, or the batch does not divide.
+        """
+        return self.batch.cut(self.found_cluster.size, data_ranks)
+
+    def as_tables(self, plan: Plan, precision: str, sequences: int, micro_batch_size: int) -> dict[str, dict[str, Any]]:
+        """Return the tables of a job file with which `simulate`, `verify` and `train` run a plan for this request.
+
+        Args:
+            plan, precision: plan and precision that were chosen.
+            sequences, micro_batch_size: sequences of the global batch and of a microbatch.
+        """
+        return {
+            "model": {"model": self.model, **self.model_fields},
+            "cluster": {name: getattr(self, name) or None for name in OPTIONS["cluster"]},
+            "batch": {"global_batch": sequences, "micro_batch_size": micro_batch_size},
+            "precision": {"precision": precision},
+            "optimizer": {"optimizer": self.optimizer},
+            "plan": plan.as_dict(),
+        }
+
+    def entry(self) -> tuple[StrategyEntry, int]:
+        """Return the strategy, with the recipe's defaults for what neither flags nor a plan file give, and its ranks.
+
+        Raises:
+            UserError: if the flags contradict each other, or the ranks do not fit on the cluster.
+        """
+        entry, ranks = self.layout.entry(self.strategy, self.ranks, [self.file], otherwise=self._default_ranks())
+        self.found_cluster.require(ranks)
+        return self._as_recipe_does(entry, ranks), ranks
+
+    def _default_ranks(self) -> int | None:
+        """Return the size of the cluster, or None if the strategy or the flags determine the number of ranks."""
+        name, _, plan, _ = plan_settings([self.file]) if self.strategy is None else (self.strategy, None, None, None)
+        named = self.layout.names_mesh or self.layout.plan is not None or plan is not None
+        return None if named or (name is not None and load(name).ranks == 1) else self.found_cluster.size
+
+    def _as_recipe_does(self, entry: StrategyEntry, ranks: int) -> StrategyEntry:
+        given, defaults = self.layout.given(), self.found_recipe.defaults
+        from_file = self.strategy is None and not self.layout.names_mesh
+        if entry.plan is None or "plan" in given or (from_file and "mesh" in self.file.sections.get("plan", {})):
+            return entry
+        plan, changed = entry.plan(ranks), dict[str, object]()
+        sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in given)
+        if "reduce_at" not in given and plan.reduce_at == "layer":
+            changed["reduce_at"] = defaults.reduction(sharded=sharded or defaults.zero_stage > 0)
+        if defaults.zero_stage and plan.mesh.dp_shard > 1 and not sharded:
+            changed["shard_optimizer"] = ("dp_shard",)
+        return entry_from_plan(replace(plan, **changed), entry.name) if changed else entry
+
+
+def default_precision(recipe: Recipe, device: Device) -> str:
+    """Return the name of the precision that a framework uses on a device by default.
+
+    It is bfloat16 if the device has it. The recipe tells whether gradients are then reduced in float32.
+    """
+    if "bfloat16" not in device.flops:
+        return "fp32"
+    wide = (recipe.defaults.bf16_gradient_bytes or recipe.defaults.gradient_bytes) == 4
+    return "bf16-fp32-grads" if wide else "bf16"
