@@ -29,6 +29,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from shardlab.cli.plan.command import PlanCommand  # noqa: E402
+from shardlab.cli.step_request import StepRequest  # noqa: E402
 from shardlab.language.precision import PRECISIONS  # noqa: E402
 from shardlab.models import GPT  # noqa: E402
 from shardlab.planner.describe import summary  # noqa: E402
@@ -42,21 +43,23 @@ LOADING = time.monotonic() - BEGAN
 """Seconds in which the planner was loaded."""
 
 PROBLEMS = {
-    "llama3-8b, h100x8, torchtitan": PlanCommand("llama3-8b", "h100x8", recipe="torchtitan"),
-    "llama3-8b, h100x64, torchtitan": PlanCommand("llama3-8b", "h100x64", recipe="torchtitan"),
+    "llama3-8b, h100x8, torchtitan": PlanCommand(None, "llama3-8b", "h100x8", recipe="torchtitan"),
+    "llama3-8b, h100x64, torchtitan": PlanCommand(None, "llama3-8b", "h100x64", recipe="torchtitan"),
     "llama3-8b, 131,072 tokens, h100x16, torchtitan": PlanCommand(
-        "llama3-8b", "h100x16", sequence=131072, recipe="torchtitan"
+        None, "llama3-8b", "h100x16", sequence=131072, recipe="torchtitan"
     ),
-    "llama3-70b, h100x32, nanotron": PlanCommand("llama3-70b", "h100x32", recipe="nanotron"),
+    "llama3-70b, h100x32, nanotron": PlanCommand(None, "llama3-70b", "h100x32", recipe="nanotron"),
     "llama3-70b, 32,768 tokens, h100x128, torchtitan": PlanCommand(
-        "llama3-70b", "h100x128", sequence=32768, recipe="torchtitan"
+        None, "llama3-70b", "h100x128", sequence=32768, recipe="torchtitan"
     ),
-    "llama3-70b, h100x256, megatron-core": PlanCommand("llama3-70b", "h100x256", recipe="megatron-core"),
-    "llama3-405b, h100x512, megatron-core": PlanCommand("llama3-405b", "h100x512", recipe="megatron-core"),
-    "mixtral-8x7b, h100x64, torchtitan": PlanCommand("mixtral-8x7b", "h100x64", recipe="torchtitan"),
-    "mixtral-8x7b, a100-80gbx128, megatron-core": PlanCommand("mixtral-8x7b", "a100-80gbx128", recipe="megatron-core"),
-    "gpt3-6.7b, a100-40gbx32, megatron-2022": PlanCommand("gpt3-6.7b", "a100-40gbx32", recipe="megatron-2022"),
-    "gpt2-xl, a100-40gbx8, fsdp2": PlanCommand("gpt2-xl", "a100-40gbx8", recipe="fsdp2"),
+    "llama3-70b, h100x256, megatron-core": PlanCommand(None, "llama3-70b", "h100x256", recipe="megatron-core"),
+    "llama3-405b, h100x512, megatron-core": PlanCommand(None, "llama3-405b", "h100x512", recipe="megatron-core"),
+    "mixtral-8x7b, h100x64, torchtitan": PlanCommand(None, "mixtral-8x7b", "h100x64", recipe="torchtitan"),
+    "mixtral-8x7b, a100-80gbx128, megatron-core": PlanCommand(
+        None, "mixtral-8x7b", "a100-80gbx128", recipe="megatron-core"
+    ),
+    "gpt3-6.7b, a100-40gbx32, megatron-2022": PlanCommand(None, "gpt3-6.7b", "a100-40gbx32", recipe="megatron-2022"),
+    "gpt2-xl, a100-40gbx8, fsdp2": PlanCommand(None, "gpt2-xl", "a100-40gbx8", recipe="fsdp2"),
 }
 """Problems on GPUs: dense models and mixtures of experts, of short and long sequences, on 8 to 512 devices."""
 
@@ -106,6 +109,11 @@ class Row:
     gaps: list[float]
 
 
+def problem_of(command: PlanCommand) -> Problem:
+    """The problem of the options of `shardlab plan`."""
+    return command._problem(StepRequest.of(command))  # pyright: ignore[reportPrivateUsage]
+
+
 def local_problem(profile: Profile) -> Problem:
     """A small GPT on four ranks of a machine with a profile."""
     model = GPT(layers=8, hidden_size=256, heads=8, seq_len=256, vocab_size=1024)
@@ -143,7 +151,7 @@ def cpu_seconds() -> float:
 def main(options: Options) -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        problems = {name: command._problem() for name, command in PROBLEMS.items()}  # pyright: ignore[reportPrivateUsage]
+        problems = {name: problem_of(command) for name, command in PROBLEMS.items()}
         name = "GPT 8 x 256, 4 ranks of this machine"
         if options.only in name:
             if options.profile is None:

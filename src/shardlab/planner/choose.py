@@ -7,12 +7,10 @@ that `shardlab train --plan auto` measures before a run.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlab.common.errors import UserError
-from shardlab.common.files import toml_value
-from shardlab.common.text import counted
 from shardlab.planner.alternatives import Alternative, add_shares, nearest_alternatives
 from shardlab.planner.describe import UNTRACED, path_seconds, trace_seconds
 from shardlab.planner.error_model import (
@@ -91,20 +89,6 @@ class PlanChoice:
     def unknown(self) -> str:
         """Reason why the parts of the step time are unknown."""
         return "the time was up" if self.missed else UNTRACED
-
-    def as_toml(self, commands: Iterable[str]) -> str:
-        """Return the chosen plan as a TOML file for --plan.
-
-        Args:
-            commands: commands that run the plan, for a comment. They set model, batch and precision.
-        """
-        candidate, sequences = self.best.candidate, self.problem.sequences
-        batch = f"{counted(sequences, 'sequence')} a step in microbatches of {candidate.micro_batch_size}"
-        told = (
-            f"for {type(self.problem.model).__name__} on {self.problem.cluster}: {batch}, in {candidate.precision.name}"
-        )
-        lines = [f"# written by shardlab plan: {told}\n", *(f"# {command}\n" for command in commands)]
-        return "".join(lines + [f"{name} = {toml_value(value)}\n" for name, value in candidate.plan.as_dict().items()])
 
 
 def published_errors(problem: Problem) -> RunErrors:

@@ -142,32 +142,31 @@ def chosen_fields(plan: Plan) -> dict[str, Any]:
     return {**plan.mesh.used, **{name: value for name, value in said.items() if value != defaults[name]}}
 
 
-def simulate_flags(problem: Problem, candidate: Candidate, plan: str | None = None) -> str:
-    """The flags that make simulate run a step of this candidate; `plan` is a file that holds the plan."""
-    layout = f"--plan {plan}" if plan else layout_flags(problem, candidate.plan)
+def simulate_flags(problem: Problem, candidate: Candidate) -> str:
+    """Return the flags that make simulate run a step of a candidate."""
     return (
-        f"{layout} --micro-batch-size {candidate.micro_batch_size} --global-batch {problem.sequences} "
-        f"--precision {candidate.precision.name}"
+        f"{layout_flags(problem, candidate.plan)} --micro-batch-size {candidate.micro_batch_size} "
+        f"--global-batch {problem.sequences} --precision {candidate.precision.name}"
     )
 
 
 def train_command(
-    problem: Problem, candidate: Candidate, words: str, plan: str | None = None, *, run: str = "", name: str = ""
+    problem: Problem, candidate: Candidate, words: str, job: str | None = None, *, run: str = "", name: str = ""
 ) -> str:
-    """The command that trains under this candidate: on this machine, or as a job on several nodes.
+    """Return the command that trains under a candidate: on this machine, or as a job on several nodes.
 
     Args:
-        words: of the command that tell the model.
-        plan: a file that holds the plan, if there is one.
-        run: of the command that tell the run.
-        name: of the job ("": it has none).
+        problem: the problem.
+        candidate: the plan.
+        words: options that give the model.
+        job: job file with the model, the plan and the batch, if there is one.
+        run: options of the run.
+        name: name of the job on several nodes ("": it has none).
     """
     size, cluster = candidate.micro_batch_size, problem.cluster
-    layout = f"--plan {plan}" if plan else layout_flags(problem, candidate.plan)
-    train = (
-        f"train {words} {layout} --microbatches {problem.sequences // size} --micro-batch-size {size} "
-        f"--precision {candidate.precision.name} {run}"
-    ).rstrip()
+    batch = f"--microbatches {problem.sequences // size} --micro-batch-size {size}"
+    flags = f"{words} {layout_flags(problem, candidate.plan)} {batch} --precision {candidate.precision.name}"
+    train = f"train {f'--config {job}' if job else flags} {run}".rstrip()
     if cluster.nodes == 1:
         return f"shardlab {train}"
     each = cluster.per_node

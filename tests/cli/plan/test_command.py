@@ -319,3 +319,16 @@ def test_where_the_state_alone_is_too_large_no_limit_is_blamed(capsys: pytest.Ca
     assert "; weights and adamw's state, shared over all devices, and CUDA's context, alone take 1.8 GiB; take" in told
     assert "leave out" not in told
     assert refused(capsys, *SMALL, "--memory", "1.2GiB", "--max-pp", "1").endswith("or leave out --max-pp 1")
+
+
+def test_the_job_that_is_written_takes_as_long_in_simulate_as_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the precision that the recipe has by default, and with the batch of the plan."""
+    words = [*SMALL, "--recipe", "torchtitan", "--pp", "1", "--recompute", "none"]
+    assert main(["plan", *words, "--out", "job.toml", "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    assert chosen["precision"] == "bf16-fp32-grads"
+    assert main(["simulate", "--config", "job.toml", "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated["step_seconds"] == pytest.approx(chosen["step_seconds"], rel=1e-6)
+    assert main(["plan", "--config", "job.toml", "--pp", "1", "--recompute", "none", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"] == chosen

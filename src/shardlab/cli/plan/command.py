@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
@@ -19,10 +19,12 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardlab.cli.console import print_json, stdout_console
-from shardlab.cli.options import Count, Flag, Name, NewFile, OptionalCount, check_new_file, sequences_of_step, writing
+from shardlab.cli.options import Count, Flag, Name, NewFile, OptionalCount, check_new_file, writing
 from shardlab.cli.plan.grade import print_grades
-from shardlab.cli.plan_options import NO_LIMITS, DeviceMemory, Layout, RecipeName, cluster_called, recipe_called
+from shardlab.cli.plan_options import NO_LIMITS, DeviceMemory, JobFile, Layout, RecipeName, recipe_called
+from shardlab.cli.step_request import StepRequest
 from shardlab.common.fields import as_flags, field_types
+from shardlab.common.files import as_toml
 from shardlab.common.text import counted, seconds_text
 from shardlab.language import AXES, UserError
 from shardlab.language.precision import Optimizer
@@ -61,6 +63,8 @@ class PlanCommand:
     Flags of a plan, such as --tp 4 or --recompute none, restrict the search to plans with these values.
     """
 
+    config: JobFile = None
+
     model: Name = None
     """Model such as llama3-8b, or path/to/file.py:NAME, or path/to/model.toml."""
 
@@ -88,9 +92,9 @@ class PlanCommand:
 
     precision: Name = None
     """fp32, bf16, bf16-fp32-grads or fp16; or several with commas, of which the search chooses the fastest (default:
-    bf16 if the device has it)."""
+    as the recipe does)."""
 
-    optimizer: Annotated[Optimizer, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = "adamw"
+    optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
     """Optimizer, which determines the size of the optimizer state."""
 
     recipe: RecipeName = None
@@ -133,8 +137,8 @@ class PlanCommand:
     family."""
 
     out: NewFile = None
-    """Write the chosen plan into this TOML file, which simulate, verify and train accept as --plan. An earlier plan is
-    replaced."""
+    """Write the chosen plan, with model, cluster and batch, into this TOML file, which simulate, verify and train
+    accept as --config. An earlier plan is replaced."""
 
     measure: OptionalCount = None
     """Suggest at most N plans to measure next: those whose measured step times could change the choice, each with its
@@ -177,13 +181,15 @@ class PlanCommand:
         from shardlab.planner.search import Budget
         from shardlab.planner.workers import workers
 
-        problem = self._problem()
+        request = StepRequest.of(self)
+        problem = self._problem(request)
         if self.force and self.out is None:
             raise UserError("--force replaces the file of --out; give --out FILE, or leave it out")
         check_new_file("--out", self.out, "plan.toml", force=self.force)
-        assert self.model is not None
-        assert self.cluster is not None
-        measured = read_measured(self.measured, problem, self.model, self.cluster)
+        assert request.model is not None
+        assert request.cluster is not None
+        model, cluster = request.model, request.cluster
+        measured = read_measured(self.measured, problem, model, cluster)
         wanted = measured if self.measured or self.measure else None
         budget = Budget(max(0.0, self.seconds - LOADING - (time.monotonic() - began)), self.forecasts or inf)
         with workers(problem) as processes, SearchLine(Console(stderr=True)) as progress:
@@ -193,17 +199,17 @@ class PlanCommand:
         how = self._commands(choice)
         if self.out is not None:
             with writing("--out", self.out):
-                self.out.write_text(choice.as_toml(how.values()), encoding="utf-8")
+                self.out.write_text(_job_text(request, choice, how.values()), encoding="utf-8")
         if self.json:
             from shardlab.cli.plan.report import as_json
 
             told_next = {"experiments": experiments_as_json(asked, run, problem)} if self.measure else {}
-            print_json({**as_json(choice, self.model, self.cluster, how, self.top), **told_next})
+            print_json({**as_json(choice, model, cluster, how, self.top), **told_next})
             return 0
         from shardlab.cli.plan.report import print_choice, print_explained
 
         report = print_explained if self.explain else print_choice
-        report(choice, self.model, self.cluster, how, self.out, self.top, stdout_console())
+        report(choice, model, cluster, how, self.out, self.top, stdout_console())
         print_ran_out(choice.results, stdout_console())
         if self.measure:
             print_experiments(asked, run, choice, self._next_command(problem), stdout_console())
@@ -221,33 +227,27 @@ class PlanCommand:
         if wrong := as_flags(given | self.layout.given()):
             raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
 
-    def _problem(self) -> Problem:
-        """Make the planning problem that the options describe.
+    def _problem(self, request: StepRequest) -> Problem:
+        """Make the planning problem of a request.
 
         Raises:
             UserError: for unknown names, and values that contradict each other.
         """
-        from shardlab.language.precision import find_precision
-        from shardlab.models import find_model
-        from shardlab.models.named import with_fields
         from shardlab.planner.problem import Problem
 
-        if self.model is None or self.cluster is None:
-            missing = "--model, such as llama3-8b" if self.model is None else "--cluster, such as h100x32"
+        if request.model is None or request.cluster is None:
+            missing = "--model, such as llama3-8b" if request.model is None else "--cluster, such as h100x32"
             raise UserError(f"a plan is for a model on a cluster; give {missing}")
         if not self.seconds > 0:
             raise UserError(f"--seconds {self.seconds:g} is not a time; give a number above 0")
-        cluster = cluster_called(self.cluster, other_machine=self.other_machine, memory=self.memory)
-        changes = {"seq_len": self.sequence, "layers": self.layers}
-        given = {name: value for name, value in changes.items() if value is not None}
-        model = with_fields(find_model(self.model), given, self.model)
-        usual = "bf16" if "bfloat16" in cluster.device.flops else "fp32"
-        precisions = tuple(find_precision(name) for name in (self.precision or usual).split(","))
-        for precision in precisions:
-            cluster.device.peak(precision.compute)
-        sequences = sequences_of_step(self.tokens_per_step, self.global_batch, model.seq_len, cluster.size)
         return Problem(
-            model, cluster, sequences, precisions, recipe_called(self.recipe), self.optimizer, self._limits()
+            request.found_model,
+            request.found_cluster,
+            request.sequences,
+            request.precisions,
+            request.found_recipe,
+            request.optimizer,
+            self._limits(),
         )
 
     def _limits(self) -> Limits:
@@ -266,28 +266,29 @@ class PlanCommand:
         from shardlab.simulate.predict.recipe import OWN
 
         problem, candidate = choice.problem, choice.best.candidate
-        plan = shlex.quote(str(self.out)) if self.out else None
-        texts = {"simulate": f"shardlab simulate {self._problem_words()} {simulate_flags(problem, candidate, plan)}"}
+        job = shlex.quote(str(self.out)) if self.out else None
+        flags = f"--config {job}" if job else f"{self._problem_words()} {simulate_flags(problem, candidate)}"
+        texts = {"simulate": f"shardlab simulate {flags}"}
         if problem.recipe.name == OWN.name:
-            texts["train"] = train_command(problem, candidate, self._model_words(), plan)
+            texts["train"] = train_command(problem, candidate, self._model_words(), job)
         return texts
 
     def _problem_words(self) -> str:
         """Return the options that give the model, the cluster and the recipe, for another command."""
-        same = ("model", "layers", "sequence", "cluster", "memory", "recipe")
+        same = ("config", "model", "layers", "sequence", "cluster", "memory", "recipe")
         other = ["--other-machine"] if self.other_machine else []
         return shlex.join([*self._words_of({name: getattr(self, name) for name in same}), *other])
 
     def _words_of(self, flags: Mapping[str, object]) -> list[str]:
         """Return the words of the given options, and of --optimizer if it is not the default."""
         given = {name: value for name, value in flags.items() if value is not None}
-        if self.optimizer != "adamw":
+        if self.optimizer not in (None, "adamw"):
             given["optimizer"] = self.optimizer
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
     def _model_words(self) -> str:
         """Return the options of `shardlab train` that give the model and the optimizer."""
-        flags = {"model": self.model, "layers": self.layers, "seq-len": self.sequence}
+        flags = {"config": self.config, "model": self.model, "layers": self.layers, "seq-len": self.sequence}
         return shlex.join(self._words_of(flags))
 
     def _next_command(self, problem: Problem) -> str:
@@ -296,6 +297,22 @@ class PlanCommand:
         same = f"{self._problem_words()} --global-batch {problem.sequences} --precision {precisions} {problem.limits}"
         before = shlex.join(map(str, self.measured))
         return " ".join(["shardlab plan", *same.split(), "--measured", *([before] if before else [])])
+
+
+def _job_text(request: StepRequest, choice: PlanChoice, commands: Iterable[str]) -> str:
+    """Return the job file of a chosen plan, which begins with comments.
+
+    Args:
+        request: what was planned.
+        choice: the chosen plan.
+        commands: commands that run the file.
+    """
+    problem, candidate = choice.problem, choice.best.candidate
+    batch = f"{counted(problem.sequences, 'sequence')} a step in microbatches of {candidate.micro_batch_size}"
+    what = f"for {request.model} on {problem.cluster}: {batch}, in {candidate.precision.name}"
+    lines = [f"# written by shardlab plan: {what}", *(f"# {command}" for command in commands)]
+    size = problem.sequences, candidate.micro_batch_size
+    return "\n".join([*lines, as_toml(request.as_tables(candidate.plan, candidate.precision.name, *size))])
 
 
 class SearchLine:
