@@ -72,8 +72,8 @@ def can_compress(workload: Workload) -> bool:
     """Tell whether the compressed replay of a workload is exact.
 
     It is not if passes rewrite the program, if blocks are frozen, or if the ranks of one stage lie otherwise on the
-    nodes than those of another. If communication slows compute down, there must be none that overlaps with compute
-    inside a layer's pass, as the ring of keys and values does.
+    nodes than those of another. If ranks lose time at each wait (`Prices.lag`), no communication may overlap with
+    compute inside a layer's pass, as the ring of keys and values does.
     """
     plan, cluster = workload.plan, workload.cluster
     assert isinstance(plan, Plan)
@@ -82,7 +82,7 @@ def can_compress(workload: Workload) -> bool:
     hides = plan.context == "ring" and plan.mesh.cp > plan.ulysses
     if workload.pass_names != "none" or plan.freeze:
         return False
-    return (alike or cluster.profile is not None) and not (hides and workload.sample.prices.slows)
+    return (alike or cluster.profile is not None) and not (hides and workload.cluster.lag.most)
 
 
 class CompressedReplay:

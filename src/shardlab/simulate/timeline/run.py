@@ -13,10 +13,11 @@ events of them, and `memory_counters` the memory over time that a trace viewer d
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 from typing import NamedTuple
 
 from shardlab.check.in_place import InPlace
@@ -124,6 +125,7 @@ class Clocks:
         self._at = [0] * len(tapes)
         starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
         self._times = Times(starts, ends, ready, [[] for _ in tapes])
+        self._idle = [IdleLog() for _ in tapes]
         self._stream_free: list[dict[Hashable, float]] = [{} for _ in tapes]
         self._arrived: dict[int, int] = {}  # communication -> members that have arrived
         self._together = together_of(traced)
@@ -167,7 +169,8 @@ class Clocks:
         ops, specs = self._traced.program.tapes[rank], self._traced.specs[rank]
         starts, ends = self._times.starts[rank], self._times.ends[rank]
         handle_end, handle_op = self._handle_end[rank], self._handle_op[rank]
-        idle, price, one_stream = self._times.idle[rank], self._price.compute, self._one_stream
+        idle, log, price = self._times.idle[rank], self._idle[rank], self._price.compute
+        one_stream = self._one_stream
         costless = self._costless[rank]
         communications, communication_of = self._traced.communications, self._traced.communication_of[rank]
         blocks = self._prices.blocking_p2p
@@ -186,7 +189,9 @@ class Clocks:
                 if self._contention or self._lag.most:
                     issued = handle_op[handle]
                     lag = NO_LAG if communications[communication_of[handle]].stream is COPY else self._lag
-                    end = waited_until(idle, clock, starts[issued], end, self._contention, lag)
+                    end = waited_until(log, clock, starts[issued], end, self._contention, lag)
+                    if end > clock:
+                        log.append(clock, end)
                 if end > clock:
                     idle.append(Idle(handle_op[handle], clock, end))
                     clock = end
@@ -289,9 +294,71 @@ def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:
     return {number: tuple(together) for together in batches.values() for number in together}
 
 
-def waited_until(
-    idle: Sequence[Idle], clock: float, start: float, end: float, contention: float, lag: Lag = NO_LAG
-) -> float:
+class IdlePattern(NamedTuple):
+    """Intervals of a pass in which its rank's compute stands still, in order.
+
+    Attributes:
+        starts, ends: of each interval, in seconds from the start of the pass.
+        totals: seconds of the intervals before each one, and of all of them.
+    """
+
+    starts: Sequence[float]
+    ends: Sequence[float]
+    totals: Sequence[float]
+
+    @classmethod
+    def from_intervals(cls, intervals: Sequence[tuple[float, float]]) -> IdlePattern:
+        """Return the pattern of intervals, each given by its start and end, in order."""
+        totals = accumulate([end - start for start, end in intervals], initial=0.0)
+        return cls([start for start, _ in intervals], [end for _, end in intervals], list(totals))
+
+    def seconds_before(self, moment: float) -> float:
+        """Return the idle seconds before a moment, counted from the start of the pass."""
+        number = bisect_right(self.starts, moment)
+        if not number:
+            return 0.0
+        left = self.ends[number - 1] - moment
+        return self.totals[number] - left if left > 0 else self.totals[number]
+
+
+class IdleLog:
+    """Intervals in which a rank's compute has stood still so far, in order.
+
+    Attributes:
+        until: end of the last interval.
+    """
+
+    def __init__(self) -> None:
+        self.until = 0.0
+        self._starts, self._totals = list[float](), [0.0]
+        self._patterns: list[tuple[float, IdlePattern | None]] = []  # end of an interval, or a pass and its start
+
+    def append(self, since: float, until: float) -> None:
+        """Add an interval."""
+        self.until = until
+        self._starts.append(since)
+        self._totals.append(self._totals[-1] + until - since)
+        self._patterns.append((until, None))
+
+    def append_pass(self, since: float, pattern: IdlePattern) -> None:
+        """Add the intervals of a pass that starts at a moment."""
+        self.until = since + pattern.ends[-1]
+        self._starts.append(since)
+        self._totals.append(self._totals[-1] + pattern.totals[-1])
+        self._patterns.append((since, pattern))
+
+    def seconds_before(self, moment: float) -> float:
+        """Return the idle seconds before a moment."""
+        number = bisect_right(self._starts, moment)
+        if not number:
+            return 0.0
+        end, pattern = self._patterns[number - 1]
+        if pattern is not None:
+            return self._totals[number - 1] + pattern.seconds_before(moment - end)
+        return self._totals[number] - (end - moment if end > moment else 0.0)
+
+
+def waited_until(idle: IdleLog, clock: float, start: float, end: float, contention: float, lag: Lag = NO_LAG) -> float:
     """Return when a rank computes again after a WAIT, if communication takes time from compute.
 
     Args:
@@ -304,23 +371,14 @@ def waited_until(
     if end <= start:
         return again
     if contention:
-        again += contention * computing(idle, start, clock if clock < end else end)
+        until = clock if clock < end else end
+        if until > start:
+            computed = until - start - idle.seconds_before(until) + idle.seconds_before(start)
+            if computed > 0:
+                again += contention * computed
     if lag.most:
-        again += lag.seconds(clock - (idle[-1].until if idle else 0.0), hidden=end <= clock)
+        again += lag.seconds(clock - idle.until, hidden=end <= clock)
     return again
-
-
-def computing(idle: Sequence[Idle], since: float, until: float) -> float:
-    """Return the seconds in which a rank computes between two moments."""
-    seconds = until - since
-    for each in reversed(idle):
-        if seconds <= 0 or each.until <= since:
-            break
-        start = each.since if each.since > since else since
-        end = each.until if each.until < until else until
-        if end > start:
-            seconds -= end - start
-    return seconds if seconds > 0 else 0.0
 
 
 Counter = list[tuple[float, dict[str, int]]]

@@ -19,16 +19,35 @@ from typing import NamedTuple
 from shardlab.language import Group
 from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.simulate.predict.compressed.sample import CategoryBytes, PassPeak, SizedPart
-from shardlab.simulate.timeline.run import Idle, waited_until
+from shardlab.simulate.timeline.run import IdleLog, IdlePattern, waited_until
+
+Interval = tuple[float, float]
+"""Start and end, in seconds."""
 
 
 class Compute:
-    """Seconds of compute. The recorder adds compute that follows directly to the same entry."""
+    """Seconds of compute, and of collectives that are awaited at once and delay nothing else.
 
-    __slots__ = ("seconds",)
+    The recorder adds compute that follows directly to the same entry.
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    Attributes:
+        seconds: duration.
+        waits: intervals in which nothing is computed, from the start of the entry. They are recorded only if
+            communication takes time from compute.
+    """
+
+    __slots__ = ("_idle", "seconds", "waits")
+
+    def __init__(self, seconds: float, waits: Sequence[Interval] = ()) -> None:
+        self.seconds, self.waits = seconds, list(waits)
+        self._idle: IdlePattern | None = None
+
+    @property
+    def idle(self) -> IdlePattern:
+        """The intervals as a pattern."""
+        if self._idle is None:
+            self._idle = IdlePattern.from_intervals(self.waits)
+        return self._idle
 
 
 class LocalCollective(NamedTuple):
@@ -152,7 +171,7 @@ class _RowState:
         self.messages: list[list[StartEnd]] = [[] for _ in self.routes]
         self.free: dict[Hashable, float] = defaultdict(float)
         self.joined: dict[Hashable, int] = defaultdict(int)
-        self.idle: list[Idle] = []
+        self.idle = IdleLog()
         self.waits: StartEnd | None = None
 
 
@@ -190,6 +209,8 @@ class _RowClocks:
         for at in range(row.at, len(entries)):
             entry = entries[at]
             if isinstance(entry, Compute):
+                if entry.waits:
+                    row.idle.append_pass(clock, entry.idle)
                 clock = computed = clock + entry.seconds
             elif isinstance(entry, LocalCollective):
                 group, seconds = entry
@@ -215,7 +236,7 @@ class _RowClocks:
                 if self._contention or self._lag.most:
                     end = waited_until(row.idle, clock, start, end, self._contention, self._lag)
                     if end > clock:
-                        row.idle.append(Idle(-1, clock, end))
+                        row.idle.append(clock, end)
                 if end > clock:
                     clock = end
             elif clock > now:

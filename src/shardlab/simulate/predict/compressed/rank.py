@@ -24,6 +24,7 @@ from shardlab.simulate.predict.compressed.clocks import (
     CompressedStep,
     Compute,
     Entry,
+    Interval,
     LocalCollective,
     PostMessage,
     Rendezvous,
@@ -68,15 +69,18 @@ class StepRecorder:
         if self.bytes > self.peak_bytes:
             self.peak_bytes, self._peak = self.bytes, PassPeak(self.bytes, tuple(self.by_category), op, layer)
 
-    def add_compute(self, seconds: float) -> None:
-        """Add seconds of compute."""
+    def add_compute(self, seconds: float, waits: Sequence[Interval] = ()) -> None:
+        """Add seconds of compute, and the intervals in them in which nothing is computed."""
         if not seconds:
             return
         last = self.entries[-1] if self.entries else None
         if isinstance(last, Compute):
+            if waits:
+                before = last.seconds
+                last.waits += [(before + start, before + end) for start, end in waits]
             last.seconds += seconds
         else:
-            self.entries.append(Compute(seconds))
+            self.entries.append(Compute(seconds, waits))
 
     def raise_peak(self, peak: PassPeak, layer: int) -> None:
         """Set the step's peak to that of a pass, which counts from the bytes that are held now."""
@@ -182,7 +186,7 @@ class CompressedRank(StepRecorder):
         if isinstance(last, LocalCollective) and not self.open[group]:  # awaited at once, on an idle stream
             self.entries.pop()
             self.collectives -= 1
-            self.add_compute(last.seconds)
+            self.add_compute(last.seconds, ((0.0, last.seconds),) if self.sample.notes_waits else ())
         else:
             self.entries.append(AwaitCollective(ago))
         result, read = handle.result, handle.read
@@ -360,7 +364,7 @@ class CompressedRank(StepRecorder):
             gradient: the gradient of the weight that it makes.
         """
         if self.sample.merges and not self.must_queue(done):
-            self.add_compute(done.seconds)
+            self.add_compute(done.seconds, done.waits)
         else:
             for after, group, seconds in done.collectives:
                 self.add_compute(after)

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 from shardlab.language import Group, Kind, OpKind
-from shardlab.simulate.predict.compressed.clocks import CompressedStep
+from shardlab.simulate.predict.compressed.clocks import CompressedStep, Interval
 from shardlab.simulate.predict.compressed.rank import BoundaryStore, CompressedRank, SizedHandle, SizedValue
 from shardlab.simulate.predict.compressed.sample import (
     NO_BYTES,
@@ -289,9 +289,12 @@ def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
     Args:
         parts: the passes, each with its layer's place counted from the first layer.
     """
-    held, peak, after = list(NO_BYTES), None, 0.0
+    held, peak, after, seconds = list(NO_BYTES), None, 0.0, 0.0
     collectives: list[PassCollective] = []
+    waits: list[Interval] = []
     for each, place in parts:
+        waits += [(seconds + start, seconds + end) for start, end in each.waits]
+        seconds += each.seconds
         for collective in each.collectives:
             collectives.append(collective._replace(after=after + collective.after))
             after = 0.0
@@ -301,8 +304,7 @@ def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
                 most = tuple([a + b for a, b in zip(held, found.by_category, strict=True)])
                 peak = PassPeak(sum(most), most, found.op, found.layer + place)
         held = [a + b for a, b in zip(held, each.delta, strict=True)]
-    seconds = sum(each.seconds for each, _ in parts)
-    return MeasuredPass(seconds, tuple(collectives), after, tuple(held), (peak, None, None))
+    return MeasuredPass(seconds, tuple(collectives), after, tuple(held), (peak, None, None), tuple(waits))
 
 
 class ValueState(NamedTuple):
