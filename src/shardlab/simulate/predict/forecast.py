@@ -14,12 +14,14 @@ from functools import partial
 from shardlab.language.world import gc_paused
 from shardlab.simulate.predict.compressed.clocks import step_seconds
 from shardlab.simulate.predict.compressed.sample import PricedSample
+from shardlab.simulate.predict.compressed.short_model import NotPeriodicError, shorten
 from shardlab.simulate.predict.compressed.step import StepCompressor
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.predict.memory import DeviceMemory, device_memory
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.resolve import resolve
+from shardlab.strategies.schedules.steps import ReduceGrad, Reshard, Unshard
 
 
 @dataclass(frozen=True)
@@ -97,17 +99,34 @@ class CompressedReplay:
     """
 
     def __init__(self, workload: Workload, each: int) -> None:
-        plan = workload.plan
-        assert isinstance(plan, Plan)
-        self._plan, mesh = plan, plan.mesh
-        self._first = range(0, mesh.world, mesh.world // mesh.pp)
-        self._plans = [resolve(plan, workload.sizes, each * plan.data_ranks, index) for index in self._first]
-        self._sample = PricedSample(workload, {type(step) for step in self._plans[0].steps})
-        self._compressor = StepCompressor(self._sample)
+        self._workload, self._each = workload, each
         self._beside = workload.beside
+        self._shorten(0)
+
+    def _shorten(self, attempt: int) -> None:
+        """Prepare a replay of a short model; after the last attempt, of the whole model."""
+        self._attempt = attempt
+        model = shorten(self._workload, EXTRA_BLOCKS[attempt])
+        plan, mesh = model.plan, model.plan.mesh
+        self._plan = plan
+        self._first = range(0, mesh.world, mesh.world // mesh.pp)
+        self._plans = [resolve(plan, model.sizes, self._each * plan.data_ranks, index) for index in self._first]
+        step_types = {type(step) for step in self._plans[0].steps}
+        if model.gaps and step_types & {Unshard, Reshard, ReduceGrad}:
+            self._shorten(len(EXTRA_BLOCKS) - 1)
+            return
+        self._sample = PricedSample(self._workload, step_types, model.alike)
+        self._compressor = StepCompressor(self._sample, model)
         self.kinds = self._compressor.kinds
 
     def __call__(self, each: int) -> Replayed:
+        while True:
+            try:
+                return self._replay(each)
+            except NotPeriodicError:
+                self._shorten(self._attempt + 1)
+
+    def _replay(self, each: int) -> Replayed:
         steps = self._plan.steps(self._plans[0].model.pipeline_units, each * self._plan.data_ranks)
         plans = [
             replace(plan, steps=mine, microbatches=range(each))
@@ -119,6 +138,9 @@ class CompressedReplay:
         peaks = [self._compressor.peak(*rank) for rank in zip(ranks, plans, self._first, strict=True)]
         return seconds + self._beside, peaks
 
+
+EXTRA_BLOCKS = (0, 4, None)
+"""How many more identical blocks a replay keeps if with fewer its steps are not periodic (None: all)."""
 
 STEADY_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
 """Schedules that repeat themselves once the pipeline is full, and whose memory stays the same from then on."""

@@ -42,6 +42,13 @@ class Compute:
         self.seconds, self.waits = seconds, list(waits)
         self._idle: IdlePattern | None = None
 
+    def extend(self, seconds: float, waits: Sequence[Interval]) -> None:
+        """Add compute that follows directly."""
+        if waits:
+            before = self.seconds
+            self.waits += [(before + start, before + end) for start, end in waits]
+        self.seconds += seconds
+
     @property
     def idle(self) -> IdlePattern:
         """The intervals as a pattern."""
@@ -58,9 +65,15 @@ class LocalCollective(NamedTuple):
 
 
 class AwaitCollective(NamedTuple):
-    """Wait for the collective that was started `ago` collectives ago (1: the latest one)."""
+    """Wait for the collective of a group that was started `ago` collectives of the group ago (1: the latest one).
 
+    If the wait is repeated for blocks that a short model leaves out, each repetition waits for a collective that was
+    started `stride` collectives later than the one before it (0: for the same one).
+    """
+
+    group: Group
     ago: int
+    stride: int = 0
 
 
 class Rendezvous(NamedTuple):
@@ -156,9 +169,8 @@ class _RowState:
 
     Attributes:
         at, clock: index and start time of the next entry.
-        collectives: those that the row has started, in order.
+        collectives: those that the row has started, by group, in order.
         messages: by route, those that the row has not waited for.
-        free: by stream, when it is free; streams between rows are not among them.
         joined: by channel, how many communications with other rows the row has joined.
         idle: when the row stood still, recorded if communication takes time from compute.
         waits: the communication that the row waits for (None: it does not wait).
@@ -167,9 +179,8 @@ class _RowState:
     def __init__(self, row: Row) -> None:
         self.entries, self.routes = row
         self.at, self.clock = 0, 0.0
-        self.collectives: list[StartEnd] = []
+        self.collectives: dict[Hashable, list[StartEnd]] = defaultdict(list)
         self.messages: list[list[StartEnd]] = [[] for _ in self.routes]
-        self.free: dict[Hashable, float] = defaultdict(float)
         self.joined: dict[Hashable, int] = defaultdict(int)
         self.idle = IdleLog()
         self.waits: StartEnd | None = None
@@ -204,7 +215,7 @@ class _RowClocks:
     def _advance(self, number: int, now: float) -> None:
         """Advance a row to its next communication with other rows, or until it has to wait for one."""
         row = self._rows[number]
-        clock, collectives, free, entries = row.clock, row.collectives, row.free, row.entries
+        clock, collectives, entries = row.clock, row.collectives, row.entries
         computed = latest = 0.0
         for at in range(row.at, len(entries)):
             entry = entries[at]
@@ -214,16 +225,17 @@ class _RowClocks:
                 clock = computed = clock + entry.seconds
             elif isinstance(entry, LocalCollective):
                 group, seconds = entry
-                start = free[group]
+                queue = collectives[group]
+                start = queue[-1][1] if queue else clock  # when the stream is free
                 if start < clock:
                     start = clock
-                end = free[group] = start + seconds
-                collectives.append([start, end])
+                end = start + seconds
+                queue.append([start, end])
                 if end > latest:
                     latest = end
             elif isinstance(entry, AwaitCollective) or isinstance(entry, AwaitMessage):  # noqa: SIM101  # a union takes twice as long
                 if isinstance(entry, AwaitCollective):
-                    started, place = collectives, -entry.ago
+                    started, place = collectives[entry.group], -entry.ago
                 else:
                     started, place = row.messages[entry.route], entry.turn
                 times = started[place]
@@ -248,7 +260,7 @@ class _RowClocks:
                     row.messages[entry.route].append(times)
                     part = row.routes[entry.route]
                 else:
-                    collectives.append(times)
+                    collectives[entry.channel].append(times)
                     part = entry
                 self._join(number, part, times, now)
                 clock += part.blocks

@@ -312,9 +312,9 @@ class PricedSample:
     Args:
         workload: the whole workload.
         step_types: types of the steps that its schedule has.
+        sample_layer: for each layer of the short model, the layer of the sample that is identical to it.
 
     Attributes:
-        sample_layer: for each layer, the layer of the sample that is identical to it.
         rank_stride: difference between the numbers of neighbouring ranks of a pipeline.
         merges: whether communication that is awaited at once can count as compute. It cannot if ranks lose time
             beyond contention at each wait.
@@ -323,9 +323,9 @@ class PricedSample:
         stage_passes: passes of whole stages, by the keys of their layers' passes.
     """
 
-    def __init__(self, workload: Workload, step_types: Collection[type]) -> None:
+    def __init__(self, workload: Workload, step_types: Collection[type], sample_layer: Sequence[int]) -> None:
         self._sample, self._step_types = workload.sample, step_types
-        self.sample_layer = workload.repeated.alike
+        self.sample_layer = sample_layer
         self.place = workload.repeated.place
         self.rank_stride = workload.mesh.world // workload.mesh.pp
         self.sizes, self.prices = self._sample.sizes, self._sample.prices

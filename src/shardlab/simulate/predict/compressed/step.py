@@ -17,6 +17,7 @@ from shardlab.simulate.predict.compressed.clocks import CompressedStep, Entry, R
 from shardlab.simulate.predict.compressed.rank import CompressedRank
 from shardlab.simulate.predict.compressed.runner import CompressedRunner, RankState, StepKey, rank_kind_key, step_keys
 from shardlab.simulate.predict.compressed.sample import NO_BYTES, PassPeak, PricedSample, SizedPart
+from shardlab.simulate.predict.compressed.short_model import Gap, ShortModel
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.timeline.memory import CATEGORIES
 from shardlab.strategies.plan.rank_plan import RankPlan
@@ -39,26 +40,31 @@ class StepCompressor:
 
     Args:
         sample: sizes, prices and measured passes of the workload.
+        model: the short model that the ranks follow.
 
     Attributes:
         kinds: the kinds of ranks seen so far.
     """
 
-    def __init__(self, sample: PricedSample) -> None:
-        self._sample = sample
+    def __init__(self, sample: PricedSample, model: ShortModel) -> None:
+        self._sample, self._model = sample, model
         self.kinds: dict[Hashable, RankKind] = {}
 
     def compress(self, plan: RankPlan, index: int) -> RankSteps:
         """Return the compressed step of a rank.
 
         Args:
-            plan: the plan as resolved for the rank.
+            plan: the plan of the short model as resolved for the rank.
             index: the rank's number.
+
+        Raises:
+            NotPeriodicError: if a step does not tell that of the whole model.
         """
-        key = rank_kind_key(self._sample, plan)
+        gaps = self._model.gaps_of(plan)
+        key = rank_kind_key(self._sample, plan, gaps)
         kind = self.kinds.get(key)
         if kind is None:
-            kind = self.kinds[key] = RankKind(self._sample, plan, index)
+            kind = self.kinds[key] = RankKind(self._sample, plan, index, gaps, self._model.whole_layer)
         gathers = bool(plan.gather_axes) and not plan.explicit_gathers
         keys = step_keys(plan.steps, plan.own_stages, plan.pipeline.index(index), gathers=gathers)
         return RankSteps(kind, kind.steps_for(keys))
@@ -89,14 +95,11 @@ class StepCompressor:
             peak = PassPeak(0, NO_BYTES, OpKind.LOAD_WEIGHT, 0)
         each = zip(peak.by_category, *[step.by_category for step in rank.steps[:before]], strict=True)
         by_category = {category.value: sum(bytes) for category, bytes in zip(CATEGORIES, each, strict=True)}
-        layer = peak.layer if peak.layer < 0 else _layers(plan)[_layers(rank.kind.plan).index(peak.layer)]
-        part = "" if layer < 0 else "head" if layer == len(plan.model.layers) else self._sample.place(layer)
+        layer, layers_of = peak.layer, self._model.layers_of
+        if layer >= 0:
+            layer = layers_of(plan)[layers_of(rank.kind.plan).index(layer)]
+        part = "" if layer < 0 else "head" if layer == self._model.whole_layer[-1] else self._sample.place(layer)
         return Peak(index, most, by_category, peak.op, layer, 0, part)
-
-
-def _layers(plan: RankPlan) -> list[int]:
-    """List a rank's layers, and the layer that follows each of its stages."""
-    return [*plan.layers, *(plan.stages[stage].stop for stage in plan.own_stages)]
 
 
 class RankKind:
@@ -111,8 +114,11 @@ class RankKind:
         transitions: number of a state and step key to the compressed step, and the number of the state after it.
     """
 
-    def __init__(self, sample: PricedSample, plan: RankPlan, index: int) -> None:
+    def __init__(
+        self, sample: PricedSample, plan: RankPlan, index: int, gaps: Sequence[Gap], whole_layer: Sequence[int]
+    ) -> None:
         self._sample, self._index = sample, index
+        self._gaps, self._whole_layer = gaps, whole_layer
         self.plan = replace(plan, steps=tuple({type(step): step for step in plan.steps}.values()))
         self.routes: list[Route] = []
         self._parts: dict[int, SizedPart] = {}
@@ -124,8 +130,9 @@ class RankKind:
 
     def _load(self) -> None:
         """Make a rank that has its weights loaded and has run no step."""
-        rank = CompressedRank(self._index, self.plan.plan.mesh, self._sample, self.routes)
-        self._runner = CompressedRunner(rank, self.plan)
+        mesh = self.plan.plan.mesh
+        rank = CompressedRank(self._index, mesh, self._sample, self.routes, self._gaps, self._whole_layer)
+        self._runner = CompressedRunner(rank, self.plan, self._gaps)
         self._runner.gradients.load()
         self._loaded = self._runner.compressed.finish_step()
         self._state = self._number()
