@@ -32,7 +32,6 @@ from shardlab.simulate.predict.compressed.clocks import (
 )
 from shardlab.simulate.predict.compressed.sample import MeasuredPass, PassPeak, PricedSample, SizedPart
 from shardlab.simulate.predict.compressed.short_model import (
-    FIRST,
     Gap,
     NotPeriodicError,
     Position,
@@ -191,10 +190,8 @@ class StepRecorder:
         if self._position is not None:
             gap, after = self._position
             first = gap.at if after else gap.at - gap.each
-            if (
-                gap.start <= layer < gap.stop
-                and abs((layer - gap.start) // gap.each - (first - gap.start) // gap.each) < FIRST
-            ):
+            near = abs(layer - first) < 2 * gap.each
+            if near and gap.start <= layer < gap.stop:
                 return layer + self.whole_layer[first] - first
         return self.whole_layer[layer]
 

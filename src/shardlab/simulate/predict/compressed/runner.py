@@ -140,7 +140,9 @@ class CompressedRunner(PlanRunner[SizedValue]):
         super().__init__(rank, rank_plan, self.passes)
         self.gaps = gaps
         rank.may_grow = self.may_grow
-        rank.first_axes = {l: weight.reduce_once[0] for l, weight in rank_plan.weights.items() if weight.reduce_once}
+        if rank_plan.plan.reduce_at == "step":
+            weights = rank_plan.weights.items()
+            rank.first_axes = {l: weight.reduce_once[0] for l, weight in weights if weight.reduce_once}
         self.compressed = rank
         self.stage_passes: dict[tuple[str, int], MeasuredPass] = {}
         self.key = StepKey(None)

@@ -99,10 +99,12 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
         in_flight = _blocks_in_flight(plan, sizes, model, each, stages)
         for stage, blocks in _identical_blocks(plan, model, repeated, stages):
             start = blocks.start - left_out
-            more = len(blocks) // each - (FIRST + 1 + extra + in_flight[stage if len(stages) == plan.mesh.pp else -1])
+            before = 3 if plan.shard_parameters and stages[stage].start == blocks.start else 2
+            after = 1 + extra + in_flight[stage if len(stages) == plan.mesh.pp else -1]
+            more = len(blocks) // each - before - after
             if more > 0:
                 left_out += more * each
-                gaps.append(Gap(start, blocks.stop - left_out, each, start + FIRST * each, more))
+                gaps.append(Gap(start, blocks.stop - left_out, each, start + before * each, more))
     if not gaps:
         return ShortModel(plan, sizes, repeated.alike, stages, (), range(len(model.layers) + 1))
     more = sum(gap.more for gap in gaps)
@@ -117,10 +119,6 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
         numbers = [number for number, block in enumerate(model.recomputable) if block.start in kept]
         short = replace(short, recompute=tuple([at for at, number in enumerate(numbers) if number in plan.recompute]))
     return ShortModel(short, fewer.sizes(workload.sample.sizes), fewer.alike, stages, gaps, whole_layer)
-
-
-FIRST = 2
-"""Blocks that are kept before a gap. The first of them may differ, as the end of a block that the stage before cuts."""
 
 
 def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, stages: Sequence[range]) -> list[int]:
