@@ -7,7 +7,7 @@ schedule repeats itself, so `extrapolate` extends the time of a short step to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,11 +15,12 @@ from shardlab.language.world import gc_paused
 from shardlab.simulate.predict.compressed.clocks import step_seconds
 from shardlab.simulate.predict.compressed.sample import PricedSample
 from shardlab.simulate.predict.compressed.short_model import NotPeriodicError, shorten
-from shardlab.simulate.predict.compressed.step import StepCompressor
+from shardlab.simulate.predict.compressed.step import PipelineRank, RankKind, StepCompressor
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.predict.memory import DeviceMemory, device_memory
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.rank_plan import model_layers
 from shardlab.strategies.plan.resolve import resolve
 from shardlab.strategies.schedules.steps import ReduceGrad, Reshard, Unshard
 
@@ -108,16 +109,24 @@ class CompressedReplay:
         self._attempt = attempt
         model = shorten(self._workload, EXTRA_BLOCKS[attempt])
         plan, mesh = model.plan, model.plan.mesh
-        self._plan = plan
-        self._first = range(0, mesh.world, mesh.world // mesh.pp)
-        self._plans = [resolve(plan, model.sizes, self._each * plan.data_ranks, index) for index in self._first]
-        step_types = {type(step) for step in self._plans[0].steps}
+        microbatches = self._each * plan.data_ranks
+        self._plan, self._units = plan, model_layers(model.sizes).pipeline_units
+        steps = plan.steps(self._units, microbatches)
+        step_types = {type(step) for step in steps.of_ranks[0]}
         if model.gaps and step_types & {Unshard, Reshard, ReduceGrad}:
             self._shorten(len(EXTRA_BLOCKS) - 1)
             return
         self._sample = PricedSample(self._workload, step_types, model.alike)
         self._compressor = StepCompressor(self._sample, model)
         self.kinds = self._compressor.kinds
+        self._ranks: list[PipelineRank] = []
+        known: dict[Hashable, RankKind] = {}
+        for place, index in enumerate(range(0, mesh.world, mesh.world // mesh.pp)):
+            stages = tuple([stage for stage, rank in enumerate(steps.ranks_of_stages) if rank == place])
+            key = model.rank_key(stages)
+            if key not in known:
+                known[key] = self._compressor.kind(resolve(plan, model.sizes, microbatches, index), index)
+            self._ranks.append(PipelineRank(index, place, stages, known[key]))
 
     def __call__(self, each: int) -> Replayed:
         while True:
@@ -127,15 +136,12 @@ class CompressedReplay:
                 self._shorten(self._attempt + 1)
 
     def _replay(self, each: int) -> Replayed:
-        steps = self._plan.steps(self._plans[0].model.pipeline_units, each * self._plan.data_ranks)
-        plans = [
-            replace(plan, steps=mine, microbatches=range(each))
-            for plan, mine in zip(self._plans, steps.of_ranks, strict=True)
-        ]
-        ranks = [self._compressor.compress(plan, index) for plan, index in zip(plans, self._first, strict=True)]
-        rows = [self._compressor.row(rank, index) for rank, index in zip(ranks, self._first, strict=True)]
+        schedule = self._plan.steps(self._units, each * self._plan.data_ranks).of_ranks
+        compressor = self._compressor
+        steps = [compressor.compress(rank, steps) for rank, steps in zip(self._ranks, schedule, strict=True)]
+        rows = [compressor.row(*each) for each in zip(self._ranks, steps, strict=True)]
         seconds = step_seconds(rows, self._sample.prices.contention, self._sample.prices.lag)
-        peaks = [self._compressor.peak(*rank) for rank in zip(ranks, plans, self._first, strict=True)]
+        peaks = [compressor.peak(*each) for each in zip(self._ranks, steps, strict=True)]
         return seconds + self._beside, peaks
 
 

@@ -244,6 +244,7 @@ class CompressedRank(StepRecorder):
     Attributes:
         open: by group, how many collectives are outstanding.
         step_kind: type of the step that the rank follows (None: the update at the end).
+        changes: how often its stores have changed.
         first_axes: for each weight, the axis over which its gradient is reduced first once a step.
     """
 
@@ -262,6 +263,7 @@ class CompressedRank(StepRecorder):
         self.open = Counter[Group]()
         self.step_kind: type | None = None
         self.first_axes: Mapping[int, str] = {}
+        self.changes = 0
         self.weights, self.opt_states = SizedStore(), SizedStore()
         self.grad_weights, self.scalars = SizedStore(), SizedStore()
         self._boundaries = {kind.value: BoundaryStore(self, kind) for kind in Kind}
@@ -618,6 +620,7 @@ class SizedStore(dict[Hashable, SizedValue]):
 
     def __setitem__(self, key: Hashable, value: SizedValue) -> None:
         value.keys += 1
+        value.rank.changes += 1
         old = self.get(key)
         if old is not None:
             old.rank.drop_key(old)
@@ -626,11 +629,13 @@ class SizedStore(dict[Hashable, SizedValue]):
     def __delitem__(self, key: Hashable) -> None:
         value = self[key]
         super().__delitem__(key)
+        value.rank.changes += 1
         value.rank.drop_key(value)
 
     def pop(self, key: Hashable) -> SizedValue:  # pyright: ignore[reportIncompatibleMethodOverride]  # no default
         value = super().pop(key)
         value.keys -= 1
+        value.rank.changes += 1
         return value
 
     def reset(self, values: Mapping[Hashable, SizedValue]) -> None:

@@ -11,8 +11,9 @@ replay tries again with more blocks.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -56,7 +57,9 @@ class ShortModel:
         plan, sizes: of the short model.
         alike: for each layer of the short model, the identical layer of the sample.
         stages: layers of each stage in the whole model.
+        starts: first layer of each stage in the short model, and the end of the last stage.
         gaps: places where blocks are left out.
+        recomputed: layers of the short model in blocks that the plan names for recomputation.
         whole_layer: for each layer of the short model, and for its end, its number in the whole model.
     """
 
@@ -64,17 +67,32 @@ class ShortModel:
     sizes: Sizes
     alike: Sequence[int]
     stages: Sequence[range]
+    starts: Sequence[int]
     gaps: Sequence[Gap]
+    recomputed: Collection[int]
     whole_layer: Sequence[int]
 
     def gaps_of(self, plan: RankPlan) -> list[Gap]:
         """Return the gaps in the stages of a rank of the short model."""
         return [gap for gap in self.gaps if gap.at in plan.layers]
 
-    def layers_of(self, plan: RankPlan) -> list[int]:
+    def layers_of(self, own_stages: Sequence[int]) -> list[int]:
         """List the whole model's layers of a rank, and the layer that follows each of its stages."""
-        stages = [self.stages[stage] for stage in plan.own_stages]
+        stages = [self.stages[stage] for stage in own_stages]
         return [*(layer for stage in stages for layer in stage), *(stage.stop for stage in stages)]
+
+    def rank_key(self, own_stages: Sequence[int]) -> Hashable:
+        """Return a key of a rank. Ranks with equal keys have plans that differ in nothing but the numbers of layers."""
+        if any(layer.weight != number for number, layer in enumerate(self.sizes.signatures)):
+            return own_stages  # ranks share the weights of tied layers
+        alike, starts, kinds = self.alike, self.starts, list[Hashable]()
+        for stage, following in zip(own_stages, [*own_stages[1:], -1], strict=True):
+            layers = range(starts[stage], starts[stage + 1])
+            gaps = tuple([(gap.at - layers.start, gap.more) for gap in self.gaps if gap.at in layers])
+            recomputed = tuple([layer in self.recomputed for layer in layers]) if self.recomputed else ()
+            ends = layers.start == 0, layers.stop == starts[-1], following == stage + 1
+            kinds.append((tuple(alike[layers.start : layers.stop + 1]), gaps, recomputed, ends))
+        return tuple(kinds)
 
 
 def shorten(workload: Workload, extra: int | None) -> ShortModel:
@@ -106,7 +124,9 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
                 left_out += more * each
                 gaps.append(Gap(start, blocks.stop - left_out, each, start + before * each, more))
     if not gaps:
-        return ShortModel(plan, sizes, repeated.alike, stages, (), range(len(model.layers) + 1))
+        starts = [*(stage.start for stage in stages), len(model.layers)]
+        whole_layer = range(len(model.layers) + 1)
+        return ShortModel(plan, sizes, repeated.alike, stages, starts, (), _recomputed(plan, model), whole_layer)
     more = sum(gap.more for gap in gaps)
     fewer = Repeated(repeated.sample, repeated.more - more)
     begins = {gap.at: gap.more * gap.each for gap in gaps}
@@ -118,7 +138,17 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
     if isinstance(plan.recompute, tuple):
         numbers = [number for number, block in enumerate(model.recomputable) if block.start in kept]
         short = replace(short, recompute=tuple([at for at, number in enumerate(numbers) if number in plan.recompute]))
-    return ShortModel(short, fewer.sizes(workload.sample.sizes), fewer.alike, stages, gaps, whole_layer)
+    starts = [bisect_left(whole_layer, start) for start in (*(stage.start for stage in stages), len(model.layers))]
+    named = _recomputed(plan, model)
+    recomputed = {layer for layer, whole in enumerate(whole_layer) if whole in named}
+    fewer_sizes = fewer.sizes(workload.sample.sizes)
+    return ShortModel(short, fewer_sizes, fewer.alike, stages, starts, gaps, recomputed, whole_layer)
+
+
+def _recomputed(plan: Plan, model: ModelLayers) -> set[int]:
+    """Return the layers of the blocks that a plan names for recomputation (empty: it names none)."""
+    named = plan.recompute if isinstance(plan.recompute, tuple) else ()
+    return {layer for block in named_blocks(named, model) for layer in block}
 
 
 def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, stages: Sequence[range]) -> list[int]:
@@ -142,8 +172,7 @@ def _identical_blocks(
     """Yield the layers of each run of identical blocks, all or none of them recomputed, with their stage's number."""
     each, first = repeated.each, (repeated.sample.layers - repeated.each) // 2
     stop = first + (repeated.more + 1) * each
-    named = plan.recompute if isinstance(plan.recompute, tuple) else ()
-    recomputed = {layer for block in named_blocks(named, model) for layer in block}
+    recomputed = _recomputed(plan, model)
     for number, stage in enumerate(stages):
         start, end = max(stage.start, first), min(stage.stop, stop)
         for layer in range(start + each, end):

@@ -1,9 +1,9 @@
 """Steps of the ranks of a pipeline, computed once for each state of a rank and each kind of step.
 
-A `StepCompressor` turns a rank's plan into a list of `CompressedStep`s: `row` gives their entries to the clocks, and
-`peak` adds up their bytes. Ranks whose layers, weights and neighbours are of the same kinds share one `RankKind`, which
-runs a single rank and remembers what each step did. With more microbatches the schedule is longer, but few of its steps
-are new.
+A `StepCompressor` turns a rank's schedule into a list of `CompressedStep`s: `row` gives their entries to the clocks,
+and `peak` adds up their bytes. Ranks whose layers, weights and neighbours are of the same kinds share one `RankKind`,
+which runs a single rank and remembers what each step did. With more microbatches the schedule is longer, but few of its
+steps are new.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from shardlab.simulate.predict.compressed.short_model import Gap, ShortModel
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.timeline.memory import CATEGORIES
 from shardlab.strategies.plan.rank_plan import RankPlan
+from shardlab.strategies.schedules.steps import ShardedStep
 
 
-class RankSteps(NamedTuple):
-    """Training step of one rank, as a sequence of compressed steps of its schedule.
+class PipelineRank(NamedTuple):
+    """Rank of a pipeline.
 
     Attributes:
-        kind: the kind of rank that it was computed for.
-        steps: in order; the first loads the weights, the last updates them.
+        number, place: its number, and its place in the pipeline.
+        own_stages: numbers of its stages.
+        kind: the kind of rank that it is.
     """
 
+    number: int
+    place: int
+    own_stages: Sequence[int]
     kind: RankKind
-    steps: list[CompressedStep]
 
 
 class StepCompressor:
@@ -50,31 +54,36 @@ class StepCompressor:
         self._sample, self._model = sample, model
         self.kinds: dict[Hashable, RankKind] = {}
 
-    def compress(self, plan: RankPlan, index: int) -> RankSteps:
-        """Return the compressed step of a rank.
+    def kind(self, plan: RankPlan, index: int) -> RankKind:
+        """Return the kind of a rank.
 
         Args:
             plan: the plan of the short model as resolved for the rank.
             index: the rank's number.
-
-        Raises:
-            NotPeriodicError: if a step does not tell that of the whole model.
         """
         gaps = self._model.gaps_of(plan)
         key = rank_kind_key(self._sample, plan, gaps)
         kind = self.kinds.get(key)
         if kind is None:
             kind = self.kinds[key] = RankKind(self._sample, plan, index, gaps, self._model.whole_layer)
-        gathers = bool(plan.gather_axes) and not plan.explicit_gathers
-        keys = step_keys(plan.steps, plan.own_stages, plan.pipeline.index(index), gathers=gathers)
-        return RankSteps(kind, kind.steps_for(keys))
+        return kind
 
-    def row(self, rank: RankSteps, index: int) -> Row:
-        """Return the entries of a rank's step, and its part in the messages of each route."""
+    def compress(self, rank: PipelineRank, steps: Sequence[ShardedStep]) -> list[CompressedStep]:
+        """Return the compressed steps of a rank's schedule; the first loads the weights, the last updates them.
+
+        Raises:
+            NotPeriodicError: if a step does not tell that of the whole model.
+        """
+        plan = rank.kind.plan
+        gathers = bool(plan.gather_axes) and not plan.explicit_gathers
+        return rank.kind.steps_for(step_keys(steps, rank.own_stages, rank.place, gathers=gathers))
+
+    def row(self, rank: PipelineRank, steps: Sequence[CompressedStep]) -> Row:
+        """Return the entries of a rank's steps, and its part in the messages of each route."""
         entries: list[Entry] = []
-        for step in rank.steps:
+        for step in steps:
             entries += step.entries
-        return entries, [self._rendezvous(route, index) for route in rank.kind.routes]
+        return entries, [self._rendezvous(route, rank.number) for route in rank.kind.routes]
 
     def _rendezvous(self, route: Route, index: int) -> Rendezvous:
         peer = index + route.offset * self._sample.rank_stride
@@ -83,23 +92,23 @@ class StepCompressor:
         blocks = self._sample.prices.blocking_p2p * seconds if route.sends else 0.0
         return Rendezvous((source, target), frozenset((source, target)), 2, seconds, blocks)
 
-    def peak(self, rank: RankSteps, plan: RankPlan, index: int) -> Peak:
+    def peak(self, rank: PipelineRank, steps: Sequence[CompressedStep]) -> Peak:
         """Return the peak of a rank's memory in a step."""
         held = most = 0
         peak, before = None, 0
-        for at, step in enumerate(rank.steps):
+        for at, step in enumerate(steps):
             if step.peak is not None and held + step.peak.bytes > most:
                 most, peak, before = held + step.peak.bytes, step.peak, at
             held += step.bytes
         if peak is None:
             peak = PassPeak(0, NO_BYTES, OpKind.LOAD_WEIGHT, 0)
-        each = zip(peak.by_category, *[step.by_category for step in rank.steps[:before]], strict=True)
+        each = zip(peak.by_category, *[step.by_category for step in steps[:before]], strict=True)
         by_category = {category.value: sum(bytes) for category, bytes in zip(CATEGORIES, each, strict=True)}
         layer, layers_of = peak.layer, self._model.layers_of
         if layer >= 0:
-            layer = layers_of(plan)[layers_of(rank.kind.plan).index(layer)]
+            layer = layers_of(rank.own_stages)[layers_of(rank.kind.plan.own_stages).index(layer)]
         part = "" if layer < 0 else "head" if layer == self._model.whole_layer[-1] else self._sample.place(layer)
-        return Peak(index, most, by_category, peak.op, layer, 0, part)
+        return Peak(rank.number, most, by_category, peak.op, layer, 0, part)
 
 
 class RankKind:
@@ -158,8 +167,14 @@ class RankKind:
             self._load()
         if self._state != state:
             self._runner.snapshots.restore(self._states[state], self._parts)
+            self._state = state
+        rank = self._runner.compressed
+        changes, in_flight = rank.changes, bool(rank.outstanding)
         step = self._runner.run_step(key)
-        self._state = self._number() if key.kind else -1  # the update changes values that no state has
+        if key.kind is None:
+            self._state = -1  # the update changes values that no state has
+        elif key.last or in_flight or rank.outstanding or rank.changes != changes:
+            self._state = self._number()
         return step, self._state
 
     def _number(self) -> int:
