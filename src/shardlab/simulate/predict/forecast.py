@@ -7,7 +7,7 @@ schedule repeats itself, so `extrapolate` extends the time of a short step to th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from shardlab.language.world import gc_paused
 from shardlab.simulate.predict.compressed.clocks import step_seconds
 from shardlab.simulate.predict.compressed.sample import PricedSample
 from shardlab.simulate.predict.compressed.short_model import NotPeriodicError, shorten
-from shardlab.simulate.predict.compressed.step import PipelineRank, RankKind, StepCompressor
+from shardlab.simulate.predict.compressed.step import PipelineRank, StepCompressor
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.predict.memory import DeviceMemory, device_memory
 from shardlab.simulate.predict.workload import Workload
@@ -120,13 +120,10 @@ class CompressedReplay:
         self._compressor = StepCompressor(self._sample, model)
         self.kinds = self._compressor.kinds
         self._ranks: list[PipelineRank] = []
-        known: dict[Hashable, RankKind] = {}
-        for place, index in enumerate(range(0, mesh.world, mesh.world // mesh.pp)):
+        for place, number in enumerate(range(0, mesh.world, mesh.world // mesh.pp)):
             stages = tuple([stage for stage, rank in enumerate(steps.ranks_of_stages) if rank == place])
-            key = model.rank_key(stages)
-            if key not in known:
-                known[key] = self._compressor.kind(resolve(plan, model.sizes, microbatches, index), index)
-            self._ranks.append(PipelineRank(index, place, stages, known[key]))
+            resolved = partial(resolve, plan, model.sizes, microbatches, number)
+            self._ranks.append(self._compressor.rank(stages, place, number, resolved))
 
     def __call__(self, each: int) -> Replayed:
         while True:

@@ -32,13 +32,12 @@ from shardlab.simulate.predict.compressed.clocks import (
 )
 from shardlab.simulate.predict.compressed.sample import MeasuredPass, PassPeak, PricedSample, SizedPart
 from shardlab.simulate.predict.compressed.short_model import (
-    Gap,
     NotPeriodicError,
     Position,
     Repetition,
+    ShortModel,
     StepSegment,
     extend_step,
-    positions,
 )
 from shardlab.simulate.timeline.memory import CATEGORIES, Category
 
@@ -47,8 +46,7 @@ class StepRecorder:
     """Entries and bytes of the step that is being recorded.
 
     Args:
-        gaps: places among the rank's layers where blocks are left out. A step is cut into segments beside them.
-        whole_layer: for each layer of the short model, its number in the whole model.
+        model: the short model that the rank follows. A step is cut into segments beside its gaps.
 
     Attributes:
         entries: of the current segment, in order.
@@ -58,8 +56,8 @@ class StepRecorder:
         started: by group, how many collectives the rank has started.
     """
 
-    def __init__(self, gaps: Sequence[Gap], whole_layer: Sequence[int]) -> None:
-        self.positions, self.whole_layer = positions(gaps), whole_layer
+    def __init__(self, model: ShortModel) -> None:
+        self.model, self.positions = model, model.positions
         self.started = Counter[Group]()
         self.outstanding: dict[SizedHandle, None] = {}
         self.may_grow: Callable[[Mapping[SizedHandle, object], int], bool] = lambda _handles, _more: False
@@ -192,8 +190,8 @@ class StepRecorder:
             first = gap.at if after else gap.at - gap.each
             near = abs(layer - first) < 2 * gap.each
             if near and gap.start <= layer < gap.stop:
-                return layer + self.whole_layer[first] - first
-        return self.whole_layer[layer]
+                return layer + self.model.whole_layer[first] - first
+        return self.model.whole_layer[layer]
 
     def allocate(self, value: SizedValue) -> None:
         self.by_category[value.slot] += value.held_bytes
@@ -239,7 +237,7 @@ class CompressedRank(StepRecorder):
         index: the rank's number.
         sample: sizes, prices and measured passes.
         routes: gets the kinds of messages that the rank sends and receives.
-        gaps, whole_layer: as of a `StepRecorder`.
+        model: the short model that the rank follows.
 
     Attributes:
         open: by group, how many collectives are outstanding.
@@ -248,16 +246,8 @@ class CompressedRank(StepRecorder):
         first_axes: for each weight, the axis over which its gradient is reduced first once a step.
     """
 
-    def __init__(
-        self,
-        index: int,
-        mesh: Mesh,
-        sample: PricedSample,
-        routes: list[Route],
-        gaps: Sequence[Gap],
-        whole_layer: Sequence[int],
-    ) -> None:
-        super().__init__(gaps, whole_layer)
+    def __init__(self, index: int, mesh: Mesh, sample: PricedSample, routes: list[Route], model: ShortModel) -> None:
+        super().__init__(model)
         self.index, self.mesh, self.sample, self.routes = index, mesh, sample, routes
         self.layers = range(len(sample.sample_layer) - 1)
         self.open = Counter[Group]()

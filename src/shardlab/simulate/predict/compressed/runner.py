@@ -6,8 +6,7 @@ all passes of the stage are one measured pass. And a step is given by a `StepKey
 all that a step's time and memory depend on, beside the rank's state before it.
 
 The parts, in order: `CompressedRunner` with the passes of its layers; `StateSnapshots`, which captures the state of a
-rank between two steps and restores it; `step_keys`, which turns a schedule into a sequence of keys; `rank_kind_key`,
-which is equal for ranks that can share their steps.
+rank between two steps and restores it; `step_keys`, which turns a schedule into a sequence of keys.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ from shardlab.simulate.predict.compressed.sample import (
     MeasuredPass,
     PassCollective,
     PassPeak,
-    PricedSample,
     SizedPart,
     with_residual_bytes,
 )
-from shardlab.simulate.predict.compressed.short_model import Gap, Repetition
+from shardlab.simulate.predict.compressed.short_model import Repetition
 from shardlab.strategies.plan.program import PlanRunner
 from shardlab.strategies.plan.rank_plan import Keeps, RankPlan
 from shardlab.strategies.plan.sharding import GradientReducer, ParameterGatherer, weight_uses
@@ -125,7 +123,6 @@ class CompressedRunner(PlanRunner[SizedValue]):
     Args:
         rank: the rank.
         rank_plan: its plan of the short model.
-        gaps: places among its layers where the short model leaves out blocks.
 
     Attributes:
         passes: the passes of the rank's layers.
@@ -135,10 +132,9 @@ class CompressedRunner(PlanRunner[SizedValue]):
         counts: stages whose gradients are reduced without a step of the schedule that says so.
     """
 
-    def __init__(self, rank: CompressedRank, rank_plan: RankPlan, gaps: Sequence[Gap]) -> None:
+    def __init__(self, rank: CompressedRank, rank_plan: RankPlan) -> None:
         self.passes = _Layers(rank, rank_plan)
         super().__init__(rank, rank_plan, self.passes)
-        self.gaps = gaps
         rank.may_grow = self.may_grow
         if rank_plan.plan.reduce_at == "step":
             weights = rank_plan.weights.items()
@@ -288,7 +284,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         stage_pass = self.stage_passes.get((name, stage))
         if stage_pass is None:
             known, layers = self.compressed.sample.stage_passes, self.plan.stages[stage]
-            gaps = [(gap.at - layers[0], gap.more) for gap in self.gaps if gap.at in layers]
+            gaps = [(gap.at - layers[0], gap.more) for gap in self.compressed.model.gaps if gap.at in layers]
             key = (name, *map(self.passes.pass_key, layers), *gaps)
             stage_pass = known.get(key)
             if stage_pass is None:
@@ -303,7 +299,11 @@ class CompressedRunner(PlanRunner[SizedValue]):
             name: of the passes.
             layers: of the stage in the short model.
         """
-        forward, positions, whole_layer = name == "forward", self.compressed.positions, self.compressed.whole_layer
+        forward, positions, whole_layer = (
+            name == "forward",
+            self.compressed.positions,
+            self.compressed.model.whole_layer,
+        )
         passes: list[tuple[MeasuredPass, int]] = []
         block: list[tuple[MeasuredPass, int]] = []
         for l in layers if forward else reversed(layers):
@@ -610,52 +610,3 @@ def block_cuts(plan: RankPlan, layer: int) -> Cuts:
     blocks = plan.model.recomputable
     block = blocks[bisect_right(blocks, layer, key=lambda block: block.start) - 1]
     return tuple(stage[0] - block[0] for stage in plan.stages if block[0] < stage[0] <= block[-1])
-
-
-def rank_kind_key(sample: PricedSample, plan: RankPlan, gaps: Sequence[Gap]) -> Hashable:
-    """Return a key that is equal for ranks that can share their compressed steps.
-
-    It has all of a rank's plan that a step depends on, but for the order of the steps, and the gaps among its layers.
-    """
-    model, stages = plan.model, [plan.stages[stage] for stage in plan.own_stages]
-    shared_residuals = sample.shared_residuals(plan)
-    places = {layer: place for place, layer in enumerate(plan.layers)}
-    layers = [
-        (
-            layer.keeps,
-            layer.recompute.start - l if layer.recompute else None,
-            len(layer.recompute),
-            block_cuts(plan, l),
-            l in shared_residuals,
-            l in plan.weightless,
-            places.get(plan.weight_of(l), -1),
-            model.gathered_with(plan.weight_of(l)) - model.gathered_with(stage.start),
-        )
-        for stage in stages
-        for l, layer in ((l, plan.layers[l]) for l in stage)
-    ]
-    weights = [
-        (
-            places.get(l, l),
-            weight.parameters[1],
-            weight.optimizer[1],
-            weight.users,
-            weight.cut_axes,
-            weight.elements,
-            weight.reduce_every_microbatch,
-            weight.reduce_once,
-            weight.direction_axes,
-            weight.shared_by,
-            weight.counted,
-        )
-        for l, weight in plan.weights.items()
-    ]
-    around = [
-        (stage.start == 0, stage.stop == len(model.layers), sample.sample_layer[stage.start : stage.stop + 1])
-        for stage in stages
-    ]
-    adjacent = [after == before + 1 for before, after in zip(plan.own_stages, plan.own_stages[1:], strict=False)]
-    axes = plan.gather_axes, plan.scatter_axes, plan.update_axes
-    left_out = [(places[gap.start], places[gap.at], gap.more) for gap in gaps]
-    fields = layers, weights, around, adjacent, left_out
-    return *map(tuple, fields), axes, plan.reduction_buffer

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from shardlab.simulate.predict.compressed.clocks import AwaitCollective, Compres
 from shardlab.simulate.predict.compressed.sample import NO_BYTES, PassPeak
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import CUT_AXES, Plan
-from shardlab.strategies.plan.rank_plan import ModelLayers, RankPlan, model_layers
+from shardlab.strategies.plan.rank_plan import ModelLayers, model_layers
 from shardlab.strategies.plan.resolve import named_blocks
 
 
@@ -72,9 +73,15 @@ class ShortModel:
     recomputed: Collection[int]
     whole_layer: Sequence[int]
 
-    def gaps_of(self, plan: RankPlan) -> list[Gap]:
-        """Return the gaps in the stages of a rank of the short model."""
-        return [gap for gap in self.gaps if gap.at in plan.layers]
+    @cached_property
+    def positions(self) -> dict[int, Position]:
+        """Layers of the blocks before and after each gap, with their positions."""
+        return {
+            layer: position
+            for gap in self.gaps
+            for position, start in ((Position(gap, False), gap.at - gap.each), (Position(gap, True), gap.at))
+            for layer in range(start, start + gap.each)
+        }
 
     def layers_of(self, own_stages: Sequence[int]) -> list[int]:
         """List the whole model's layers of a rank, and the layer that follows each of its stages."""
@@ -83,8 +90,6 @@ class ShortModel:
 
     def rank_key(self, own_stages: Sequence[int]) -> Hashable:
         """Return a key of a rank. Ranks with equal keys have plans that differ in nothing but the numbers of layers."""
-        if any(layer.weight != number for number, layer in enumerate(self.sizes.signatures)):
-            return own_stages  # ranks share the weights of tied layers
         alike, starts, kinds = self.alike, self.starts, list[Hashable]()
         for stage, following in zip(own_stages, [*own_stages[1:], -1], strict=True):
             layers = range(starts[stage], starts[stage + 1])
@@ -221,16 +226,6 @@ class Repetition(NamedTuple):
     distance: int
     stride: int
     handles: int
-
-
-def positions(gaps: Sequence[Gap]) -> dict[int, Position]:
-    """Map the layers of the blocks before and after each gap to their positions."""
-    return {
-        layer: position
-        for gap in gaps
-        for position, start in ((Position(gap, False), gap.at - gap.each), (Position(gap, True), gap.at))
-        for layer in range(start, start + gap.each)
-    }
 
 
 def extend_step(segments: Sequence[StepSegment]) -> CompressedStep:

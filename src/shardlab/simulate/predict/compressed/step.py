@@ -8,16 +8,16 @@ steps are new.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from shardlab.language import OpKind
 from shardlab.simulate.predict.compressed.clocks import CompressedStep, Entry, Rendezvous, Route, Row
 from shardlab.simulate.predict.compressed.rank import CompressedRank
-from shardlab.simulate.predict.compressed.runner import CompressedRunner, RankState, StepKey, rank_kind_key, step_keys
+from shardlab.simulate.predict.compressed.runner import CompressedRunner, RankState, StepKey, step_keys
 from shardlab.simulate.predict.compressed.sample import NO_BYTES, PassPeak, PricedSample, SizedPart
-from shardlab.simulate.predict.compressed.short_model import Gap, ShortModel
+from shardlab.simulate.predict.compressed.short_model import ShortModel
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.timeline.memory import CATEGORIES
 from shardlab.strategies.plan.rank_plan import RankPlan
@@ -54,19 +54,18 @@ class StepCompressor:
         self._sample, self._model = sample, model
         self.kinds: dict[Hashable, RankKind] = {}
 
-    def kind(self, plan: RankPlan, index: int) -> RankKind:
-        """Return the kind of a rank.
+    def rank(self, own_stages: Sequence[int], place: int, number: int, resolve: Callable[[], RankPlan]) -> PipelineRank:
+        """Return a rank. Ranks of one kind share it.
 
         Args:
-            plan: the plan of the short model as resolved for the rank.
-            index: the rank's number.
+            own_stages, place, number: as of a `PipelineRank`.
+            resolve: resolves the plan of the short model for the rank. It is called for the first rank of a kind.
         """
-        gaps = self._model.gaps_of(plan)
-        key = rank_kind_key(self._sample, plan, gaps)
+        key = self._model.rank_key(own_stages)
         kind = self.kinds.get(key)
         if kind is None:
-            kind = self.kinds[key] = RankKind(self._sample, plan, index, gaps, self._model.whole_layer)
-        return kind
+            kind = self.kinds[key] = RankKind(self._sample, self._model, resolve(), number)
+        return PipelineRank(number, place, own_stages, kind)
 
     def compress(self, rank: PipelineRank, steps: Sequence[ShardedStep]) -> list[CompressedStep]:
         """Return the compressed steps of a rank's schedule; the first loads the weights, the last updates them.
@@ -123,11 +122,8 @@ class RankKind:
         transitions: number of a state and step key to the compressed step, and the number of the state after it.
     """
 
-    def __init__(
-        self, sample: PricedSample, plan: RankPlan, index: int, gaps: Sequence[Gap], whole_layer: Sequence[int]
-    ) -> None:
-        self._sample, self._index = sample, index
-        self._gaps, self._whole_layer = gaps, whole_layer
+    def __init__(self, sample: PricedSample, model: ShortModel, plan: RankPlan, number: int) -> None:
+        self._sample, self._model, self._first = sample, model, number
         self.plan = replace(plan, steps=tuple({type(step): step for step in plan.steps}.values()))
         self.routes: list[Route] = []
         self._parts: dict[int, SizedPart] = {}
@@ -140,8 +136,8 @@ class RankKind:
     def _load(self) -> None:
         """Make a rank that has its weights loaded and has run no step."""
         mesh = self.plan.plan.mesh
-        rank = CompressedRank(self._index, mesh, self._sample, self.routes, self._gaps, self._whole_layer)
-        self._runner = CompressedRunner(rank, self.plan, self._gaps)
+        rank = CompressedRank(self._first, mesh, self._sample, self.routes, self._model)
+        self._runner = CompressedRunner(rank, self.plan)
         self._runner.gradients.load()
         self._loaded = self._runner.compressed.finish_step()
         self._state = self._number()
