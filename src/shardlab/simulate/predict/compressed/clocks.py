@@ -141,9 +141,6 @@ class CompressedStep(NamedTuple):
     peak: PassPeak | None
 
 
-RendezvousKey = tuple[Hashable, int]
-"""A communication between rows: its channel, and its number on the channel."""
-
 Row = tuple[Sequence[Entry], Sequence[Rendezvous]]
 """Entries of a rank's step, and its part in the messages of each route."""
 
@@ -162,6 +159,21 @@ PENDING = -1.0
 
 StartEnd = list[float]
 """When a communication starts and ends; both are `PENDING` until its last member has arrived."""
+
+
+class _Meeting:
+    """Communication between rows that not all members have joined.
+
+    Attributes:
+        times: its start and end, which all members share.
+        ready: when the last of the members so far has arrived.
+        rows: numbers of these members.
+    """
+
+    def __init__(self) -> None:
+        self.times = [PENDING, PENDING]
+        self.ready = 0.0
+        self.rows: list[int] = []
 
 
 class _RowState:
@@ -187,33 +199,33 @@ class _RowState:
 
 
 class _RowClocks:
+    """Clocks of all rows.
+
+    A row runs ahead until it waits for a communication that has not started. Communications start in the order in
+    which their last members arrived, since those of one stream take turns in that order.
+    """
+
     def __init__(self, rows: Sequence[Row], contention: float, lag: Lag) -> None:
         self._rows = [_RowState(row) for row in rows]
         self._contention, self._lag = contention, lag
+        self._slows = contention > 0 or lag.most > 0
         self._free: dict[Hashable, float] = defaultdict(float)  # streams across rows
-        self._joined = defaultdict[RendezvousKey, list[tuple[int, Rendezvous, StartEnd]]](list)  # rows, and their parts
+        self._meetings = defaultdict[tuple[Hashable, int], _Meeting](_Meeting)  # by channel, and number on it
         self._tie = count()
-        # (time, tie, row to go on, or communication that all have joined)
-        self._heap: list[tuple[float, int, int | RendezvousKey]] = []
+        self._heap: list[tuple[float, int, Rendezvous, _Meeting]] = []  # all have joined
         self._end = 0.0
 
     def run(self) -> float:
         for row in range(len(self._rows)):
-            self._push(0.0, row)
+            self._advance(row)
         while self._heap:
-            now, _, coming = heapq.heappop(self._heap)
-            if isinstance(coming, int):
-                self._advance(coming, now)
-            else:
-                self._run_rendezvous(coming, now)
+            ready, _, part, meeting = heapq.heappop(self._heap)
+            self._start(part, meeting, ready)
         assert all(row.waits is None for row in self._rows), "every message is sent and received"
         return self._end
 
-    def _push(self, time: float, coming: int | RendezvousKey) -> None:
-        heapq.heappush(self._heap, (time, next(self._tie), coming))
-
-    def _advance(self, number: int, now: float) -> None:
-        """Advance a row to its next communication with other rows, or until it has to wait for one."""
+    def _advance(self, number: int) -> None:
+        """Advance a row to its end, or until it has to wait for a communication that has not started."""
         row = self._rows[number]
         clock, collectives, entries = row.clock, row.collectives, row.entries
         computed = latest = 0.0
@@ -245,49 +257,46 @@ class _RowClocks:
                     break
                 if isinstance(entry, AwaitMessage):
                     started.pop(place)
-                if self._contention or self._lag.most:
+                if self._slows:
                     end = waited_until(row.idle, clock, start, end, self._contention, self._lag)
                     if end > clock:
                         row.idle.append(clock, end)
                 if end > clock:
                     clock = end
-            elif clock > now:
-                self._push(clock, number)
-                break
             else:
-                times = [PENDING, PENDING]
-                if isinstance(entry, PostMessage):
-                    row.messages[entry.route].append(times)
-                    part = row.routes[entry.route]
-                else:
-                    collectives[entry.channel].append(times)
-                    part = entry
-                self._join(number, part, times, now)
+                part = row.routes[entry.route] if isinstance(entry, PostMessage) else entry
+                times = self._join(number, part, clock)
+                (row.messages[entry.route] if isinstance(entry, PostMessage) else collectives[part.channel]).append(
+                    times
+                )
                 clock += part.blocks
         else:
             at = len(entries)
         row.at, row.clock = at, clock
         self._end = max(self._end, computed, latest)
 
-    def _join(self, number: int, entry: Rendezvous, times: StartEnd, now: float) -> None:
-        joined, channel = self._rows[number].joined, entry.channel
-        rendezvous = channel, joined[channel]
+    def _join(self, number: int, part: Rendezvous, clock: float) -> StartEnd:
+        """Join a row to the next communication on a channel."""
+        joined, channel = self._rows[number].joined, part.channel
+        key = channel, joined[channel]
         joined[channel] += 1
-        members = self._joined[rendezvous]
-        members.append((number, entry, times))
-        if len(members) == entry.members:
-            self._push(now, rendezvous)
+        meeting = self._meetings[key]
+        meeting.rows.append(number)
+        if clock > meeting.ready:
+            meeting.ready = clock
+        if len(meeting.rows) == part.members:
+            del self._meetings[key]
+            heapq.heappush(self._heap, (meeting.ready, next(self._tie), part, meeting))
+        return meeting.times
 
-    def _run_rendezvous(self, rendezvous: RendezvousKey, now: float) -> None:
-        """Run a communication that all members have joined when its stream is free, and wake who waits for it."""
-        members = self._joined.pop(rendezvous)
-        stream, seconds = members[-1][1].stream, members[-1][1].seconds
-        start = max(now, self._free[stream])
-        end = self._free[stream] = start + seconds
+    def _start(self, part: Rendezvous, meeting: _Meeting, ready: float) -> None:
+        """Start a communication when its stream is free, and wake the members that wait for it."""
+        start = max(ready, self._free[part.stream])
+        end = self._free[part.stream] = start + part.seconds
         self._end = max(self._end, end)
-        for number, _, times in members:
-            times[:] = start, end
+        meeting.times[:] = start, end
+        for number in meeting.rows:
             row = self._rows[number]
-            if row.waits is times:
+            if row.waits is meeting.times:
                 row.waits = None
-                self._push(max(row.clock, now), number)
+                self._advance(number)
