@@ -14,7 +14,7 @@ from shardlab.language import OpKind, Rank, trace
 from shardlab.language.ops import ROOTED
 from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.simulate.timeline import UNIT_COSTS, Costs, traffic
-from shardlab.simulate.timeline.run import IdleLog, IdlePattern, waited_until
+from shardlab.simulate.timeline.event_loop import IdleLog, IdlePattern, waited_until
 from shardlab.strategies import STRATEGIES
 from tests.simulate.predict.test_estimate import of_program
 from tests.simulate.timeline.fakes import FakePrices

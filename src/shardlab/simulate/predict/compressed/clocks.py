@@ -10,16 +10,14 @@ communicator has a stream of its own, as on NCCL.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from itertools import count
 from typing import NamedTuple
 
 from shardlab.language import Group
 from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.simulate.predict.compressed.sample import CategoryBytes, PassPeak, SizedPart
-from shardlab.simulate.timeline.run import IdleLog, IdlePattern, waited_until
+from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, IdlePattern, StartEnd
 
 Interval = tuple[float, float]
 """Start and end, in seconds."""
@@ -152,88 +150,52 @@ def step_seconds(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG
         rows: one for each pipeline rank.
         contention, lag: see `Prices`.
     """
-    return _RowClocks(rows, contention, lag).run()
-
-
-PENDING = -1.0
-
-StartEnd = list[float]
-"""When a communication starts and ends; both are `PENDING` until its last member has arrived."""
-
-
-class _Meeting:
-    """Communication between rows that not all members have joined.
-
-    Attributes:
-        times: its start and end, which all members share.
-        ready: when the last of the members so far has arrived.
-        rows: numbers of these members.
-    """
-
-    def __init__(self) -> None:
-        self.times = [PENDING, PENDING]
-        self.ready = 0.0
-        self.rows: list[int] = []
+    clocks = _RowClocks(rows, contention, lag)
+    assert not clocks.run_rows(), "every message is sent and received"
+    return clocks.end
 
 
 class _RowState:
-    """Progress of a row.
+    """What a row has started.
 
     Attributes:
-        at, clock: index and start time of the next entry.
+        entries, routes: of the row.
         collectives: those that the row has started, by group, in order.
         messages: by route, those that the row has not waited for.
         joined: by channel, how many communications with other rows the row has joined.
-        idle: when the row stood still, recorded if communication takes time from compute.
-        waits: the communication that the row waits for (None: it does not wait).
     """
 
     def __init__(self, row: Row) -> None:
         self.entries, self.routes = row
-        self.at, self.clock = 0, 0.0
         self.collectives: dict[Hashable, list[StartEnd]] = defaultdict(list)
         self.messages: list[list[StartEnd]] = [[] for _ in self.routes]
         self.joined: dict[Hashable, int] = defaultdict(int)
-        self.idle = IdleLog()
-        self.waits: StartEnd | None = None
 
 
-class _RowClocks:
-    """Clocks of all rows.
+class _RowClocks(EventLoop[tuple[Hashable, int]]):
+    """Clocks of all rows. A communication between rows is named by its channel, and its number on the channel.
 
-    A row runs ahead until it waits for a communication that has not started. Communications start in the order in
-    which their last members arrived, since those of one stream take turns in that order.
+    Attributes:
+        end: when the last row has ended.
     """
 
     def __init__(self, rows: Sequence[Row], contention: float, lag: Lag) -> None:
+        super().__init__(len(rows), contention, lag)
         self._rows = [_RowState(row) for row in rows]
-        self._contention, self._lag = contention, lag
-        self._slows = contention > 0 or lag.most > 0
         self._free: dict[Hashable, float] = defaultdict(float)  # streams across rows
-        self._meetings = defaultdict[tuple[Hashable, int], _Meeting](_Meeting)  # by channel, and number on it
-        self._tie = count()
-        self._heap: list[tuple[float, int, Rendezvous, _Meeting]] = []  # all have joined
-        self._end = 0.0
+        self._parts: dict[tuple[Hashable, int], Rendezvous] = {}  # of communications that have not started
+        self.end = 0.0
 
-    def run(self) -> float:
-        for row in range(len(self._rows)):
-            self._advance(row)
-        while self._heap:
-            ready, _, part, meeting = heapq.heappop(self._heap)
-            self._start(part, meeting, ready)
-        assert all(row.waits is None for row in self._rows), "every message is sent and received"
-        return self._end
-
-    def _advance(self, number: int) -> None:
-        """Advance a row to its end, or until it has to wait for a communication that has not started."""
-        row = self._rows[number]
-        clock, collectives, entries = row.clock, row.collectives, row.entries
+    def advance(self, row: int, now: float) -> None:
+        state = self._rows[row]
+        collectives, entries = state.collectives, state.entries
+        clock = self.clocks[row]
         computed = latest = 0.0
-        for at in range(row.at, len(entries)):
+        for at in range(self.at[row], len(entries)):
             entry = entries[at]
             if isinstance(entry, Compute):
                 if entry.waits:
-                    row.idle.append_pass(clock, entry.idle)
+                    self.idle[row].append_pass(clock, entry.idle)
                 clock = computed = clock + entry.seconds
             elif isinstance(entry, LocalCollective):
                 group, seconds = entry
@@ -249,54 +211,37 @@ class _RowClocks:
                 if isinstance(entry, AwaitCollective):
                     started, place = collectives[entry.group], -entry.ago
                 else:
-                    started, place = row.messages[entry.route], entry.turn
+                    started, place = state.messages[entry.route], entry.turn
                 times = started[place]
                 start, end = times
                 if end == PENDING:
-                    row.waits = times
+                    self.wait(row, at, clock, times)
                     break
                 if isinstance(entry, AwaitMessage):
                     started.pop(place)
-                if self._slows:
-                    end = waited_until(row.idle, clock, start, end, self._contention, self._lag)
-                    if end > clock:
-                        row.idle.append(clock, end)
+                if self.slows:
+                    end = self.waited_until(row, clock, start, end, self.lag)
                 if end > clock:
                     clock = end
             else:
-                part = row.routes[entry.route] if isinstance(entry, PostMessage) else entry
-                times = self._join(number, part, clock)
-                (row.messages[entry.route] if isinstance(entry, PostMessage) else collectives[part.channel]).append(
-                    times
-                )
+                if isinstance(entry, PostMessage):
+                    part, started = state.routes[entry.route], state.messages[entry.route]
+                else:
+                    part, started = entry, collectives[entry.channel]
+                key = part.channel, state.joined[part.channel]
+                state.joined[part.channel] += 1
+                self._parts[key] = part
+                started.append(self.join(key, part.members, row, clock).times)
                 clock += part.blocks
         else:
-            at = len(entries)
-        row.at, row.clock = at, clock
-        self._end = max(self._end, computed, latest)
+            self.at[row], self.clocks[row] = len(entries), clock
+        self.end = max(self.end, computed, latest)
 
-    def _join(self, number: int, part: Rendezvous, clock: float) -> StartEnd:
-        """Join a row to the next communication on a channel."""
-        joined, channel = self._rows[number].joined, part.channel
-        key = channel, joined[channel]
-        joined[channel] += 1
-        meeting = self._meetings[key]
-        meeting.rows.append(number)
-        if clock > meeting.ready:
-            meeting.ready = clock
-        if len(meeting.rows) == part.members:
-            del self._meetings[key]
-            heapq.heappush(self._heap, (meeting.ready, next(self._tie), part, meeting))
-        return meeting.times
-
-    def _start(self, part: Rendezvous, meeting: _Meeting, ready: float) -> None:
-        """Start a communication when its stream is free, and wake the members that wait for it."""
+    def start(self, communication: tuple[Hashable, int], ready: float) -> None:
+        part, meeting = self._parts.pop(communication), self.meetings.pop(communication)
         start = max(ready, self._free[part.stream])
         end = self._free[part.stream] = start + part.seconds
-        self._end = max(self._end, end)
+        self.end = max(self.end, end)
         meeting.times[:] = start, end
-        for number in meeting.rows:
-            row = self._rows[number]
-            if row.waits is meeting.times:
-                row.waits = None
-                self._advance(number)
+        for row in meeting.rows:
+            self.wake(row, meeting.times, ready)
