@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardlab.check import check
 from shardlab.draw import timeline_svg
@@ -14,7 +12,6 @@ from shardlab.language import OpKind, Rank, trace
 from shardlab.language.ops import ROOTED
 from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.simulate.timeline import UNIT_COSTS, Costs, traffic
-from shardlab.simulate.timeline.event_loop import IdleLog, IdlePattern, waited_until
 from shardlab.strategies import STRATEGIES
 from tests.simulate.predict.test_estimate import of_program
 from tests.simulate.timeline.fakes import FakePrices
@@ -138,51 +135,6 @@ def test_what_is_ready_first_takes_the_stream_first() -> None:
 
 
 # Ranks that wait for each other come apart where communication needs their cores.
-
-
-def idle_log(*intervals: tuple[float, float]) -> IdleLog:
-    log = IdleLog()
-    for since, until in intervals:
-        log.append(since, until)
-    return log
-
-
-STOOD = idle_log((1.0, 2.0))
-"""A rank that has computed since 2."""
-
-
-@pytest.mark.parametrize(("most", "until"), [(9.0, 7.5), (1.0, 7.0)])
-def test_a_rank_that_waits_loses_a_share_of_what_it_computed_and_no_more_than_the_most(
-    most: float, until: float
-) -> None:
-    assert waited_until(STOOD, 5.0, 4.0, 6.0, 0.0, Lag(0.5, most)) == until
-
-
-def test_what_was_over_before_costs_the_part_that_is_not_hidden() -> None:
-    assert waited_until(STOOD, 5.0, 3.0, 4.0, 0.0, Lag(0.5, 9.0)) == 5.0
-    assert waited_until(STOOD, 5.0, 3.0, 4.0, 0.0, Lag(0.5, 9.0, hidden=0.5)) == 5.75
-    assert waited_until(idle_log(), 5.0, 5.0, 5.0, 0.0, Lag(0.5, 9.0, hidden=0.5)) == 5.0
-
-
-def test_what_is_computed_beside_communication_takes_longer() -> None:
-    assert waited_until(STOOD, 5.0, 1.5, 6.0, 0.5) == 6.0 + 0.5 * 3.0
-
-
-@given(st.lists(st.lists(st.integers(1, 5), min_size=2, max_size=6), max_size=5), st.integers(0, 80))
-def test_an_idle_log_counts_the_idle_seconds_before_a_moment(passes: list[list[int]], moment: int) -> None:
-    """Passes are added whole to one log, and interval by interval to another."""
-    whole, single, at = IdleLog(), IdleLog(), 0.0
-    expected = 0.0
-    for lengths in passes:
-        ends = list(itertools.accumulate(lengths))
-        intervals = [(float(ends[place]), float(ends[place + 1])) for place in range(0, len(ends) - 1, 2)]
-        whole.append_pass(at, IdlePattern.from_intervals(intervals))
-        for since, until in intervals:
-            single.append(at + since, at + until)
-            expected += max(0.0, min(at + until, moment) - (at + since))
-        at += ends[-1]
-    assert whole.seconds_before(moment) == single.seconds_before(moment) == expected
-    assert whole.until == single.until
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "gpipe"])

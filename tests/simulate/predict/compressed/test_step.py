@@ -69,9 +69,9 @@ CLUSTERS = {
 
 
 @st.composite
-def workloads(draw: st.DrawFn, layers: st.SearchStrategy[int], most_microbatches: int = 9) -> Workload:
+def workloads(draw: st.DrawFn, depth: st.SearchStrategy[int], most_microbatches: int = 9) -> Workload:
     """Small models on few ranks, with everything that a plan can say."""
-    model = MODELS[draw(st.sampled_from(sorted(MODELS)))](draw(layers))
+    model = MODELS[draw(st.sampled_from(sorted(MODELS)))](draw(depth))
     small = st.sampled_from((1, 1, 2))
     mesh = Mesh(
         pp=draw(st.sampled_from((1, 2, 3, 4))),
