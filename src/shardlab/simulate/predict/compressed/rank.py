@@ -39,10 +39,10 @@ from shardlab.simulate.predict.compressed.short_model import (
     StepSegment,
     extend_step,
 )
-from shardlab.simulate.timeline.memory import CATEGORIES, Category
+from shardlab.simulate.timeline.memory import CATEGORIES, Category, HeldBytes
 
 
-class StepRecorder:
+class StepRecorder(HeldBytes):
     """Entries and bytes of the step that is being recorded.
 
     Args:
@@ -74,8 +74,7 @@ class StepRecorder:
 
     def _begin(self) -> None:
         self.entries: list[Entry] = []
-        self.by_category = [0] * len(CATEGORIES)
-        self.bytes = 0
+        HeldBytes.__init__(self)  # counts from the start of the segment
         self._peak: PassPeak | None = None
         self.peak_bytes = -math.inf
 
@@ -194,12 +193,10 @@ class StepRecorder:
         return self.model.whole_layer[layer]
 
     def allocate(self, value: SizedValue) -> None:
-        self.by_category[value.slot] += value.held_bytes
-        self.bytes += value.held_bytes
+        self.hold(value.slot, value.held_bytes)
 
     def release(self, value: SizedValue) -> None:
-        self.by_category[value.slot] -= value.held_bytes
-        self.bytes -= value.held_bytes
+        self.hold(value.slot, -value.held_bytes)
 
     def record_peak(self, op: OpKind, layer: int) -> None:
         """Compare the bytes that are held during an op with the step's peak."""
@@ -336,9 +333,8 @@ class CompressedRank(StepRecorder):
             self.entries.append(AwaitCollective(group, ago, handle.repetition.stride if handle.repetition else 0))
         result, read = handle.result, handle.read
         if result is not None and result.slot == COMMUNICATION:  # it has arrived
-            self.by_category[COMMUNICATION] -= result.held_bytes
             result.slot = result.part.slot
-            self.by_category[result.slot] += result.held_bytes
+            self.move(COMMUNICATION, result.slot, result.held_bytes)
         if read is not None:
             read.reading = () if len(read.reading) == 1 else tuple([h for h in read.reading if h is not handle])
             if not read.keys:
@@ -371,8 +367,7 @@ class CompressedRank(StepRecorder):
     def wait_received(self, value: SizedValue, layer: int, offset: int, turn: int) -> None:
         """Wait for a received value: of those on its route, the oldest (`turn` 0) or a later one."""
         self.entries.append(AwaitMessage(self._route(Route(False, offset, value.part, layer)), turn))
-        self.by_category[COMMUNICATION] -= value.held_bytes
-        self.by_category[value.slot] += value.held_bytes
+        self.move(COMMUNICATION, value.slot, value.held_bytes)
 
     def _route(self, route: Route) -> int:
         if route not in self.routes:
