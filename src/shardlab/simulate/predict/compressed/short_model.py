@@ -128,7 +128,7 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
             if more > 0:
                 left_out += more * each
                 gaps.append(Gap(start, blocks.stop - left_out, each, start + before * each, more))
-    if not gaps:
+    if 4 * sum(gap.more * gap.each for gap in gaps) < len(model.layers):  # hardly less work
         starts = [*(stage.start for stage in stages), len(model.layers)]
         whole_layer = range(len(model.layers) + 1)
         return ShortModel(plan, sizes, repeated.alike, stages, starts, (), _recomputed(plan, model), whole_layer)
@@ -167,7 +167,8 @@ def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, s
             elements[model.reduced_with(layer)] += sizes.weights[layer]
         middle = stage.start + (len(stage) - each) // 2
         block = sum(sizes.weights[max(stage.start, middle) : middle + each])
-        numbers.append(axes * math.ceil(max(elements.values()) / block) + last if block else axes + last)
+        buffer = max(elements.values()) / block if block else 1.0
+        numbers.append(axes * math.ceil(buffer) + last + (buffer > 1))
     return [*numbers, max(numbers)]
 
 
