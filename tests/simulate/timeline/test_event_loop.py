@@ -46,10 +46,10 @@ class Messages(EventLoop[str]):
         self.at[row], self.clocks[row] = len(self.rows[row]), clock
 
     def start(self, communication: str, ready: float) -> None:
-        meeting = self.meetings.pop(communication)
-        meeting.times[:] = ready, ready + 1.0
-        for row in meeting.rows:
-            self.wake(row, meeting.times, ready)
+        joined = self.pending.pop(communication)
+        joined.times[:] = ready, ready + 1.0
+        for row in joined.rows:
+            self.wake(row, joined.times, ready)
 
 
 def test_a_message_starts_when_its_last_member_has_arrived() -> None:

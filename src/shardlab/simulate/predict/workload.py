@@ -98,7 +98,7 @@ class Workload:
 
     @property
     def _cutting(self) -> tuple[Blocks, Mesh, bool, int, int]:
-        """What the cut of a plan's model depends on."""
+        """Arguments of `_cut_for_plan`."""
         assert isinstance(self.plan, Plan)
         mesh = replace(self.mesh, pp=min(2, self.mesh.pp), dp_replicate=1, dp_shard=1)
         return self.model, mesh, self.plan.attention_apart, self.plan.ulysses, self.tiles

@@ -29,7 +29,7 @@ C = TypeVar("C", bound=Hashable)
 """Name of a communication."""
 
 
-class Meeting:
+class PendingCommunication:
     """Communication that not all of its members have joined.
 
     Attributes:
@@ -54,7 +54,7 @@ class EventLoop(Generic[C]):
     Attributes:
         at, clocks: for each row, the index and the start of its next op.
         slows: whether communication takes time from compute.
-        meetings: communications that some members have joined.
+        pending: communications that some members have joined.
         idle: for each row, when it stood still; recorded if communication takes time from compute.
     """
 
@@ -63,7 +63,7 @@ class EventLoop(Generic[C]):
         self.contention, self.lag, self.slows = contention, lag, contention > 0 or lag.most > 0
         self.idle = [IdleLog() for _ in range(rows)]
         self._waits: dict[int, StartEnd] = {}
-        self.meetings: dict[C, Meeting] = {}
+        self.pending: dict[C, PendingCommunication] = {}
         self._tie = count()
         self._heap: list[tuple[float, int, int, C | None]] = []  # time, tie, row that goes on or -1, communication
 
@@ -91,17 +91,17 @@ class EventLoop(Generic[C]):
         """Start a communication at a moment, or once its streams are free."""
         heapq.heappush(self._heap, (ready, next(self._tie), -1, communication))
 
-    def join(self, communication: C, members: int, row: int, clock: float) -> Meeting:
+    def join(self, communication: C, members: int, row: int, clock: float) -> PendingCommunication:
         """Join a row to a communication of several members. It is ready when the last one has arrived."""
-        meeting = self.meetings.get(communication)
-        if meeting is None:
-            meeting = self.meetings[communication] = Meeting()
-        meeting.rows.append(row)
-        if clock > meeting.ready:
-            meeting.ready = clock
-        if len(meeting.rows) == members:
-            self.push(meeting.ready, communication)
-        return meeting
+        joined = self.pending.get(communication)
+        if joined is None:
+            joined = self.pending[communication] = PendingCommunication()
+        joined.rows.append(row)
+        if clock > joined.ready:
+            joined.ready = clock
+        if len(joined.rows) == members:
+            self.push(joined.ready, communication)
+        return joined
 
     def stop(self, row: int, at: int, clock: float) -> None:
         """Let a row go on at an op when its time has come."""

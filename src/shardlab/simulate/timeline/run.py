@@ -211,6 +211,7 @@ class Clocks(EventLoop[int]):
 
     def start(self, communication: int, ready: float) -> None:
         number = communication
+        self.pending.pop(number, None)
         about = self._traced.communications[number]
         if about.stream is COLLECTIVE:
             together = [self._traced.communications[other] for other in self._together.get(number, (number,))]

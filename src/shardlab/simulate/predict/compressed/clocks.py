@@ -156,7 +156,7 @@ def step_seconds(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG
 
 
 class _RowState:
-    """What a row has started.
+    """Collectives and messages that a row has started.
 
     Attributes:
         entries, routes: of the row.
@@ -238,10 +238,10 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
         self.end = max(self.end, computed, latest)
 
     def start(self, communication: tuple[Hashable, int], ready: float) -> None:
-        part, meeting = self._parts.pop(communication), self.meetings.pop(communication)
+        part, joined = self._parts.pop(communication), self.pending.pop(communication)
         start = max(ready, self._free[part.stream])
         end = self._free[part.stream] = start + part.seconds
         self.end = max(self.end, end)
-        meeting.times[:] = start, end
-        for row in meeting.rows:
-            self.wake(row, meeting.times, ready)
+        joined.times[:] = start, end
+        for row in joined.rows:
+            self.wake(row, joined.times, ready)
