@@ -1,11 +1,11 @@
 """Entries of compressed steps, and the clocks that replay them.
 
-An entry is some seconds of compute, a communication, or a wait. A wait counts communications back from the latest one
-and has no absolute number, so the same step can be replayed at any place of a schedule.
+An entry is some seconds of compute, a communication, or a wait. A wait counts the collectives of its group back from
+the latest one and has no absolute number, so the same step can be replayed at any place of a schedule.
 
 A row is the sequence of entries of one rank, which stands for its pipeline stage. `step_seconds` replays all rows
-together, as `shardlab.simulate.timeline.run` replays whole tapes. Messages are always rendezvous here, and every
-communicator has a stream of its own, as on NCCL.
+together, on the event loop that replays whole tapes too. Messages are always rendezvous here, and every communicator
+has a stream of its own, as on NCCL.
 """
 
 from __future__ import annotations
