@@ -210,11 +210,12 @@ class Clocks(EventLoop[int]):
         return [PENDING, PENDING]
 
     def start(self, communication: int, ready: float) -> None:
-        number = communication
-        self.pending.pop(number, None)
-        about = self._traced.communications[number]
+        self.pending.pop(communication, None)
+        about = self._traced.communications[communication]
         if about.stream is COLLECTIVE:
-            together = [self._traced.communications[other] for other in self._together.get(number, (number,))]
+            together = [
+                self._traced.communications[other] for other in self._together.get(communication, (communication,))
+            ]
             members = [member for each in together for member in each.participants]
             self._run(about, members, ready, self._price.collective(*together))
             return
@@ -226,11 +227,11 @@ class Clocks(EventLoop[int]):
         sending, receiving = self._price.message(op, rank, specs)
         if self._messages == "rendezvous":
             self._run(about, about.participants, ready, sending)
-        elif number in self._arrives:
+        elif communication in self._arrives:
             self._run(about, about.participants[1:], ready, receiving)
         else:
-            self._arrives[number] = self._run(about, about.participants[:1], ready, sending)
-            self._receive(number)
+            self._arrives[communication] = self._run(about, about.participants[:1], ready, sending)
+            self._receive(communication)
 
     def _receive(self, number: int) -> None:
         """Make a buffered receive ready if it is issued and its message has arrived."""

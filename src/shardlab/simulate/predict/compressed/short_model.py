@@ -116,18 +116,7 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
     model = model_layers(sizes)
     bounds = plan.bounds(model.pipeline_units, model.units_text)
     stages = [range(model.pipeline_cuts[start], model.pipeline_cuts[stop]) for start, stop in pairwise(bounds)]
-    gaps: list[Gap] = []
-    if extra is not None and repeated.more:
-        left_out, each = 0, repeated.each
-        in_flight = _blocks_in_flight(plan, sizes, model, each, stages)
-        for stage, blocks in _identical_blocks(plan, model, repeated, stages):
-            start = blocks.start - left_out
-            before = 3 if plan.shard_parameters and stages[stage].start == blocks.start else 2
-            after = 1 + extra + in_flight[stage if len(stages) == plan.mesh.pp else -1]
-            more = len(blocks) // each - before - after
-            if more > 0:
-                left_out += more * each
-                gaps.append(Gap(start, blocks.stop - left_out, each, start + before * each, more))
+    gaps = [] if extra is None or not repeated.more else list(_gaps(plan, sizes, model, repeated, stages, extra))
     if 4 * sum(gap.more * gap.each for gap in gaps) < len(model.layers):  # hardly less work
         starts = [*(stage.start for stage in stages), len(model.layers)]
         whole_layer = range(len(model.layers) + 1)
@@ -148,6 +137,23 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
     recomputed = {layer for layer, whole in enumerate(whole_layer) if whole in named}
     fewer_sizes = fewer.sizes(workload.sample.sizes)
     return ShortModel(short, fewer_sizes, fewer.alike, stages, starts, gaps, recomputed, whole_layer)
+
+
+def _gaps(
+    plan: Plan, sizes: Sizes, model: ModelLayers, repeated: Repeated, stages: Sequence[range], extra: int
+) -> Iterator[Gap]:
+    """Yield the gaps of a short model. Around each are the blocks in which a rank's steps become periodic."""
+    left_out, each = 0, repeated.each
+    in_flight = _blocks_in_flight(plan, sizes, model, each, stages)
+    for stage, blocks in _identical_blocks(plan, model, repeated, stages):
+        # the first block may be cut by the stage, and the second one gathered while the stage before it ran
+        before = 3 if plan.shard_parameters and stages[stage].start == blocks.start else 2
+        after = 1 + extra + in_flight[stage if len(stages) == plan.mesh.pp else -1]
+        more = len(blocks) // each - before - after
+        if more > 0:
+            start = blocks.start - left_out
+            left_out += more * each
+            yield Gap(start, blocks.stop - left_out, each, start + before * each, more)
 
 
 def _recomputed(plan: Plan, model: ModelLayers) -> set[int]:
