@@ -4,8 +4,11 @@
 
     python benchmarks/forecast.py --whole    # simulate every op as well, and compare
 
+    python benchmarks/forecast.py --search   # plans of llama3-70b, each after a like one
+
 Candidates are all meshes of a cluster whose axes are powers of two, with ZeRO 1 and 3, for a few micro-batch sizes. The
-first candidate of a list includes work that the others share. Each list starts without it.
+first candidate of a list includes work that the others share. Each list starts without it. In a search, most plans
+follow others that share their samples, so --search times the best of three forecasts after a first one.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from shardlab.language.precision import find_precision
 from shardlab.models import Blocks, Llama, find_model
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.forecast import forecast
+from shardlab.simulate.predict.recipe import recipes
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
 
@@ -48,6 +52,26 @@ SHOWN = ("mean_ms", "median_ms", "p90_ms", "p99_ms", "worst_ms")
 
 ZERO = {1: ("shard_optimizer",), 3: ("shard_optimizer", "shard_gradients", "shard_parameters")}
 
+PLANS: dict[str, tuple[dict[str, Any], int]] = {  # plan, microbatches of each data-parallel rank
+    "1f1b, pp 8, tp 8": ({"mesh": {"pp": 8, "dp_shard": 4, "tp": 8}, "shard_optimizer": ("dp_shard",)}, 32),
+    "interleaved, pp 4 x 5, tp 8": (
+        {
+            "mesh": {"pp": 4, "dp_shard": 8, "tp": 8},
+            "schedule": "interleaved-1f1b",
+            "stages_per_rank": 5,
+            "shard_optimizer": ("dp_shard",),
+        },
+        32,
+    ),
+    "ZeRO-3": ({"mesh": {"dp_shard": 256}} | dict.fromkeys(ZERO[3], ("dp_shard",)), 4),
+    "ZeRO-3, tp 8": ({"mesh": {"dp_shard": 32, "tp": 8}} | dict.fromkeys(ZERO[3], ("dp_shard",)), 16),
+    "ring, cp 4, tp 8": ({"mesh": {"dp_shard": 8, "cp": 4, "tp": 8}, "shard_optimizer": ("dp_shard",)}, 8),
+    "gpipe, pp 8, tp 8": (
+        {"mesh": {"pp": 8, "dp_shard": 4, "tp": 8}, "schedule": "gpipe", "shard_optimizer": ("dp_shard",)},
+        64,
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -58,6 +82,9 @@ class Options:
 
     whole: bool = False
     """Replay every op of every candidate as well: minutes."""
+
+    search: bool = False
+    """Time plans of llama3-70b, 80 identical blocks on 256 devices, as a search meets them."""
 
 
 def candidates(
@@ -75,7 +102,40 @@ def candidates(
         yield Workload(plan, MODELS[name], devices, microbatches, micro_batch_size, find_precision("bf16"))
 
 
+def searched() -> list[dict[str, object]]:
+    """Return for each plan and recipe the milliseconds of a forecast that follows a like one."""
+    devices, rows = find_cluster("h100x256"), list[dict[str, object]]()
+    for name, (words, each) in PLANS.items():
+        row: dict[str, object] = {"plan": name}
+        for recipe in ("torchtitan", "megatron-core"):
+            plan = Plan.from_dict(words | {"sequence_parallel": "tp" in words["mesh"]})
+            count = plan.data_ranks * each
+            seconds: list[float] = []
+            for _ in range(4):
+                workload = Workload(
+                    plan, MODELS["70B"], devices, count, 1, find_precision("bf16"), recipe=recipes()[recipe]
+                )
+                start = time.process_time()
+                forecast(workload)
+                seconds.append(time.process_time() - start)
+            row[f"{recipe} ms"] = 1e3 * min(seconds[1:])
+        rows.append(row)
+    return rows
+
+
 def main(options: Options) -> None:
+    rows = searched() if options.search else measured(options)
+    if options.json:
+        print(json.dumps({"lists": rows}, indent=2))
+        return
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(f"{value:,.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+
+
+def measured(options: Options) -> list[dict[str, object]]:
+    """Return for each list of candidates how long their forecasts take."""
     rows: list[dict[str, object]] = []
     for name, cluster, *rest in LISTS:
         seconds: list[float] = []
@@ -95,13 +155,7 @@ def main(options: Options) -> None:
         row: dict[str, object] = {"model": name, "cluster": cluster, "plans": len(seconds)}
         row |= {name: 1e3 * value for name, value in zip(SHOWN, figures, strict=True)}
         rows.append(row | ({"apart": apart} if options.whole else {}))
-    if options.json:
-        print(json.dumps({"lists": rows}, indent=2))
-        return
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(f"{value:,.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    return rows
 
 
 if __name__ == "__main__":

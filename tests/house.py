@@ -28,7 +28,7 @@ CODE_LINES = {
     "measure": 2200,
     "models": 3670,
     "planner": 3080,
-    "simulate": 5680,
+    "simulate": 6110,
     "strategies": 2465,
     "train": 8455,
 }

@@ -14,12 +14,15 @@ from functools import partial
 from shardlab.language.world import gc_paused
 from shardlab.simulate.predict.compressed.clocks import step_seconds
 from shardlab.simulate.predict.compressed.sample import PricedSample
-from shardlab.simulate.predict.compressed.step import StepCompressor
+from shardlab.simulate.predict.compressed.short_model import NotPeriodicError, shorten
+from shardlab.simulate.predict.compressed.step import PipelineRank, StepCompressor
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.predict.memory import DeviceMemory, device_memory
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.rank_plan import model_layers
 from shardlab.strategies.plan.resolve import resolve
+from shardlab.strategies.schedules.steps import ReduceGrad, Reshard, Unshard
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ def can_compress(workload: Workload) -> bool:
     """Tell whether the compressed replay of a workload is exact.
 
     It is not if passes rewrite the program, if blocks are frozen, or if the ranks of one stage lie otherwise on the
-    nodes than those of another. If communication slows compute down, there must be none that overlaps with compute
-    inside a layer's pass, as the ring of keys and values does.
+    nodes than those of another. If ranks lose time at each wait (`Prices.lag`), no communication may overlap with
+    compute inside a layer's pass, as the ring of keys and values does.
     """
     plan, cluster = workload.plan, workload.cluster
     assert isinstance(plan, Plan)
@@ -82,7 +85,7 @@ def can_compress(workload: Workload) -> bool:
     hides = plan.context == "ring" and plan.mesh.cp > plan.ulysses
     if workload.pass_names != "none" or plan.freeze:
         return False
-    return (alike or cluster.profile is not None) and not (hides and workload.sample.prices.slows)
+    return (alike or cluster.profile is not None) and not (hides and workload.cluster.lag.most)
 
 
 class CompressedReplay:
@@ -97,28 +100,50 @@ class CompressedReplay:
     """
 
     def __init__(self, workload: Workload, each: int) -> None:
-        plan = workload.plan
-        assert isinstance(plan, Plan)
-        self._plan, mesh = plan, plan.mesh
-        self._first = range(0, mesh.world, mesh.world // mesh.pp)
-        self._plans = [resolve(plan, workload.sizes, each * plan.data_ranks, index) for index in self._first]
-        self._sample = PricedSample(workload, {type(step) for step in self._plans[0].steps})
-        self._compressor = StepCompressor(self._sample)
+        self._workload, self._each = workload, each
         self._beside = workload.beside
+        self._shorten(0)
+
+    def _shorten(self, attempt: int) -> None:
+        """Prepare a replay of a short model; after the last attempt, of the whole model."""
+        self._attempt = attempt
+        model = shorten(self._workload, EXTRA_BLOCKS[attempt])
+        plan, mesh = model.plan, model.plan.mesh
+        microbatches = self._each * plan.data_ranks
+        self._plan, self._units = plan, model_layers(model.sizes).pipeline_units
+        steps = plan.steps(self._units, microbatches)
+        step_types = {type(step) for step in steps.of_ranks[0]}
+        if model.gaps and step_types & {Unshard, Reshard, ReduceGrad}:
+            self._shorten(len(EXTRA_BLOCKS) - 1)
+            return
+        self._sample = PricedSample(self._workload, step_types, model.alike)
+        self._compressor = StepCompressor(self._sample, model)
         self.kinds = self._compressor.kinds
+        self._ranks: list[PipelineRank] = []
+        for place, number in enumerate(range(0, mesh.world, mesh.world // mesh.pp)):
+            stages = tuple([stage for stage, rank in enumerate(steps.ranks_of_stages) if rank == place])
+            resolved = partial(resolve, plan, model.sizes, microbatches, number)
+            self._ranks.append(self._compressor.rank(stages, place, number, resolved))
 
     def __call__(self, each: int) -> Replayed:
-        steps = self._plan.steps(self._plans[0].model.pipeline_units, each * self._plan.data_ranks)
-        plans = [
-            replace(plan, steps=mine, microbatches=range(each))
-            for plan, mine in zip(self._plans, steps.of_ranks, strict=True)
-        ]
-        ranks = [self._compressor.compress(plan, index) for plan, index in zip(plans, self._first, strict=True)]
-        rows = [self._compressor.row(rank, index) for rank, index in zip(ranks, self._first, strict=True)]
+        while True:
+            try:
+                return self._replay(each)
+            except NotPeriodicError:
+                self._shorten(self._attempt + 1)
+
+    def _replay(self, each: int) -> Replayed:
+        schedule = self._plan.steps(self._units, each * self._plan.data_ranks).of_ranks
+        compressor = self._compressor
+        steps = [compressor.compress(rank, steps) for rank, steps in zip(self._ranks, schedule, strict=True)]
+        rows = [compressor.row(*each) for each in zip(self._ranks, steps, strict=True)]
         seconds = step_seconds(rows, self._sample.prices.contention, self._sample.prices.lag)
-        peaks = [self._compressor.peak(*rank) for rank in zip(ranks, plans, self._first, strict=True)]
+        peaks = [compressor.peak(*each) for each in zip(self._ranks, steps, strict=True)]
         return seconds + self._beside, peaks
 
+
+EXTRA_BLOCKS = (0, 4, None)
+"""How many more identical blocks a replay keeps if with fewer its steps are not periodic (None: all)."""
 
 STEADY_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
 """Schedules that repeat themselves once the pipeline is full, and whose memory stays the same from then on."""

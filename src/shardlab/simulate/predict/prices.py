@@ -56,11 +56,6 @@ class ClusterPrices(Prices):
         return self.cluster.lag
 
     @property
-    def slows(self) -> bool:
-        """Whether communication takes any time from compute."""
-        return self.contention > 0 or self.lag.most > 0
-
-    @property
     def adds_in_backward(self) -> bool:
         return self.cluster.device.adds_in_backward
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from shardlab.check import Checked, check
 from shardlab.language import Kind, Mesh, Sizes, UserError, trace
@@ -35,6 +35,18 @@ from shardlab.strategies.plan.program import program_from_plan
 
 Trace = Callable[[Mesh, Sizes, int], Checked]
 """Traces and checks a program, from its mesh, sizes and microbatches."""
+
+
+@lru_cache(maxsize=64)
+def _cut_for_plan(model: Blocks, mesh: Mesh, attention_apart: bool, ulysses: int, tiles: int) -> Model:
+    """Return a model, cut into a plan's layers. Plans of a search share it."""
+    return cut_for(model, mesh, planned=True, attention_apart=attention_apart, ulysses=ulysses, tiles=tiles)
+
+
+@lru_cache(maxsize=64)
+def _sizes_for_plan(cutting: tuple[Blocks, Mesh, bool, int, int], micro_batch_size: int, bytes: int) -> Sizes:
+    """Return the elements of the values of a model, cut into a plan's layers."""
+    return _cut_for_plan(*cutting).sizes(micro_batch_size, bytes)
 
 
 @dataclass(frozen=True)
@@ -82,14 +94,14 @@ class Workload:
         """The model, cut into the program's layers."""
         if isinstance(self.plan, Mesh):
             return cut_for(self.model, self.plan, columns=self.columns, tiles=self.tiles)
-        return cut_for(
-            self.model,
-            self.mesh,
-            planned=True,
-            attention_apart=self.plan.attention_apart,
-            ulysses=self.plan.ulysses,
-            tiles=self.tiles,
-        )
+        return _cut_for_plan(*self._cutting)
+
+    @property
+    def _cutting(self) -> tuple[Blocks, Mesh, bool, int, int]:
+        """Arguments of `_cut_for_plan`."""
+        assert isinstance(self.plan, Plan)
+        mesh = replace(self.mesh, pp=min(2, self.mesh.pp), dp_replicate=1, dp_shard=1)
+        return self.model, mesh, self.plan.attention_apart, self.plan.ulysses, self.tiles
 
     @cached_property
     def traced(self) -> Traced:
@@ -155,7 +167,9 @@ class Workload:
         """Sizes of the program's values, in elements and bytes."""
         if isinstance(self.plan, Plan) and self.sample.model.layers < self.model.layers:
             return self.repeated.sizes(self.sample.sizes)
-        elements = self.cut.sizes(self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION))
+        counts = self.micro_batch_size, self.precision.bytes(Kind.ACTIVATION)
+        shared = isinstance(self.plan, Plan) and self.cut is _cut_for_plan(*self._cutting)
+        elements = _sizes_for_plan(self._cutting, *counts) if shared else self.cut.sizes(*counts)
         clips = self.clips and needs_norm(self.pass_names)
         sizes = self.precision.sizes(elements, self.optimizer, ema=self.ema, clips=clips)
         return self.plan.counted(sizes) if isinstance(self.plan, Plan) else sizes

@@ -123,7 +123,29 @@ def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool
     ]
 
 
-class MemoryLedger:
+class HeldBytes:
+    """Bytes that a rank holds.
+
+    Attributes:
+        bytes, by_category: in all, and in the order of `CATEGORIES`.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: int = 0
+        self.by_category = [0] * len(CATEGORIES)
+
+    def hold(self, category: int, bytes: int) -> None:
+        """Hold more bytes, or fewer if they are negative."""
+        self.by_category[category] += bytes
+        self.bytes += bytes
+
+    def move(self, source: int, target: int, bytes: int) -> None:
+        """Count bytes in another category."""
+        self.by_category[source] -= bytes
+        self.by_category[target] += bytes
+
+
+class MemoryLedger(HeldBytes):
     """Ledger of the bytes that one rank holds in one place of memory, written op by op along the rank's tape.
 
     Every value has an entry: its bytes and its category. An op first adds the entries of its outputs, then its peak is
@@ -175,9 +197,8 @@ class MemoryLedger:
 
         values = max(specs, default=-1) + 1
         self._bytes, self._category = [0] * values, [0] * values  # of each value
-        self._live = arena.bytes
-        self._by_category = [0] * len(CATEGORIES)
-        self._by_category[_INDEX[Category.ARENA]] = arena.bytes
+        super().__init__()
+        self.hold(_INDEX[Category.ARENA], arena.bytes)
         self._saved: dict[int, dict[Form, int]] = {}  # what layers keep for an activation
         self._only_saved: set[int] = set()  # activations that nobody but their layers keeps
         self._inside: dict[int, int] = {}  # residuals that lie in what layers keep, to their bytes
@@ -190,12 +211,12 @@ class MemoryLedger:
         before, during = list[int](), list[int]()
         counters, at_starts = list[tuple[int, ...]](), list[tuple[int, ...]]()
         overwrites, last_reads, counts = self._overwrites, self._last_reads, self._counts
-        peak, peak_op, at_peak = self._live, 0, tuple(self._by_category)
+        peak, peak_op, at_peak = self.bytes, 0, tuple(self.by_category)
         for at, op in enumerate(self._tape):
             kind = op[0]
-            before.append(self._live)
+            before.append(self.bytes)
             if counts:
-                at_starts.append(tuple(self._by_category))
+                at_starts.append(tuple(self.by_category))
             if kind is not FREE and kind is not WAIT:
                 if op[4] >= 0:
                     self._communicate(at, op)
@@ -205,13 +226,13 @@ class MemoryLedger:
                     self._release(overwrites[at])
                 if kind.row.ends:
                     self._update(op)
-                if self._live > peak:
-                    peak, peak_op, at_peak = self._live, at, tuple(self._by_category)
-            during.append(self._live)
+                if self.bytes > peak:
+                    peak, peak_op, at_peak = self.bytes, at, tuple(self.by_category)
+            during.append(self.bytes)
             if at in last_reads:
                 self._release_input(at, op)
             if counts:
-                counters.append(tuple(self._by_category))
+                counters.append(tuple(self.by_category))
             if kind is FREE:
                 self._free(op[2][0])
             elif kind is WAIT:
@@ -250,7 +271,7 @@ class MemoryLedger:
             bytes = sum(self._size(self._specs[number]) for number in self._buffers_at[at])
             handles = [self._tape[other][4] for other in self._batches[op.batch]]
             self._buffers |= dict.fromkeys(handles, (handles, bytes))
-            self._add(_COMMUNICATION, bytes)
+            self.hold(_COMMUNICATION, bytes)
 
     def _wait(self, handle: int) -> None:
         """Give results that have arrived the category of their kind, and end the buffer of their batch."""
@@ -258,13 +279,12 @@ class MemoryLedger:
             handles, bytes = self._buffers[handle]
             for other in handles:
                 del self._buffers[other]
-            self._add(_COMMUNICATION, -bytes)
+            self.hold(_COMMUNICATION, -bytes)
         for number in self._issued.pop(handle, ()):
             if self._category[number] == _COMMUNICATION:
                 category = CATEGORY_OF_KIND[self._specs[number][0].kind]
                 self._category[number] = category
-                self._by_category[_COMMUNICATION] -= self._bytes[number]
-                self._by_category[category] += self._bytes[number]
+                self.move(_COMMUNICATION, category, self._bytes[number])
 
     def _update(self, op: Op) -> None:
         """End the inputs that an op replaces in place: its outputs take their memory."""
@@ -306,8 +326,8 @@ class MemoryLedger:
     def _end(self, number: int) -> None:
         """End a value. A residual that lay in it moves into memory of its own."""
         bytes, self._bytes[number] = self._bytes[number], 0  # as `_release`, without a call
-        self._by_category[self._category[number]] -= bytes
-        self._live -= bytes
+        self.by_category[self._category[number]] -= bytes
+        self.bytes -= bytes
         if self._inside:
             if number in self._inside:
                 del self._inside[number]
@@ -320,7 +340,7 @@ class MemoryLedger:
             if number in self._inside:
                 bytes = self._inside.pop(number)
                 self._bytes[number] = bytes
-                self._add(self._category[number], bytes)
+                self.hold(self._category[number], bytes)
 
     def _hold(self, number: int, spec: Spec, category: int) -> None:
         """Add a value. It takes no bytes in another place, nor if it lies in another value's memory."""
@@ -328,17 +348,13 @@ class MemoryLedger:
         if bytes is None:
             bytes = self._size(spec) if spec[0].place == self._memory else 0
         self._bytes[number], self._category[number] = bytes, category
-        self._by_category[category] += bytes
-        self._live += bytes
+        self.by_category[category] += bytes
+        self.bytes += bytes
 
     def _release(self, number: int) -> None:
         bytes, self._bytes[number] = self._bytes[number], 0
-        self._by_category[self._category[number]] -= bytes
-        self._live -= bytes
-
-    def _add(self, category: int, bytes: int) -> None:
-        self._by_category[category] += bytes
-        self._live += bytes
+        self.by_category[self._category[number]] -= bytes
+        self.bytes -= bytes
 
 
 def _overwrites(tape: Sequence[Op], in_place: InPlace, buckets: Buckets, real: bool) -> dict[int, int]:

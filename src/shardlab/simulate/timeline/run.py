@@ -12,18 +12,17 @@ events of them, and `memory_counters` the memory over time that a trace viewer d
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import NamedTuple
 
 from shardlab.check.in_place import InPlace
 from shardlab.language import Op, OpKind, UserError
 from shardlab.language.ops import Stream
-from shardlab.language.pass_names import NO_LAG, Lag
+from shardlab.language.pass_names import NO_LAG
 from shardlab.language.tape import Communication, Participant, queue_key
+from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, StartEnd
 from shardlab.simulate.timeline.memory import CATEGORIES, Category, live_memory, memory_in_bytes
 from shardlab.simulate.timeline.prices import UNIT_COSTS, Costs, PriceList, Prices, Traced
 from shardlab.simulate.timeline.timeline import Event, Timeline, is_event
@@ -104,8 +103,8 @@ class Times:
         return max((max(ends, default=0.0) for ends in self.ends), default=0.0)
 
 
-class Clocks:
-    """Clocks of all rows, which replay the tapes in the order of time.
+class Clocks(EventLoop[int]):
+    """Clocks of all rows of a program.
 
     Args:
         traced: the program.
@@ -114,27 +113,20 @@ class Clocks:
 
     def __init__(self, traced: Traced, prices: Prices) -> None:
         tapes = traced.program.tapes
+        super().__init__(len(tapes), prices.contention, prices.lag)
         self._traced = traced
         self._prices = prices
         self._price = PriceList(traced, prices)
         self._messages, self._one_stream = prices.messages, prices.one_stream
-        self._contention, self._lag = prices.contention, prices.lag
         self._costless = [InPlace(tape).fused if prices.adds_in_backward else {} for tape in tapes]
-        self._clock = [0.0] * len(tapes)
-        self._at = [0] * len(tapes)
         starts, ends, ready = ([[0.0] * len(tape) for tape in tapes] for _ in range(3))
         self._times = Times(starts, ends, ready, [[] for _ in tapes])
         self._stream_free: list[dict[Hashable, float]] = [{} for _ in tapes]
-        self._arrived: dict[int, int] = {}  # communication -> members that have arrived
         self._together = together_of(traced)
         self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
         self._wanted: dict[int, float] = {}  # message -> when its receive was issued
-        self._handle_end: list[dict[int, float]] = [{} for _ in tapes]
+        self._handle_times: list[dict[int, StartEnd]] = [{} for _ in tapes]
         self._handle_op: list[dict[int, int]] = [{} for _ in tapes]
-        self._parked: dict[tuple[int, int], float] = {}
-        # (time, tie, rank to go on or -1, communication that is ready)
-        self._heap: list[tuple[float, int, int, int]] = []
-        self._tie = count()
 
     def run(self) -> Times:
         """Replay to the end.
@@ -142,51 +134,40 @@ class Clocks:
         Raises:
             UserError: if ranks wait for ever: messages are rendezvous, and the program needs buffered ones.
         """
-        for rank in range(len(self._clock)):
-            self._push(0.0, rank, -1)
-        while self._heap:
-            now, _, rank, communication = heapq.heappop(self._heap)
-            if rank >= 0:
-                self._advance(rank, now)
-            else:
-                self._start(communication, now)
-        if self._parked:
-            rank, handle = next(iter(self._parked))
-            op = self._traced.program.tapes[rank][self._handle_op[rank][handle]]
+        waiting = self.run_rows()
+        if waiting:
+            tape = self._traced.program.tapes[waiting[0]]
+            op = tape[self._handle_op[waiting[0]][tape[self.at[waiting[0]]].handle]]
             raise UserError(
-                f"the step never ends where a send waits for its receive: rank {rank} waits in {op}; issue crossing "
-                "sends and receives with exchange"
+                f"the step never ends where a send waits for its receive: rank {waiting[0]} waits in {op}; issue "
+                "crossing sends and receives with exchange"
             )
         return self._times
 
-    def _push(self, time: float, rank: int, communication: int) -> None:
-        heapq.heappush(self._heap, (time, next(self._tie), rank, communication))
-
-    def _advance(self, rank: int, now: float) -> None:
-        """Advance one rank to its next communication with others, or until it has to wait for one."""
-        ops, specs = self._traced.program.tapes[rank], self._traced.specs[rank]
-        starts, ends = self._times.starts[rank], self._times.ends[rank]
-        handle_end, handle_op = self._handle_end[rank], self._handle_op[rank]
-        idle, price, one_stream = self._times.idle[rank], self._price.compute, self._one_stream
-        costless = self._costless[rank]
-        communications, communication_of = self._traced.communications, self._traced.communication_of[rank]
+    def advance(self, row: int, now: float) -> None:
+        ops, specs = self._traced.program.tapes[row], self._traced.specs[row]
+        starts, ends = self._times.starts[row], self._times.ends[row]
+        handle_times, handle_op = self._handle_times[row], self._handle_op[row]
+        idle, price, one_stream = self._times.idle[row], self._price.compute, self._one_stream
+        costless = self._costless[row]
+        communications, communication_of = self._traced.communications, self._traced.communication_of[row]
         blocks = self._prices.blocking_p2p
-        clock = self._clock[rank]
-        for at in range(self._at[rank], len(ops)):
+        clock = self.clocks[row]
+        for at in range(self.at[row], len(ops)):
             op = ops[at]
             kind, handle = op[0], op[4]
             if kind is FREE:
                 continue
             if kind is WAIT:
-                end = handle_end.get(handle)
-                if end is None:
-                    self._parked[rank, handle] = clock
-                    self._at[rank], self._clock[rank] = at, clock
+                times = handle_times[handle]
+                end = times[1]
+                if end == PENDING:
+                    self.wait(row, at, clock, times)
                     return
-                if self._contention or self._lag.most:
+                if self.slows:
                     issued = handle_op[handle]
-                    lag = NO_LAG if communications[communication_of[handle]].stream is COPY else self._lag
-                    end = waited_until(idle, clock, starts[issued], end, self._contention, lag)
+                    lag = NO_LAG if communications[communication_of[handle]].stream is COPY else self.lag
+                    end = self.waited_until(row, clock, starts[issued], end, lag)
                 if end > clock:
                     idle.append(Idle(handle_op[handle], clock, end))
                     clock = end
@@ -194,25 +175,25 @@ class Clocks:
                 number = communication_of[handle]
                 alone = not one_stream and len(communications[number].participants) == 1
                 alone = alone and number not in self._together
-                if clock > now and not alone:
-                    self._at[rank], self._clock[rank] = at, clock
-                    self._push(clock, rank, -1)
+                if clock > now and not alone:  # so that of those that are ready at once, the first in time comes first
+                    self.stop(row, at, clock)
                     return
                 handle_op[handle] = at
                 if alone:
-                    self._start(number, clock)
+                    handle_times[handle] = [PENDING, PENDING]
+                    self.start(number, clock)
                 else:
-                    self._issue(kind, number, now)
+                    handle_times[handle] = self._issue(kind, number, row, now)
                 if kind is SEND and blocks:
-                    clock += blocks * self._price.message(op, rank, specs)[0]
+                    clock += blocks * self._price.message(op, row, specs)[0]
             else:
                 starts[at] = clock
                 if at not in costless:
                     clock += price(op, specs)
                 ends[at] = clock
-        self._at[rank], self._clock[rank] = len(ops), clock
+        self.at[row], self.clocks[row] = len(ops), clock
 
-    def _issue(self, kind: OpKind, number: int, now: float) -> None:
+    def _issue(self, kind: OpKind, number: int, row: int, now: float) -> StartEnd:
         """Issue one member's part of a communication.
 
         A buffered send is ready at once, any other communication when its last member has issued its part.
@@ -220,47 +201,51 @@ class Clocks:
         communication = self._traced.communications[number]
         if communication.stream is not MESSAGE or self._messages == "rendezvous":
             together = self._together.get(number, (number,))
-            arrived = self._arrived[together[0]] = self._arrived.get(together[0], 0) + 1
-            if arrived == len(together) * len(communication.participants):
-                self._push(now, -1, together[0])
-        elif kind is SEND:
-            self._push(now, -1, number)
+            return self.join(together[0], len(together) * len(communication.participants), row, now).times
+        if kind is SEND:
+            self.push(now, number)
         else:
             self._wanted[number] = now
             self._receive(number)
+        return [PENDING, PENDING]
 
-    def _start(self, number: int, now: float) -> None:
-        communication = self._traced.communications[number]
-        if communication.stream is COLLECTIVE:
-            together = [self._traced.communications[other] for other in self._together.get(number, (number,))]
+    def start(self, communication: int, ready: float) -> None:
+        self.pending.pop(communication, None)
+        about = self._traced.communications[communication]
+        if about.stream is COLLECTIVE:
+            together = [
+                self._traced.communications[other] for other in self._together.get(communication, (communication,))
+            ]
             members = [member for each in together for member in each.participants]
-            self._run(communication, members, now, self._price.collective(*together))
+            self._run(about, members, ready, self._price.collective(*together))
             return
-        rank, _, at = communication.participants[0]
+        rank, _, at = about.participants[0]
         op, specs = self._traced.program.tapes[rank][at], self._traced.specs[rank]
-        if communication.stream is COPY:
-            self._run(communication, communication.participants, now, self._price.copy(op, specs))
+        if about.stream is COPY:
+            self._run(about, about.participants, ready, self._price.copy(op, specs))
             return
         sending, receiving = self._price.message(op, rank, specs)
         if self._messages == "rendezvous":
-            self._run(communication, communication.participants, now, sending)
-        elif number in self._arrives:
-            self._run(communication, communication.participants[1:], now, receiving)
+            self._run(about, about.participants, ready, sending)
+        elif communication in self._arrives:
+            self._run(about, about.participants[1:], ready, receiving)
         else:
-            self._arrives[number] = self._run(communication, communication.participants[:1], now, sending)
-            self._receive(number)
+            self._arrives[communication] = self._run(about, about.participants[:1], ready, sending)
+            self._receive(communication)
 
     def _receive(self, number: int) -> None:
         """Make a buffered receive ready if it is issued and its message has arrived."""
         if number in self._arrives and number in self._wanted:
-            self._push(max(self._wanted[number], self._arrives[number]), -1, number)
+            self.push(max(self._wanted[number], self._arrives[number]), number)
 
-    def _run(self, communication: Communication, members: Sequence[Participant], now: float, duration: float) -> float:
+    def _run(
+        self, communication: Communication, members: Sequence[Participant], ready: float, duration: float
+    ) -> float:
         """Run some members' part of a communication, and return when it ends."""
         on_link = communication.stream is MESSAGE and self._messages == "link"
         together = self._one_stream and communication.stream is not COPY
         stream = None if together else queue_key(self._traced.program, communication)
-        free, start = self._stream_free, now
+        free, start = self._stream_free, ready
         if not on_link:
             for rank, _, _ in members:
                 start = max(start, free[rank].get(stream, 0.0))
@@ -270,10 +255,10 @@ class Clocks:
         for rank, handle, op in members:
             if not on_link:
                 free[rank][stream] = end
-            self._handle_end[rank][handle] = start if sent_away else end
-            times.starts[rank][op], times.ends[rank][op], times.ready[rank][op] = start, end, now
-            if (rank, handle) in self._parked:
-                self._push(max(self._parked.pop((rank, handle)), now), rank, -1)
+            times.starts[rank][op], times.ends[rank][op], times.ready[rank][op] = start, end, ready
+            self._handle_times[rank][handle][:] = start, start if sent_away else end
+        for rank, handle, _ in members:
+            self.wake(rank, self._handle_times[rank][handle], ready)
         return end
 
 
@@ -287,40 +272,6 @@ def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:
             if (batch := tapes[rank][at].batch) >= 0:
                 batches[rank, batch].append(number)
     return {number: tuple(together) for together in batches.values() for number in together}
-
-
-def waited_until(
-    idle: Sequence[Idle], clock: float, start: float, end: float, contention: float, lag: Lag = NO_LAG
-) -> float:
-    """Return when a rank computes again after a WAIT, if communication takes time from compute.
-
-    Args:
-        idle: intervals in which the rank stood still before.
-        clock: when it arrives at the WAIT.
-        start, end: start and end of the communication.
-        contention, lag: see `Prices`. Copies have no lag, since no ranks wait for each other.
-    """
-    again = clock if clock > end else end
-    if end <= start:
-        return again
-    if contention:
-        again += contention * computing(idle, start, clock if clock < end else end)
-    if lag.most:
-        again += lag.seconds(clock - (idle[-1].until if idle else 0.0), hidden=end <= clock)
-    return again
-
-
-def computing(idle: Sequence[Idle], since: float, until: float) -> float:
-    """Return the seconds in which a rank computes between two moments."""
-    seconds = until - since
-    for each in reversed(idle):
-        if seconds <= 0 or each.until <= since:
-            break
-        start = each.since if each.since > since else since
-        end = each.until if each.until < until else until
-        if end > start:
-            seconds -= end - start
-    return seconds if seconds > 0 else 0.0
 
 
 Counter = list[tuple[float, dict[str, int]]]

@@ -69,9 +69,9 @@ CLUSTERS = {
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> Workload:
+def workloads(draw: st.DrawFn, depth: st.SearchStrategy[int], most_microbatches: int = 9) -> Workload:
     """Small models on few ranks, with everything that a plan can say."""
-    model = MODELS[draw(st.sampled_from(sorted(MODELS)))](draw(st.integers(1, 9)))
+    model = MODELS[draw(st.sampled_from(sorted(MODELS)))](draw(depth))
     small = st.sampled_from((1, 1, 2))
     mesh = Mesh(
         pp=draw(st.sampled_from((1, 2, 3, 4))),
@@ -103,7 +103,7 @@ def workloads(draw: st.DrawFn) -> Workload:
             plan,
             model,
             cluster,
-            plan.data_ranks * draw(st.integers(1, 9)),
+            plan.data_ranks * draw(st.integers(1, most_microbatches)),
             draw(st.integers(1, 2)),
             find_precision(precision),
             recipe=recipes()[draw(st.sampled_from(sorted(recipes())))],
@@ -117,7 +117,8 @@ def workloads(draw: st.DrawFn) -> Workload:
             named = Plan.from_dict(plan.as_dict() | {"layers_per_stage": layers, "recompute": "full"})
             workload = replace(workload, plan=named, model=replace(model, layers=max(1, blocks)))
         assume(can_compress(workload))
-        workload.traced  # noqa: B018  # whatever is refused is refused here
+        if workload.model.layers < 10:
+            workload.traced  # noqa: B018  # whatever is refused is refused here
     except UserError:
         assume(False)
         raise
@@ -137,9 +138,29 @@ def compare(workload: Workload) -> None:
 @settings(
     max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
 )
-@given(workloads())
+@given(workloads(st.integers(1, 9)))
 def test_a_compressed_replay_equals_the_replay_of_every_op(workload: Workload) -> None:
     compare(workload)
+
+
+@settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
+@given(workloads(st.integers(10, 60), most_microbatches=6))
+def test_a_short_model_tells_the_step_of_the_whole_model(workload: Workload) -> None:
+    plan = workload.plan
+    assert isinstance(plan, Plan)
+    each = workload.microbatches // plan.data_ranks
+    try:
+        seconds, peaks = CompressedReplay(workload, each)(each)
+    except UserError:
+        assume(False)
+        raise
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardlab.simulate.predict.forecast.EXTRA_BLOCKS", (None,))
+        whole = CompressedReplay(workload, each)(each)
+    assert seconds == pytest.approx(whole[0], rel=1e-9)
+    assert peaks == whole[1]
 
 
 def test_the_layers_of_three_blocks_have_the_sizes_of_all() -> None:

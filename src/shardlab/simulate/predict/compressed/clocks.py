@@ -1,34 +1,58 @@
 """Entries of compressed steps, and the clocks that replay them.
 
-An entry is some seconds of compute, a communication, or a wait. A wait counts communications back from the latest one
-and has no absolute number, so the same step can be replayed at any place of a schedule.
+An entry is some seconds of compute, a communication, or a wait. A wait counts the collectives of its group back from
+the latest one and has no absolute number, so the same step can be replayed at any place of a schedule.
 
 A row is the sequence of entries of one rank, which stands for its pipeline stage. `step_seconds` replays all rows
-together, as `shardlab.simulate.timeline.run` replays whole tapes. Messages are always rendezvous here, and every
-communicator has a stream of its own, as on NCCL.
+together, on the event loop that replays whole tapes too. Messages are always rendezvous here, and every communicator
+has a stream of its own, as on NCCL.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from itertools import count
 from typing import NamedTuple
 
 from shardlab.language import Group
 from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.simulate.predict.compressed.sample import CategoryBytes, PassPeak, SizedPart
-from shardlab.simulate.timeline.run import Idle, waited_until
+from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, IdlePattern, StartEnd
+
+Interval = tuple[float, float]
+"""Start and end, in seconds."""
 
 
 class Compute:
-    """Seconds of compute. The recorder adds compute that follows directly to the same entry."""
+    """Seconds of compute, and of collectives that are awaited at once and delay nothing else.
 
-    __slots__ = ("seconds",)
+    The recorder adds compute that follows directly to the same entry.
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    Attributes:
+        seconds: duration.
+        waits: intervals in which nothing is computed, from the start of the entry. They are recorded only if
+            communication takes time from compute.
+    """
+
+    __slots__ = ("_idle", "seconds", "waits")
+
+    def __init__(self, seconds: float, waits: Sequence[Interval] = ()) -> None:
+        self.seconds, self.waits = seconds, list(waits)
+        self._idle: IdlePattern | None = None
+
+    def extend(self, seconds: float, waits: Sequence[Interval]) -> None:
+        """Add compute that follows directly."""
+        if waits:
+            before = self.seconds
+            self.waits += [(before + start, before + end) for start, end in waits]
+        self.seconds += seconds
+
+    @property
+    def idle(self) -> IdlePattern:
+        """The intervals as a pattern."""
+        if self._idle is None:
+            self._idle = IdlePattern.from_intervals(self.waits)
+        return self._idle
 
 
 class LocalCollective(NamedTuple):
@@ -39,9 +63,15 @@ class LocalCollective(NamedTuple):
 
 
 class AwaitCollective(NamedTuple):
-    """Wait for the collective that was started `ago` collectives ago (1: the latest one)."""
+    """Wait for the collective of a group that was started `ago` collectives of the group ago (1: the latest one).
 
+    If the wait is repeated for blocks that a short model leaves out, each repetition waits for a collective that was
+    started `stride` collectives later than the one before it (0: for the same one).
+    """
+
+    group: Group
     ago: int
+    stride: int = 0
 
 
 class Rendezvous(NamedTuple):
@@ -109,9 +139,6 @@ class CompressedStep(NamedTuple):
     peak: PassPeak | None
 
 
-RendezvousKey = tuple[Hashable, int]
-"""A communication between rows: its channel, and its number on the channel."""
-
 Row = tuple[Sequence[Entry], Sequence[Rendezvous]]
 """Entries of a rank's step, and its part in the messages of each route."""
 
@@ -123,138 +150,98 @@ def step_seconds(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG
         rows: one for each pipeline rank.
         contention, lag: see `Prices`.
     """
-    return _RowClocks(rows, contention, lag).run()
-
-
-PENDING = -1.0
-
-StartEnd = list[float]
-"""When a communication starts and ends; both are `PENDING` until its last member has arrived."""
+    clocks = _RowClocks(rows, contention, lag)
+    assert not clocks.run_rows(), "every message is sent and received"
+    return clocks.end
 
 
 class _RowState:
-    """Progress of a row.
+    """Collectives and messages that a row has started.
 
     Attributes:
-        at, clock: index and start time of the next entry.
-        collectives: those that the row has started, in order.
+        entries, routes: of the row.
+        collectives: those that the row has started, by group, in order.
         messages: by route, those that the row has not waited for.
-        free: by stream, when it is free; streams between rows are not among them.
         joined: by channel, how many communications with other rows the row has joined.
-        idle: when the row stood still, recorded if communication takes time from compute.
-        waits: the communication that the row waits for (None: it does not wait).
     """
 
     def __init__(self, row: Row) -> None:
         self.entries, self.routes = row
-        self.at, self.clock = 0, 0.0
-        self.collectives: list[StartEnd] = []
+        self.collectives: dict[Hashable, list[StartEnd]] = defaultdict(list)
         self.messages: list[list[StartEnd]] = [[] for _ in self.routes]
-        self.free: dict[Hashable, float] = defaultdict(float)
         self.joined: dict[Hashable, int] = defaultdict(int)
-        self.idle: list[Idle] = []
-        self.waits: StartEnd | None = None
 
 
-class _RowClocks:
+class _RowClocks(EventLoop[tuple[Hashable, int]]):
+    """Clocks of all rows. A communication between rows is named by its channel, and its number on the channel.
+
+    Attributes:
+        end: when the last row has ended.
+    """
+
     def __init__(self, rows: Sequence[Row], contention: float, lag: Lag) -> None:
+        super().__init__(len(rows), contention, lag)
         self._rows = [_RowState(row) for row in rows]
-        self._contention, self._lag = contention, lag
         self._free: dict[Hashable, float] = defaultdict(float)  # streams across rows
-        self._joined = defaultdict[RendezvousKey, list[tuple[int, Rendezvous, StartEnd]]](list)  # rows, and their parts
-        self._tie = count()
-        # (time, tie, row to go on, or communication that all have joined)
-        self._heap: list[tuple[float, int, int | RendezvousKey]] = []
-        self._end = 0.0
+        self._parts: dict[tuple[Hashable, int], Rendezvous] = {}  # of communications that have not started
+        self.end = 0.0
 
-    def run(self) -> float:
-        for row in range(len(self._rows)):
-            self._push(0.0, row)
-        while self._heap:
-            now, _, coming = heapq.heappop(self._heap)
-            if isinstance(coming, int):
-                self._advance(coming, now)
-            else:
-                self._run_rendezvous(coming, now)
-        assert all(row.waits is None for row in self._rows), "every message is sent and received"
-        return self._end
-
-    def _push(self, time: float, coming: int | RendezvousKey) -> None:
-        heapq.heappush(self._heap, (time, next(self._tie), coming))
-
-    def _advance(self, number: int, now: float) -> None:
-        """Advance a row to its next communication with other rows, or until it has to wait for one."""
-        row = self._rows[number]
-        clock, collectives, free, entries = row.clock, row.collectives, row.free, row.entries
+    def advance(self, row: int, now: float) -> None:
+        state = self._rows[row]
+        collectives, entries = state.collectives, state.entries
+        clock = self.clocks[row]
         computed = latest = 0.0
-        for at in range(row.at, len(entries)):
+        for at in range(self.at[row], len(entries)):
             entry = entries[at]
             if isinstance(entry, Compute):
+                if entry.waits:
+                    self.idle[row].append_pass(clock, entry.idle)
                 clock = computed = clock + entry.seconds
             elif isinstance(entry, LocalCollective):
                 group, seconds = entry
-                start = free[group]
+                queue = collectives[group]
+                start = queue[-1][1] if queue else clock  # when the stream is free
                 if start < clock:
                     start = clock
-                end = free[group] = start + seconds
-                collectives.append([start, end])
+                end = start + seconds
+                queue.append([start, end])
                 if end > latest:
                     latest = end
             elif isinstance(entry, AwaitCollective) or isinstance(entry, AwaitMessage):  # noqa: SIM101  # a union takes twice as long
                 if isinstance(entry, AwaitCollective):
-                    started, place = collectives, -entry.ago
+                    started, place = collectives[entry.group], -entry.ago
                 else:
-                    started, place = row.messages[entry.route], entry.turn
+                    started, place = state.messages[entry.route], entry.turn
                 times = started[place]
                 start, end = times
                 if end == PENDING:
-                    row.waits = times
+                    self.wait(row, at, clock, times)
                     break
                 if isinstance(entry, AwaitMessage):
                     started.pop(place)
-                if self._contention or self._lag.most:
-                    end = waited_until(row.idle, clock, start, end, self._contention, self._lag)
-                    if end > clock:
-                        row.idle.append(Idle(-1, clock, end))
+                if self.slows:
+                    end = self.waited_until(row, clock, start, end, self.lag)
                 if end > clock:
                     clock = end
-            elif clock > now:
-                self._push(clock, number)
-                break
             else:
-                times = [PENDING, PENDING]
                 if isinstance(entry, PostMessage):
-                    row.messages[entry.route].append(times)
-                    part = row.routes[entry.route]
+                    part, started = state.routes[entry.route], state.messages[entry.route]
                 else:
-                    collectives.append(times)
-                    part = entry
-                self._join(number, part, times, now)
+                    part, started = entry, collectives[entry.channel]
+                key = part.channel, state.joined[part.channel]
+                state.joined[part.channel] += 1
+                self._parts[key] = part
+                started.append(self.join(key, part.members, row, clock).times)
                 clock += part.blocks
         else:
-            at = len(entries)
-        row.at, row.clock = at, clock
-        self._end = max(self._end, computed, latest)
+            self.at[row], self.clocks[row] = len(entries), clock
+        self.end = max(self.end, computed, latest)
 
-    def _join(self, number: int, entry: Rendezvous, times: StartEnd, now: float) -> None:
-        joined, channel = self._rows[number].joined, entry.channel
-        rendezvous = channel, joined[channel]
-        joined[channel] += 1
-        members = self._joined[rendezvous]
-        members.append((number, entry, times))
-        if len(members) == entry.members:
-            self._push(now, rendezvous)
-
-    def _run_rendezvous(self, rendezvous: RendezvousKey, now: float) -> None:
-        """Run a communication that all members have joined when its stream is free, and wake who waits for it."""
-        members = self._joined.pop(rendezvous)
-        stream, seconds = members[-1][1].stream, members[-1][1].seconds
-        start = max(now, self._free[stream])
-        end = self._free[stream] = start + seconds
-        self._end = max(self._end, end)
-        for number, _, times in members:
-            times[:] = start, end
-            row = self._rows[number]
-            if row.waits is times:
-                row.waits = None
-                self._push(max(row.clock, now), number)
+    def start(self, communication: tuple[Hashable, int], ready: float) -> None:
+        part, joined = self._parts.pop(communication), self.pending.pop(communication)
+        start = max(ready, self._free[part.stream])
+        end = self._free[part.stream] = start + part.seconds
+        self.end = max(self.end, end)
+        joined.times[:] = start, end
+        for row in joined.rows:
+            self.wake(row, joined.times, ready)

@@ -12,8 +12,8 @@ until their last key of a store is deleted and no collective reads them.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 from shardlab.language import Group, Kind, Mesh, OpKind
@@ -24,66 +24,205 @@ from shardlab.simulate.predict.compressed.clocks import (
     CompressedStep,
     Compute,
     Entry,
+    Interval,
     LocalCollective,
     PostMessage,
     Rendezvous,
     Route,
 )
 from shardlab.simulate.predict.compressed.sample import MeasuredPass, PassPeak, PricedSample, SizedPart
-from shardlab.simulate.timeline.memory import CATEGORIES, Category
+from shardlab.simulate.predict.compressed.short_model import (
+    NotPeriodicError,
+    Position,
+    Repetition,
+    ShortModel,
+    StepSegment,
+    extend_step,
+)
+from shardlab.simulate.timeline.memory import CATEGORIES, Category, HeldBytes
 
 
-class StepRecorder:
+class StepRecorder(HeldBytes):
     """Entries and bytes of the step that is being recorded.
 
+    Args:
+        model: the short model that the rank follows. A step is cut into segments beside its gaps.
+
     Attributes:
-        entries: in order.
-        by_category, bytes: bytes that are held beyond those at the step's start, by category and in all.
-        peak_bytes: the largest `bytes` during an op so far.
+        entries: of the current segment, in order.
+        by_category, bytes: bytes that are held beyond those at the segment's start, by category and in all.
+        peak_bytes: the largest `bytes` during an op of the segment so far.
+        outstanding: collectives that the rank has not waited for, in order.
+        started: by group, how many collectives the rank has started.
     """
+
+    def __init__(self, model: ShortModel) -> None:
+        self.model, self.positions = model, model.positions
+        self.started = Counter[Group]()
+        self.outstanding: dict[SizedHandle, None] = {}
+        self.may_grow: Callable[[Mapping[SizedHandle, object], int], bool] = lambda _handles, _more: False
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._segments: list[StepSegment] = []
+        self._loop: Hashable = None
+        self._position: Position | None = None
+        self._entered: tuple[InFlight, Counter[Group]] | None = None
+        self._landing: Repetition | None = None
+        self._landed = 0
+        self._begin()
 
     def _begin(self) -> None:
         self.entries: list[Entry] = []
-        self.by_category = [0] * len(CATEGORIES)
-        self.bytes = 0
+        HeldBytes.__init__(self)  # counts from the start of the segment
         self._peak: PassPeak | None = None
         self.peak_bytes = -math.inf
 
     def finish_step(self) -> CompressedStep:
-        """Return the step that was recorded, and begin to record the next one."""
-        ended = CompressedStep(self.entries, self.bytes, tuple(self.by_category), self._peak)
+        """Return the whole model's step for the one that was recorded, and begin to record the next one.
+
+        Raises:
+            NotPeriodicError: if the step does not tell that of the whole model.
+        """
+        if self._entered is not None or self._landing is not None:
+            raise NotPeriodicError
+        self._end_segment()
+        segments = self._segments
+        self._begin_step()
+        return extend_step(segments)
+
+    def enter(self, loop: Hashable, layer: int) -> None:
+        """Begin a new segment if a loop over layers comes to the block before or after a gap, or leaves it.
+
+        The segment of the first of these blocks is repeated for those that are left out.
+
+        Raises:
+            NotPeriodicError: if the two blocks do not begin with the same collectives in flight, or one is left out.
+        """
+        if self._landing is not None:
+            self._end_landing()
+        position = self.positions.get(layer)
+        if position is self._position and (position is None or loop == self._loop):
+            return
+        self._end_segment()
+        if self._entered is not None:
+            assert self._position is not None
+            gap, after = self._position
+            if position is None or position != Position(gap, not after) or loop != self._loop:
+                raise NotPeriodicError
+            self._repeat(*self._entered, self._in_flight(position), gap.more, -gap.each if after else gap.each)
+            self._entered = None
+        elif position is not None:
+            self._entered = self._in_flight(position), self.started.copy()
+        self._loop, self._position = loop, position
+
+    def _end_segment(self) -> None:
+        step = CompressedStep(self.entries, self.bytes, tuple(self.by_category), self._peak)
+        self._segments.append(StepSegment(step))
         self._begin()
-        return ended
+
+    def _in_flight(self, position: Position) -> InFlight:
+        """Return the collectives in flight by group and kind of value, with what they are relative to a block."""
+        first = position.gap.at - (0 if position.after else position.gap.each)
+        in_flight: InFlight = defaultdict(dict)
+        for handle in self.outstanding:
+            in_flight[handle.group, handle.result and handle.result.kind][handle] = handle.relative_to(first)
+        return in_flight
+
+    def _repeat(self, before: InFlight, started: Counter[Group], now: InFlight, more: int, distance: int) -> None:
+        """Repeat the last segment, and count the collectives that its repetitions start.
+
+        For each group and kind of value, either the same collectives are in flight before and after the segment: the
+        same ones, or the same relative to the block. Or the segment only adds some to others, and all are awaited after
+        all blocks.
+        """
+        started = self.started - started
+        for queue in before.keys() | now.keys():
+            old, new = before[queue], now[queue]
+            if list(old.values()) == list(new.values()):
+                for handle in new:
+                    handle.number += more * started[handle.group]
+            elif old and old.keys() < new.keys() and self.may_grow(new, more * (len(new) - len(old))):
+                added = [handle for handle in new if handle not in old]
+                repetition = Repetition(more, distance, started[added[0].group], len(added))
+                for handle in added:
+                    handle.repetition = repetition
+            elif old.keys() != new.keys():
+                raise NotPeriodicError
+        self._repeat_segment(more, distance, started)
+
+    def _repeat_segment(self, more: int, distance: int, started: Counter[Group]) -> None:
+        """Repeat the last segment, which has started these collectives."""
+        for group, number in started.items():
+            self.started[group] += more * number
+        self._segments[-1] = StepSegment(self._segments[-1].step, more, distance, started)
+
+    def _land(self, repetition: Repetition | None) -> None:
+        """Wait for a collective that is repeated, or for another one after such collectives."""
+        if repetition is not self._landing:
+            if self._landing is not None:
+                self._end_landing()
+            if repetition is None:
+                return
+            if self._position is not None:
+                raise NotPeriodicError
+            self._end_segment()
+            self._landing, self._landed, self._started = repetition, 0, self.started.copy()
+        self._landed += 1
+
+    def _end_landing(self) -> None:
+        """End the segment in which repeated collectives were awaited, and repeat it."""
+        repetition = self._landing
+        assert repetition is not None
+        if self._landed != repetition.handles:
+            raise NotPeriodicError
+        self._end_segment()
+        self._repeat_segment(repetition.more, repetition.distance, self.started - self._started)
+        self._landing = None
+
+    def _number_in_whole(self, layer: int) -> int:
+        """Return the number in the whole model of a layer of the short model, seen from the current segment."""
+        if layer < 0:
+            return layer
+        if self._position is not None:
+            gap, after = self._position
+            first = gap.at if after else gap.at - gap.each
+            near = abs(layer - first) < 2 * gap.each
+            if near and gap.start <= layer < gap.stop:
+                return layer + self.model.whole_layer[first] - first
+        return self.model.whole_layer[layer]
 
     def allocate(self, value: SizedValue) -> None:
-        self.by_category[value.slot] += value.held_bytes
-        self.bytes += value.held_bytes
+        self.hold(value.slot, value.held_bytes)
 
     def release(self, value: SizedValue) -> None:
-        self.by_category[value.slot] -= value.held_bytes
-        self.bytes -= value.held_bytes
+        self.hold(value.slot, -value.held_bytes)
 
     def record_peak(self, op: OpKind, layer: int) -> None:
         """Compare the bytes that are held during an op with the step's peak."""
         if self.bytes > self.peak_bytes:
+            layer = self._number_in_whole(layer)
             self.peak_bytes, self._peak = self.bytes, PassPeak(self.bytes, tuple(self.by_category), op, layer)
 
-    def add_compute(self, seconds: float) -> None:
-        """Add seconds of compute."""
+    def add_compute(self, seconds: float, waits: Sequence[Interval] = ()) -> None:
+        """Add seconds of compute, and the intervals in them in which nothing is computed."""
         if not seconds:
             return
         last = self.entries[-1] if self.entries else None
         if isinstance(last, Compute):
-            last.seconds += seconds
+            last.extend(seconds, waits)
         else:
-            self.entries.append(Compute(seconds))
+            self.entries.append(Compute(seconds, waits))
 
     def raise_peak(self, peak: PassPeak, layer: int) -> None:
         """Set the step's peak to that of a pass, which counts from the bytes that are held now."""
         by_category = tuple([a + b for a, b in zip(self.by_category, peak.by_category, strict=True)])
         self.peak_bytes = self.bytes + peak.bytes
-        self._peak = PassPeak(self.peak_bytes, by_category, peak.op, layer + peak.layer)
+        self._peak = PassPeak(self.peak_bytes, by_category, peak.op, self._number_in_whole(layer) + peak.layer)
 
+
+InFlight = dict[Hashable, "dict[SizedHandle, Hashable]"]
+"""Collectives in flight by group and kind of value, each with what it is relative to a block."""
 
 GATHERED, COMMUNICATION = CATEGORIES.index(Category.GATHERED), CATEGORIES.index(Category.COMMUNICATION)
 
@@ -95,20 +234,23 @@ class CompressedRank(StepRecorder):
         index: the rank's number.
         sample: sizes, prices and measured passes.
         routes: gets the kinds of messages that the rank sends and receives.
+        model: the short model that the rank follows.
 
     Attributes:
-        collectives: how many the rank has started.
-        outstanding: collectives that it has not waited for, in order.
-        open: by group, how many of these there are.
+        open: by group, how many collectives are outstanding.
+        step_kind: type of the step that the rank follows (None: the update at the end).
+        changes: how often its stores have changed.
+        first_axes: for each weight, the axis over which its gradient is reduced first once a step.
     """
 
-    def __init__(self, index: int, mesh: Mesh, sample: PricedSample, routes: list[Route]) -> None:
+    def __init__(self, index: int, mesh: Mesh, sample: PricedSample, routes: list[Route], model: ShortModel) -> None:
+        super().__init__(model)
         self.index, self.mesh, self.sample, self.routes = index, mesh, sample, routes
         self.layers = range(len(sample.sample_layer) - 1)
-        self.collectives = 0
-        self.outstanding: dict[SizedHandle, None] = {}
         self.open = Counter[Group]()
-        self._begin()
+        self.step_kind: type | None = None
+        self.first_axes: Mapping[int, str] = {}
+        self.changes = 0
         self.weights, self.opt_states = SizedStore(), SizedStore()
         self.grad_weights, self.scalars = SizedStore(), SizedStore()
         self._boundaries = {kind.value: BoundaryStore(self, kind) for kind in Kind}
@@ -162,8 +304,8 @@ class CompressedRank(StepRecorder):
         self, group: Group, seconds: float, result: SizedValue | None = None, read: SizedValue | None = None
     ) -> SizedHandle:
         """Start a collective: of this row alone, or with other rows that have members in the group."""
-        handle = self.register(SizedHandle(self, group, self.collectives, result, read))
-        self.collectives += 1
+        handle = self.register(SizedHandle(self, group, self.started[group], result, read))
+        self.started[group] += 1
         across = self._crosses_rows(group)
         entry = Rendezvous(group, group, len(group.ranks), seconds) if across else LocalCollective(group, seconds)
         self.entries.append(entry)
@@ -173,23 +315,26 @@ class CompressedRank(StepRecorder):
         return group.axis == "pp" or (self.mesh.pp > 1 and group.ranks[-1] - group.ranks[0] >= self._rank_stride)
 
     def wait(self, handle: SizedHandle) -> None:
+        if handle.repetition is not None or self._landing is not None:
+            self._land(handle.repetition)
         group = handle.group
         handle.waited = True
         del self.outstanding[handle]
         self.open[group] -= 1
-        ago = self.collectives - handle.number
+        ago = self.started[group] - handle.number
         last = self.entries[-1] if ago == 1 and self.entries and self.sample.merges else None
-        if isinstance(last, LocalCollective) and not self.open[group]:  # awaited at once, on an idle stream
+        if (
+            isinstance(last, LocalCollective) and last.group is group and not self.open[group]
+        ):  # awaited at once, on an idle stream
             self.entries.pop()
-            self.collectives -= 1
-            self.add_compute(last.seconds)
+            self.started[group] -= 1
+            self.add_compute(last.seconds, ((0.0, last.seconds),) if self.sample.notes_waits else ())
         else:
-            self.entries.append(AwaitCollective(ago))
+            self.entries.append(AwaitCollective(group, ago, handle.repetition.stride if handle.repetition else 0))
         result, read = handle.result, handle.read
         if result is not None and result.slot == COMMUNICATION:  # it has arrived
-            self.by_category[COMMUNICATION] -= result.held_bytes
             result.slot = result.part.slot
-            self.by_category[result.slot] += result.held_bytes
+            self.move(COMMUNICATION, result.slot, result.held_bytes)
         if read is not None:
             read.reading = () if len(read.reading) == 1 else tuple([h for h in read.reading if h is not handle])
             if not read.keys:
@@ -222,8 +367,7 @@ class CompressedRank(StepRecorder):
     def wait_received(self, value: SizedValue, layer: int, offset: int, turn: int) -> None:
         """Wait for a received value: of those on its route, the oldest (`turn` 0) or a later one."""
         self.entries.append(AwaitMessage(self._route(Route(False, offset, value.part, layer)), turn))
-        self.by_category[COMMUNICATION] -= value.held_bytes
-        self.by_category[value.slot] += value.held_bytes
+        self.move(COMMUNICATION, value.slot, value.held_bytes)
 
     def _route(self, route: Route) -> int:
         if route not in self.routes:
@@ -239,6 +383,7 @@ class CompressedRank(StepRecorder):
         return self._load(Kind.OPT_STATE, OpKind.LOAD_OPT_STATE, layer, of)
 
     def _load(self, kind: Kind, op: OpKind, layer: int, of: int) -> SizedValue:
+        self.enter("load", layer)
         value = self.new_value(kind, layer, 1, of)
         self.add_compute(self.sample.compute(op, value.part))
         self.allocate(value)
@@ -251,18 +396,27 @@ class CompressedRank(StepRecorder):
 
     def all_gather(self, value: SizedValue, *, axis: str) -> SizedHandle:
         group = self.group(axis)
+        if self.step_kind is None and value.kind is Kind.WEIGHT:
+            self.enter(("gather", axis), value.layer)
         result = self.new_value(value.kind, value.layer, value.pieces * len(group.ranks), value.of)
         result.updated = value.updated
         return self._collective(OpKind.ALL_GATHER, value, result, group)
 
     def reduce_scatter(self, value: SizedValue, *, axis: str) -> SizedHandle:
         group = self.group(axis)
+        self._enter_reduction(value, axis)
         result = self.new_value(value.kind, value.layer, value.pieces, value.of * len(group.ranks))
         return self._collective(OpKind.REDUCE_SCATTER, value, result, group)
 
     def all_reduce(self, value: SizedValue, *, axis: str = "", among: Sequence[int] = ()) -> SizedHandle:
         group = group_among(tuple(among)) if among else self.group(axis)
+        self._enter_reduction(value, axis)
         return self._collective(OpKind.ALL_REDUCE, value, self._same_size(value), group)
+
+    def _enter_reduction(self, value: SizedValue, axis: str) -> None:
+        """Enter the layer of a gradient whose reduction waited for the end of the schedule."""
+        if self.step_kind is None and value.kind is Kind.GRAD_WEIGHT and axis == self.first_axes.get(value.layer):
+            self.enter("reduce", value.layer)
 
     def _collective(self, kind: OpKind, value: SizedValue, result: SizedValue, group: Group) -> SizedHandle:
         gathers = kind is OpKind.ALL_GATHER and value.part.spec.form.kind is Kind.WEIGHT and not value.updated
@@ -298,6 +452,7 @@ class CompressedRank(StepRecorder):
         sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
 
     def norm(self, layer: int, gradient: SizedValue) -> SizedValue:
+        self.enter("norm", layer)
         made = self.new_value(Kind.SCALAR, -1)
         self.add_compute(self.sample.compute(OpKind.NORM, gradient.part))
         self.allocate(made)
@@ -320,6 +475,7 @@ class CompressedRank(StepRecorder):
         norm: SizedValue,
         direction: SizedValue | None,
     ) -> tuple[SizedValue, SizedValue]:
+        self.enter("update", layer)
         for value in (weight, opt_state):
             value.alive = False
             for handle in value.reading:
@@ -360,7 +516,7 @@ class CompressedRank(StepRecorder):
             gradient: the gradient of the weight that it makes.
         """
         if self.sample.merges and not self.must_queue(done):
-            self.add_compute(done.seconds)
+            self.add_compute(done.seconds, done.waits)
         else:
             for after, group, seconds in done.collectives:
                 self.add_compute(after)
@@ -418,17 +574,24 @@ class SizedHandle:
 
     Attributes:
         group: its members.
-        number: its place among the rank's collectives.
+        number: its place among the rank's collectives of this group.
         result, read: the value that it makes, and the one that it reads (None: it belongs to a measured pass).
+        repetition: how it is repeated for blocks that are left out (None: it is not).
     """
 
-    __slots__ = ("group", "number", "rank", "read", "result", "waited")
+    __slots__ = ("group", "number", "rank", "read", "repetition", "result", "waited")
 
     def __init__(
         self, rank: CompressedRank, group: Group, number: int, result: SizedValue | None, read: SizedValue | None
     ) -> None:
         self.rank, self.group, self.number, self.result, self.read = rank, group, number, result, read
         self.waited = False
+        self.repetition: Repetition | None = None
+
+    def relative_to(self, layer: int) -> Hashable:
+        """Return what the collective is, with layers and its age relative to a layer and to the present."""
+        values = [value and (id(value.part), value.layer - layer, value.keys) for value in (self.result, self.read)]
+        return (self.rank.started[self.group] - self.number, *values)
 
     def __await__(self) -> Generator[SizedHandle, None, Any]:
         if not self.waited:
@@ -442,6 +605,7 @@ class SizedStore(dict[Hashable, SizedValue]):
 
     def __setitem__(self, key: Hashable, value: SizedValue) -> None:
         value.keys += 1
+        value.rank.changes += 1
         old = self.get(key)
         if old is not None:
             old.rank.drop_key(old)
@@ -450,11 +614,13 @@ class SizedStore(dict[Hashable, SizedValue]):
     def __delitem__(self, key: Hashable) -> None:
         value = self[key]
         super().__delitem__(key)
+        value.rank.changes += 1
         value.rank.drop_key(value)
 
     def pop(self, key: Hashable) -> SizedValue:  # pyright: ignore[reportIncompatibleMethodOverride]  # no default
         value = super().pop(key)
         value.keys -= 1
+        value.rank.changes += 1
         return value
 
     def reset(self, values: Mapping[Hashable, SizedValue]) -> None:

@@ -6,8 +6,7 @@ all passes of the stage are one measured pass. And a step is given by a `StepKey
 all that a step's time and memory depend on, beside the rank's state before it.
 
 The parts, in order: `CompressedRunner` with the passes of its layers; `StateSnapshots`, which captures the state of a
-rank between two steps and restores it; `step_keys`, which turns a schedule into a sequence of keys; `rank_kind_key`,
-which is equal for ranks that can share their steps.
+rank between two steps and restores it; `step_keys`, which turns a schedule into a sequence of keys.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 from shardlab.language import Group, Kind, OpKind
-from shardlab.simulate.predict.compressed.clocks import CompressedStep
+from shardlab.simulate.predict.compressed.clocks import CompressedStep, Interval
 from shardlab.simulate.predict.compressed.rank import BoundaryStore, CompressedRank, SizedHandle, SizedValue
 from shardlab.simulate.predict.compressed.sample import (
     NO_BYTES,
@@ -29,10 +28,10 @@ from shardlab.simulate.predict.compressed.sample import (
     MeasuredPass,
     PassCollective,
     PassPeak,
-    PricedSample,
     SizedPart,
     with_residual_bytes,
 )
+from shardlab.simulate.predict.compressed.short_model import Repetition
 from shardlab.strategies.plan.program import PlanRunner
 from shardlab.strategies.plan.rank_plan import Keeps, RankPlan
 from shardlab.strategies.plan.sharding import GradientReducer, ParameterGatherer, weight_uses
@@ -77,6 +76,8 @@ class _Layers:
     async def forward(
         self, layer: int, m: int, weight: SizedValue, keeps: Keeps, *, stores_outputs: bool = True
     ) -> None:
+        if self.rank.step_kind is Forward:  # else a backward pass recomputes the layer
+            self.rank.enter("forward", layer)
         self.rank.apply_pass(self.forward_of(layer, keeps, stores_outputs), layer, weight)
 
     async def loss(self, m: int) -> None:
@@ -84,12 +85,15 @@ class _Layers:
         self.rank.apply_pass(self.sample.passes().by_key["loss", self.sample.sample_layer[last]], last)
 
     async def backward(self, layer: int, m: int, weight: SizedValue) -> SizedValue:
+        self.rank.enter("backward", layer)
         return self.with_gradient(self.pass_of("backward", layer), layer, weight)
 
     async def backward_input(self, layer: int, m: int, weight: SizedValue) -> None:
+        self.rank.enter("backward_input", layer)
         self.rank.apply_pass(self.pass_of("backward_input", layer), layer, weight)
 
     def backward_weight(self, layer: int, m: int) -> SizedValue:
+        self.rank.enter("backward_weight", layer)
         return self.with_gradient(self.pass_of("backward_weight", layer), layer, None)
 
     def discard(self, layer: int, m: int) -> None:
@@ -116,6 +120,10 @@ class _Layers:
 class CompressedRunner(PlanRunner[SizedValue]):
     """Runner of a plan's steps on a compressed rank.
 
+    Args:
+        rank: the rank.
+        rank_plan: its plan of the short model.
+
     Attributes:
         passes: the passes of the rank's layers.
         compressed: the rank.
@@ -127,10 +135,28 @@ class CompressedRunner(PlanRunner[SizedValue]):
     def __init__(self, rank: CompressedRank, rank_plan: RankPlan) -> None:
         self.passes = _Layers(rank, rank_plan)
         super().__init__(rank, rank_plan, self.passes)
+        rank.may_grow = self.may_grow
+        if rank_plan.plan.reduce_at == "step":
+            weights = rank_plan.weights.items()
+            rank.first_axes = {l: weight.reduce_once[0] for l, weight in weights if weight.reduce_once}
         self.compressed = rank
         self.stage_passes: dict[tuple[str, int], MeasuredPass] = {}
         self.key = StepKey(None)
         self.counts = {stage for stage, left in self.left.items() if left}
+
+    def may_grow(self, reductions: Mapping[SizedHandle, object], more: int) -> bool:
+        """Tell whether collectives may all stay in flight while `more` are added to them, as the reductions of norms.
+
+        No weight of the rank then makes the reduction buffer overflow.
+        """
+        if any(handle.result is None or handle.result.kind is not Kind.GRAD_WEIGHT for handle in reductions):
+            return False
+        axis = next(iter(reductions)).group.axis
+        weights = self.plan.weights
+        largest = max(w.elements for w in weights.values() if axis in (*w.reduce_every_microbatch, *w.reduce_once))
+        sizes = [(weights[h.result.layer].elements, h.repetition) for h in reductions if h.result]
+        in_flight = sum(elements * (1 + repetition.more if repetition else 1) for elements, repetition in sizes)
+        return in_flight + more * max(elements for elements, _ in sizes) + largest <= self.plan.reduction_buffer
 
     @cached_property
     def snapshots(self) -> StateSnapshots:
@@ -139,7 +165,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
 
     def run_step(self, key: StepKey) -> CompressedStep:
         """Run a step that is no message, or the end of the schedule."""
-        self.key = key
+        self.key, self.compressed.step_kind = key, key.kind
         running = self.finish(key) if key.kind is None else self.step(self.step_for(key))
         try:
             running.send(None)
@@ -258,29 +284,57 @@ class CompressedRunner(PlanRunner[SizedValue]):
         stage_pass = self.stage_passes.get((name, stage))
         if stage_pass is None:
             known, layers = self.compressed.sample.stage_passes, self.plan.stages[stage]
-            key = (name, *map(self.passes.pass_key, layers))
+            gaps = [(gap.at - layers[0], gap.more) for gap in self.compressed.model.gaps if gap.at in layers]
+            key = (name, *map(self.passes.pass_key, layers), *gaps)
             stage_pass = known.get(key)
             if stage_pass is None:
-                stage_pass = known[key] = join_passes(list(self.passes_in(name, layers)))
+                stage_pass = known[key] = join_passes(self.passes_of(name, layers))
             self.stage_passes[name, stage] = stage_pass
         return stage_pass
 
-    def passes_in(self, name: str, layers: range) -> Iterator[tuple[MeasuredPass, int]]:
-        """Yield a stage's passes in order, each with its layer's place in the stage."""
-        sample, pass_of, first = self.compressed.sample, self.passes.pass_of, layers[0]
+    def passes_of(self, name: str, layers: range) -> list[tuple[MeasuredPass, int]]:
+        """List the passes of a stage of the whole model in order, each with its layer's place in the stage.
+
+        Args:
+            name: of the passes.
+            layers: of the stage in the short model.
+        """
+        forward, positions, whole_layer = (
+            name == "forward",
+            self.compressed.positions,
+            self.compressed.model.whole_layer,
+        )
+        passes: list[tuple[MeasuredPass, int]] = []
+        block: list[tuple[MeasuredPass, int]] = []
+        for l in layers if forward else reversed(layers):
+            shift = whole_layer[l] - whole_layer[layers[0]] - l
+            of_layer = [(each, layer + shift) for each, layer in self.passes_at(name, l)]
+            passes += of_layer
+            position = positions.get(l)
+            if position is None or position.after is forward:
+                continue
+            block += of_layer
+            gap = position.gap
+            if l == (gap.at - 1 if forward else gap.at):
+                joined, each = join_passes(block), gap.each if forward else -gap.each
+                passes += [(joined, number * each) for number in range(1, gap.more + 1)]
+                block = []
+        return passes
+
+    def passes_at(self, name: str, l: int) -> Iterator[tuple[MeasuredPass, int]]:
+        """Yield the passes of one layer in order, and of those that it recomputes, each with its layer."""
         forward_of = self.passes.forward_of
         if name == "forward":
-            for l in layers:
-                yield forward_of(l, self.plan.layers[l].keeps, True), l - first
+            yield forward_of(l, self.plan.layers[l].keeps, True), l
             return
-        for l in reversed(layers):
-            if name != "backward_weight":
-                for again in self.plan.layers[l].recompute:
-                    yield forward_of(again, "all", again != l), again - first
-            yield pass_of(name, l), l - first
-            if name != "backward_input" and l not in self.plan.weightless and not sample.prices.adds_in_backward:
-                seconds = sample.compute(OpKind.ADD, self.passes.gradient(l).part)
-                yield MeasuredPass(seconds, (), seconds, NO_BYTES, NO_PEAKS), l - first
+        if name != "backward_weight":
+            for again in self.plan.layers[l].recompute:
+                yield forward_of(again, "all", again != l), again
+        yield self.passes.pass_of(name, l), l
+        sample = self.compressed.sample
+        if name != "backward_input" and l not in self.plan.weightless and not sample.prices.adds_in_backward:
+            seconds = sample.compute(OpKind.ADD, self.passes.gradient(l).part)
+            yield MeasuredPass(seconds, (), seconds, NO_BYTES, NO_PEAKS), l
 
 
 def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
@@ -289,9 +343,12 @@ def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
     Args:
         parts: the passes, each with its layer's place counted from the first layer.
     """
-    held, peak, after = list(NO_BYTES), None, 0.0
+    held, peak, after, seconds = list(NO_BYTES), None, 0.0, 0.0
     collectives: list[PassCollective] = []
+    waits: list[Interval] = []
     for each, place in parts:
+        waits += [(seconds + start, seconds + end) for start, end in each.waits]
+        seconds += each.seconds
         for collective in each.collectives:
             collectives.append(collective._replace(after=after + collective.after))
             after = 0.0
@@ -301,8 +358,7 @@ def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
                 most = tuple([a + b for a, b in zip(held, found.by_category, strict=True)])
                 peak = PassPeak(sum(most), most, found.op, found.layer + place)
         held = [a + b for a, b in zip(held, each.delta, strict=True)]
-    seconds = sum(each.seconds for each, _ in parts)
-    return MeasuredPass(seconds, tuple(collectives), after, tuple(held), (peak, None, None))
+    return MeasuredPass(seconds, tuple(collectives), after, tuple(held), (peak, None, None), tuple(waits))
 
 
 class ValueState(NamedTuple):
@@ -323,12 +379,13 @@ StorePlace = tuple[int, Hashable]
 
 
 class HandleState(NamedTuple):
-    """State of a `SizedHandle`. It counts back from the latest collective, so that it does not depend on time."""
+    """State of a `SizedHandle`. It counts back from its group's latest collective and does not depend on time."""
 
     group: Group
     ago: int
     result: ValueState | None
     read: StorePlace | ValueState | None
+    repetition: Repetition | None
 
 
 class RankState(NamedTuple):
@@ -384,9 +441,10 @@ class StateSnapshots:
             [
                 HandleState(
                     each.group,
-                    rank.collectives - each.number,
+                    rank.started[each.group] - each.number,
                     each.result and state_of(each.result),
                     each.read and (places.get(id(each.read)) or state_of(each.read)),
+                    each.repetition,
                 )
                 for each in rank.outstanding
             ]
@@ -418,12 +476,16 @@ class StateSnapshots:
             self._stores[number].put(key, restored(saved))
         rank.outstanding.clear()
         rank.open.clear()
-        rank.collectives = max((saved.ago for saved in state.under_way), default=0)
+        rank.started.clear()
+        for saved in state.under_way:
+            rank.started[saved.group] = max(rank.started[saved.group], saved.ago)
         for saved in state.under_way:
             read = saved.read
             value = restored(read) if isinstance(read, ValueState) else read and self._stores[read[0]][read[1]]
             result = saved.result and restored(saved.result)
-            rank.register(SizedHandle(rank, saved.group, rank.collectives - saved.ago, result, value))
+            handle = SizedHandle(rank, saved.group, rank.started[saved.group] - saved.ago, result, value)
+            handle.repetition = saved.repetition
+            rank.register(handle)
         handles: list[Any] = list(rank.outstanding)
         self._weights.restore(state.gathering, handles.__getitem__)
         self._gradients.restore(state.reducing, handles.__getitem__)
@@ -548,50 +610,3 @@ def block_cuts(plan: RankPlan, layer: int) -> Cuts:
     blocks = plan.model.recomputable
     block = blocks[bisect_right(blocks, layer, key=lambda block: block.start) - 1]
     return tuple(stage[0] - block[0] for stage in plan.stages if block[0] < stage[0] <= block[-1])
-
-
-def rank_kind_key(sample: PricedSample, plan: RankPlan) -> Hashable:
-    """Return a key that is equal for ranks that can share their compressed steps.
-
-    It has all of a rank's plan that a step depends on, but for the order of the steps.
-    """
-    model, stages = plan.model, [plan.stages[stage] for stage in plan.own_stages]
-    shared_residuals = sample.shared_residuals(plan)
-    places = {layer: place for place, layer in enumerate(plan.layers)}
-    layers = [
-        (
-            layer.keeps,
-            layer.recompute.start - l if layer.recompute else None,
-            len(layer.recompute),
-            block_cuts(plan, l),
-            l in shared_residuals,
-            l in plan.weightless,
-            places.get(plan.weight_of(l), -1),
-            model.gathered_with(plan.weight_of(l)) - model.gathered_with(stage.start),
-        )
-        for stage in stages
-        for l, layer in ((l, plan.layers[l]) for l in stage)
-    ]
-    weights = [
-        (
-            places.get(l, l),
-            weight.parameters[1],
-            weight.optimizer[1],
-            weight.users,
-            weight.cut_axes,
-            weight.elements,
-            weight.reduce_every_microbatch,
-            weight.reduce_once,
-            weight.direction_axes,
-            weight.shared_by,
-            weight.counted,
-        )
-        for l, weight in plan.weights.items()
-    ]
-    around = [
-        (stage.start == 0, stage.stop == len(model.layers), sample.sample_layer[stage.start : stage.stop + 1])
-        for stage in stages
-    ]
-    adjacent = [after == before + 1 for before, after in zip(plan.own_stages, plan.own_stages[1:], strict=False)]
-    axes = plan.gather_axes, plan.scatter_axes, plan.update_axes
-    return tuple(layers), tuple(weights), tuple(around), tuple(adjacent), axes, plan.reduction_buffer

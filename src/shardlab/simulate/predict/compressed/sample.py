@@ -207,6 +207,7 @@ class PassMeter:
         self.tape, self.times = traced.program.tapes[0], Clocks(traced, prices).run()
         self.memory = MemoryLedger(self.tape, traced.specs[0], size, real=True, counters=True, sizes=size.sizes).run()
         self.arrivals = self._arrivals(prices.blocking_p2p)
+        self._idle = self.times.idle[0] if prices.contention else []
 
     def _arrivals(self, blocking: float) -> list[float]:
         """Find when compute arrives at each op."""
@@ -237,6 +238,8 @@ class PassMeter:
         seconds = rest + sum(collective.after + collective.seconds for collective in collectives)
         if rest < 0:  # communication beside compute, on streams that nobody else uses
             seconds, collectives = self.arrivals[stop] - self.arrivals[start], ()
+        began, ended = self.arrivals[start], self.arrivals[stop]
+        idle = [each for each in self._idle if began <= each.since and each.until <= ended]
         return MeasuredPass(
             seconds,
             collectives,
@@ -247,6 +250,7 @@ class PassMeter:
                 self._peak(start, range(main, min(main + 1, stop)), layer),
                 self._peak(start, range(main + 1, stop), layer),
             ),
+            tuple([(each.since - began, each.until - began) for each in idle]),
         )
 
     def _peak(self, start: int, ops: range, layer: int) -> PassPeak | None:
@@ -308,21 +312,24 @@ class PricedSample:
     Args:
         workload: the whole workload.
         step_types: types of the steps that its schedule has.
+        sample_layer: for each layer of the short model, the layer of the sample that is identical to it.
 
     Attributes:
-        sample_layer: for each layer, the layer of the sample that is identical to it.
         rank_stride: difference between the numbers of neighbouring ranks of a pipeline.
-        merges: whether communication that is awaited at once can count as compute: it slows nothing down.
+        merges: whether communication that is awaited at once can count as compute. It cannot if ranks lose time
+            beyond contention at each wait.
+        notes_waits: whether the moments of such communication count, since compute is slower beside other
+            communication.
         stage_passes: passes of whole stages, by the keys of their layers' passes.
     """
 
-    def __init__(self, workload: Workload, step_types: Collection[type]) -> None:
+    def __init__(self, workload: Workload, step_types: Collection[type], sample_layer: Sequence[int]) -> None:
         self._sample, self._step_types = workload.sample, step_types
-        self.sample_layer = workload.repeated.alike
+        self.sample_layer = sample_layer
         self.place = workload.repeated.place
         self.rank_stride = workload.mesh.world // workload.mesh.pp
         self.sizes, self.prices = self._sample.sizes, self._sample.prices
-        self.merges = not self.prices.slows
+        self.merges, self.notes_waits = not self.prices.lag.most, self.prices.contention > 0
         self.stage_passes: dict[Hashable, MeasuredPass] = {}
         self._wire_bytes, self._held_bytes = Bytes(self.sizes), Bytes(self._sample.kept_sizes)
         self._saves = self._sample.kept_sizes.saves_residual
@@ -445,6 +452,7 @@ class MeasuredPass:
         rest: seconds of compute after the last of these.
         delta: bytes that are held after it and were not before, by category.
         peaks: of the ops before the one that computes with the weight, of that op, and of the ops after it.
+        waits: if communication takes time from compute, the intervals in which the pass computes nothing.
         bytes, changes: `delta` in all, and (category, bytes) where it is not 0.
         groups: those of the collectives.
     """
@@ -454,6 +462,7 @@ class MeasuredPass:
     rest: float
     delta: CategoryBytes
     peaks: tuple[PassPeak | None, PassPeak | None, PassPeak | None]
+    waits: tuple[tuple[float, float], ...] = ()
     bytes: int = field(init=False)
     changes: tuple[tuple[int, int], ...] = field(init=False)
     groups: frozenset[Group] = field(init=False)

@@ -1,37 +1,42 @@
 """Steps of the ranks of a pipeline, computed once for each state of a rank and each kind of step.
 
-A `StepCompressor` turns a rank's plan into a list of `CompressedStep`s: `row` gives their entries to the clocks, and
-`peak` adds up their bytes. Ranks whose layers, weights and neighbours are of the same kinds share one `RankKind`, which
-runs a single rank and remembers what each step did. With more microbatches the schedule is longer, but few of its steps
-are new.
+A `StepCompressor` turns a rank's schedule into a list of `CompressedStep`s: `row` gives their entries to the clocks,
+and `peak` adds up their bytes. Ranks whose layers, weights and neighbours are of the same kinds share one `RankKind`,
+which runs a single rank and remembers what each step did. With more microbatches the schedule is longer, but few of its
+steps are new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from shardlab.language import OpKind
 from shardlab.simulate.predict.compressed.clocks import CompressedStep, Entry, Rendezvous, Route, Row
 from shardlab.simulate.predict.compressed.rank import CompressedRank
-from shardlab.simulate.predict.compressed.runner import CompressedRunner, RankState, StepKey, rank_kind_key, step_keys
+from shardlab.simulate.predict.compressed.runner import CompressedRunner, RankState, StepKey, step_keys
 from shardlab.simulate.predict.compressed.sample import NO_BYTES, PassPeak, PricedSample, SizedPart
+from shardlab.simulate.predict.compressed.short_model import ShortModel
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.timeline.memory import CATEGORIES
 from shardlab.strategies.plan.rank_plan import RankPlan
+from shardlab.strategies.schedules.steps import ShardedStep
 
 
-class RankSteps(NamedTuple):
-    """Training step of one rank, as a sequence of compressed steps of its schedule.
+class PipelineRank(NamedTuple):
+    """Rank of a pipeline.
 
     Attributes:
-        kind: the kind of rank that it was computed for.
-        steps: in order; the first loads the weights, the last updates them.
+        number, place: its number, and its place in the pipeline.
+        own_stages: numbers of its stages.
+        kind: the kind of rank that it is.
     """
 
+    number: int
+    place: int
+    own_stages: Sequence[int]
     kind: RankKind
-    steps: list[CompressedStep]
 
 
 class StepCompressor:
@@ -39,36 +44,45 @@ class StepCompressor:
 
     Args:
         sample: sizes, prices and measured passes of the workload.
+        model: the short model that the ranks follow.
 
     Attributes:
         kinds: the kinds of ranks seen so far.
     """
 
-    def __init__(self, sample: PricedSample) -> None:
-        self._sample = sample
+    def __init__(self, sample: PricedSample, model: ShortModel) -> None:
+        self._sample, self._model = sample, model
         self.kinds: dict[Hashable, RankKind] = {}
 
-    def compress(self, plan: RankPlan, index: int) -> RankSteps:
-        """Return the compressed step of a rank.
+    def rank(self, own_stages: Sequence[int], place: int, number: int, resolve: Callable[[], RankPlan]) -> PipelineRank:
+        """Return a rank. Ranks of one kind share it.
 
         Args:
-            plan: the plan as resolved for the rank.
-            index: the rank's number.
+            own_stages, place, number: as of a `PipelineRank`.
+            resolve: resolves the plan of the short model for the rank. It is called for the first rank of a kind.
         """
-        key = rank_kind_key(self._sample, plan)
+        key = self._model.rank_key(own_stages)
         kind = self.kinds.get(key)
         if kind is None:
-            kind = self.kinds[key] = RankKind(self._sample, plan, index)
-        gathers = bool(plan.gather_axes) and not plan.explicit_gathers
-        keys = step_keys(plan.steps, plan.own_stages, plan.pipeline.index(index), gathers=gathers)
-        return RankSteps(kind, kind.steps_for(keys))
+            kind = self.kinds[key] = RankKind(self._sample, self._model, resolve(), number)
+        return PipelineRank(number, place, own_stages, kind)
 
-    def row(self, rank: RankSteps, index: int) -> Row:
-        """Return the entries of a rank's step, and its part in the messages of each route."""
+    def compress(self, rank: PipelineRank, steps: Sequence[ShardedStep]) -> list[CompressedStep]:
+        """Return the compressed steps of a rank's schedule; the first loads the weights, the last updates them.
+
+        Raises:
+            NotPeriodicError: if a step does not tell that of the whole model.
+        """
+        plan = rank.kind.plan
+        gathers = bool(plan.gather_axes) and not plan.explicit_gathers
+        return rank.kind.steps_for(step_keys(steps, rank.own_stages, rank.place, gathers=gathers))
+
+    def row(self, rank: PipelineRank, steps: Sequence[CompressedStep]) -> Row:
+        """Return the entries of a rank's steps, and its part in the messages of each route."""
         entries: list[Entry] = []
-        for step in rank.steps:
+        for step in steps:
             entries += step.entries
-        return entries, [self._rendezvous(route, index) for route in rank.kind.routes]
+        return entries, [self._rendezvous(route, rank.number) for route in rank.kind.routes]
 
     def _rendezvous(self, route: Route, index: int) -> Rendezvous:
         peer = index + route.offset * self._sample.rank_stride
@@ -77,26 +91,23 @@ class StepCompressor:
         blocks = self._sample.prices.blocking_p2p * seconds if route.sends else 0.0
         return Rendezvous((source, target), frozenset((source, target)), 2, seconds, blocks)
 
-    def peak(self, rank: RankSteps, plan: RankPlan, index: int) -> Peak:
+    def peak(self, rank: PipelineRank, steps: Sequence[CompressedStep]) -> Peak:
         """Return the peak of a rank's memory in a step."""
         held = most = 0
         peak, before = None, 0
-        for at, step in enumerate(rank.steps):
+        for at, step in enumerate(steps):
             if step.peak is not None and held + step.peak.bytes > most:
                 most, peak, before = held + step.peak.bytes, step.peak, at
             held += step.bytes
         if peak is None:
             peak = PassPeak(0, NO_BYTES, OpKind.LOAD_WEIGHT, 0)
-        each = zip(peak.by_category, *[step.by_category for step in rank.steps[:before]], strict=True)
+        each = zip(peak.by_category, *[step.by_category for step in steps[:before]], strict=True)
         by_category = {category.value: sum(bytes) for category, bytes in zip(CATEGORIES, each, strict=True)}
-        layer = peak.layer if peak.layer < 0 else _layers(plan)[_layers(rank.kind.plan).index(peak.layer)]
-        part = "" if layer < 0 else "head" if layer == len(plan.model.layers) else self._sample.place(layer)
-        return Peak(index, most, by_category, peak.op, layer, 0, part)
-
-
-def _layers(plan: RankPlan) -> list[int]:
-    """List a rank's layers, and the layer that follows each of its stages."""
-    return [*plan.layers, *(plan.stages[stage].stop for stage in plan.own_stages)]
+        layer, layers_of = peak.layer, self._model.layers_of
+        if layer >= 0:
+            layer = layers_of(rank.own_stages)[layers_of(rank.kind.plan.own_stages).index(layer)]
+        part = "" if layer < 0 else "head" if layer == self._model.whole_layer[-1] else self._sample.place(layer)
+        return Peak(rank.number, most, by_category, peak.op, layer, 0, part)
 
 
 class RankKind:
@@ -111,8 +122,8 @@ class RankKind:
         transitions: number of a state and step key to the compressed step, and the number of the state after it.
     """
 
-    def __init__(self, sample: PricedSample, plan: RankPlan, index: int) -> None:
-        self._sample, self._index = sample, index
+    def __init__(self, sample: PricedSample, model: ShortModel, plan: RankPlan, number: int) -> None:
+        self._sample, self._model, self._first = sample, model, number
         self.plan = replace(plan, steps=tuple({type(step): step for step in plan.steps}.values()))
         self.routes: list[Route] = []
         self._parts: dict[int, SizedPart] = {}
@@ -124,7 +135,8 @@ class RankKind:
 
     def _load(self) -> None:
         """Make a rank that has its weights loaded and has run no step."""
-        rank = CompressedRank(self._index, self.plan.plan.mesh, self._sample, self.routes)
+        mesh = self.plan.plan.mesh
+        rank = CompressedRank(self._first, mesh, self._sample, self.routes, self._model)
         self._runner = CompressedRunner(rank, self.plan)
         self._runner.gradients.load()
         self._loaded = self._runner.compressed.finish_step()
@@ -151,8 +163,14 @@ class RankKind:
             self._load()
         if self._state != state:
             self._runner.snapshots.restore(self._states[state], self._parts)
+            self._state = state
+        rank = self._runner.compressed
+        changes, in_flight = rank.changes, bool(rank.outstanding)
         step = self._runner.run_step(key)
-        self._state = self._number() if key.kind else -1  # the update changes values that no state has
+        if key.kind is None:
+            self._state = -1  # the update changes values that no state has
+        elif key.last or in_flight or rank.outstanding or rank.changes != changes:
+            self._state = self._number()
         return step, self._state
 
     def _number(self) -> int:

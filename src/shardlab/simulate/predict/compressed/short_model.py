@@ -1,0 +1,307 @@
+"""Models with fewer blocks, whose compressed steps are extended to those of the whole model.
+
+The blocks of a stage are identical, so a pass does with one block what it did with the block before, as soon as the
+same collectives are in flight at the start of both. A `ShortModel` leaves out most blocks in the middle of each stage
+(`shorten`). A compressed rank follows its few layers and cuts each step into segments where it enters the two blocks
+before and after the gap (`StepSegment`). If it enters both with the same collectives in flight, the segment between
+them stands for the left-out blocks too, and `extend_step` repeats it. Otherwise the step is not periodic there, and the
+replay tries again with more blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from shardlab.language import Group, Sizes
+from shardlab.models.cutting import Repeated
+from shardlab.simulate.predict.compressed.clocks import AwaitCollective, CompressedStep, Compute, Entry
+from shardlab.simulate.predict.compressed.sample import NO_BYTES, PassPeak
+from shardlab.simulate.predict.workload import Workload
+from shardlab.strategies.plan.plan import CUT_AXES, Plan
+from shardlab.strategies.plan.rank_plan import ModelLayers, model_layers
+from shardlab.strategies.plan.resolve import named_blocks
+
+
+class NotPeriodicError(Exception):
+    """The steps of a short model do not tell those of the whole model."""
+
+
+class Gap(NamedTuple):
+    """Place in a stage of a short model where blocks are left out.
+
+    Attributes:
+        start, stop: the identical blocks of the short model around the gap: first layer, and end.
+        each: number of layers of a block.
+        at: first layer after the gap.
+        more: number of blocks that are left out.
+    """
+
+    start: int
+    stop: int
+    each: int
+    at: int
+    more: int
+
+
+@dataclass(frozen=True)
+class ShortModel:
+    """Model with fewer blocks, and the plan with as many stages for it.
+
+    Attributes:
+        plan, sizes: of the short model.
+        alike: for each layer of the short model, the identical layer of the sample.
+        stages: layers of each stage in the whole model.
+        starts: first layer of each stage in the short model, and the end of the last stage.
+        gaps: places where blocks are left out.
+        recomputed: layers of the short model in blocks that the plan names for recomputation.
+        whole_layer: for each layer of the short model, and for its end, its number in the whole model.
+    """
+
+    plan: Plan
+    sizes: Sizes
+    alike: Sequence[int]
+    stages: Sequence[range]
+    starts: Sequence[int]
+    gaps: Sequence[Gap]
+    recomputed: Collection[int]
+    whole_layer: Sequence[int]
+
+    @cached_property
+    def positions(self) -> dict[int, Position]:
+        """Layers of the blocks before and after each gap, with their positions."""
+        return {
+            layer: position
+            for gap in self.gaps
+            for position, start in ((Position(gap, False), gap.at - gap.each), (Position(gap, True), gap.at))
+            for layer in range(start, start + gap.each)
+        }
+
+    def layers_of(self, own_stages: Sequence[int]) -> list[int]:
+        """List the whole model's layers of a rank, and the layer that follows each of its stages."""
+        stages = [self.stages[stage] for stage in own_stages]
+        return [*(layer for stage in stages for layer in stage), *(stage.stop for stage in stages)]
+
+    def rank_key(self, own_stages: Sequence[int]) -> Hashable:
+        """Return a key of a rank. Ranks with equal keys have plans that differ in nothing but the numbers of layers."""
+        alike, starts, kinds = self.alike, self.starts, list[Hashable]()
+        for stage, following in zip(own_stages, [*own_stages[1:], -1], strict=True):
+            layers = range(starts[stage], starts[stage + 1])
+            gaps = tuple([(gap.at - layers.start, gap.more) for gap in self.gaps if gap.at in layers])
+            recomputed = tuple([layer in self.recomputed for layer in layers]) if self.recomputed else ()
+            ends = layers.start == 0, layers.stop == starts[-1], following == stage + 1
+            kinds.append((tuple(alike[layers.start : layers.stop + 1]), gaps, recomputed, ends))
+        return tuple(kinds)
+
+
+def shorten(workload: Workload, extra: int | None) -> ShortModel:
+    """Return the short model of a workload.
+
+    Args:
+        workload: the whole workload.
+        extra: number of blocks to keep of each run of identical blocks, beside those that are needed as far as the
+            reductions in flight tell (None: keep all blocks).
+
+    Raises:
+        UserError: if the plan's stages or recomputed blocks do not fit the model.
+    """
+    plan, sizes, repeated = workload.plan, workload.sizes, workload.repeated
+    assert isinstance(plan, Plan)
+    model = model_layers(sizes)
+    bounds = plan.bounds(model.pipeline_units, model.units_text)
+    stages = [range(model.pipeline_cuts[start], model.pipeline_cuts[stop]) for start, stop in pairwise(bounds)]
+    gaps = [] if extra is None or not repeated.more else list(_gaps(plan, sizes, model, repeated, stages, extra))
+    if 4 * sum(gap.more * gap.each for gap in gaps) < len(model.layers):  # hardly less work
+        starts = [*(stage.start for stage in stages), len(model.layers)]
+        whole_layer = range(len(model.layers) + 1)
+        return ShortModel(plan, sizes, repeated.alike, stages, starts, (), _recomputed(plan, model), whole_layer)
+    more = sum(gap.more for gap in gaps)
+    fewer = Repeated(repeated.sample, repeated.more - more)
+    begins = {gap.at: gap.more * gap.each for gap in gaps}
+    shifts = accumulate(begins.get(layer, 0) for layer in range(len(model.layers) + 1 - more * repeated.each))
+    whole_layer = [layer + shift for layer, shift in enumerate(shifts)]
+    kept = set(whole_layer)
+    units = [sum(cut in kept for cut in model.pipeline_cuts[start:stop]) for start, stop in pairwise(bounds)]
+    short = replace(plan, layers_per_stage=tuple(units))
+    if isinstance(plan.recompute, tuple):
+        numbers = [number for number, block in enumerate(model.recomputable) if block.start in kept]
+        short = replace(short, recompute=tuple([at for at, number in enumerate(numbers) if number in plan.recompute]))
+    starts = [bisect_left(whole_layer, start) for start in (*(stage.start for stage in stages), len(model.layers))]
+    named = _recomputed(plan, model)
+    recomputed = {layer for layer, whole in enumerate(whole_layer) if whole in named}
+    fewer_sizes = fewer.sizes(workload.sample.sizes)
+    return ShortModel(short, fewer_sizes, fewer.alike, stages, starts, gaps, recomputed, whole_layer)
+
+
+def _gaps(
+    plan: Plan, sizes: Sizes, model: ModelLayers, repeated: Repeated, stages: Sequence[range], extra: int
+) -> Iterator[Gap]:
+    """Yield the gaps of a short model. Around each are the blocks in which a rank's steps become periodic."""
+    left_out, each = 0, repeated.each
+    in_flight = _blocks_in_flight(plan, sizes, model, each, stages)
+    for stage, blocks in _identical_blocks(plan, model, repeated, stages):
+        # the first block may be cut by the stage, and the second one gathered while the stage before it ran
+        before = 3 if plan.shard_parameters and stages[stage].start == blocks.start else 2
+        after = 1 + extra + in_flight[stage if len(stages) == plan.mesh.pp else -1]
+        more = len(blocks) // each - before - after
+        if more > 0:
+            start = blocks.start - left_out
+            left_out += more * each
+            yield Gap(start, blocks.stop - left_out, each, start + before * each, more)
+
+
+def _recomputed(plan: Plan, model: ModelLayers) -> set[int]:
+    """Return the layers of the blocks that a plan names for recomputation (empty: it names none)."""
+    named = plan.recompute if isinstance(plan.recompute, tuple) else ()
+    return {layer for block in named_blocks(named, model) for layer in block}
+
+
+def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, stages: Sequence[range]) -> list[int]:
+    """Return for each stage the most blocks whose gradients are being reduced at once, and the most of all stages."""
+    axes = max(1, sum(plan.mesh.sizes()[axis] > 1 for axis in CUT_AXES))  # one after the other
+    last = int(plan.sequence_parallel)  # the gradients of norms are then reduced over tp
+    numbers: list[int] = []
+    for stage in stages:
+        elements = Counter[int]()
+        for layer in stage:
+            elements[model.reduced_with(layer)] += sizes.weights[layer]
+        middle = stage.start + (len(stage) - each) // 2
+        block = sum(sizes.weights[max(stage.start, middle) : middle + each])
+        buffer = max(elements.values()) / block if block else 1.0
+        numbers.append(axes * math.ceil(buffer) + last + (buffer > 1))
+    return [*numbers, max(numbers)]
+
+
+def _identical_blocks(
+    plan: Plan, model: ModelLayers, repeated: Repeated, stages: Sequence[range]
+) -> Iterator[tuple[int, range]]:
+    """Yield the layers of each run of identical blocks, all or none of them recomputed, with their stage's number."""
+    each, first = repeated.each, (repeated.sample.layers - repeated.each) // 2
+    stop = first + (repeated.more + 1) * each
+    recomputed = _recomputed(plan, model)
+    for number, stage in enumerate(stages):
+        start, end = max(stage.start, first), min(stage.stop, stop)
+        for layer in range(start + each, end):
+            if (layer in recomputed) != (layer - each in recomputed) and layer - each >= start:
+                yield number, range(start, layer)
+                start = layer
+        yield number, range(start, end)
+
+
+class Position(NamedTuple):
+    """Position of a layer beside a gap: in the block before it, or in the block after it."""
+
+    gap: Gap
+    after: bool
+
+
+NOTHING_STARTED: Mapping[Group, int] = Counter()
+
+
+class StepSegment(NamedTuple):
+    """Part of a step that is repeated for blocks that are left out.
+
+    Attributes:
+        step: what the rank does.
+        more: how often it is repeated.
+        distance: how much further the layers of each repetition lie.
+        started: by group, number of collectives that it starts.
+    """
+
+    step: CompressedStep
+    more: int = 0
+    distance: int = 0
+    started: Mapping[Group, int] = NOTHING_STARTED
+
+
+class Repetition(NamedTuple):
+    """Collectives that stay in flight from a repeated segment on, so that each repetition adds as many.
+
+    Attributes:
+        more, distance: as of the segment.
+        stride: number of collectives of their group that the segment starts.
+        handles: number of those that stay in flight.
+    """
+
+    more: int
+    distance: int
+    stride: int
+    handles: int
+
+
+def extend_step(segments: Sequence[StepSegment]) -> CompressedStep:
+    """Return the whole model's step from the segments of a short model's step."""
+    if len(segments) == 1:
+        return segments[0].step
+    extended = _ExtendedStep()
+    for segment in segments:
+        extended.add(segment.step)
+        if segment.more:
+            extended.repeat(segment)
+    return extended.step()
+
+
+class _ExtendedStep:
+    """Steps that are joined to one."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._bytes, self._by_category = 0, list(NO_BYTES)
+        self._peak: PassPeak | None = None
+        self._joined: Compute | None = None  # the latest compute, if it was made here
+
+    def add(self, step: CompressedStep) -> None:
+        """Add a step."""
+        self._add_entries(step.entries)
+        self._raise_peak(step.peak)
+        self._add_bytes(step)
+
+    def repeat(self, segment: StepSegment) -> None:
+        """Add the repetitions of a segment that was just added."""
+        step, more, distance, started = segment
+        awaits = any(isinstance(entry, AwaitCollective) and entry.stride for entry in step.entries)
+        for number in range(1, more + 1):
+            self._add_entries(_awaiting_later(step.entries, number, started) if awaits else step.entries)
+        self._raise_peak(step.peak, distance)
+        self._add_bytes(step, more - 1)
+        self._raise_peak(step.peak, distance * more)
+        self._add_bytes(step)
+
+    def _add_entries(self, entries: Sequence[Entry]) -> None:
+        last = self._entries[-1] if self._entries else None
+        if entries and isinstance(last, Compute) and isinstance(entries[0], Compute):
+            if last is not self._joined:
+                last = self._joined = self._entries[-1] = Compute(last.seconds, last.waits)
+            last.extend(entries[0].seconds, entries[0].waits)
+            self._entries += entries[1:]
+        else:
+            self._entries += entries
+
+    def _add_bytes(self, step: CompressedStep, times: int = 1) -> None:
+        self._bytes += times * step.bytes
+        self._by_category = [a + times * b for a, b in zip(self._by_category, step.by_category, strict=True)]
+
+    def _raise_peak(self, peak: PassPeak | None, shift: int = 0) -> None:
+        """Compare the peak of a step that follows, whose layers lie `shift` places further."""
+        if peak is not None and (self._peak is None or self._bytes + peak.bytes > self._peak.bytes):
+            by_category = tuple([a + b for a, b in zip(self._by_category, peak.by_category, strict=True)])
+            self._peak = PassPeak(self._bytes + peak.bytes, by_category, peak.op, peak.layer + shift)
+
+    def step(self) -> CompressedStep:
+        return CompressedStep(self._entries, self._bytes, tuple(self._by_category), self._peak)
+
+
+def _awaiting_later(entries: Sequence[Entry], number: int, started: Mapping[Group, int]) -> list[Entry]:
+    """Return the entries of a repetition, in which collectives are awaited that repetitions have started."""
+    return [
+        AwaitCollective(entry.group, entry.ago - number * (entry.stride - started[entry.group]))
+        if isinstance(entry, AwaitCollective) and entry.stride
+        else entry
+        for entry in entries
+    ]

@@ -1,0 +1,213 @@
+"""Event loop of a replay: rows of ops, and the communications between them.
+
+A row advances until it waits for a communication that has not started. Communications start in the order of time in
+which they are ready, since those that share a stream take turns in that order. A row may run ahead of that time: what
+it starts then is ready later. It may also stop, to go on when its time has come.
+
+`EventLoop` is the loop. `Clocks` (`shardlab.simulate.timeline.run`) replays whole tapes on it, and `step_seconds`
+(`shardlab.simulate.predict.compressed.clocks`) compressed steps. `IdleLog` knows when a row stood still, for prices by
+which communication takes time from compute.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from itertools import accumulate, count
+from typing import Generic, NamedTuple, TypeVar
+
+from shardlab.language.pass_names import NO_LAG, Lag
+
+PENDING = -1.0
+
+StartEnd = list[float]
+"""When a communication starts and ends; both are `PENDING` before that is known."""
+
+C = TypeVar("C", bound=Hashable)
+"""Name of a communication."""
+
+
+class PendingCommunication:
+    """Communication that not all of its members have joined.
+
+    Attributes:
+        times: its start and end, which all members share.
+        ready: when the last of the members so far has arrived.
+        rows: numbers of these members.
+    """
+
+    def __init__(self) -> None:
+        self.times = [PENDING, PENDING]
+        self.ready = 0.0
+        self.rows: list[int] = []
+
+
+class EventLoop(Generic[C]):
+    """Loop over rows and communications in the order of time.
+
+    Args:
+        rows: number of rows.
+        contention, lag: see `shardlab.simulate.timeline.prices.Prices`.
+
+    Attributes:
+        at, clocks: for each row, the index and the start of its next op.
+        slows: whether communication takes time from compute.
+        pending: communications that some members have joined.
+        idle: for each row, when it stood still; recorded if communication takes time from compute.
+    """
+
+    def __init__(self, rows: int, contention: float, lag: Lag) -> None:
+        self.at, self.clocks = [0] * rows, [0.0] * rows
+        self.contention, self.lag, self.slows = contention, lag, contention > 0 or lag.most > 0
+        self.idle = [IdleLog() for _ in range(rows)]
+        self._waits: dict[int, StartEnd] = {}
+        self.pending: dict[C, PendingCommunication] = {}
+        self._tie = count()
+        self._heap: list[tuple[float, int, int, C | None]] = []  # time, tie, row that goes on or -1, communication
+
+    @abstractmethod
+    def advance(self, row: int, now: float) -> None:
+        """Advance a row to its end, or until it has to `wait` for a communication, or wants to `stop`."""
+
+    @abstractmethod
+    def start(self, communication: C, ready: float) -> None:
+        """Start a communication that is ready, and `wake` its members."""
+
+    def run_rows(self) -> list[int]:
+        """Run to the end, and return the rows that wait for ever."""
+        for row in range(len(self.at)):
+            self.stop(row, 0, 0.0)
+        while self._heap:
+            now, _, row, communication = heapq.heappop(self._heap)
+            if communication is None:
+                self.advance(row, now)
+            else:
+                self.start(communication, now)
+        return list(self._waits)
+
+    def push(self, ready: float, communication: C) -> None:
+        """Start a communication at a moment, or once its streams are free."""
+        heapq.heappush(self._heap, (ready, next(self._tie), -1, communication))
+
+    def join(self, communication: C, members: int, row: int, clock: float) -> PendingCommunication:
+        """Join a row to a communication of several members. It is ready when the last one has arrived."""
+        joined = self.pending.get(communication)
+        if joined is None:
+            joined = self.pending[communication] = PendingCommunication()
+        joined.rows.append(row)
+        if clock > joined.ready:
+            joined.ready = clock
+        if len(joined.rows) == members:
+            self.push(joined.ready, communication)
+        return joined
+
+    def stop(self, row: int, at: int, clock: float) -> None:
+        """Let a row go on at an op when its time has come."""
+        self.at[row], self.clocks[row] = at, clock
+        heapq.heappush(self._heap, (clock, next(self._tie), row, None))
+
+    def wait(self, row: int, at: int, clock: float, times: StartEnd) -> None:
+        """Let a row wait at an op until a communication has started."""
+        self.at[row], self.clocks[row], self._waits[row] = at, clock, times
+
+    def wake(self, row: int, times: StartEnd, now: float) -> None:
+        """Let a row go on if it waits for a communication that has started."""
+        if self._waits.get(row) is times:
+            del self._waits[row]
+            heapq.heappush(self._heap, (max(self.clocks[row], now), next(self._tie), row, None))
+
+    def waited_until(self, row: int, clock: float, start: float, end: float, lag: Lag) -> float:
+        """Return when a row computes again after it has waited for a communication, and log that it stood still."""
+        end = waited_until(self.idle[row], clock, start, end, self.contention, lag)
+        if end > clock:
+            self.idle[row].append(clock, end)
+        return end
+
+
+class IdlePattern(NamedTuple):
+    """Intervals of a pass in which its rank's compute stands still, in order.
+
+    Attributes:
+        starts, ends: of each interval, in seconds from the start of the pass.
+        totals: seconds of the intervals before each one, and of all of them.
+    """
+
+    starts: Sequence[float]
+    ends: Sequence[float]
+    totals: Sequence[float]
+
+    @classmethod
+    def from_intervals(cls, intervals: Sequence[tuple[float, float]]) -> IdlePattern:
+        """Return the pattern of intervals, each given by its start and end, in order."""
+        totals = accumulate([end - start for start, end in intervals], initial=0.0)
+        return cls([start for start, _ in intervals], [end for _, end in intervals], list(totals))
+
+    def seconds_before(self, moment: float) -> float:
+        """Return the idle seconds before a moment, counted from the start of the pass."""
+        number = bisect_right(self.starts, moment)
+        if not number:
+            return 0.0
+        left = self.ends[number - 1] - moment
+        return self.totals[number] - left if left > 0 else self.totals[number]
+
+
+class IdleLog:
+    """Intervals in which a rank's compute has stood still so far, in order.
+
+    Attributes:
+        until: end of the last interval.
+    """
+
+    def __init__(self) -> None:
+        self.until = 0.0
+        self._starts, self._totals = list[float](), [0.0]
+        self._patterns: list[tuple[float, IdlePattern | None]] = []  # end of an interval, or a pass and its start
+
+    def append(self, since: float, until: float) -> None:
+        """Add an interval."""
+        self.until = until
+        self._starts.append(since)
+        self._totals.append(self._totals[-1] + until - since)
+        self._patterns.append((until, None))
+
+    def append_pass(self, since: float, pattern: IdlePattern) -> None:
+        """Add the intervals of a pass that starts at a moment."""
+        self.until = since + pattern.ends[-1]
+        self._starts.append(since)
+        self._totals.append(self._totals[-1] + pattern.totals[-1])
+        self._patterns.append((since, pattern))
+
+    def seconds_before(self, moment: float) -> float:
+        """Return the idle seconds before a moment."""
+        number = bisect_right(self._starts, moment)
+        if not number:
+            return 0.0
+        end, pattern = self._patterns[number - 1]
+        if pattern is not None:
+            return self._totals[number - 1] + pattern.seconds_before(moment - end)
+        return self._totals[number] - (end - moment if end > moment else 0.0)
+
+
+def waited_until(idle: IdleLog, clock: float, start: float, end: float, contention: float, lag: Lag = NO_LAG) -> float:
+    """Return when a rank computes again after a WAIT, if communication takes time from compute.
+
+    Args:
+        idle: intervals in which the rank stood still before.
+        clock: when it arrives at the WAIT.
+        start, end: start and end of the communication.
+        contention, lag: see `Prices`. Copies have no lag, since no ranks wait for each other.
+    """
+    again = clock if clock > end else end
+    if end <= start:
+        return again
+    if contention:
+        until = clock if clock < end else end
+        if until > start:
+            computed = until - start - idle.seconds_before(until) + idle.seconds_before(start)
+            if computed > 0:
+                again += contention * computed
+    if lag.most:
+        again += lag.seconds(clock - idle.until, hidden=end <= clock)
+    return again
