@@ -31,7 +31,7 @@ from shardlab.execute.transport.collectives import (
 )
 from shardlab.execute.transport.collectives import _by_messages as by_messages
 from shardlab.execute.transport.neighbours import Neighbours
-from shardlab.execute.transport.shared_collectives import PendingWork
+from shardlab.execute.transport.shared_transport import PendingWork
 from shardlab.language import Group, Mesh, Op, OpKind, Program, Sizes, UserError
 from shardlab.language.mesh import group_among
 from shardlab.language.pass_names import MOST_BYTES_BY_MESSAGES

@@ -3,7 +3,7 @@
 `Communicator` carries out a program's communication, and `make_groups` makes its process groups. Each operation
 uses one of three transports:
 
-- shared memory, if all members are neighbours on one host (`shared_collectives`);
+- shared memory, if all members are neighbours on one host (`shared_transport`);
 - on gloo, sends straight from member to member: gloo's reduce_scatter sums everything on every rank, its all_gather
   passes pieces around a ring, and its all_reduce goes around twice, which is two latencies for a small tensor;
 - torch.distributed's own collective otherwise.
@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.transport import shared_collectives
+from shardlab.execute.transport import shared_transport
 from shardlab.execute.transport.neighbours import Channel, Neighbours
-from shardlab.execute.transport.shared_collectives import PendingWork
+from shardlab.execute.transport.shared_transport import PendingWork
 from shardlab.language import Group, Program, Reduction, UserError
 from shardlab.language.pass_names import MOST_BYTES_BY_MESSAGES
 
@@ -57,7 +57,7 @@ def all_reduce(tensor: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessG
         The work: the result is there when its `wait` has ended, and until then nothing may touch the tensor.
     """
     if by == dist.ReduceOp.SUM and (here := _channel(group)):
-        return shared_collectives.all_reduce(*here, tensor)
+        return shared_transport.all_reduce(*here, tensor)
     mine, size = group.rank(), group.size()
     is_small = 0 < (size - 1) * tensor.nbytes <= MOST_BYTES_BY_MESSAGES
     if by != dist.ReduceOp.SUM or not is_small or not _by_messages(group):
@@ -85,7 +85,7 @@ def all_gather(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:
     """
     mine, size = group.rank(), group.size()
     if here := _channel(group):
-        return shared_collectives.all_gather(*here, _pieces(output, size), piece.view(-1))
+        return shared_transport.all_gather(*here, _pieces(output, size), piece.view(-1))
     if not _by_messages(group):
         return _all_gather_single(output, piece, group=group, async_op=True)
     pieces, piece = _pieces(output, size), piece.view(-1)
@@ -104,7 +104,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> A
     """
     mine, size = group.rank(), group.size()
     if here := _channel(group):
-        return shared_collectives.reduce_scatter(*here, output.view(-1), _pieces(whole, size))
+        return shared_transport.reduce_scatter(*here, output.view(-1), _pieces(whole, size))
     if not _by_messages(group):
         return _reduce_scatter_single(output, whole, group=group, async_op=True)
     pieces, total = _pieces(whole, size), output.view(-1)
@@ -131,7 +131,7 @@ def all_to_all(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any:
     """
     if here := _channel(group):
         outputs, inputs = (_pieces(tensor, group.size()) for tensor in (output, whole))
-        return shared_collectives.all_to_all(*here, outputs, inputs)
+        return shared_transport.all_to_all(*here, outputs, inputs)
     return dist.all_to_all_single(output, whole, group=group, async_op=True)
 
 
@@ -145,7 +145,7 @@ def broadcast(tensor: Tensor, root: int, group: dist.ProcessGroup) -> Any:
         The work: until its `wait` has ended, nothing may touch the tensor.
     """
     if here := _channel(group):
-        return shared_collectives.broadcast(*here, tensor, root)
+        return shared_transport.broadcast(*here, tensor, root)
     return dist.broadcast(tensor, root, group, async_op=True)
 
 
@@ -161,7 +161,7 @@ def scatter(output: Tensor, whole: Tensor | None, root: int, group: dist.Process
     """
     pieces = None if whole is None else [*whole.chunk(group.size())]
     if here := _channel(group):
-        return shared_collectives.scatter(*here, output, pieces, root)
+        return shared_transport.scatter(*here, output, pieces, root)
     return dist.scatter(output, pieces, root, group, async_op=True)
 
 
@@ -177,7 +177,7 @@ def gather(output: Tensor | None, piece: Tensor, root: int, group: dist.ProcessG
     """
     pieces = None if output is None else [*output.chunk(group.size())]
     if here := _channel(group):
-        return shared_collectives.gather(*here, pieces, piece, root)
+        return shared_transport.gather(*here, pieces, piece, root)
     return dist.gather(piece, pieces, root, group, async_op=True)
 
 
@@ -188,7 +188,7 @@ def barrier(group: dist.ProcessGroup) -> Any:
         The work: its `wait` ends when all members have started theirs.
     """
     if here := _channel(group):
-        return shared_collectives.barrier(*here)
+        return shared_transport.barrier(*here)
     return dist.barrier(group, async_op=True)
 
 
@@ -199,7 +199,7 @@ def send(tensor: Tensor, to: int) -> Any:
         The work: until its `wait` has ended, the tensor must not change.
     """
     here = Neighbours.with_rank(to)
-    return dist.isend(tensor, to) if here is None else shared_collectives.send(here, tensor, to)
+    return dist.isend(tensor, to) if here is None else shared_transport.send(here, tensor, to)
 
 
 def recv(tensor: Tensor, source: int) -> Any:
@@ -209,7 +209,7 @@ def recv(tensor: Tensor, source: int) -> Any:
         The work: the tensor has come when its `wait` has ended.
     """
     here = Neighbours.with_rank(source)
-    return dist.irecv(tensor, source) if here is None else shared_collectives.recv(here, tensor, source)
+    return dist.irecv(tensor, source) if here is None else shared_transport.recv(here, tensor, source)
 
 
 def _channel(group: dist.ProcessGroup) -> tuple[Neighbours, Channel] | None:
