@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,7 @@ from shardlab.check import check
 from shardlab.execute.transport import neighbours
 from shardlab.execute.transport.collectives import Transport, messages_with, transport_of
 from shardlab.execute.transport.neighbours import (
+    MAX_CHANNELS,
     MIN_BUFFER_BYTES,
     QUEUE_LENGTH,
     QUEUE_WORDS,
@@ -218,6 +220,109 @@ def test_who_is_faster_holds_no_more_than_a_few_messages(ranks: World) -> None:
 
 def test_who_gives_alone_waits_for_who_takes(ranks: World) -> None:
     assert ranks(2).call(one_gives)[0] < 5
+
+
+def started_and_left(rank: int) -> tuple[float, list[float]]:
+    """Start sums and messages of 1 MiB that nobody waits for.
+
+    Returns:
+        Shared memory that this rank has written, in tensors, and the last result of each kind.
+    """
+    connect_neighbours(LIMIT)
+    before, other, world = _shared_bytes(), 1 - rank, _world()
+    messages = messages_with(other)
+    total, received = torch.empty(LARGE), torch.empty(LARGE)
+    for number in range(300):
+        total = torch.full((LARGE,), float(number))
+        work = world.all_reduce([total])
+        if rank == 0:
+            messages.send([torch.full((LARGE,), float(number))], other)
+        else:
+            received = torch.empty(LARGE)
+            last = messages.recv([received], other)
+        if number % 4 == 0:
+            dist.barrier()
+    work.wait()
+    if rank:
+        last.wait()
+    return (_shared_bytes() - before) / total.nbytes, [float(total[-1]), float(received[-1]) if rank else 299.0]
+
+
+def test_works_that_nobody_waits_for_free_their_messages(ranks: World) -> None:
+    for written, results in ranks(2).call(started_and_left):
+        assert written < 64
+        assert results == [598.0, 299.0]
+
+
+def with_tags(rank: int) -> list[float]:
+    """Rank 0 waits for its sends of one tag; rank 1 has begun to receive those, but none of another tag."""
+    connect_neighbours(timedelta(seconds=20))
+    try:
+        messages, other = messages_with(1 - rank), 1 - rank
+        tensors = [torch.full((LARGE,), float(number)) for number in range(2 * WINDOW_MESSAGES)]
+        if rank == 0:
+            works = [[messages.send([each + 100 * tag], other, tag) for each in tensors] for tag in (1, 2)]
+            for work in works[1]:
+                work.wait()
+            dist.barrier()
+            for work in works[0]:
+                work.wait()
+            return []
+        works = [messages.recv([each], other, 2) for each in tensors]
+        dist.barrier()
+        received = [torch.empty(LARGE) for _ in tensors]
+        works += [messages.recv([each], other, 1) for each in received]
+        for work in works:
+            work.wait()
+        return [float(each[0]) for each in (*tensors, *received)]
+    finally:
+        connect_neighbours(LIMIT)
+
+
+def test_each_tag_has_a_receive_count_of_its_own(ranks: World) -> None:
+    numbers = range(2 * WINDOW_MESSAGES)
+    assert ranks(2).call(with_tags)[1] == [*(200.0 + n for n in numbers), *(100.0 + n for n in numbers)]
+
+
+def from_threads(rank: int) -> int:
+    """Eight threads send at once, each with a tag of its own."""
+    messages, other = messages_with(1 - rank), 1 - rank
+
+    def exchange(tag: int) -> int:
+        wrong = 0
+        for number in range(100):
+            received = torch.empty(500)
+            work = messages.recv([received], other, tag)
+            messages.send([torch.full((500,), 1000.0 * tag + number)], other, tag).wait()
+            work.wait()
+            wrong += int((received != 1000.0 * tag + number).sum())
+        return wrong
+
+    with ThreadPoolExecutor(8) as pool:
+        return sum(pool.map(exchange, range(1, 9)))
+
+
+def test_several_threads_may_send(ranks: World) -> None:
+    assert ranks(2).call(from_threads) == [0, 0]
+
+
+def test_threads_that_put_tensors_at_once_get_different_buffers() -> None:
+    outbox, tensors = Outbox(SIZE, RANKS), [torch.full((50,), float(number)) for number in range(400)]
+    with ThreadPoolExecutor(8) as pool:
+        offsets = list(pool.map(lambda tensor: outbox.put([tensor], [1]), tensors))
+    assert len(set(offsets)) == len(tensors)
+    assert all(torch.equal(outbox.tensors(at, [each])[0], each) for at, each in zip(offsets, tensors, strict=True))
+
+
+def test_more_channels_than_the_table_holds_are_refused() -> None:
+    outbox = Outbox(SIZE, RANKS)
+    for channel in range(1, MAX_CHANNELS + 1):
+        outbox.note_receives(1, channel, 10 * channel)
+    outbox.note_receives(1, 7, 71)
+    assert [outbox.receives(1, channel) for channel in (1, 7, MAX_CHANNELS, 1000)] == [10, 71, 10 * MAX_CHANNELS, 0]
+    assert outbox.receives(2, 1) == 0
+    with pytest.raises(RuntimeError, match="more than 256 pairs of a group and a tag; use fewer tags"):
+        outbox.note_receives(1, 1000, 1)
 
 
 def crossing(rank: int) -> float:
