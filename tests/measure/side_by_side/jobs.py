@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 TINY = Size("tiny", GPT(layers=4, hidden_size=16, heads=4, vocab_size=32, seq_len=8), 8)
 
 
-def compared(rank: int, pair: StrategyPair, size: Size, turns: int) -> Comparison:
-    return compare_rank(rank, CPU, pair, size, turns)
+def compared(rank: int, pair: StrategyPair, size: Size, turns: int, transport: str = "") -> Comparison:
+    return compare_rank(rank, CPU, pair, size, turns, transport)
 
 
 class StandIn:

@@ -24,8 +24,8 @@ import socket
 import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
@@ -225,6 +225,16 @@ class Neighbours:
 
     def _shared(self, memory: SharedMemory, offset: int, like: Sequence[Tensor]) -> SharedTensors:
         return SharedTensors(memory.tensors(offset, like), memory.flags, offset + self.rank)
+
+    @classmethod
+    @contextmanager
+    def not_used(cls) -> Generator[None]:
+        """Have transports that are made in the block use torch.distributed although there are neighbours."""
+        here, cls.here = cls.here, None
+        try:
+            yield
+        finally:
+            cls.here = here
 
     @classmethod
     def part(cls) -> None:
