@@ -309,7 +309,7 @@ def test_several_threads_may_send(ranks: World) -> None:
 def test_threads_that_put_tensors_at_once_get_different_buffers() -> None:
     outbox, tensors = Outbox(SIZE, RANKS), [torch.full((50,), float(number)) for number in range(400)]
     with ThreadPoolExecutor(8) as pool:
-        offsets = list(pool.map(lambda tensor: outbox.put([tensor], [1]), tensors))
+        offsets = list(pool.map(outbox.put, [[each] for each in tensors], [[1]] * len(tensors)))
     assert len(set(offsets)) == len(tensors)
     assert all(torch.equal(outbox.tensors(at, [each])[0], each) for at, each in zip(offsets, tensors, strict=True))
 

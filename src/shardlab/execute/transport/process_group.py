@@ -149,9 +149,9 @@ class SharedProcessGroup(dist.ProcessGroup):
         self, output: Tensor, whole: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> dist.Work:
         if len({*output_sizes, *input_sizes}) > 1:
+            sizes = f"{list(input_sizes)} and {list(output_sizes)} rows"
             raise NotImplementedError(
-                f"the {BACKEND} backend sends pieces of equal sizes in an all_to_all, not of {list(input_sizes)} and "
-                f"{list(output_sizes)} rows; use gloo"
+                f"the {BACKEND} backend sends equal pieces in an all_to_all, not {sizes}; use gloo"
             )
         return SharedGroupWork(self._transport.all_to_all(_detached([output]), _detached([whole])), [output])
 

@@ -146,7 +146,8 @@ def find_transport(device: torch.device, transport: str = "") -> str:
     assert world is not None, "the default process group exists"
     shares = isinstance(transport_of(world), SharedTransport)
     if transport not in ("", backend, *([SHARED] if shares else [])):
-        raise UserError(f"--transport {transport}: the ranks do not have it here; they have {backend}")
+        why_not = "the ranks share no memory here" if transport == SHARED else "this is no transport of these ranks"
+        raise UserError(f"--transport {transport}: {why_not}; give --transport {backend}")
     return transport or (SHARED if shares else backend)
 
 
