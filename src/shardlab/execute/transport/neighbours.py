@@ -154,17 +154,17 @@ class Neighbours:
                 if not self._wait_for_signal(POLL_SECONDS) and time.monotonic() > end:
                     raise RuntimeError(f"Timed out waiting for rank {reader}: it took nothing for {self._limit:g} s")
 
-    def send(self, tensors: Sequence[Tensor], to: Sequence[int], channel: int, *, keeps: bool = False) -> SharedTensors:
+    def send(self, tensors: Sequence[Tensor], to: Sequence[int], channel: int, *, keeps: bool = False) -> int:
         """Copy tensors into shared memory for some ranks, without waiting for them. They may change afterwards.
 
         Args:
             tensors: the tensors.
             to: ranks that receive them.
             channel: number of the channel.
-            keeps: whether this rank reads the copy too. It then stays until this rank has released it as well.
+            keeps: whether this rank reads the copy too (see `kept`). It then stays until this rank has released it.
 
         Returns:
-            The copy. Without `keeps`, this rank must not read it.
+            Offset of the copy in this rank's memory.
 
         Raises:
             RuntimeError: if one of the ranks has gone.
@@ -182,7 +182,11 @@ class Neighbours:
                 pass
             except OSError as error:
                 raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
-        return self._shared(outbox, offset, tensors)
+        return offset
+
+    def kept(self, offset: int, like: Sequence[Tensor]) -> SharedTensors:
+        """Return the copy of tensors that this rank has sent and keeps, by its offset."""
+        return self._shared(self._outbox, offset, like)
 
     def expect_point_to_point(self, source: int, channel: int) -> ExpectedMessage:
         """Begin to receive the next message of a rank on a channel on which messages are sent to one rank.
@@ -366,7 +370,7 @@ def _outbox(world: int) -> Outbox | None:
     """Make this rank's shared memory; None if a limit of the process forbids it, such as that on file sizes."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):
-        return Outbox(min(physical, MAX_MAPPED_BYTES // world), world)
+        return Outbox(min(physical, MAX_MAPPED_BYTES // world // 4096 * 4096), world)
     return None
 
 
@@ -464,6 +468,7 @@ class SharedMemory:
         self.file = file
         mapped = mmap.mmap(file, size)
         self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._elements: dict[torch.dtype, Tensor] = {}
         self.flags = memoryview(mapped)
         self.header_bytes = _aligned(ranks)
         self._words = self.flags[: ranks * 8 * QUEUE_WORDS].cast("Q")
@@ -472,7 +477,12 @@ class SharedMemory:
         """Return the tensors in the buffer at an offset, with the shapes and dtypes of `like`."""
         begin, tensors = offset + self.header_bytes, list[Tensor]()
         for each in like:
-            tensors.append(self.bytes[begin : begin + each.nbytes].view(each.dtype).view(each.shape))
+            elements = self._elements.get(each.dtype)
+            if elements is None:
+                elements = self._elements[each.dtype] = self.bytes.view(each.dtype)
+            first = begin // each.itemsize
+            flat = elements[first : first + each.numel()]
+            tensors.append(flat if each.dim() == 1 else flat.view(each.shape))
             begin += _aligned(each.nbytes)
         return tensors
 

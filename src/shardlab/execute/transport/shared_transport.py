@@ -49,8 +49,11 @@ class SharedTransport:
 
     def all_reduce(self, tensors: Sequence[Tensor], by: Reduction = Reduction.SUM) -> SharedWork:
         keeps = self._mine > 1  # the reduction of the first two terms overwrites this rank's tensor
-        sent = self._here.send(tensors, self._others, self._channel, keeps=keeps)
-        return self._reduce(sent.tensors if keeps else tensors, tensors, by, [sent] if keeps else [])
+        offset = self._here.send(tensors, self._others, self._channel, keeps=keeps)
+        if not keeps:
+            return self._reduce(tensors, tensors, by)
+        kept = self._here.kept(offset, tensors)
+        return self._reduce(kept.tensors, tensors, by, [kept])
 
     def reduce(self, tensors: Sequence[Tensor], root: int, by: Reduction = Reduction.SUM) -> SharedWork:
         if self._mine != root:
@@ -204,7 +207,7 @@ class SharedTransport:
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [each.view(-1) for each in tensors]
+    return [each if each.dim() == 1 else each.view(-1) for each in tensors]
 
 
 def _copy(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
