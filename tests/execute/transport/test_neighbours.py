@@ -634,7 +634,9 @@ def test_messages_are_read_once_and_in_order_around_the_queue() -> None:
         for channel, offset in messages:
             outbox.write_message(2, channel, offset)
         assert list(reader.read_messages(1)) == []
+        assert outbox.unread(2) == QUEUE_LENGTH
         assert list(reader.read_messages(2)) == messages
+        assert outbox.unread(2) == 0
         assert list(reader.read_messages(2)) == []
 
 

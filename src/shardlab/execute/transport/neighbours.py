@@ -172,16 +172,16 @@ class Neighbours:
         """
         outbox = self._outbox
         offset = outbox.put(tensors, [*to, self.rank] if keeps else to)
-        with self._send_lock:
-            for rank in to:
-                outbox.write_message(rank, channel, offset)
         for rank in to:
+            with self._send_lock:
+                outbox.write_message(rank, channel, offset)
             try:
                 self._sockets[rank].send(SIGNAL)
             except BlockingIOError:  # enough signals are unread already
                 pass
             except OSError as error:
-                raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
+                if outbox.unread(rank):  # otherwise the rank has read this message, and then left
+                    raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
         return offset
 
     def kept(self, offset: int, like: Sequence[Tensor]) -> SharedTensors:
@@ -508,6 +508,11 @@ class SharedMemory:
             message = words[place], words[place + 1]
             words[queue + 1] = read + 1
             yield message
+
+    def unread(self, reader: int) -> int:
+        """Return how many messages the rank `reader` has not read yet."""
+        queue = reader * QUEUE_WORDS
+        return self._words[queue] - self._words[queue + 1]
 
     def note_receives(self, reader: int, channel: int, count: int) -> None:
         """Store how many messages of the sender on a channel this reader has begun to receive.
