@@ -43,6 +43,9 @@ MAX_POLL_SECONDS = 2**31 // 1000 - 1
 SIGNAL = b"!"
 """Byte that a rank sends on a socket after it has written a message, so that the reader looks for it."""
 
+MAX_SIGNALS = 4096
+"""Signals that are read at once."""
+
 POLL_SECONDS = 0.001
 """Seconds between two checks of a waiting sender whether its reader has caught up; the reader sends no signal then."""
 
@@ -283,8 +286,9 @@ class Neighbours:
         """Read all signals of a rank; return False if it has gone."""
         while True:
             try:
-                if not self._sockets[rank].recv(len(SIGNAL)):
-                    return False
+                signals = self._sockets[rank].recv(MAX_SIGNALS)
+                if len(signals) < MAX_SIGNALS:
+                    return bool(signals)
             except BlockingIOError:
                 return True
             except ConnectionResetError:  # it ended without reading everything
@@ -375,7 +379,7 @@ def _outbox(world: int) -> Outbox | None:
 
 
 def _socket(limit: timedelta) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     made.settimeout(limit.total_seconds())
     return made
 
