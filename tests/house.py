@@ -22,7 +22,7 @@ CODE_LINES = {
     "cli": 6110,
     "common": 700,
     "draw": 1145,
-    "execute": 3520,
+    "execute": 3785,
     "language": 4130,
     "learn": 1145,
     "measure": 2200,

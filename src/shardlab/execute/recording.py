@@ -66,8 +66,8 @@ class HostStopwatch:
     """The host's monotonic clock, which all processes of a host share (time.perf_counter, CLOCK_MONOTONIC on Linux).
 
     Torch's own collectives on gloo have a future, which says at once when the work is over. Sends and receives have
-    none, nor have the collectives that are made of them (see `collectives`), and a second `wait` for such a work would
-    never return. So a thread waits for each of them, and the rank waits for that thread.
+    none, nor have the collectives that are made of them (see `torch_transport`), and a second `wait` for such a work
+    would never return. So a thread waits for each of them, and the rank waits for that thread.
     """
 
     def __init__(self) -> None:

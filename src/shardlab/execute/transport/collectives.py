@@ -94,16 +94,15 @@ class Transport(Protocol):
 
 def transport_of(group: dist.ProcessGroup) -> Transport:
     """Return the transport of a group: shared memory if all members are connected neighbours, else torch's."""
-    here, members = Neighbours.here, dist.get_process_group_ranks(group)
-    if here is not None and len(members) > 1 and all(rank in here for rank in members if rank != here.rank):
-        return SharedTransport(here, group.group_name, members)
-    return torch_transport(group)
+    members = dist.get_process_group_ranks(group)
+    here = Neighbours.among(members)
+    return torch_transport(group) if here is None else SharedTransport(here, group.group_name, members)
 
 
 def messages_with(peer: int) -> Transport:
     """Return the transport of messages between this rank and another, whose members are the ranks of the world."""
-    here = Neighbours.here
-    if here is not None and peer in here:
+    here = Neighbours.among([dist.get_rank(), peer])
+    if here is not None:
         return SharedTransport(here, "messages", range(dist.get_world_size()))
     world = dist.group.WORLD
     assert world is not None, "the default process group exists"

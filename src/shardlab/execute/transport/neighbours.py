@@ -6,6 +6,8 @@ the receiver's queue there, and sends a signal on a Unix socket. The receiver re
 helper thread, and sends never block. The wait of a send blocks if the sender is too far ahead of the receiver (the send
 window). If a rank ends, its sockets close, and the others see that at once.
 
+A message has a list of tensors, and belongs to a channel: that of a group's collectives, or of a group and a tag.
+
 Read `Neighbours` first (send, expect, receive), then `connect_neighbours` (how ranks of a host find each other),
 `SharedMemory` and `Outbox` (buffers and queues), and `SendWindow` (how far a sender may run ahead).
 """
@@ -125,6 +127,14 @@ class Neighbours:
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._sockets
+
+    @classmethod
+    def among(cls, members: Sequence[int]) -> Neighbours | None:
+        """Return this process's connections if it and all other members of a group are neighbours, else None."""
+        here = cls.here
+        if here is None or len(members) < 2 or any(rank not in here for rank in members if rank != here.rank):
+            return None
+        return here
 
     @classmethod
     def memories(cls) -> list[Tensor]:

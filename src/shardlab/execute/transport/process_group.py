@@ -41,9 +41,9 @@ def register_backend() -> None:
 
 
 def _create_group(options: Any, _: object) -> Any:
-    here = Neighbours.here
     members = list(options.global_ranks_in_group) or list(range(options.group_size))
-    if here is None or len(members) < 2 or not all(rank in here for rank in members if rank != here.rank):
+    here = Neighbours.among(members)
+    if here is None:
         return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
     return SharedProcessGroup(options.group_id, SharedTransport(here, f"c10d {options.group_id}", members), options)
 
@@ -94,6 +94,7 @@ class SharedProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
+        """Name by which DTensor finds the group."""
         return self._name
 
     def getBackendName(self) -> str:
