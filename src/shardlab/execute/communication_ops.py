@@ -368,25 +368,21 @@ def all_reduce_together(state: State, links: Communicator, ops: Sequence[Op]) ->
 
 
 def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
-    """Gather several tensors. If the transport needs one tensor, or pieces have another order, they are copied."""
+    """Each member's pieces one after the other; they are put together where they belong once all have come."""
     values, group = state.values, ops[0].group
     assert group is not None
     lengths = _lengths(state, [op.inputs[0] for op in ops])
     places = [places_of(state, op) for op in ops]
     ascending = [order == sorted(order) for order in places]
     columns = list(pairwise(accumulate(lengths, initial=0)))
-    transport = links.transports[group]
 
     def start() -> Wait:
-        pieces: list[Tensor] = [values[op.inputs[0]] for op in ops]
+        piece = torch.cat([values[op.inputs[0]] for op in ops])
+        inbox = piece.new_empty((len(group.ranks), len(piece)))
         wholes = [state.memory_for(op.outputs[0]) for op in ops]
         for op, whole in zip(ops, wholes, strict=True):
             values[op.outputs[0]] = whole
-        if transport.coalesces and all(ascending):
-            return links.wait_of(transport.all_gather(wholes, pieces))
-        piece = torch.cat(pieces)
-        inbox = piece.new_empty((len(group.ranks), len(piece)))
-        wait = links.wait_of(transport.all_gather([inbox], [piece]))
+        wait = links.wait_of(links.transports[group].all_gather([inbox], [piece]))
 
         def sort() -> None:
             wait()
@@ -403,25 +399,19 @@ def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) ->
 
 
 def reduce_scatter_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
-    """Reduce several tensors. If the transport needs one tensor, they are sent in a copy with each member's pieces
-    side by side.
-    """
+    """What goes to one member lies together, in a copy."""
     values, group = state.values, ops[0].group
     assert group is not None
     lengths = _lengths(state, [op.outputs[0] for op in ops])
     in_arena = state.arena.side_by_side.get(ops[0].outputs[0])
-    transport = links.transports[group]
 
     def start() -> Wait:
         wholes: list[Tensor] = [values[op.inputs[0]] for op in ops]
         mine = wholes[0].new_empty(sum(lengths)) if in_arena is None else in_arena
-        outputs = torch.split(mine, lengths)
-        if transport.coalesces:
-            return _delivered(state, ops, outputs, links.wait_of(transport.reduce_scatter(outputs, wholes)))
         rows = [whole.view(len(group.ranks), length) for whole, length in zip(wholes, lengths, strict=True)]
         given = torch.cat(rows, 1).flatten()
-        wait = links.wait_of(transport.reduce_scatter([mine], [given]))
-        delivered = _delivered(state, ops, outputs, wait)
+        wait = links.wait_of(links.transports[group].reduce_scatter([mine], [given]))
+        delivered = _delivered(state, ops, torch.split(mine, lengths), wait)
 
         def finish(_: Tensor = given) -> None:  # which stays as long as it is sent
             delivered()

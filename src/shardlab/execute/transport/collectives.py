@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from inspect import signature
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,7 @@ class Transport(Protocol):
     All members start the same collectives in the same order. A verb acts on each tensor of a list; the lists of all
     members have tensors of the same shapes and dtypes, contiguous, in the same order. A *whole* tensor consists of one
     equal piece for each member, in group order. Members are given by their index in the group.
-
-    Attributes:
-        coalesces: whether a list of tensors costs one message, so that callers need not concatenate them.
     """
-
-    coalesces: ClassVar[bool]
 
     def all_reduce(self, tensors: Sequence[Tensor], by: Reduction = Reduction.SUM) -> Handle:
         """Reduce in place. All members get the same bits."""

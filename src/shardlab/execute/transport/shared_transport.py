@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +39,6 @@ class SharedTransport:
         name: name of the group, equal on all members and different for each group.
         members: ranks of the members, in group order.
     """
-
-    coalesces: ClassVar[bool] = True
 
     def __init__(self, here: Neighbours, name: str, members: Sequence[int]) -> None:
         self._here, self._name, self._members = here, name, members

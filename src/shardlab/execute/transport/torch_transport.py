@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,8 +76,6 @@ class TorchTransport:
     Args:
         group: the process group.
     """
-
-    coalesces: ClassVar[bool] = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._mine, self._size = group, group.rank(), group.size()
