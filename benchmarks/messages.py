@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.execute.transport import collectives
-from shardlab.execute.transport.neighbours import Neighbours
+from shardlab.execute.transport.collectives import Transport, transport_of
+from shardlab.execute.transport.torch_transport import GlooTransport, TorchTransport
 from shardlab.train.launch.ranks import run_ranks
 
 WAYS = ("shared", "messages", "gloo")
@@ -69,27 +68,28 @@ def timed(rank: int, device: torch.device, options: Options) -> list[Row]:
     """Time all on one rank."""
     size = dist.get_world_size()
     group: Any = dist.new_group(list(range(size)))
+    transports: dict[str, Transport] = {
+        "shared": transport_of(group),
+        "messages": GlooTransport(group),
+        "gloo": TorchTransport(group),
+    }
     rows: list[Row] = []
     for kilobytes in options.kilobytes:
         whole = torch.ones(256 * kilobytes // size * size)
         piece = whole.chunk(size)[rank].clone()
-        starts: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda whole=whole: collectives.all_reduce(whole, dist.ReduceOp.SUM, group),
-            "all_gather": lambda whole=whole, piece=piece: collectives.all_gather(whole, piece, group),
-            "reduce_scatter": lambda whole=whole, piece=piece: collectives.reduce_scatter(piece, whole, group),
+        calls: dict[str, Callable[[Transport], Any]] = {
+            "all_reduce": lambda transport, whole=whole: transport.all_reduce([whole]),
+            "all_gather": lambda transport, whole=whole, piece=piece: transport.all_gather([whole], [piece]),
+            "reduce_scatter": lambda transport, whole=whole, piece=piece: transport.reduce_scatter([piece], [whole]),
         }
-        for name in COLLECTIVES:
+        for name, start in calls.items():
             took: dict[str, list[float]] = {way: [] for way in WAYS}
             for turn in range(len(WAYS) * (options.turns + 2)):
                 way = WAYS[turn % len(WAYS)]
-                with (
-                    patch.object(Neighbours, "here", Neighbours.here if way == "shared" else None),
-                    patch.object(collectives, "_by_messages", return_value=way == "messages"),
-                ):
-                    dist.barrier()
-                    began = time.perf_counter()
-                    starts[name]().wait()
-                    took[way].append(time.perf_counter() - began)
+                dist.barrier()
+                began = time.perf_counter()
+                start(transports[way]).wait()
+                took[way].append(time.perf_counter() - began)
                 whole.fill_(1.0)  # or sums of sums would grow
             seconds = {way: times[2:] for way, times in took.items()}
             ratios = (

@@ -19,10 +19,10 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 60,
     "check": 2270,
-    "cli": 6025,
+    "cli": 6035,
     "common": 700,
     "draw": 1145,
-    "execute": 3520,
+    "execute": 3785,
     "language": 4130,
     "learn": 1145,
     "measure": 2200,

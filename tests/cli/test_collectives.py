@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shardlab.cli import main
 from shardlab.cli.collectives import NAMES, PAIRS, diagram, is_same, print_same, print_shown, short
-from shardlab.execute.transport.trial import ACTS, BARRIER, Numbers, Shown
+from shardlab.execute.transport.trial import CALLS, SEND, Numbers, Shown
 
 Captured = pytest.CaptureFixture[str]
 
@@ -19,8 +19,8 @@ REDUCED = Shown(("all_reduce",), [WHOLE, [[10.0, 12.0], [10.0, 12.0]]])
 
 
 def test_every_collective_that_is_run_is_described() -> None:
-    assert set(NAMES) == {*ACTS, BARRIER}
-    assert {step for steps in PAIRS.values() for step in steps} <= set(ACTS)
+    assert set(NAMES) == {*CALLS, SEND}
+    assert {step for steps in PAIRS.values() for step in steps} <= set(CALLS)
 
 
 @pytest.mark.xdist_group("ranks")

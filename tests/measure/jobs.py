@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from shardlab.measure.collectives import CASES, CollectiveBench, MeasuringRanks, make_case, measure_collectives
+from shardlab.measure.collectives import CollectiveBench, MeasuringRanks, make_case, measure_collectives
+from shardlab.measure.fits import KINDS
 from shardlab.measure.layers import ComputeBench, measure_compute
 
 
@@ -25,7 +26,7 @@ def wrong_elements(rank: int, size: int) -> dict[str, tuple[int, int]]:
     """Return the wrong elements of every collective, as it is, and with one expected element changed."""
     team = MeasuringRanks(rank, torch.device("cpu")).team(size)
     found: dict[str, tuple[int, int]] = {}
-    for kind in CASES:
+    for kind in KINDS:
         if kind == "send_recv" and size != 2:
             continue
         right = make_case(kind, 96, team).wrong()

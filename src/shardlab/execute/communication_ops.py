@@ -41,6 +41,7 @@ def all_to_all_pieces(
     sent = [_places(state, mine, _common(mine, theirs)) for theirs in received]
     came = [_places(state, result, _common(theirs, result)) for theirs in members]
     shape, over = state.shapes.shape(result), at in state.analysis.last_copies
+    transport = links.transports[group]
 
     def start() -> Wait:
         tensor: Tensor = values[given]
@@ -48,7 +49,7 @@ def all_to_all_pieces(
         if over:
             values[given] = None
         inbox = torch.empty_like(parts)
-        wait = links.all_to_all(inbox, parts, group)
+        wait = links.wait_of(transport.all_to_all([inbox], [parts]))
 
         def sort() -> None:
             wait()
@@ -114,6 +115,7 @@ def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
     in_place = at in state.analysis.in_place.first_input
     of_weights = state.specs[given].kind is Kind.WEIGHT
     assert group is not None
+    transport = links.transports[group]
 
     def start() -> Wait:
         tensor: torch.Tensor = values[given]
@@ -124,8 +126,8 @@ def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
         for output in op.outputs:
             values[output] = tensor
         if op.kind is OpKind.REDUCE:
-            return links.reduce(tensor, group, op.root, op.reduction)
-        return links.all_reduce(tensor, group, op.reduction)
+            return links.wait_of(transport.reduce([tensor], group.ranks.index(op.root), op.reduction))
+        return links.wait_of(transport.all_reduce([tensor], op.reduction))
 
     return start
 
@@ -134,15 +136,15 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Weights into their buffer, other values into new room; a GATHER does the same on the root alone."""
     (given,), values, group = op.inputs, state.values, op.group
     assert group is not None
+    transport = links.transports[group]
 
-    def gather(whole: torch.Tensor | None, piece: torch.Tensor) -> Wait:
+    def gather(whole: Sequence[torch.Tensor], piece: torch.Tensor) -> Wait:
         if op.kind is OpKind.GATHER:
-            return links.gather(whole, piece, group, op.root)
-        assert whole is not None
-        return links.all_gather(whole, piece, group)
+            return links.wait_of(transport.gather(whole, [piece], group.ranks.index(op.root)))
+        return links.wait_of(transport.all_gather(whole, [piece]))
 
     if not op.outputs:
-        return lambda: gather(None, values[given].contiguous())
+        return lambda: gather([], values[given].contiguous())
     (output,) = op.outputs
     shape = state.shapes.shape(state.specs[output])
     members = _given(state, op)
@@ -153,9 +155,9 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     def start() -> Wait:
         whole = values[output] = state.memory_for(output)
         if places == sorted(places):
-            return gather(whole, values[given].contiguous())
+            return gather([whole], values[given].contiguous())
         inbox = torch.empty_like(whole)
-        wait = gather(inbox, values[given].contiguous())
+        wait = gather([inbox], values[given].contiguous())
         pieces = (len(places), shape[0] // len(places), *shape[1:])
 
         def sort() -> None:
@@ -181,7 +183,9 @@ def _given(state: State, op: Op) -> list[Spec]:
     return [checked.specs[rank][checked.program.tapes[rank][at].inputs[0]] for rank, _, at in members]
 
 
-def _gather_apart(state: State, gather: Callable[[torch.Tensor, torch.Tensor], Wait], op: Op, join: Join) -> Start:
+def _gather_apart(
+    state: State, gather: Callable[[Sequence[torch.Tensor], torch.Tensor], Wait], op: Op, join: Join
+) -> Start:
     """Pieces that lie apart in the whole: they are copied there once all have come."""
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
@@ -189,7 +193,7 @@ def _gather_apart(state: State, gather: Callable[[torch.Tensor, torch.Tensor], W
     def start() -> Wait:
         piece = values[given].contiguous()
         inbox = piece.new_empty((len(group.ranks), *piece.shape))
-        wait = gather(inbox.flatten(0, 1), piece)
+        wait = gather([inbox.flatten(0, 1)], piece)
 
         def finish() -> None:
             wait()
@@ -224,6 +228,7 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     parts = _received(state, op) if spec.kind in ROW_KINDS else []
     cuts = [cut_of(state.shapes, spec, part) for part in parts]
     over = at in state.analysis.last_copies
+    transport = links.transports[group]
 
     def start() -> Wait:
         whole: torch.Tensor = values[given]
@@ -232,7 +237,7 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
             if over:
                 values[given] = None
         values[output] = state.memory_for(output)
-        return links.reduce_scatter(values[output], whole, group)
+        return links.wait_of(transport.reduce_scatter([values[output]], [whole]))
 
     return start
 
@@ -241,13 +246,14 @@ def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
     """The root's own tensor, into new room on the others."""
     values, group = state.values, op.group
     assert group is not None
+    transport, root = links.transports[group], group.ranks.index(op.root)
 
     def start() -> Wait:
         for given in op.inputs:
-            return links.broadcast(values[given].contiguous(), group, op.root)
+            return links.wait_of(transport.broadcast([values[given].contiguous()], root))
         (output,) = op.outputs
         values[output] = state.memory_for(output)
-        return links.broadcast(values[output], group, op.root)
+        return links.wait_of(transport.broadcast([values[output]], root))
 
     return start
 
@@ -256,11 +262,12 @@ def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Equal parts of the root's tensor, by their first dim, into new room."""
     (output,), values, group = op.outputs, state.values, op.group
     assert group is not None
+    transport, root = links.transports[group], group.ranks.index(op.root)
 
     def start() -> Wait:
         values[output] = state.memory_for(output)
-        whole = next((values[given].contiguous() for given in op.inputs), None)
-        return links.scatter(values[output], whole, group, op.root)
+        wholes = [values[given].contiguous() for given in op.inputs]
+        return links.wait_of(transport.scatter([values[output]], wholes, root))
 
     return start
 
@@ -268,7 +275,8 @@ def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
 def barrier(state: State, links: Communicator, at: int, op: Op) -> Start:
     group = op.group
     assert group is not None
-    return lambda: links.barrier(group)
+    transport = links.transports[group]
+    return lambda: links.wait_of(transport.barrier())
 
 
 def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
@@ -353,7 +361,7 @@ def all_reduce_together(state: State, links: Communicator, ops: Sequence[Op]) ->
         if whole is None:
             whole = torch.cat(given)
             given = list(torch.split(whole, lengths))
-        wait = links.all_reduce(whole, group, reduction)
+        wait = links.wait_of(links.transports[group].all_reduce([whole], reduction))
         return _delivered(state, ops, given, wait)
 
     return start
@@ -374,7 +382,7 @@ def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) ->
         wholes = [state.memory_for(op.outputs[0]) for op in ops]
         for op, whole in zip(ops, wholes, strict=True):
             values[op.outputs[0]] = whole
-        wait = links.all_gather(inbox.flatten(), piece, group)
+        wait = links.wait_of(links.transports[group].all_gather([inbox], [piece]))
 
         def sort() -> None:
             wait()
@@ -402,7 +410,7 @@ def reduce_scatter_together(state: State, links: Communicator, ops: Sequence[Op]
         mine = wholes[0].new_empty(sum(lengths)) if in_arena is None else in_arena
         rows = [whole.view(len(group.ranks), length) for whole, length in zip(wholes, lengths, strict=True)]
         given = torch.cat(rows, 1).flatten()
-        wait = links.reduce_scatter(mine, given, group)
+        wait = links.wait_of(links.transports[group].reduce_scatter([mine], [given]))
         delivered = _delivered(state, ops, torch.split(mine, lengths), wait)
 
         def finish(_: Tensor = given) -> None:  # which stays as long as it is sent

@@ -66,9 +66,9 @@ class Stopwatch(Protocol):
 class HostStopwatch:
     """Clock of the host, which all its processes share (time.perf_counter, CLOCK_MONOTONIC on Linux).
 
-    Torch's own collectives on gloo have a future, whose callback runs when the work is complete. Sends and receives
-    have no future, and neither have collectives that consist of them (see `collectives`). A second `wait` for such a
-    work would never return. So a thread waits for each of them, and the rank waits for that thread.
+    Torch's own collectives on gloo have a future, which says at once when the work is over. Sends and receives have
+    none, nor have the collectives that are made of them (see `torch_transport`), and a second `wait` for such a work
+    would never return. So a thread waits for each of them, and the rank waits for that thread.
     """
 
     def __init__(self) -> None:

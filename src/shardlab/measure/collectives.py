@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -23,18 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.common.fields import SHORTEST_SECONDS
-from shardlab.execute.transport.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    gather,
-    recv,
-    reduce_scatter,
-    scatter,
-    send,
-)
+from shardlab.execute.transport.collectives import messages_with
+from shardlab.execute.transport.trial import CALLS, prepare
+from shardlab.language import Reduction
 from shardlab.measure.fits import CollectivePoint, OverlapPoint, append
 from shardlab.measure.progress import Progress
 
@@ -266,63 +256,38 @@ class CollectiveCase:
 
 
 def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
-    """Return a collective on float32 numbers of about `size` bytes, a multiple of the ranks."""
+    """Return a collective on float32 numbers of about `size` bytes in all, a multiple of the ranks.
+
+    The first rank of the team is the root, if the collective has one.
+    """
     elements = max(1, size // 4 // team.size) * team.size
-    return CASES[kind](elements, team)
-
-
-def _all_reduce(elements: int, team: Team) -> CollectiveCase:
-    x = team.values(team.index, elements)
-    return _case(elements, team, partial(all_reduce, x, dist.ReduceOp.SUM), x, team.sum(elements), sent=x)
-
-
-def _all_gather(elements: int, team: Team) -> CollectiveCase:
-    piece = team.values(team.index, elements // team.size)
-    whole = piece.new_empty(elements)
-    return _case(elements, team, partial(all_gather, whole, piece), whole, _whole_value(elements, team))
-
-
-def _reduce_scatter(elements: int, team: Team) -> CollectiveCase:
+    if kind == "send_recv":
+        return _send_recv(elements, team)
+    call, is_root = CALLS[kind], team.index == 0
     whole = team.values(team.index, elements)
-    piece = whole.new_empty(elements // team.size)
-    expected = team.sum(elements).chunk(team.size)[team.index]
-    return _case(elements, team, partial(reduce_scatter, piece, whole), piece, expected)
+    given = None
+    if call.gives and (is_root or not call.root_gives):
+        given = whole if call.gives == "whole" else whole[: elements // team.size].clone()
+    result, start = prepare(kind, team.group, given, whole, 0, Reduction.SUM)
+    expected = None if result is None else _expected(kind, elements, team)
+    sums = given if "reduce" in kind and call.in_place else None
+    return CollectiveCase(4 * elements if call.receives else 0, lambda: start().wait, result, expected, sums)
 
 
-def _all_to_all(elements: int, team: Team) -> CollectiveCase:
-    given = team.values(team.index, elements)
-    taken = torch.empty_like(given)
-    pieces = [team.values(rank, elements).chunk(team.size)[team.index] for rank in range(team.size)]
-    return _case(elements, team, partial(all_to_all, taken, given), taken, torch.cat(pieces))
+def _expected(kind: str, elements: int, team: Team) -> Tensor:
+    """Return the result of a rank that has one. A piece that is given is the beginning of the rank's whole tensor."""
+    if kind in ("broadcast", "scatter"):
+        whole = team.values(0, elements)
+    elif "reduce" in kind:
+        whole = team.sum(elements)
+    else:
+        place = team.index if kind == "all_to_all" else 0
+        whole = torch.cat([team.values(rank, elements).chunk(team.size)[place] for rank in range(team.size)])
+    return whole.chunk(team.size)[team.index] if CALLS[kind].receives == "piece" else whole
 
 
-def _broadcast(elements: int, team: Team) -> CollectiveCase:
-    x = team.values(team.index, elements)
-    return _case(elements, team, partial(broadcast, x, team.ranks[0]), x, team.values(0, elements))
-
-
-def _reduce(elements: int, team: Team) -> CollectiveCase:
-    x = team.values(team.index, elements)
-    expected = team.sum(elements) if team.index == 0 else None
-    return _case(elements, team, partial(dist.reduce, x, team.ranks[0], async_op=True), x, expected, sent=x)
-
-
-def _gather(elements: int, team: Team) -> CollectiveCase:
-    piece = team.values(team.index, elements // team.size)
-    whole = None if team.index else piece.new_empty(elements)
-    expected = None if team.index else _whole_value(elements, team)
-    return _case(elements, team, partial(gather, whole, piece, team.ranks[0]), whole, expected)
-
-
-def _scatter(elements: int, team: Team) -> CollectiveCase:
-    given = team.values(0, elements)
-    piece = torch.empty_like(given.chunk(team.size)[0])
-    call = partial(scatter, piece, None if team.index else given, team.ranks[0])
-    return _case(elements, team, call, piece, given.chunk(team.size)[team.index].clone())
-
-
-def _barrier(elements: int, team: Team) -> CollectiveCase:
-    return _case(0, team, barrier, None, None)
+def _pattern(elements: int, device: torch.device) -> Tensor:
+    return torch.arange(elements, device=device).remainder_(7).add_(1).to(torch.float32)
 
 
 def _send_recv(elements: int, team: Team) -> CollectiveCase:
@@ -330,27 +295,14 @@ def _send_recv(elements: int, team: Team) -> CollectiveCase:
     assert team.size == 2, "a message has two ends"
     other = team.ranks[1 - team.index]
     x = team.values(0, elements) if team.index == 0 else torch.zeros(elements, device=team.device)
+    messages = messages_with(other)
+    first, second = (messages.send, messages.recv) if team.index == 0 else (messages.recv, messages.send)
 
     def ping_pong() -> Wait:
-        first, second = (send, recv) if team.index == 0 else (recv, send)
-        first(x, other).wait()
-        return second(x, other).wait
+        first([x], other).wait()
+        return second([x], other).wait
 
     return CollectiveCase(4 * elements, ping_pong, x, team.values(0, elements))
-
-
-CASES: dict[str, Callable[[int, Team], CollectiveCase]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "gather": _gather,
-    "scatter": _scatter,
-    "barrier": _barrier,
-    "send_recv": _send_recv,
-}
 
 
 class MeasuringRanks:
@@ -449,24 +401,3 @@ def batches(iterations: int, count: int) -> Sequence[int]:
     """Split iterations into `count` batches, as evenly as possible. With fewer iterations there are fewer batches."""
     count = min(count, iterations)
     return [iterations // count + (i < iterations % count) for i in range(count)]
-
-
-def _pattern(elements: int, device: torch.device) -> Tensor:
-    return torch.arange(elements, device=device).remainder_(7).add_(1).to(torch.float32)
-
-
-def _case(
-    elements: int,
-    team: Team,
-    call: Callable[..., Any],
-    result: Tensor | None,
-    expected: Tensor | None,
-    sent: Tensor | None = None,
-) -> CollectiveCase:
-    """Return a case of a collective that lacks only its group."""
-    work = partial(call, group=team.group)
-    return CollectiveCase(4 * elements, lambda: work().wait, result, expected, sent)
-
-
-def _whole_value(elements: int, team: Team) -> Tensor:
-    return torch.cat([team.values(rank, elements // team.size) for rank in range(team.size)])

@@ -25,6 +25,8 @@ SIDES = Side([1.0, 2.0], [0.5, 0.5], 90), Side([2.0, 4.0], [0.5, 0.5], 100), Sid
         (["--sizes", "smal"], "there is no size 'smal'; did you mean small?"),
         (["--ranks", "1"], "one rank has no other rank to communicate with; give --ranks 2 or 4"),
         (["--passes", "buckets"], "did you mean bucket"),
+        (["--transport", "nccl"], "--transport is 'nccl'; there are gloo, shared"),
+        (["--each-pass", "--transport", "gloo"], "--each-pass times only our programs"),
         (["--turns", "0"], "--turns: 0 is too few; give 1 or more"),
         (["--out", "a-file"], "--out a-file: this is a file; name a folder"),
     ],
@@ -55,6 +57,8 @@ def test_a_pair_is_compared_in_a_table_and_files(
     assert {"date", "machine", "python", "torch", "command", "load_before", "rows"} <= set(written)
     ddp, hsdp = written["rows"]
     assert ddp["loss_error"] < 1e-6
+    assert ddp["transport"] == "shared"
+    assert "both sides communicate by shared" in told
     assert ddp["pytorch"] == "torch.nn.parallel.DistributedDataParallel"
     assert len(ddp["ours"]["turns"]) == len(ddp["theirs"]["turns"]) == 2
     assert set(ddp["ours"]["parts"]) == {"compute", "overhead", "waiting"}
@@ -62,6 +66,15 @@ def test_a_pair_is_compared_in_a_table_and_files(
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         f"strategies.{end}" for end in ("json", "png", "svg")
     }
+
+
+def test_both_sides_can_be_compared_on_gloo(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(results.SIZES, "overhead", TINY)
+    options = ["--only", "fsdp", "--sizes", "overhead", "--turns", "2", "--transport", "gloo", "--json"]
+    assert main(["bench", "strategies", *options]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert written["command"].endswith("--transport gloo")
+    assert written["rows"][0]["transport"] == "gloo"
 
 
 def test_each_pass_has_its_predicted_gain_beside_the_measured_one(

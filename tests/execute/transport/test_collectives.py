@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,23 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardlab.execute.transport.collectives import (
-    Communicator,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    gather,
-    group_rounds,
-    make_groups,
-    recv,
-    reduce_scatter,
-    scatter,
-    send,
-)
-from shardlab.execute.transport.collectives import _by_messages as by_messages
+from shardlab.execute.transport.collectives import Communicator, group_rounds, make_groups, transport_of
 from shardlab.execute.transport.neighbours import Neighbours
-from shardlab.execute.transport.shared_collectives import PendingWork
+from shardlab.execute.transport.torch_transport import GlooTransport, PendingWork, TorchTransport, torch_transport
 from shardlab.language import Group, Mesh, Op, OpKind, Program, Sizes, UserError
 from shardlab.language.mesh import group_among
 from shardlab.language.pass_names import MOST_BYTES_BY_MESSAGES
@@ -49,13 +35,13 @@ def _given(rank: int, size: int) -> Tensor:
 
 def exchanged(rank: int, size: int) -> tuple[Tensor, Tensor]:
     """What a rank receives of two sums that are under way at once, and of a gather between them."""
-    group: Any = dist.new_group(list(range(size)))
+    group = GlooTransport(cast(Any, dist.new_group(list(range(size)))))
     summed, again = torch.empty(LENGTH), torch.empty(LENGTH)
     gathered = torch.empty(size * LENGTH)
     works = [
-        reduce_scatter(summed, _given(rank, size).flatten(), group),
-        all_gather(gathered, _given(rank, size)[rank], group),
-        reduce_scatter(again, 2 * _given(rank, size).flatten(), group),
+        group.reduce_scatter([summed], [_given(rank, size).flatten()]),
+        group.all_gather([gathered], [_given(rank, size)[rank]]),
+        group.reduce_scatter([again], [2 * _given(rank, size).flatten()]),
     ]
     for work in reversed(works):
         work.wait()
@@ -65,10 +51,10 @@ def exchanged(rank: int, size: int) -> tuple[Tensor, Tensor]:
 
 def summed(rank: int, size: int) -> list[Tensor]:
     """Two small sums that are under way at once, and one that is too large for messages."""
-    group: Any = dist.new_group(list(range(size)))
+    group = GlooTransport(cast(Any, dist.new_group(list(range(size)))))
     large = torch.full((MOST_BYTES_BY_MESSAGES // 4 + 1,), float(rank))
     given = [_given(rank, size)[0], 2 * _given(rank, size)[0], large, torch.empty(0)]
-    works = [all_reduce(each, dist.ReduceOp.SUM, group) for each in given]
+    works = [group.all_reduce(each) for each in (given[:2], given[2:3], given[3:])]
     for work in works:
         work.wait()
     return given
@@ -100,18 +86,20 @@ def test_sums_are_in_group_order_and_gathers_whole(ranks: World, size: int) -> N
 
 def without_elements(rank: int) -> int:
     """Take part in each collective of nothing, as for a layer without parameters."""
-    group: Any = dist.group.WORLD
     nothing, size = torch.empty(0), dist.get_world_size()
-    works = [
-        all_reduce(nothing, dist.ReduceOp.SUM, group),
-        all_gather(nothing, nothing, group),
-        reduce_scatter(nothing, nothing, group),
-        all_to_all(nothing, nothing, group),
-        broadcast(nothing, 0, group),
-        scatter(nothing, None if rank else nothing, 0, group),
-        gather(None if rank else nothing, nothing, 0, group),
-    ]
-    works.append(send(nothing, 1) if not rank else recv(nothing, 0) if rank == 1 else PendingWork())
+    works: list[Any] = []
+    for group in (transport_of(cast(Any, dist.group.WORLD)), GlooTransport(cast(Any, dist.group.WORLD))):
+        works += [
+            group.all_reduce([nothing]),
+            group.all_gather([nothing], [nothing]),
+            group.reduce_scatter([nothing], [nothing]),
+            group.all_to_all([nothing], [nothing]),
+            group.broadcast([nothing], 0),
+            group.scatter([nothing], [] if rank else [nothing], 0),
+            group.gather([] if rank else [nothing], [nothing], 0),
+        ]
+        if rank < 2:
+            works.append(group.recv([nothing], 0) if rank else group.send([nothing], 1))
     for work in works:
         work.wait()
     return size
@@ -127,12 +115,17 @@ def test_messages_have_no_future_as_those_of_gloo() -> None:
         PendingWork([]).get_future()
 
 
-def test_a_group_without_a_backend_for_the_cpu_sends_no_messages() -> None:
+def ranks_of_one(_: object) -> list[int]:
+    return [0]
+
+
+def test_a_group_without_a_backend_for_the_cpu_sends_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's groups are such; torch raises when it is asked for a backend that a group has not."""
     group = dist.ProcessGroup(dist.HashStore(), 0, 1)
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         group._get_backend(torch.device("cpu"))
-    assert not by_messages(group)
+    monkeypatch.setattr(dist, "get_process_group_ranks", ranks_of_one)
+    assert type(torch_transport(group)) is TorchTransport
 
 
 # Process groups: made in rounds in which all ranks count alike, with their ranks in the order that was named.
@@ -175,14 +168,20 @@ def met(rank: int, ranks: tuple[int, ...], shares_memory: bool) -> dict[str, Ten
         made = {name: torch.zeros(members, LENGTH_of_groups) for name in ("all_gather", "gather", "all_to_all")}
         made |= {name: torch.zeros(LENGTH_of_groups) for name in ("reduce_scatter", "scatter")}
         made |= {"all_reduce": whole.clone(), "broadcast": whole.clone()}
-        links.all_gather(made["all_gather"], whole[0], group)()
-        links.gather(made["gather"].flatten() if is_root else None, whole[0], group, root)()
-        links.all_to_all(made["all_to_all"], whole, group)()
-        links.reduce_scatter(made["reduce_scatter"], whole.flatten(), group)()
-        links.scatter(made["scatter"], whole.flatten() if is_root else None, group, root)()
-        links.all_reduce(made["all_reduce"], group)()
-        links.broadcast(made["broadcast"], group, root)()
-        links.barrier(group)()
+        transport = links.transports[group]
+        place = ranks.index(root)
+        works = [
+            transport.all_gather([made["all_gather"]], [whole[0]]),
+            transport.gather([made["gather"].flatten()] if is_root else [], [whole[0]], place),
+            transport.all_to_all([made["all_to_all"]], [whole]),
+            transport.reduce_scatter([made["reduce_scatter"]], [whole.flatten()]),
+            transport.scatter([made["scatter"]], [whole.flatten()] if is_root else [], place),
+            transport.all_reduce([made["all_reduce"]]),
+            transport.broadcast([made["broadcast"]], place),
+            transport.barrier(),
+        ]
+        for work in works:
+            work.wait()
         return made
 
 

@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -25,19 +26,9 @@ from torch import Tensor
 
 from shardlab.check import check
 from shardlab.execute.transport import neighbours
-from shardlab.execute.transport.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    gather,
-    recv,
-    reduce_scatter,
-    scatter,
-    send,
-)
+from shardlab.execute.transport.collectives import Transport, messages_with, transport_of
 from shardlab.execute.transport.neighbours import (
+    MAX_CHANNELS,
     MIN_BUFFER_BYTES,
     QUEUE_LENGTH,
     QUEUE_WORDS,
@@ -49,7 +40,8 @@ from shardlab.execute.transport.neighbours import (
     SharedMemory,
     connect_neighbours,
 )
-from shardlab.language import Op, OpKind, Program
+from shardlab.execute.transport.shared_transport import SharedTransport
+from shardlab.language import Op, OpKind, Program, Reduction
 from shardlab.train.launch.processes import is_lost
 from tests.support.random_programs import chatter
 from tests.support.ranks import Ranks
@@ -59,9 +51,36 @@ World = Callable[[int], Ranks]
 
 LIMIT = timedelta(minutes=5)
 LENGTH = 6
-KINDS = [all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather, barrier, send]
+KINDS = [
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "scatter",
+    "gather",
+    "barrier",
+    "send",
+]
 MANY = 3000
 """Letters that no socket holds at once."""
+
+
+def _world() -> Transport:
+    return transport_of(cast(Any, dist.group.WORLD))
+
+
+def all_reduce(tensor: Tensor, group: Any) -> Any:
+    return transport_of(group).all_reduce([tensor])
+
+
+def send(tensor: Tensor, to: int) -> Any:
+    return messages_with(to).send([tensor], to)
+
+
+def recv(tensor: Tensor, source: int) -> Any:
+    return messages_with(source).recv([tensor], source)
 
 
 def _values(rank: int, number: int, size: int) -> Tensor:
@@ -77,43 +96,50 @@ def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
     assert all(other in here for other in range(size) if other != rank)
     with patch.object(Neighbours, "here", here if shared else None):
         pair = [rank // 2 * 2, rank // 2 * 2 + 1]
-        groups = [(dist.group.WORLD, size)]
-        groups.append((cast(Any, dist.new_group(pair, use_local_synchronization=True)), 2))
+        groups = [(_world(), size)]
+        groups.append((transport_of(cast(Any, dist.new_group(pair, use_local_synchronization=True))), 2))
         kinds = random.Random(seed)
         results: list[Tensor] = []
         works: list[Any] = []
         for number in range(12):
-            group, members = cast("tuple[Any, int]", kinds.choice(groups))
-            given = _values(rank, number, members)
-            place = kinds.randrange(members)
-            root = place if members == size else pair[place]
-            match kinds.choice(KINDS).__name__:
+            group, members = kinds.choice(groups)
+            given = [_values(rank, number, members), _values(rank, number + 50, members)]
+            root = kinds.randrange(members)
+            is_root = rank == (root if members == size else pair[root])
+            wholes, pieces, gathered = (
+                [torch.zeros(elements) for _ in given]
+                for elements in (members * LENGTH, LENGTH, members * members * LENGTH)
+            )
+            match kinds.choice(KINDS):
                 case "all_reduce":
-                    results.append(given)
-                    works.append(all_reduce(given, dist.ReduceOp.SUM, group))
+                    results += given
+                    works.append(group.all_reduce(given))
+                case "reduce":
+                    results += given if is_root else []
+                    works.append(group.reduce(given, root, Reduction.MAX))
                 case "all_gather":
-                    results.append(torch.empty(members * len(given)))
-                    works.append(all_gather(results[-1], given, group))
+                    results += gathered
+                    works.append(group.all_gather(gathered, given))
                 case "reduce_scatter":
-                    results.append(torch.empty(LENGTH))
-                    works.append(reduce_scatter(results[-1], given, group))
+                    results += pieces
+                    works.append(group.reduce_scatter(pieces, given))
                 case "all_to_all":
-                    results.append(torch.empty_like(given))
-                    works.append(all_to_all(results[-1], given, group))
+                    results += wholes
+                    works.append(group.all_to_all(wholes, given))
                 case "broadcast":
-                    results.append(given)
-                    works.append(broadcast(given, root, group))
+                    results += given
+                    works.append(group.broadcast(given, root))
                 case "scatter":
-                    results.append(torch.empty(LENGTH))
-                    works.append(scatter(results[-1], given if rank == root else None, root, group))
+                    results += pieces
+                    works.append(group.scatter(pieces, given if is_root else [], root))
                 case "gather":
-                    results.append(torch.zeros(members * len(given)))
-                    works.append(gather(results[-1] if rank == root else None, given, root, group))
+                    results += gathered
+                    works.append(group.gather(gathered if is_root else [], given, root))
                 case "barrier":
-                    works.append(barrier(group))
+                    works.append(group.barrier())
                 case _:
-                    results.append(torch.empty_like(given))
-                    works += [send(given, (rank + 1) % size), recv(results[-1], (rank - 1) % size)]
+                    results.append(wholes[0])
+                    works += [send(given[0], (rank + 1) % size), recv(wholes[0], (rank - 1) % size)]
         random.Random(seed + rank + 1).shuffle(works)
         for work in works:
             work.wait()
@@ -166,11 +192,12 @@ def one_gives(rank: int) -> float:
     """Rank 0 gives, and does so faster than rank 1 takes: how much it has written, in messages."""
     connect_neighbours(LIMIT)
     before = _shared_bytes()
-    tensor, both, world = torch.ones(LARGE), torch.ones(2 * LARGE), cast(Any, dist.group.WORLD)
+    tensor, both, world = torch.ones(LARGE), torch.ones(2 * LARGE), _world()
     starts: list[Callable[[], Any]] = [
-        lambda: broadcast(tensor, 0, world),
-        lambda: scatter(tensor, None if rank else both, 0, world),
-        lambda: gather(both if rank else None, tensor, 1, world),
+        lambda: world.broadcast([tensor], 0),
+        lambda: world.scatter([tensor], [] if rank else [both], 0),
+        lambda: world.gather([both] if rank else [], [tensor], 1),
+        lambda: world.reduce([tensor], 1),
     ]
     for start in starts:
         for _ in range(20):
@@ -193,6 +220,108 @@ def test_who_is_faster_holds_no_more_than_a_few_messages(ranks: World) -> None:
 
 def test_who_gives_alone_waits_for_who_takes(ranks: World) -> None:
     assert ranks(2).call(one_gives)[0] < 5
+
+
+def started_and_left(rank: int) -> tuple[float, list[float]]:
+    """Start sums and messages of 1 MiB that nobody waits for.
+
+    Returns:
+        Shared memory that this rank has written, in tensors, and the last result of each kind.
+    """
+    connect_neighbours(LIMIT)
+    before, other, world = _shared_bytes(), 1 - rank, _world()
+    messages = messages_with(other)
+    total, received, works = torch.empty(0), torch.full((1,), 299.0), list[Any]()
+    for number in range(300):
+        total = torch.full((LARGE,), float(number))
+        works = [world.all_reduce([total])]
+        if rank == 0:
+            messages.send([torch.full((LARGE,), float(number))], other)
+        else:
+            received = torch.empty(LARGE)
+            works.append(messages.recv([received], other))
+        if number % 4 == 0:
+            dist.barrier()
+    for work in works:
+        work.wait()
+    return (_shared_bytes() - before) / total.nbytes, [float(total[-1]), float(received[-1])]
+
+
+def test_works_that_nobody_waits_for_free_their_messages(ranks: World) -> None:
+    for written, results in ranks(2).call(started_and_left):
+        assert written < 64
+        assert results == [598.0, 299.0]
+
+
+def with_tags(rank: int) -> list[float]:
+    """Rank 0 waits for its sends of one tag; rank 1 has begun to receive those, but none of another tag."""
+    connect_neighbours(timedelta(seconds=20))
+    try:
+        messages, other = messages_with(1 - rank), 1 - rank
+        tensors = [torch.full((LARGE,), float(number)) for number in range(2 * WINDOW_MESSAGES)]
+        if rank == 0:
+            works = [[messages.send([each + 100 * tag], other, tag) for each in tensors] for tag in (1, 2)]
+            for work in works[1]:
+                work.wait()
+            dist.barrier()
+            for work in works[0]:
+                work.wait()
+            return []
+        works = [messages.recv([each], other, 2) for each in tensors]
+        dist.barrier()
+        received = [torch.empty(LARGE) for _ in tensors]
+        works += [messages.recv([each], other, 1) for each in received]
+        for work in works:
+            work.wait()
+        return [float(each[0]) for each in (*tensors, *received)]
+    finally:
+        connect_neighbours(LIMIT)
+
+
+def test_each_tag_has_a_receive_count_of_its_own(ranks: World) -> None:
+    numbers = range(2 * WINDOW_MESSAGES)
+    assert ranks(2).call(with_tags)[1] == [*(200.0 + n for n in numbers), *(100.0 + n for n in numbers)]
+
+
+def from_threads(rank: int) -> int:
+    """Eight threads send at once, each with a tag of its own."""
+    messages, other = messages_with(1 - rank), 1 - rank
+
+    def exchange(tag: int) -> int:
+        wrong = 0
+        for number in range(100):
+            received = torch.empty(500)
+            work = messages.recv([received], other, tag)
+            messages.send([torch.full((500,), 1000.0 * tag + number)], other, tag).wait()
+            work.wait()
+            wrong += int((received != 1000.0 * tag + number).sum())
+        return wrong
+
+    with ThreadPoolExecutor(8) as pool:
+        return sum(pool.map(exchange, range(1, 9)))
+
+
+def test_several_threads_may_send(ranks: World) -> None:
+    assert ranks(2).call(from_threads) == [0, 0]
+
+
+def test_threads_that_put_tensors_at_once_get_different_buffers() -> None:
+    outbox, tensors = Outbox(SIZE, RANKS), [torch.full((50,), float(number)) for number in range(400)]
+    with ThreadPoolExecutor(8) as pool:
+        offsets = list(pool.map(outbox.put, [[each] for each in tensors], [[1]] * len(tensors)))
+    assert len(set(offsets)) == len(tensors)
+    assert all(torch.equal(outbox.tensors(at, [each])[0], each) for at, each in zip(offsets, tensors, strict=True))
+
+
+def test_more_channels_than_the_table_holds_are_refused() -> None:
+    outbox = Outbox(SIZE, RANKS)
+    for channel in range(1, MAX_CHANNELS + 1):
+        outbox.note_receives(1, channel, 10 * channel)
+    outbox.note_receives(1, 7, 71)
+    assert [outbox.receives(1, channel) for channel in (1, 7, MAX_CHANNELS, 1000)] == [10, 71, 10 * MAX_CHANNELS, 0]
+    assert outbox.receives(2, 1) == 0
+    with pytest.raises(RuntimeError, match="more than 256 pairs of a group and a tag; use fewer tags"):
+        outbox.note_receives(1, 1000, 1)
 
 
 def crossing(rank: int) -> float:
@@ -238,7 +367,7 @@ def _talk(rank: int, tape: Sequence[Op], made: dict[tuple[int, ...], Any]) -> di
             works[op.handle] = recv(came[at], op.peer)
         elif op.group is not None:
             came[at] = torch.tensor([_given(rank, at)])
-            works[op.handle] = all_reduce(came[at], dist.ReduceOp.SUM, made[op.group.ranks])
+            works[op.handle] = all_reduce(came[at], made[op.group.ranks])
     return {at: float(tensor) for at, tensor in came.items()}
 
 
@@ -267,15 +396,15 @@ def reused(rank: int) -> float:
     upper = made if rank > 1 else None
     total, pair = torch.tensor([10.0**rank]), torch.tensor([5.0])
     if upper is not None:
-        first = all_reduce(pair, dist.ReduceOp.SUM, upper)
+        first = all_reduce(pair, upper)
         if rank == 3:
             first.wait()
         dist.barrier(upper)
-        works = [all_reduce(total, dist.ReduceOp.SUM, world)]
+        works = [all_reduce(total, world)]
         if rank == 2:
             first.wait()
     else:
-        works = [all_reduce(total, dist.ReduceOp.SUM, world)]
+        works = [all_reduce(total, world)]
     if rank != 2:
         works.pop().wait()
     dist.barrier()
@@ -314,7 +443,7 @@ def bits(rank: int, size: int) -> Tensor:
     works: list[Any] = []
     for _ in range(3):
         total = given.clone()
-        works.append((total, all_reduce(total, dist.ReduceOp.SUM, cast(Any, dist.group.WORLD))))
+        works.append((total, all_reduce(total, cast(Any, dist.group.WORLD))))
     for _, work in reversed(works):
         work.wait()
     assert all(torch.equal(total, works[0][0]) for total, _ in works)
@@ -337,9 +466,9 @@ def on_two_hosts(rank: int) -> tuple[list[bool], float]:
     try:
         here, world = Neighbours.here, cast(Any, dist.group.WORLD)
         assert here is not None
-        assert here.channel(world) is None
+        assert not isinstance(transport_of(world), SharedTransport)
         total = torch.tensor([float(rank)])
-        all_reduce(total, dist.ReduceOp.SUM, world).wait()
+        all_reduce(total, world).wait()
         came = torch.empty(1)
         works = [send(total + rank, rank ^ 2), recv(came, rank ^ 2), send(total, rank ^ 1), recv(total, rank ^ 1)]
         for work in works:
@@ -365,7 +494,7 @@ def alone(rank: int) -> bool:
     connect_neighbours(LIMIT, shares=rank > 0)
     try:
         total = torch.ones(1)
-        all_reduce(total, dist.ReduceOp.SUM, cast(Any, dist.group.WORLD)).wait()
+        all_reduce(total, cast(Any, dist.group.WORLD)).wait()
         assert float(total) == 3
         return Neighbours.here is None
     finally:
@@ -444,7 +573,7 @@ def test_what_somebody_has_not_read_is_never_written_over(steps: list[tuple[str,
     for number, (what, size, who) in enumerate(steps):
         if isinstance(who, set):
             tensor = torch.full((size,), float(number))
-            room = outbox.put(tensor, sorted(who))
+            room = outbox.put([tensor], sorted(who))
             assert room not in lying
             lying[room] = tensor, set(who)
         elif lying:
@@ -454,14 +583,14 @@ def test_what_somebody_has_not_read_is_never_written_over(steps: list[tuple[str,
             if not lying[room][1]:
                 del lying[room]
         for room, (tensor, _) in lying.items():
-            assert torch.equal(outbox.tensor(room, tensor), tensor), what
+            assert torch.equal(outbox.tensors(room, [tensor])[0], tensor), what
 
 
 def test_buffers_are_reused_so_later_steps_need_no_more_memory() -> None:
     outbox, tensor = Outbox(SIZE, RANKS), torch.arange(3000.0)
 
     def step() -> set[int]:
-        rooms = {outbox.put(tensor, [0, 2]) for _ in range(4)}
+        rooms = {outbox.put([tensor], [0, 2]) for _ in range(4)}
         for room in rooms:
             outbox.flags[room] = outbox.flags[room + 2] = 1
         return rooms
@@ -475,26 +604,26 @@ def test_two_that_map_one_memory_see_the_same() -> None:
     outbox = Outbox(SIZE, RANKS)
     other = SharedMemory(SIZE, RANKS, outbox.file)
     for tensor in (torch.randn(3, 5), torch.randn(4, dtype=torch.bfloat16), torch.arange(6).view(2, 3).T):
-        assert torch.equal(other.tensor(outbox.put(tensor, [1]), tensor), tensor)
+        assert torch.equal(other.tensors(outbox.put([tensor], [1]), [tensor])[0], tensor)
 
 
 def test_tensors_in_flight_beyond_the_memory_raise_an_error() -> None:
     outbox = Outbox(2 * MIN_BUFFER_BYTES + -(-8 * QUEUE_WORDS // MIN_BUFFER_BYTES) * MIN_BUFFER_BYTES, 1)
-    first = outbox.put(torch.zeros(5), [0])
-    outbox.put(torch.zeros(5), [0])
+    first = outbox.put([torch.zeros(5)], [0])
+    outbox.put([torch.zeros(5)], [0])
     for _ in range(2):
-        with pytest.raises(MemoryError, match=r"a message of 20 bytes finds no room in [0-9,]+ bytes"):
-            outbox.put(torch.zeros(5), [0])
+        with pytest.raises(MemoryError, match=r"a message of 64 bytes finds no room in [0-9,]+ bytes"):
+            outbox.put([torch.zeros(5)], [0])
     outbox.flags[first] = 1
-    assert outbox.put(torch.zeros(5), [0]) == first
+    assert outbox.put([torch.zeros(5)], [0]) == first
 
 
 def test_a_released_buffer_is_reused_for_a_smaller_tensor() -> None:
     outbox = Outbox(SIZE, RANKS)
-    room = outbox.put(torch.zeros(100_000), [1])
-    assert outbox.put(torch.zeros(10), [1]) != room
+    room = outbox.put([torch.zeros(100_000)], [1])
+    assert outbox.put([torch.zeros(10)], [1]) != room
     outbox.flags[room + 1] = 1
-    assert outbox.put(torch.zeros(50_000), [1]) == room
+    assert outbox.put([torch.zeros(50_000)], [1]) == room
 
 
 def test_messages_are_read_once_and_in_order_around_the_queue() -> None:
@@ -505,7 +634,9 @@ def test_messages_are_read_once_and_in_order_around_the_queue() -> None:
         for channel, offset in messages:
             outbox.write_message(2, channel, offset)
         assert list(reader.read_messages(1)) == []
+        assert outbox.unread(2) == QUEUE_LENGTH
         assert list(reader.read_messages(2)) == messages
+        assert outbox.unread(2) == 0
         assert list(reader.read_messages(2)) == []
 
 

@@ -6,20 +6,32 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from shardlab.execute.transport.neighbours import Neighbours
+from shardlab.language import UserError
 from shardlab.measure.side_by_side.results import Comparison, Size, StrategyPair
-from shardlab.measure.side_by_side.sides import compare_rank, compare_sides
+from shardlab.measure.side_by_side.sides import compare_rank, compare_sides, find_transport
 from shardlab.models import GPT
 
 CPU = torch.device("cpu")
 TINY = Size("tiny", GPT(layers=4, hidden_size=16, heads=4, vocab_size=32, seq_len=8), 8)
 
 
-def compared(rank: int, pair: StrategyPair, size: Size, turns: int) -> Comparison:
-    return compare_rank(rank, CPU, pair, size, turns)
+def compared(rank: int, pair: StrategyPair, size: Size, turns: int, transport: str = "") -> Comparison:
+    return compare_rank(rank, CPU, pair, size, turns, transport)
+
+
+def transports(rank: int, asked: str, shares: bool) -> str:
+    """The transport of a comparison, or why there is none."""
+    with nullcontext() if shares else Neighbours.not_used():
+        try:
+            return find_transport(CPU, asked)
+        except UserError as error:
+            return str(error)
 
 
 class StandIn:

@@ -30,6 +30,35 @@ def test_both_sides_of_a_pair_have_one_loss(ranks: Worlds, name: str) -> None:
     assert 0.5 < found.memory < 2
 
 
+@pytest.mark.parametrize("name", ["ddp", "zero-1", "fsdp", "tensor-parallel", "1f1b", "zb-v"])
+def test_pytorchs_side_has_the_same_losses_on_both_transports(ranks: Worlds, name: str) -> None:
+    """To the last bit, as sums of two terms are the same in either order."""
+    pair = PAIRS[name]
+    by_memory, by_gloo = (
+        ranks(2).call(jobs.compared, pair, pair.sized(jobs.TINY, 2), 2, transport)[0]
+        for transport in ("shared", "gloo")
+    )
+    assert (by_memory.transport, by_gloo.transport) == ("shared", "gloo")
+    assert by_memory.their_losses == by_gloo.their_losses
+    assert by_memory.our_losses == by_gloo.our_losses
+
+
+@pytest.mark.parametrize(
+    ("asked", "shares", "transport"),
+    [
+        ("", True, "shared"),
+        ("", False, "gloo"),
+        ("gloo", True, "gloo"),
+        ("shared", False, "--transport shared: the ranks share no memory here; give --transport gloo"),
+        ("nccl", True, "--transport nccl: this is no transport of these ranks; give --transport gloo"),
+    ],
+)
+def test_both_sides_use_shared_memory_unless_there_is_none(
+    ranks: Worlds, asked: str, shares: bool, transport: str
+) -> None:
+    assert ranks(2).call(jobs.transports, asked, shares) == [transport] * 2
+
+
 def test_a_rewritten_program_has_pytorchs_loss_as_well(ranks: Worlds) -> None:
     (pair,) = find_pairs(("ddp",), "all")
     found = ranks(2).call(jobs.compared, pair, jobs.TINY, 1)[0]

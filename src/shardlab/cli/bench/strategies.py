@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -50,6 +50,11 @@ class BenchStrategies:
     turns: Count = 20
     """Number of timed steps of each side."""
 
+    transport: Annotated[
+        Literal["shared", "gloo"] | None, tyro.conf.arg(help_behavior_hint="(default: shared where possible)")
+    ] = None
+    """What both sides communicate by: shared memory between the ranks of this host, or gloo's TCP."""
+
     passes: Annotated[str, tyro.conf.arg(metavar="all|none|NAME,...")] = "all"
     """Passes that rewrite our programs, with the settings that help on this machine, as in train."""
 
@@ -75,6 +80,8 @@ class BenchStrategies:
         except KeyboardInterrupt as interrupt:
             interrupted = f"interrupted after {{}}{f' ({interrupt})' if str(interrupt) else ''}"
         flags = f"--passes {self.passes}{' --each-pass' * self.each_pass}"
+        if self.transport:
+            flags += f" --transport {self.transport}"
         results = as_json(rows, self.ranks, self.turns, flags, load)
         if self.json:
             print_json(results)
@@ -95,6 +102,8 @@ class BenchStrategies:
         """
         if self.ranks < 2:
             raise UserError("one rank has no other rank to communicate with; give --ranks 2 or 4")
+        if self.each_pass and self.transport:
+            raise UserError("--each-pass times only our programs, by the fastest transport; leave --transport out")
         environment = find_launch_environment(os.environ)
         if environment is not None and environment.world > 1:
             raise UserError(
@@ -116,6 +125,9 @@ class BenchStrategies:
             print_passes(console, [row for row in rows if not isinstance(row, PairRow)], self.ranks)
         else:
             print_rows(console, [row for row in rows if isinstance(row, PairRow)], self.ranks)
+            used = {row.compared.transport for row in rows if isinstance(row, PairRow) and row.compared}
+            if used:
+                console.print(f"both sides communicate by {', '.join(sorted(used))}", highlight=False)
 
     def _rows(self, pairs: Sequence[StrategyPair], sizes: Sequence[Size]) -> Iterator[PairRow | PassesRow]:
         from shardlab.cli.bench.passes import passes_row
@@ -147,7 +159,8 @@ class BenchStrategies:
             return PairRow(pair, size, None, why_not)
         try:
             pair = settle_pair(pair, size, self.ranks)
-            compared = run_ranks(self.ranks, compare_rank, pair, size, self.turns, joining=Rendezvous(dynamo=True))
+            arguments = pair, size, self.turns, self.transport or ""
+            compared = run_ranks(self.ranks, compare_rank, *arguments, joining=Rendezvous(dynamo=True))
         except (RankFailed, Refused, UserError) as error:
             return PairRow(pair, size, None, str(error), failed=True)
         if not compared.agrees:

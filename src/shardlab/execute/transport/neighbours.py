@@ -6,6 +6,8 @@ the receiver's queue there, and sends a signal on a Unix socket. The receiver re
 helper thread, and sends never block. The wait of a send blocks if the sender is too far ahead of the receiver (the send
 window). If a rank ends, its sockets close, and the others see that at once.
 
+A message has a list of tensors, and belongs to a channel: that of a group's collectives, or of a group and a tag.
+
 Read `Neighbours` first (send, expect, receive), then `connect_neighbours` (how ranks of a host find each other),
 `SharedMemory` and `Outbox` (buffers and queues), and `SendWindow` (how far a sender may run ahead).
 """
@@ -24,12 +26,13 @@ import socket
 import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from threading import Condition
+from threading import Condition, Lock
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -42,56 +45,46 @@ MAX_POLL_SECONDS = 2**31 // 1000 - 1
 SIGNAL = b"!"
 """Byte that a rank sends on a socket after it has written a message, so that the reader looks for it."""
 
-POINT_TO_POINT = 0
-"""Channel of sends and receives between two ranks. Each process group has a channel of its own."""
+MAX_SIGNALS = 4096
+"""Signals that are read at once."""
 
 POLL_SECONDS = 0.001
 """Seconds between two checks of a waiting sender whether its reader has caught up; the reader sends no signal then."""
 
 
-class Channel(NamedTuple):
-    """Channel of a process group whose members are neighbours.
-
-    Attributes:
-        number: number of the channel, the same on all members and different for each group.
-        members: ranks of the members, in group order.
-        mine: this rank's index among the members.
-    """
-
-    number: int
-    members: Sequence[int]
-    mine: int
-
-    @property
-    def others(self) -> list[int]:
-        """Ranks of the other members, in group order."""
-        return [*self.members[: self.mine], *self.members[self.mine + 1 :]]
-
-
-class ExpectedTensor(NamedTuple):
-    """Tensor that this rank expects: the one of this number, from 1, that `source` sends it on a channel."""
+class ExpectedMessage(NamedTuple):
+    """Message that this rank expects: the one of this number, from 1, that `source` sends it on a channel."""
 
     source: int
     channel: int
     number: int
 
 
-class SharedTensor(NamedTuple):
-    """Tensor in its sender's memory, which stays there until all its readers have called `release`.
+class SharedTensors(NamedTuple):
+    """Tensors of a message in its sender's memory, which stay there until all readers have called `release`.
 
     Attributes:
-        tensor: the tensor.
+        tensors: the tensors.
         flags: the sender's memory as bytes.
-        flag: index of the byte by which this rank says that it has read the tensor.
+        flag: index of the byte by which this rank says that it has read the message.
     """
 
-    tensor: Tensor
+    tensors: list[Tensor]
     flags: memoryview
     flag: int
 
     def release(self) -> None:
         """Let the sender reuse the buffer."""
         self.flags[self.flag] = 1
+
+
+@cache
+def channel_number(*names: object) -> int:
+    """Return the number of the channel with these names, which is the same in all processes and never 0.
+
+    The collectives of a process group have a channel, and so have the messages of each tag in a group.
+    """
+    return int.from_bytes(blake2b(repr(names).encode(), digest_size=8).digest(), "little") or 1
 
 
 class Neighbours:
@@ -118,16 +111,15 @@ class Neighbours:
         memories: dict[int, SharedMemory],
         limit: timedelta,
     ) -> None:
-        self._rank, self._outbox, self._sockets, self._memories = rank, outbox, sockets, memories
+        self.rank, self._outbox, self._sockets, self._memories = rank, outbox, sockets, memories
         self._limit = min(limit.total_seconds(), MAX_POLL_SECONDS)
         self._expected: dict[tuple[int, int], int] = defaultdict(int)
         self._arrived: dict[tuple[int, int], int] = defaultdict(int)
-        self._offsets: dict[ExpectedTensor, int] = {}
-        self._windows = {other: SendWindow() for other in sockets}
-        self._channels: dict[str, Channel | None] = {}
+        self._offsets: dict[ExpectedMessage, int] = {}
+        self._windows: dict[tuple[int, int], SendWindow] = defaultdict(SendWindow)
         self._ranks = {each.fileno(): other for other, each in sockets.items()}
         self._gone: set[int] = set()
-        self._condition, self._is_reading = Condition(), False
+        self._condition, self._is_reading, self._send_lock = Condition(), False, Lock()
         self._poll = select.poll()
         for each in sockets.values():
             each.setblocking(False)
@@ -137,91 +129,104 @@ class Neighbours:
         return rank in self._sockets
 
     @classmethod
-    def with_rank(cls, rank: int) -> Neighbours | None:
-        """Return this process's connections if `rank` is a neighbour, else None."""
-        return None if cls.here is None or rank not in cls.here else cls.here
+    def among(cls, members: Sequence[int]) -> Neighbours | None:
+        """Return this process's connections if it and all other members of a group are neighbours, else None."""
+        here = cls.here
+        if here is None or len(members) < 2 or any(rank not in here for rank in members if rank != here.rank):
+            return None
+        return here
 
     @classmethod
     def memories(cls) -> list[Tensor]:
         """List all memory that neighbours share. Pages that were never written take no memory."""
         return [] if cls.here is None else [each.bytes for each in (cls.here._outbox, *cls.here._memories.values())]
 
-    def channel(self, group: dist.ProcessGroup) -> Channel | None:
-        """Return the channel of a process group; None if some of its members are not neighbours."""
-        name = group.group_name
-        if name not in self._channels:
-            members: list[int] = dist.get_process_group_ranks(group)
-            here = len(members) > 1 and all(rank in self or rank == self._rank for rank in members)
-            number = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") or 1
-            self._channels[name] = Channel(number, members, members.index(self._rank)) if here else None
-        return self._channels[name]
-
-    def send_point_to_point(self, tensor: Tensor, to: int) -> int:
-        """Send a tensor to one rank on the point-to-point channel.
+    def send_point_to_point(self, tensors: Sequence[Tensor], to: int, channel: int) -> int:
+        """Send tensors to one rank, and count the message in the channel's send window.
 
         Returns:
-            Number of tensors that the rank must have begun to receive before this rank goes on (see
+            Number of messages that the rank must have begun to receive before this rank goes on (see
             `wait_for_receives`).
         """
-        self.send(tensor, [to], POINT_TO_POINT)
-        return self._windows[to].count(tensor.nbytes)
+        self.send(tensors, [to], channel)
+        with self._send_lock:
+            return self._windows[to, channel].count(message_bytes(tensors))
 
-    def wait_for_receives(self, reader: int, count: int) -> None:
-        """Wait until a rank has begun to receive `count` of this rank's point-to-point tensors.
+    def wait_for_receives(self, reader: int, channel: int, count: int) -> None:
+        """Wait until a rank has begun to receive `count` of this rank's messages on a channel.
 
         Raises:
             RuntimeError: if the rank has gone, or has not begun within the limit.
         """
-        if self._outbox.receives(reader) >= count:
+        if self._outbox.receives(reader, channel) >= count:
             return
         end = time.monotonic() + self._limit
         with self._condition:
-            while self._outbox.receives(reader) < count:
+            while self._outbox.receives(reader, channel) < count:
                 self._check_connected(reader)
                 if not self._wait_for_signal(POLL_SECONDS) and time.monotonic() > end:
                     raise RuntimeError(f"Timed out waiting for rank {reader}: it took nothing for {self._limit:g} s")
 
-    def send(self, tensor: Tensor, to: Sequence[int], channel: int, *, keeps: bool = False) -> SharedTensor:
-        """Copy a tensor into shared memory for some ranks, without waiting for them. The tensor may change afterwards.
+    def send(self, tensors: Sequence[Tensor], to: Sequence[int], channel: int, *, keeps: bool = False) -> int:
+        """Copy tensors into shared memory for some ranks, without waiting for them. They may change afterwards.
 
         Args:
-            tensor: the tensor.
-            to: ranks that receive it.
+            tensors: the tensors.
+            to: ranks that receive them.
             channel: number of the channel.
-            keeps: whether this rank reads the copy too. It then stays until this rank has released it as well.
+            keeps: whether this rank reads the copy too (see `kept`). It then stays until this rank has released it.
 
         Returns:
-            The copy. Without `keeps`, this rank must not read it.
+            Offset of the copy in this rank's memory.
 
         Raises:
             RuntimeError: if one of the ranks has gone.
             MemoryError: if the memory has no space left for tensors in flight.
         """
         outbox = self._outbox
-        offset = outbox.put(tensor, [*to, self._rank] if keeps else to)
+        offset = outbox.put(tensors, [*to, self.rank] if keeps else to)
         for rank in to:
-            outbox.write_message(rank, channel, offset)
+            with self._send_lock:
+                outbox.write_message(rank, channel, offset)
             try:
                 self._sockets[rank].send(SIGNAL)
             except BlockingIOError:  # enough signals are unread already
                 pass
             except OSError as error:
-                raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
-        return self._shared(self._outbox, offset, tensor)
+                if outbox.unread(rank):  # otherwise the rank has read this message, and then left
+                    raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
+        return offset
 
-    def expect_point_to_point(self, source: int) -> ExpectedTensor:
-        """Begin to receive the next point-to-point tensor of a rank."""
-        expected = self.expect(source, POINT_TO_POINT)
-        self._memories[source].note_receives(self._rank, expected.number)
+    def kept(self, offset: int, like: Sequence[Tensor]) -> SharedTensors:
+        """Return the copy of tensors that this rank has sent and keeps, by its offset."""
+        return self._shared(self._outbox, offset, like)
+
+    def expect_point_to_point(self, source: int, channel: int) -> ExpectedMessage:
+        """Begin to receive the next message of a rank on a channel on which messages are sent to one rank.
+
+        Raises:
+            RuntimeError: if the rank sends this rank messages on too many channels.
+        """
+        expected = self.expect(source, channel)
+        self._memories[source].note_receives(self.rank, channel, expected.number)
         return expected
 
-    def expect(self, source: int, channel: int) -> ExpectedTensor:
-        """Expect the next tensor of a rank on a channel, after those that are expected already."""
+    def expect(self, source: int, channel: int) -> ExpectedMessage:
+        """Expect the next message of a rank on a channel, after those that are expected already."""
         self._expected[source, channel] += 1
-        return ExpectedTensor(source, channel, self._expected[source, channel])
+        return ExpectedMessage(source, channel, self._expected[source, channel])
 
-    def receive(self, expected: ExpectedTensor, like: Tensor) -> SharedTensor:
-        """Wait for an expected tensor, which has the shape and dtype of `like`.
+    def have_arrived(self, expected: Iterable[ExpectedMessage]) -> bool:
+        """Return whether all these messages have arrived, without waiting."""
+        with self._condition:
+            for each in expected:
+                self._read_messages(each.source)
+                if each not in self._offsets:
+                    return False
+        return True
+
+    def receive(self, expected: ExpectedMessage, like: Sequence[Tensor]) -> SharedTensors:
+        """Wait for an expected message, whose tensors have the shapes and dtypes of `like`.
 
         Raises:
             RuntimeError: if its sender has gone, or nothing comes within the limit.
@@ -235,8 +240,18 @@ class Neighbours:
                     raise RuntimeError(f"Timed out waiting for rank {expected.source}: {why}")
             return self._shared(self._memories[expected.source], self._offsets.pop(expected), like)
 
-    def _shared(self, memory: SharedMemory, offset: int, like: Tensor) -> SharedTensor:
-        return SharedTensor(memory.tensor(offset, like), memory.flags, offset + self._rank)
+    def _shared(self, memory: SharedMemory, offset: int, like: Sequence[Tensor]) -> SharedTensors:
+        return SharedTensors(memory.tensors(offset, like), memory.flags, offset + self.rank)
+
+    @classmethod
+    @contextmanager
+    def not_used(cls) -> Generator[None]:
+        """Have transports that are made in the block use torch.distributed although there are neighbours."""
+        here, cls.here = cls.here, None
+        try:
+            yield
+        finally:
+            cls.here = here
 
     @classmethod
     def part(cls) -> None:
@@ -281,8 +296,9 @@ class Neighbours:
         """Read all signals of a rank; return False if it has gone."""
         while True:
             try:
-                if not self._sockets[rank].recv(len(SIGNAL)):
-                    return False
+                signals = self._sockets[rank].recv(MAX_SIGNALS)
+                if len(signals) < MAX_SIGNALS:
+                    return bool(signals)
             except BlockingIOError:
                 return True
             except ConnectionResetError:  # it ended without reading everything
@@ -290,9 +306,9 @@ class Neighbours:
 
     def _read_messages(self, rank: int) -> None:
         """Read a rank's messages."""
-        for channel, offset in self._memories[rank].read_messages(self._rank):
+        for channel, offset in self._memories[rank].read_messages(self.rank):
             self._arrived[rank, channel] += 1
-            self._offsets[ExpectedTensor(rank, channel, self._arrived[rank, channel])] = offset
+            self._offsets[ExpectedMessage(rank, channel, self._arrived[rank, channel])] = offset
 
 
 HELLO = struct.Struct("=16sI")
@@ -368,12 +384,12 @@ def _outbox(world: int) -> Outbox | None:
     """Make this rank's shared memory; None if a limit of the process forbids it, such as that on file sizes."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):
-        return Outbox(min(physical, MAX_MAPPED_BYTES // world), world)
+        return Outbox(min(physical, MAX_MAPPED_BYTES // world // 4096 * 4096), world)
     return None
 
 
 def _socket(limit: timedelta) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     made.settimeout(limit.total_seconds())
     return made
 
@@ -414,8 +430,14 @@ MIN_BUFFER_BYTES = 4096
 QUEUE_LENGTH = 2**16
 """Messages to a rank that may be unread at one time."""
 
-QUEUE_WORDS = 3 + 2 * QUEUE_LENGTH
-"""64-bit words of the queue to a rank: three counts, and two words for each message."""
+MAX_CHANNELS = 256
+"""Channels on which a rank may send messages to one rank, each of a process group and a tag."""
+
+RING = 2 + 2 * MAX_CHANNELS
+"""Word of a queue at which its ring of messages begins."""
+
+QUEUE_WORDS = RING + 2 * QUEUE_LENGTH
+"""64-bit words of the queue to a rank: two counts, two words for each channel, and two for each message."""
 
 ORDERED_PROCESSOR = "x86_64"
 """Processor, by Linux's name, on which all processes see each other's writes in order (see `SharedMemory`)."""
@@ -425,9 +447,10 @@ class SharedMemory:
     """Memory of one rank that the other ranks of its host read.
 
     It is an anonymous file, so nothing is left behind if processes are killed. It begins with a queue of messages to
-    each rank: three counts (messages written, messages read, point-to-point tensors that the reader has begun to
-    receive), then a ring of (channel, offset of a buffer). Buffers with tensors follow. Each begins with a byte for
-    every rank, which that rank sets when it has read the tensor. Pages that were never written take no memory.
+    each rank: two counts (messages written, messages read), then a table of (channel, messages on it that the reader
+    has begun to receive), then a ring of (channel, offset of a buffer). Buffers with tensors follow. Each begins with a
+    byte for every rank, which that rank sets when it has read the tensors. Pages that were never written take no
+    memory.
 
     There is no lock. Correctness rests on the order of memory accesses: a tensor is written before its message, a
     message before it is counted, and a tensor is read before its byte or count says so. Python has no memory barrier,
@@ -459,17 +482,26 @@ class SharedMemory:
         self.file = file
         mapped = mmap.mmap(file, size)
         self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._elements: dict[torch.dtype, Tensor] = {}
         self.flags = memoryview(mapped)
-        self.header_bytes = -(-ranks // 64) * 64  # tensors begin at whole lines of a cache
+        self.header_bytes = _aligned(ranks)
         self._words = self.flags[: ranks * 8 * QUEUE_WORDS].cast("Q")
 
-    def tensor(self, offset: int, like: Tensor) -> Tensor:
-        """Return the tensor in the buffer at an offset, with the shape and dtype of `like`."""
-        begin = offset + self.header_bytes
-        return self.bytes[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+    def tensors(self, offset: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors in the buffer at an offset, with the shapes and dtypes of `like`."""
+        begin, tensors = offset + self.header_bytes, list[Tensor]()
+        for each in like:
+            elements = self._elements.get(each.dtype)
+            if elements is None:
+                elements = self._elements[each.dtype] = self.bytes.view(each.dtype)
+            first = begin // each.itemsize
+            flat = elements[first : first + each.numel()]
+            tensors.append(flat if each.dim() == 1 else flat.view(each.shape))
+            begin += _aligned(each.nbytes)
+        return tensors
 
     def write_message(self, reader: int, channel: int, offset: int) -> None:
-        """Append a message to a rank's queue: there is a tensor for it in the buffer at `offset`.
+        """Append a message to a rank's queue: its tensors are in the buffer at `offset`.
 
         Raises:
             MemoryError: if the queue is full.
@@ -478,7 +510,7 @@ class SharedMemory:
         written = words[queue]
         if written - words[queue + 1] == QUEUE_LENGTH:
             raise MemoryError(f"{QUEUE_LENGTH:,} messages to rank {reader} are sent and not received")
-        place = queue + 3 + 2 * (written % QUEUE_LENGTH)
+        place = queue + RING + 2 * (written % QUEUE_LENGTH)
         words[place], words[place + 1] = channel, offset
         words[queue] = written + 1  # the reader looks at the message only after this write
 
@@ -486,18 +518,54 @@ class SharedMemory:
         """Yield channel and buffer offset of each message that the rank `reader` has not read yet."""
         words, queue = self._words, reader * QUEUE_WORDS
         while (read := words[queue + 1]) < words[queue]:
-            place = queue + 3 + 2 * (read % QUEUE_LENGTH)
+            place = queue + RING + 2 * (read % QUEUE_LENGTH)
             message = words[place], words[place + 1]
             words[queue + 1] = read + 1
             yield message
 
-    def note_receives(self, reader: int, count: int) -> None:
-        """Store how many point-to-point tensors of the sender this reader has begun to receive."""
-        self._words[reader * QUEUE_WORDS + 2] = count
+    def unread(self, reader: int) -> int:
+        """Return how many messages the rank `reader` has not read yet."""
+        queue = reader * QUEUE_WORDS
+        return self._words[queue] - self._words[queue + 1]
 
-    def receives(self, reader: int) -> int:
-        """Return how many point-to-point tensors this reader has begun to receive."""
-        return self._words[reader * QUEUE_WORDS + 2]
+    def note_receives(self, reader: int, channel: int, count: int) -> None:
+        """Store how many messages of the sender on a channel this reader has begun to receive.
+
+        Raises:
+            RuntimeError: if the table of channels is full.
+        """
+        words = self._words
+        for place in self._places(reader):
+            if words[place] in (channel, 0):
+                words[place + 1] = count
+                words[place] = channel
+                return
+        raise RuntimeError(
+            f"messages between two ranks use more than {MAX_CHANNELS} pairs of a group and a tag; use fewer tags"
+        )
+
+    def receives(self, reader: int, channel: int) -> int:
+        """Return how many messages on a channel this reader has begun to receive."""
+        words = self._words
+        for place in self._places(reader):
+            if words[place] == channel:
+                return words[place + 1]
+            if not words[place]:
+                break
+        return 0
+
+    def _places(self, reader: int) -> range:
+        return range(reader * QUEUE_WORDS + 2, reader * QUEUE_WORDS + RING, 2)
+
+
+def _aligned(size: int) -> int:
+    """Return the bytes that a tensor of `size` bytes takes in a buffer: tensors begin at whole lines of a cache."""
+    return -(-size // 64) * 64
+
+
+def message_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes that a message with these tensors takes in a buffer, without the header."""
+    return sum(_aligned(each.nbytes) for each in tensors)
 
 
 class Outbox(SharedMemory):
@@ -511,23 +579,27 @@ class Outbox(SharedMemory):
         super().__init__(size, ranks)
         self.size, self._end = size, -(-ranks * 8 * QUEUE_WORDS // MIN_BUFFER_BYTES) * MIN_BUFFER_BYTES
         self._buffers: dict[int, list[tuple[int, Sequence[int]]]] = defaultdict(list)
+        self._lock = Lock()
 
-    def put(self, tensor: Tensor, readers: Sequence[int]) -> int:
-        """Copy a tensor into a free buffer and return the buffer's offset.
+    def put(self, tensors: Sequence[Tensor], readers: Sequence[int]) -> int:
+        """Copy tensors into a free buffer and return the buffer's offset. Several threads may call this.
 
         Raises:
             MemoryError: if the tensors in flight leave no space.
         """
-        wanted = max(MIN_BUFFER_BYTES, 1 << (self.header_bytes + tensor.nbytes - 1).bit_length())
-        size, offset = self._free(wanted) or (wanted, self._end)
-        if offset == self._end:
-            if offset + size > self.size:
-                raise MemoryError(f"a message of {tensor.nbytes:,} bytes finds no room in {self.size:,} bytes")
-            self._end += size
-        self._buffers[size].append((offset, readers))
-        for rank in readers:
-            self.flags[offset + rank] = 0
-        self.tensor(offset, tensor).copy_(tensor)
+        length = message_bytes(tensors)
+        wanted = max(MIN_BUFFER_BYTES, 1 << (self.header_bytes + length - 1).bit_length())
+        with self._lock:
+            size, offset = self._free(wanted) or (wanted, self._end)
+            if offset == self._end:
+                if offset + size > self.size:
+                    raise MemoryError(f"a message of {length:,} bytes finds no room in {self.size:,} bytes")
+                self._end += size
+            for rank in readers:
+                self.flags[offset + rank] = 0
+            self._buffers[size].append((offset, readers))
+        for place, tensor in zip(self.tensors(offset, tensors), tensors, strict=True):
+            place.copy_(tensor)
         return offset
 
     def _free(self, least: int) -> tuple[int, int] | None:
@@ -542,16 +614,16 @@ class Outbox(SharedMemory):
 
 
 WINDOW_BYTES = 4 * 2**20
-"""Bytes of point-to-point tensors that a rank may send before its reader begins to receive them."""
+"""Bytes of messages of a channel that a rank may send before its reader begins to receive them."""
 
 WINDOW_MESSAGES = 4
-"""Point-to-point tensors that it may send so, however large they are."""
+"""Messages that it may send so, however large they are."""
 
 
 class SendWindow:
-    """Send window from one rank to another: the point-to-point tensors that may be ahead of the reader's receives.
+    """Send window of a channel from one rank to another: the messages that may be ahead of the reader's receives.
 
-    The window has `WINDOW_MESSAGES` tensors, or more if they have at most `WINDOW_BYTES` together. The wait of a send
+    The window has `WINDOW_MESSAGES` messages, or more if they have at most `WINDOW_BYTES` together. The wait of a send
     beyond it ends when the reader has begun enough receives. On gloo every send waits for its receive, so a program
     that cannot hang there cannot hang here.
     """
@@ -561,10 +633,10 @@ class SendWindow:
         self._ahead: deque[int] = deque()
 
     def count(self, size: int) -> int:
-        """Add a tensor of `size` bytes to the window.
+        """Add a message of `size` bytes to the window.
 
         Returns:
-            Number of tensors that the reader must have begun to receive before the wait of this send may end.
+            Number of messages that the reader must have begun to receive before the wait of this send may end.
         """
         size = max(size, MIN_BUFFER_BYTES)
         self._sent, self._bytes = self._sent + 1, self._bytes + size

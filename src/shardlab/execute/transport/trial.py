@@ -1,4 +1,8 @@
-"""Each collective on a few whole numbers: what every rank has before and after, by the executor's own communicator."""
+"""Calls of each collective on one tensor, and what they do with a few whole numbers on real ranks.
+
+`CALLS` lists the collectives, with the tensors that their members have. `shardlab collectives show` prints what
+`show_rank` returns, and `shardlab bench collectives` times the same calls.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -8,14 +12,88 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.execute.transport.collectives import Communicator
-from shardlab.language import Group, Rank, Reduction, trace
+from shardlab.execute.transport.collectives import Handle, Transport, messages_with, transport_of
+from shardlab.language import Reduction
+
+Part = Literal["", "whole", "piece"]
+"""What a member has: nothing, a whole tensor, or its piece of one."""
+
+
+class Tensors(NamedTuple):
+    """Tensors of one member of a collective, in lists of at most one, and its other arguments."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    root: int
+    by: Reduction
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a collective is called, and which tensors its members have.
+
+    Attributes:
+        start: starts it.
+        gives, receives: what each member gives and receives.
+        root_gives, root_receives: whether only the root does.
+        in_place: whether the result overwrites what is given.
+    """
+
+    start: Callable[[Transport, Tensors], Handle]
+    gives: Part = ""
+    receives: Part = ""
+    root_gives: bool = False
+    root_receives: bool = False
+    in_place: bool = False
+
+
+CALLS: dict[str, Call] = {
+    "broadcast": Call(lambda t, x: t.broadcast(x.outputs, x.root), "whole", "whole", root_gives=True, in_place=True),
+    "scatter": Call(lambda t, x: t.scatter(x.outputs, x.inputs, x.root), "whole", "piece", root_gives=True),
+    "gather": Call(lambda t, x: t.gather(x.outputs, x.inputs, x.root), "piece", "whole", root_receives=True),
+    "reduce": Call(lambda t, x: t.reduce(x.inputs, x.root, x.by), "whole", "whole", root_receives=True, in_place=True),
+    "all_reduce": Call(lambda t, x: t.all_reduce(x.outputs, x.by), "whole", "whole", in_place=True),
+    "all_gather": Call(lambda t, x: t.all_gather(x.outputs, x.inputs), "piece", "whole"),
+    "reduce_scatter": Call(lambda t, x: t.reduce_scatter(x.outputs, x.inputs), "whole", "piece"),
+    "all_to_all": Call(lambda t, x: t.all_to_all(x.outputs, x.inputs), "whole", "whole"),
+    "barrier": Call(lambda t, x: t.barrier()),
+}
+"""Each collective by its name."""
+
+BARRIER, SEND = "barrier", "send"
+
+
+def prepare(
+    name: str, group: dist.ProcessGroup, given: Tensor | None, whole: Tensor, root: int, by: Reduction
+) -> tuple[Tensor | None, Callable[[], Handle]]:
+    """Prepare one member's call of a collective, which can then be repeated.
+
+    Args:
+        name: name of the collective, from `CALLS`.
+        group: the members.
+        given: tensor that this member gives; None if it gives none.
+        whole: any tensor with the size, dtype and device of a whole tensor.
+        root: index of the root.
+        by: reduction of reduce and all_reduce.
+
+    Returns:
+        The tensor of this member's result (None if it has none), and the function that starts a call.
+    """
+    call, is_root = CALLS[name], group.rank() == root
+    inputs = [] if given is None else [given]
+    outputs: list[Tensor] = []
+    if call.receives and (is_root or not call.root_receives):
+        elements = len(whole) // (group.size() if call.receives == "piece" else 1)
+        outputs = inputs if call.in_place and inputs else [whole.new_empty(elements)]
+    transport, tensors = transport_of(group), Tensors(inputs, outputs, root, by)
+    return next(iter(outputs), None), lambda: call.start(transport, tensors)
+
 
 Numbers = list[float] | None
 """A rank's tensor, or None where it has none."""
@@ -46,131 +124,66 @@ class Shown:
         return self.tensors[-1]
 
 
+@dataclass(frozen=True)
 class Member:
-    """A rank among those that meet.
+    """Rank of a world whose collectives are shown.
 
-    Args:
-        rank, ranks: its number, and how many there are.
-        root, by: of the collectives that have a root, or reduce.
+    Attributes:
+        rank, ranks: its number, and the number of all ranks.
+        device: device of its tensors.
+        root: root of the collectives that have one.
+        by: operation of those that reduce.
     """
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, root: int, by: Reduction) -> None:
-        program = trace(_meet, ranks, 1, 1)
-        group = program.tapes[rank][0].group
-        assert group is not None
-        self.group: Group = group
-        self.links = Communicator(program, rank)
-        self.rank, self.ranks, self.device = rank, ranks, device
-        self.root, self.by = root, by
-        self.unit = 10 if ranks <= 10 else 100
+    rank: int
+    ranks: int
+    device: torch.device
+    root: int
+    by: Reduction
 
-    def whole(self) -> Tensor:
-        """This rank's tensor, an element for each rank: the tens say whose, the ones which."""
-        return torch.arange(float(self.ranks), device=self.device) + self.unit * self.rank
+    def tensor(self, part: Part) -> Tensor:
+        """Return this rank's tensor, or its piece: the tens of an element are its rank, the ones its place."""
+        unit = 10 if self.ranks <= 10 else 100
+        whole = torch.arange(float(self.ranks), device=self.device) + unit * self.rank
+        return whole if part == "whole" else whole[self.rank : self.rank + 1].clone()
 
-    def piece(self) -> Tensor:
-        """The element that stands at this rank's own place."""
-        return self.whole()[self.rank : self.rank + 1].clone()
+    def first(self, name: str) -> Tensor | None:
+        """Return what this rank gives to a collective that is the first of a case."""
+        gives, only_root = ("whole", True) if name == SEND else (CALLS[name].gives, CALLS[name].root_gives)
+        return self.tensor(gives) if self.rank == self.root or not only_root else None
 
-    def if_root(self) -> Tensor | None:
-        return self.whole() if self.rank == self.root else None
+    def run(self, name: str, given: Tensor | None) -> Tensor | None:
+        """Take part in a collective; return what this rank receives."""
+        if name == SEND:
+            return self._send(given)
+        world = dist.group.WORLD
+        assert world is not None, "the default process group exists"
+        received, start = prepare(name, world, given, self.tensor("whole"), self.root, self.by)
+        start().wait()
+        return received
 
-    def room(self, elements: int) -> Tensor:
-        return torch.empty(elements, device=self.device)
-
-
-async def _meet(rank: Rank) -> None:
-    """All ranks as one group."""
-    await rank.barrier()
-
-
-Act = Callable[[Member, Any], Tensor | None]
-"""A rank's part in a collective: from what it gives to what it receives."""
-
-
-def broadcast(member: Member, given: Tensor | None) -> Tensor:
-    tensor = member.room(member.ranks) if given is None else given.clone()
-    member.links.broadcast(tensor, member.group, member.root)()
-    return tensor
-
-
-def scatter(member: Member, given: Tensor | None) -> Tensor:
-    piece = member.room(1)
-    member.links.scatter(piece, given, member.group, member.root)()
-    return piece
-
-
-def gather(member: Member, given: Tensor) -> Tensor | None:
-    whole = member.room(member.ranks) if member.rank == member.root else None
-    member.links.gather(whole, given, member.group, member.root)()
-    return whole
-
-
-def reduce(member: Member, given: Tensor) -> Tensor | None:
-    total = given.clone()
-    member.links.reduce(total, member.group, member.root, member.by)()
-    return total if member.rank == member.root else None
-
-
-def all_reduce(member: Member, given: Tensor) -> Tensor:
-    total = given.clone()
-    member.links.all_reduce(total, member.group, member.by)()
-    return total
-
-
-def all_gather(member: Member, given: Tensor) -> Tensor:
-    whole = member.room(member.ranks)
-    member.links.all_gather(whole, given, member.group)()
-    return whole
-
-
-def reduce_scatter(member: Member, given: Tensor) -> Tensor:
-    piece = member.room(1)
-    member.links.reduce_scatter(piece, given, member.group)()
-    return piece
-
-
-def all_to_all(member: Member, given: Tensor) -> Tensor:
-    whole = member.room(member.ranks)
-    member.links.all_to_all(whole, given, member.group)()
-    return whole
-
-
-def send(member: Member, given: Tensor | None) -> Tensor | None:
-    """From the root to the rank after it."""
-    to = (member.root + 1) % member.ranks
-    if given is not None:
-        member.links.send(given, to, -1)()
-        return given
-    if member.rank != to:
-        return None
-    tensor = member.room(member.ranks)
-    member.links.recv(tensor, member.root, -1)()
-    return tensor
-
-
-ACTS: dict[str, tuple[Callable[[Member], Tensor | None], Act]] = {
-    "broadcast": (Member.if_root, broadcast),
-    "scatter": (Member.if_root, scatter),
-    "gather": (Member.piece, gather),
-    "reduce": (Member.whole, reduce),
-    "all_reduce": (Member.whole, all_reduce),
-    "all_gather": (Member.piece, all_gather),
-    "reduce_scatter": (Member.whole, reduce_scatter),
-    "all_to_all": (Member.whole, all_to_all),
-    "send": (Member.if_root, send),
-}
-"""What each rank has before a collective, and what it then does."""
-
-BARRIER = "barrier"
+    def _send(self, given: Tensor | None) -> Tensor | None:
+        """Send the root's tensor to the rank after it."""
+        to = (self.root + 1) % self.ranks
+        if given is not None:
+            messages_with(to).send([given], to).wait()
+            return given
+        if self.rank != to:
+            return None
+        tensor = torch.empty_like(self.tensor("whole"))
+        messages_with(self.root).recv([tensor], self.root).wait()
+        return tensor
 
 
 def show_rank(
     rank: int, device: torch.device, cases: Sequence[tuple[str, ...]], root: int, by: Reduction
 ) -> list[Shown] | None:
-    """One rank's part of all cases, each a collective or several in a row; rank 0 gives what all ranks had.
+    """Run one rank's part of all cases, each a collective or several in a row.
 
-    A case of several begins with what its first collective is shown with.
+    A case of several begins with the tensors of its first collective.
+
+    Returns:
+        On rank 0 the tensors of all ranks, else None.
     """
     member = Member(rank, dist.get_world_size(), device, root, by)
     mine = [_times(member) if case == (BARRIER,) else _tensors(member, case) for case in cases]
@@ -185,12 +198,12 @@ def show_rank(
 
 
 def _tensors(member: Member, case: Sequence[str]) -> list[Numbers]:
-    tensor: Tensor | None = ACTS[case[0]][0](member)
-    had = [_numbers(tensor)]
+    tensor = member.first(case[0])
+    tensors = [_numbers(tensor)]
     for name in case:
-        tensor = ACTS[name][1](member, tensor)
-        had.append(_numbers(tensor))
-    return had
+        tensor = member.run(name, tensor)
+        tensors.append(_numbers(tensor))
+    return tensors
 
 
 def _numbers(tensor: Tensor | None) -> Numbers:
@@ -198,12 +211,12 @@ def _numbers(tensor: Tensor | None) -> Numbers:
 
 
 def _times(member: Member) -> list[Numbers]:
-    """The ranks come one after the other; milliseconds since the first, on the clock that processes share."""
-    member.links.barrier(member.group)()
+    """Let the ranks arrive one after the other; return milliseconds since the first, on the clock that they share."""
+    member.run(BARRIER, None)
     time.sleep(APART * member.rank)
-    came = time.time()
-    member.links.barrier(member.group)()
-    went = time.time()
-    first = torch.tensor([came], dtype=torch.float64, device=member.device)
-    member.links.all_reduce(first, member.group, Reduction.MIN)()
-    return [[1000 * (moment - first.item())] for moment in (came, went)]
+    arrived = time.time()
+    member.run(BARRIER, None)
+    left = time.time()
+    first = torch.tensor([arrived], dtype=torch.float64, device=member.device)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    return [[1000 * (moment - first.item())] for moment in (arrived, left)]

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -36,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from shardlab.execute.transport.process_group import BACKEND, register_backend
 from shardlab.measure.side_by_side.contender import (
     Block,
     CausalAttention,
@@ -48,37 +52,75 @@ from shardlab.measure.side_by_side.contender import (
     loss_of,
     report_loss,
 )
-from shardlab.measure.side_by_side.results import MICROBATCHES, OPTIMIZER, SEED, Size, StrategyPair
+from shardlab.measure.side_by_side.results import MICROBATCHES, OPTIMIZER, SEED, SHARED, Size, StrategyPair
 
 Wrapped = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
-def ddp(module: GPTModule, ranks: int) -> Wrapped:
+_mesh_numbers = count()
+
+
+@dataclass(frozen=True)
+class TorchRanks:
+    """Ranks of PyTorch's side, and how they communicate.
+
+    Attributes:
+        count: number of ranks.
+        transport: "shared" for shared memory as a backend of torch.distributed; otherwise the default process group's.
+    """
+
+    count: int
+    transport: str
+
+    def group(self) -> dist.ProcessGroup | None:
+        """Make the process group of all ranks (None: the default one)."""
+        if self.transport != SHARED:
+            return None
+        register_backend()
+        group = dist.new_group(backend=BACKEND)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def mesh(self, module: GPTModule, *shape: int) -> DeviceMesh:
+        """Make a device mesh. Its names are new, since DTensor's caches take meshes with equal names for one."""
+        number = next(_mesh_numbers)
+        names = tuple(f"mesh_{number}_{dim}" for dim in range(len(shape)))
+        backends: Any = None
+        if self.transport == SHARED:
+            register_backend()
+            backends = dict.fromkeys(names, BACKEND)
+        device = next(module.parameters()).device.type
+        return init_device_mesh(device, shape, mesh_dim_names=names, backend_override=backends)
+
+
+def ddp(module: GPTModule, ranks: TorchRanks) -> Wrapped:
     """Wrap a module in DDP: gradients are averaged in buckets during the backward pass."""
-    return DistributedDataParallel(module, gradient_as_bucket_view=True), adamw(_parameters(module), OPTIMIZER)
+    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=ranks.group())
+    return wrapped, adamw(_parameters(module), OPTIMIZER)
 
 
-def zero_1(module: GPTModule, ranks: int) -> Wrapped:
+def zero_1(module: GPTModule, ranks: TorchRanks) -> Wrapped:
     """Wrap a module in DDP, and shard the optimizer's state over the ranks."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own use of torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    group = ranks.group()
+    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=group)
     groups: Any = groups_of(_parameters(module), OPTIMIZER)
     settings: Any = {"lr": OPTIMIZER.learning_rate, "betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps, "fused": True}
+    settings["process_group"] = group
     optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, **settings)
     return wrapped, optimizer
 
 
-def fsdp2(module: GPTModule, ranks: int) -> Wrapped:
+def fsdp2(module: GPTModule, ranks: TorchRanks) -> Wrapped:
     """Shard each block, and then the rest, over all ranks."""
-    return _fully_sharded(module, init_device_mesh(_device(module), (ranks,)))
+    return _fully_sharded(module, ranks.mesh(module, ranks.count))
 
 
-def hsdp(module: GPTModule, ranks: int) -> Wrapped:
+def hsdp(module: GPTModule, ranks: TorchRanks) -> Wrapped:
     """Shard each block within each half of the ranks; the halves are replicas."""
-    names = ("dp_replicate", "dp_shard")
-    return _fully_sharded(module, init_device_mesh(_device(module), (2, ranks // 2), mesh_dim_names=names))
+    return _fully_sharded(module, ranks.mesh(module, 2, ranks.count // 2))
 
 
 def _fully_sharded(module: GPTModule, mesh: DeviceMesh) -> Wrapped:
@@ -92,18 +134,14 @@ def _parameters(module: GPTModule) -> list[Tensor]:
     return list(module.parameters())
 
 
-def _device(module: GPTModule) -> str:
-    return next(module.parameters()).device.type
-
-
-WRAPPERS: dict[str, Callable[[GPTModule, int], Wrapped]] = {
+WRAPPERS: dict[str, Callable[[GPTModule, TorchRanks], Wrapped]] = {
     "ddp": ddp,
     "zero-1": zero_1,
     "zero-3": fsdp2,
     "fsdp": fsdp2,
     "hsdp": hsdp,
 }
-"""Functions that make a module and its optimizer data-parallel over a number of ranks, by the name of the pair."""
+"""Functions that make a module and its optimizer data-parallel, by the name of the pair."""
 
 
 class TensorParallelLoop(Loop):
@@ -117,11 +155,11 @@ class TensorParallelLoop(Loop):
         return loss.to_local()
 
 
-def tensor_parallel(module: GPTModule, ranks: int) -> torch.optim.Optimizer:
+def tensor_parallel(module: GPTModule, ranks: TorchRanks) -> torch.optim.Optimizer:
     """Split a module over all ranks in place, as the tutorial of parallelize_module does; return the optimizer of this
     rank's part.
     """
-    mesh = init_device_mesh(next(module.parameters()).device.type, (ranks,))
+    mesh = ranks.mesh(module, ranks.count)
     outer: dict[str, ParallelStyle] = {
         "wte": RowwiseParallel(input_layouts=Replicate()),
         "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
@@ -129,7 +167,7 @@ def tensor_parallel(module: GPTModule, ranks: int) -> torch.optim.Optimizer:
     parallelize_module(module, mesh, outer)
     for block in module.blocks:
         assert isinstance(block, Block)
-        _cut(block, mesh, ranks)
+        _cut(block, mesh, ranks.count)
     parameters = list(module.parameters())
     cut = [each for each in parameters if isinstance(each, DTensor)]
     whole = [each for each in parameters if not isinstance(each, DTensor)]
@@ -180,13 +218,13 @@ class Pipeline:
     """
 
     def __init__(
-        self, pair: StrategyPair, size: Size, ranks: int, rank: int, batches: DrawnBatches, device: torch.device
+        self, pair: StrategyPair, size: Size, ranks: TorchRanks, rank: int, batches: DrawnBatches, device: torch.device
     ) -> None:
-        mine = stages_of(pair, size, ranks, rank)
-        count = ranks * len(mine)
+        mine = stages_of(pair, size, ranks.count, rank)
+        count, group = ranks.count * len(mine), ranks.group()
         self.modules: list[GPTModule] = [gpt_module(size.model, layers, SEED, device) for layers in mine.values()]
         numbered = zip(self.modules, mine, strict=True)
-        stages: list[Any] = [PipelineStage(module, stage, count, device) for module, stage in numbered]
+        stages: list[Any] = [PipelineStage(module, stage, count, device, group=group) for module, stage in numbered]
         self._schedule: Any = (
             ONE_STAGE[pair.name](stages[0], MICROBATCHES, loss_of)
             if pair.name in ONE_STAGE

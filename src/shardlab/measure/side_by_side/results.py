@@ -97,6 +97,7 @@ class Comparison:
     Attributes:
         ours, theirs, floor: timed steps of both sides and of the lower bound.
         our_losses, their_losses: mean loss of every step, including warm-up.
+        transport: what both sides communicate by: "shared", "gloo" or "nccl".
     """
 
     ours: Side
@@ -104,6 +105,7 @@ class Comparison:
     floor: Side
     our_losses: list[float]
     their_losses: list[float]
+    transport: str = ""
 
     @property
     def loss_error(self) -> float:
@@ -128,6 +130,7 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Return all figures in seconds and bytes."""
         return {
+            "transport": self.transport,
             "loss_error": self.loss_error,
             "ratio": self.ratio._asdict(),
             "memory_ratio": self.memory,
@@ -144,6 +147,9 @@ class Comparison:
             "turns": side.seconds,
         }
 
+
+SHARED = "shared"
+"""Transport by shared memory: ours, which PyTorch's side uses as a backend of torch.distributed."""
 
 Family = Literal["data", "tensor", "pipeline"]
 """Kind of parallelism: `data` splits sequences over the ranks, `tensor` matrices, `pipeline` layers."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -24,7 +25,10 @@ from torch import Tensor
 from shardlab.common.fields import SHORTEST_SECONDS
 from shardlab.execute import Executor, Settings
 from shardlab.execute.kernel_choice import choose_products
-from shardlab.execute.transport.collectives import Groups
+from shardlab.execute.transport.collectives import Groups, transport_of
+from shardlab.execute.transport.neighbours import Neighbours
+from shardlab.execute.transport.shared_transport import SharedTransport
+from shardlab.language import UserError
 from shardlab.measure.collectives import MeasuringRanks
 from shardlab.measure.progress import Race
 from shardlab.measure.side_by_side.contender import (
@@ -36,12 +40,20 @@ from shardlab.measure.side_by_side.contender import (
     gpt_module,
     measure_memory,
 )
-from shardlab.measure.side_by_side.pytorch import WRAPPERS, Pipeline, TensorParallelLoop, stages_of, tensor_parallel
+from shardlab.measure.side_by_side.pytorch import (
+    WRAPPERS,
+    Pipeline,
+    TensorParallelLoop,
+    TorchRanks,
+    stages_of,
+    tensor_parallel,
+)
 from shardlab.measure.side_by_side.results import (
     LOSSES_AGREE,
     MICROBATCHES,
     OPTIMIZER,
     SEED,
+    SHARED,
     Comparison,
     Side,
     Size,
@@ -63,22 +75,30 @@ SIDES = ("theirs", "ours", "floor")
 """Names of the sides, in the order of their turns. "floor" is the lower bound."""
 
 
-def side_makers(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device) -> Mapping[str, Make]:
-    """Return the functions that create each side on this rank, by `SIDES`. All ranks create the same side together."""
+def side_makers(
+    pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device, transport: str
+) -> Mapping[str, Make]:
+    """Return the functions that create each side on this rank, by `SIDES`. All ranks create the same side together.
+
+    Args:
+        transport: transport of both sides: "shared", or the name of the default process group's backend.
+    """
     job = pair.job(size, ranks)
     batches = DrawnBatches(job.micro_batch_size, job.microbatches, size.model.seq_len, size.model.vocab_size)
 
     def ours() -> Contender:
         settings = Settings(SEED, job.numbers, device, OPTIMIZER)
-        return Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device.type))
+        with nullcontext() if transport == SHARED else Neighbours.not_used():
+            return Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device.type))
 
     def theirs() -> Contender:
+        world = TorchRanks(ranks, transport)
         if pair.family == "pipeline":
-            return Pipeline(pair, size, ranks, rank, batches, device)
+            return Pipeline(pair, size, world, rank, batches, device)
         module = gpt_module(size.model, range(size.model.layers), SEED, device)
         if pair.family == "tensor":
-            return TensorParallelLoop(module, tensor_parallel(module, ranks), batches, 0, device, reports=rank == 0)
-        return Loop(*WRAPPERS[pair.name](module, ranks), batches, rank, device)
+            return TensorParallelLoop(module, tensor_parallel(module, world), batches, 0, device, reports=rank == 0)
+        return Loop(*WRAPPERS[pair.name](module, world), batches, rank, device)
 
     return {"theirs": theirs, "ours": ours, "floor": lambda: lower_bound_of(pair, size, ranks, rank, device)}
 
@@ -99,20 +119,42 @@ WARM_UP = 3
 """First steps of each side, which allocate memory and connect. Peak memory is that of the last one."""
 
 
-def compare_rank(rank: int, device: torch.device, pair: StrategyPair, size: Size, turns: int) -> Comparison:
+def compare_rank(
+    rank: int, device: torch.device, pair: StrategyPair, size: Size, turns: int, transport: str = ""
+) -> Comparison:
     """Run one rank's part of a comparison. Every rank returns the same.
 
     Args:
         turns: steps of each side that are timed.
+        transport: "shared" or "gloo" for both sides (empty: shared memory if all ranks can share it; on a GPU, NCCL).
+
+    Raises:
+        UserError: if there is no such transport here.
     """
-    ranks = dist.get_world_size()
-    return compare_sides(side_makers(pair, size, ranks, rank, device), turns, device)
+    transport = find_transport(device, transport)
+    makes = side_makers(pair, size, dist.get_world_size(), rank, device, transport)
+    return replace(compare_sides(makes, turns, device), transport=transport)
+
+
+def find_transport(device: torch.device, transport: str = "") -> str:
+    """Return the transport of both sides: the one that is asked for, or the fastest of this world.
+
+    Raises:
+        UserError: if the one that is asked for is not there.
+    """
+    world, backend = dist.group.WORLD, backend_of(device.type)
+    assert world is not None, "the default process group exists"
+    shares = isinstance(transport_of(world), SharedTransport)
+    if transport not in ("", backend, *([SHARED] if shares else [])):
+        why_not = "the ranks share no memory here" if transport == SHARED else "this is no transport of these ranks"
+        raise UserError(f"--transport {transport}: {why_not}; give --transport {backend}")
+    return transport or (SHARED if shares else backend)
 
 
 def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -> Comparison:
     """Create all sides with the functions in `makes`, by `SIDES`, and let them take turns."""
     found, losses = take_turns(makes, [(SIDES[1], SIDES[0], *SIDES[2:]), SIDES], turns, device)
-    return Comparison(found["ours"], found["theirs"], found["floor"], *(losses[side] for side in SIDES[1::-1]))
+    return Comparison(found["ours"], found["theirs"], found["floor"], losses["ours"], losses["theirs"])
 
 
 def take_turns(
@@ -237,7 +279,10 @@ def time_passes_rank(
         turns: timed steps of each.
     """
     ranks = dist.get_world_size()
-    makes = {each: side_makers(replace(pair, passes=each), size, ranks, rank, device)["ours"] for each in passes}
+    transport = find_transport(device)
+    makes = {
+        each: side_makers(replace(pair, passes=each), size, ranks, rank, device, transport)["ours"] for each in passes
+    }
     orders = [passes, passes[::-1]]
     sides, losses = take_turns(makes, orders, turns, device)
     return PassTurns([sides[each] for each in passes], [losses[each] for each in passes])

@@ -1,0 +1,274 @@
+"""Transport of a group whose members are neighbours: collectives and messages on the shared memory of `neighbours`.
+
+Each verb starts an operation: it copies this rank's tensors into shared memory and returns without waiting. The `wait`
+of the returned work reads the others' tensors in place, and reduces them in group order.
+
+In a broadcast or scatter, the root also waits for an empty message from each receiver, and in a gather or reduce each
+sender waits for one from the root. Otherwise a rank that only sends could run ahead until the memory is full.
+"""
+
+# pyright: reportUnknownMemberType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.execute.transport.neighbours import ExpectedMessage, Neighbours, SharedTensors, channel_number
+from shardlab.language import Reduction
+
+_REDUCE: dict[Reduction, Callable[..., Tensor]] = {
+    Reduction.SUM: torch.add,
+    Reduction.MEAN: torch.add,
+    Reduction.MIN: torch.minimum,
+    Reduction.MAX: torch.maximum,
+}
+
+
+class SharedTransport:
+    """Shared memory among the members of a group. `Transport` describes the verbs.
+
+    Args:
+        here: this rank's connections. All other members must be neighbours, except for those to which no message goes.
+        name: name of the group, equal on all members and different for each group.
+        members: ranks of the members, in group order.
+    """
+
+    def __init__(self, here: Neighbours, name: str, members: Sequence[int]) -> None:
+        self._here, self._name, self._members = here, name, members
+        self._mine, self._size = members.index(here.rank), len(members)
+        self._others = [*members[: self._mine], *members[self._mine + 1 :]]
+        self._channel = channel_number(name)
+        self._streams: dict[Hashable, deque[SharedWork]] = {}
+
+    def all_reduce(self, tensors: Sequence[Tensor], by: Reduction = Reduction.SUM) -> SharedWork:
+        keeps = self._mine > 1  # the reduction of the first two terms overwrites this rank's tensor
+        offset = self._here.send(tensors, self._others, self._channel, keeps=keeps)
+        if not keeps:
+            return self._reduce(tensors, tensors, by)
+        kept = self._here.kept(offset, tensors)
+        return self._reduce(kept.tensors, tensors, by, [kept])
+
+    def reduce(self, tensors: Sequence[Tensor], root: int, by: Reduction = Reduction.SUM) -> SharedWork:
+        if self._mine != root:
+            return self._exchange_with_root(tensors, [], root)
+        own = [each.clone() for each in tensors] if root > 1 else tensors
+        self._here.send([], self._others, self._channel)
+        return self._reduce(own, tensors, by)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int) -> SharedWork:
+        if self._mine != root:
+            return self._exchange_with_root([], tensors, root)
+        self._here.send(tensors, self._others, self._channel)
+        return self._wait_for_all()
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> SharedWork:
+        self._here.send(inputs, self._others, self._channel)
+        return self._collect(self._pieces(outputs), _flat(inputs))
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], by: Reduction = Reduction.SUM
+    ) -> SharedWork:
+        pieces = self._send_pieces(inputs)
+        return self._reduce(pieces[self._mine], _flat(outputs), by)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> SharedWork:
+        return self._collect(self._pieces(outputs), self._send_pieces(inputs)[self._mine])
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], root: int) -> SharedWork:
+        if self._mine != root:
+            return self._exchange_with_root([], outputs, root)
+        _copy(_flat(outputs), self._send_pieces(inputs)[self._mine])
+        return self._wait_for_all()
+
+    def gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], root: int) -> SharedWork:
+        if self._mine != root:
+            return self._exchange_with_root(inputs, [], root)
+        self._here.send([], self._others, self._channel)
+        return self._collect(self._pieces(outputs), _flat(inputs))
+
+    def barrier(self) -> SharedWork:
+        self._here.send([], self._others, self._channel)
+        return self._wait_for_all()
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> SharedWork:
+        here, rank, channel = self._here, self._members[to], channel_number(self._name, tag)
+        count = here.send_point_to_point(tensors, rank, channel)
+        return SharedWork(lambda: here.wait_for_receives(rank, channel, count))
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> SharedWork:
+        expected = self._here.expect_point_to_point(self._members[source], channel_number(self._name, tag))
+        return self._start([expected], lambda: self._receive_into(expected, tensors), (source, tag))
+
+    def _start(
+        self, expected: Sequence[ExpectedMessage], then: Callable[[], object], stream: Hashable = None
+    ) -> SharedWork:
+        """Return the work of an operation, and finish earlier ones that nobody waits for.
+
+        Args:
+            expected: messages that the operation waits for.
+            then: reads them.
+            stream: works with the same value end in the order of their starts.
+        """
+        works = self._streams.setdefault(stream, deque())
+        while len(works) >= MAX_UNFINISHED and self._here.have_arrived(works[0].expected):
+            works[0].finish()
+        work = SharedWork(then, expected, works)
+        works.append(work)
+        return work
+
+    def _exchange_with_root(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int) -> SharedWork:
+        """Send tensors to the root, and receive the root's into `outputs`."""
+        rank = self._members[root]
+        self._here.send(inputs, [rank], self._channel)
+        expected = self._here.expect(rank, self._channel)
+        return self._start([expected], lambda: self._receive_into(expected, outputs))
+
+    def _wait_for_all(self) -> SharedWork:
+        """Wait for an empty message from each other member."""
+        return self._collect([()] * self._size, ())
+
+    def _pieces(self, wholes: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Split tensors, which may be empty, into equal flat pieces; return the pieces of each member."""
+        size = self._size
+        return list(zip(*(whole.view(size, whole.numel() // size).unbind() for whole in wholes), strict=True))
+
+    def _send_pieces(self, wholes: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Send each other member its pieces; return the pieces of each."""
+        pieces = self._pieces(wholes)
+        for place, rank in enumerate(self._members):
+            if place != self._mine:
+                self._here.send(pieces[place], [rank], self._channel)
+        return pieces
+
+    def _expect_others(self) -> list[ExpectedMessage]:
+        """Expect a message from each other member, in group order."""
+        return [self._here.expect(rank, self._channel) for rank in self._others]
+
+    def _collect(self, outputs: Sequence[Sequence[Tensor]], own: Sequence[Tensor]) -> SharedWork:
+        """Receive pieces from each member, and copy this rank's own. As on gloo, `own` must not change until the wait.
+
+        Args:
+            outputs: pieces to write, of each member.
+            own: this rank's pieces.
+        """
+        places = [*outputs[: self._mine], *outputs[self._mine + 1 :]]
+        expected = self._expect_others()
+
+        def copy_all() -> None:
+            _copy(outputs[self._mine], own)
+            for each, place in zip(expected, places, strict=True):
+                self._receive_into(each, place)
+
+        return self._start(expected, copy_all)
+
+    def _receive_into(self, expected: ExpectedMessage, places: Sequence[Tensor]) -> None:
+        """Wait for a message and copy its tensors into `places`."""
+        received = self._here.receive(expected, places)
+        _copy(places, received.tensors)
+        received.release()
+
+    def _reduce(
+        self,
+        own: Sequence[Tensor],
+        totals: Sequence[Tensor],
+        by: Reduction,
+        kept: Sequence[SharedTensors] = (),
+    ) -> SharedWork:
+        """Reduce this rank's own terms and those of the others, in group order, so that all ranks get the same bits.
+
+        Args:
+            own: this rank's terms.
+            totals: outputs. On the first two members they may be the own terms.
+            by: the reduction.
+            kept: messages that this rank has sent and still reads.
+        """
+        expected, reduce = self._expect_others(), _REDUCE[by]
+
+        def reduce_all() -> None:
+            shared = [self._here.receive(each, totals) for each in expected]
+            terms = [each.tensors for each in shared]
+            terms.insert(self._mine, [*own])
+            for total, first, *others in zip(totals, *terms, strict=True):
+                for term in others:
+                    first = reduce(first, term, out=total)
+                if by is Reduction.MEAN:
+                    total.div_(self._size)
+            for each in (*shared, *kept):
+                each.release()
+
+        return self._start(expected, reduce_all)
+
+
+def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [each if each.dim() == 1 else each.view(-1) for each in tensors]
+
+
+def _copy(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    for output, each in zip(outputs, inputs, strict=True):
+        output.copy_(each)
+
+
+MAX_UNFINISHED = 8
+"""Works of a stream that may be unfinished. When another starts, the oldest are finished if their messages are here."""
+
+
+class SharedWork:
+    """Handle of an operation in flight, with the interface of torch.distributed's Work.
+
+    A stream's works end in the order of their starts: the wait of one finishes those before it, also those that nobody
+    waits for, whose messages would otherwise stay in memory. Several threads may wait.
+
+    Args:
+        then: ends the operation.
+        expected: messages that it waits for.
+        stream: the stream's unfinished works, from which it removes itself.
+
+    Attributes:
+        expected: messages that it waits for.
+    """
+
+    def __init__(
+        self,
+        then: Callable[[], object],
+        expected: Sequence[ExpectedMessage] = (),
+        stream: deque[SharedWork] | None = None,
+    ) -> None:
+        self.expected, self._stream = expected, stream
+        self._then: Callable[[], object] | None = then
+        self._lock = Lock()
+
+    def wait(self) -> None:
+        """Wait for the operation. Later calls return at once."""
+        for earlier in self._unfinished():
+            earlier.finish()
+        self.finish()
+
+    def finish(self) -> None:
+        """End this operation alone, once."""
+        with self._lock:
+            if self._then is None:
+                return
+            self._then()
+            self._then = None
+            if self._stream is not None:
+                self._stream.remove(self)
+
+    def get_future(self) -> Any:
+        """Raise an error, as works of gloo's sends and receives do: they have no future.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("messages have no future")
+
+    def _unfinished(self) -> list[SharedWork]:
+        """Return the works of the stream that started before this one and have not ended."""
+        works = [] if self._stream is None or self._then is None else [*self._stream]
+        return works[: works.index(self)] if self in works else []
