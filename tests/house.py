@@ -27,7 +27,7 @@ CODE_LINES = {
     "learn": 1145,
     "measure": 2200,
     "models": 3670,
-    "planner": 3080,
+    "planner": 3060,
     "simulate": 6110,
     "strategies": 2465,
     "train": 8455,
