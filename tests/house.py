@@ -20,7 +20,7 @@ CODE_LINES = {
     "": 60,
     "check": 2270,
     "cli": 6110,
-    "common": 700,
+    "common": 715,
     "draw": 1145,
     "execute": 3520,
     "language": 4130,
