@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import tyro
 from rich.markup import escape
@@ -20,6 +20,20 @@ from shardlab.common.text import counted
 from shardlab.language import UserError
 from shardlab.language.precision import Optimizer
 from shardlab.train.launch.environment import require_port
+
+if TYPE_CHECKING:
+    from shardlab.check import Checked
+    from shardlab.train.job import Job
+    from shardlab.train.verification.cases import Verdict
+
+
+class Verification(NamedTuple):
+    """Result of a comparison: what ran, its program, the norm to which gradients were clipped, and the verdict."""
+
+    job: Job
+    proof: Checked
+    clip: float | None
+    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -75,9 +89,15 @@ class Verify:
 
     layout: Layout = NO_FLAGS
 
-    def run(self) -> int:
-        if self.all:
-            return self._all()
+    def compare(self, *, exits: bool = True) -> Verification | None:
+        """Run the strategy and one device, and compare them.
+
+        Args:
+            exits: whether a failed rank ends this process. Otherwise `RankFailed` is raised.
+
+        Returns:
+            The result; None on a rank of a launcher's world that does not report.
+        """
         require_port(os.environ)
 
         from shardlab.cli.train.before_ranks import checked_to_run, failures_as_exit
@@ -86,7 +106,7 @@ class Verify:
         from shardlab.execute.requirements import want_compilable
         from shardlab.train.job import Job
         from shardlab.train.launch.ranks import device_type, launched_ranks
-        from shardlab.train.verification.cases import TOLERANCE, clip_for, verify
+        from shardlab.train.verification.cases import clip_for, verify
 
         chosen, ranks = self.layout.entry(self.strategy, self.ranks or launched_ranks(0) or None)
         ep = chosen.grid(ranks).ep
@@ -110,15 +130,24 @@ class Verify:
         if self.compile:
             want_compilable(proof, device_type(ranks))
         clip = clip_for(proof, self.clip)
-        with failures_as_exit():
+        with failures_as_exit(exits=exits):
             verdict = verify(job, self.steps, clip, self.compile)
-        if verdict is None:  # a rank of an existing world, but not the one that reports
+        return None if verdict is None else Verification(job, proof, clip, verdict)
+
+    def run(self) -> int:
+        if self.all:
+            return self._all()
+        result = self.compare()
+        if result is None:  # a rank of an existing world, but not the one that reports
             return 0
+        from shardlab.train.verification.cases import TOLERANCE
+
+        job, proof, clip, verdict = result
         if self.json:
             facts = {
-                "strategy": chosen.name,
-                "ranks": ranks,
-                "layers": model.layers,
+                "strategy": job.name,
+                "ranks": job.ranks,
+                "layers": job.model.layers,
                 "microbatches": self.microbatches,
                 "clip": clip,
                 "drifts": [drift.as_dict() for drift in drifts_of(proof)],
@@ -126,8 +155,8 @@ class Verify:
             print_json({**facts, **asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok})
         else:
             console = stdout_console()
-            where = f"on {counted(ranks, 'rank')} against one device, {job.numbers.compute}"
-            console.print(f"[bold cyan]{escape(chosen.name)}[/] {where}, {counted(self.steps, 'step')}")
+            where = f"on {counted(job.ranks, 'rank')} against one device, {job.numbers.compute}"
+            console.print(f"[bold cyan]{escape(job.name)}[/] {where}, {counted(self.steps, 'step')}")
             clipped = [] if clip is None else [("clip", f"{clip:g}", "the largest norm of the gradient")]
             worst = ["", f"worst in layer {verdict.gradient_layer}", f"worst in layer {verdict.weight_layer}"]
             limit = f"max |a - b| / max |b| is at most {TOLERANCE:.0e}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
@@ -30,6 +30,7 @@ from shardlab.strategies.plan.plan import Plan
 
 if TYPE_CHECKING:
     from shardlab.planner.choose import PlanChoice
+    from shardlab.planner.error_model import MeasuredStep
     from shardlab.planner.problem import Limits, Problem
     from shardlab.planner.results import Results
     from shardlab.planner.search import OnProgress
@@ -172,12 +173,9 @@ class PlanCommand:
             print_ran_out,
             read_measured,
         )
-        from shardlab.planner.choose import choose
         from shardlab.planner.error_model import choose_experiments
-        from shardlab.planner.search import Budget
-        from shardlab.planner.workers import workers
 
-        problem = self._problem()
+        problem = self.problem()
         if self.force and self.out is None:
             raise UserError("--force replaces the file of --out; give --out FILE, or leave it out")
         check_new_file("--out", self.out, "plan.toml", force=self.force)
@@ -185,12 +183,10 @@ class PlanCommand:
         assert self.cluster is not None
         measured = read_measured(self.measured, problem, self.model, self.cluster)
         wanted = measured if self.measured or self.measure else None
-        budget = Budget(max(0.0, self.seconds - LOADING - (time.monotonic() - began)), self.forecasts or inf)
-        with workers(problem) as processes, SearchLine(Console(stderr=True)) as progress:
-            choice = choose(problem, processes, budget=budget, on_progress=progress, measured=wanted)
+        choice = self.search(problem, began, wanted)
         asked = choose_experiments(choice.error_model, self.measure) if choice.error_model and self.measure else []
         run = commands(asked, problem, self._model_words())
-        how = self._commands(choice)
+        how = self.commands_for(choice)
         if self.out is not None:
             with writing("--out", self.out):
                 self.out.write_text(choice.as_toml(how.values()), encoding="utf-8")
@@ -209,6 +205,22 @@ class PlanCommand:
             print_experiments(asked, run, choice, self._next_command(problem), stdout_console())
         return 0
 
+    def search(self, problem: Problem, began: float, measured: Sequence[MeasuredStep] | None = None) -> PlanChoice:
+        """Search for the best plan, with a line of progress on a terminal.
+
+        Args:
+            problem: the problem that the options describe.
+            began: time at which --seconds began, of `time.monotonic`.
+            measured: as for `choose`.
+        """
+        from shardlab.planner.choose import choose
+        from shardlab.planner.search import Budget
+        from shardlab.planner.workers import workers
+
+        budget = Budget(max(0.0, self.seconds - LOADING - (time.monotonic() - began)), self.forecasts or inf)
+        with workers(problem) as processes, SearchLine(Console(stderr=True)) as progress:
+            return choose(problem, processes, budget=budget, on_progress=progress, measured=measured)
+
     def _require_no_search_options(self, runs: Path) -> None:
         """Refuse options of the search, which --grade does not run: all but --grade, --recipe and --json.
 
@@ -221,7 +233,7 @@ class PlanCommand:
         if wrong := as_flags(given | self.layout.given()):
             raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
 
-    def _problem(self) -> Problem:
+    def problem(self) -> Problem:
         """Make the planning problem that the options describe.
 
         Raises:
@@ -260,7 +272,7 @@ class PlanCommand:
         most = {name: size for name in names if (size := getattr(self, f"max_{name}")) is not None}
         return Limits(fixed, most, self.micro_batch_size)
 
-    def _commands(self, choice: PlanChoice) -> dict[str, str]:
+    def commands_for(self, choice: PlanChoice) -> dict[str, str]:
         """Return the commands that simulate and train the chosen plan. Plans of another framework are not trained."""
         from shardlab.planner.describe import simulate_flags, train_command
         from shardlab.simulate.predict.recipe import OWN
