@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 265,
+    "": 270,
     "check": 2270,
     "cli": 6110,
     "common": 715,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import pickle
 import subprocess
 import sys
 from importlib import import_module
@@ -68,6 +69,7 @@ def test_a_package_can_be_called_and_imported_from(name: str) -> None:
     assert getattr(shardlab, name) is package
     assert package.__path__
     assert callable(package)
+    assert pickle.loads(pickle.dumps(package)) is package
 
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
@@ -152,6 +154,15 @@ def test_the_text_of_a_chosen_plan_is_the_report_of_the_command(tmp_path: Path) 
     assert read_plan(tmp_path / "plan.toml") == chosen.plan
     with pytest.raises(UserError, match="it cannot be written: No such file"):
         chosen.save(tmp_path / "missing" / "plan.toml")
+
+
+def test_a_report_is_text_in_a_notebook_as_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = shardlab.plan("gpt2-xl", "a100x8", **SEARCH)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(chosen).startswith("plan of gpt2-xl on a100x8")
+    assert not capsys.readouterr().out
 
 
 def test_draw_shows_timelines_predictions_and_values(tmp_path: Path) -> None:

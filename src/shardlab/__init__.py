@@ -53,6 +53,9 @@ class _CallablePackage(ModuleType):
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
         return self.__wrapped__(*arguments, **settings)
 
+    def __reduce__(self) -> tuple[object, ...]:  # cloudpickle knows modules only by their exact class
+        return import_module, (self.__name__,)
+
 
 def _draw(function: str, thing: object) -> str | None:
     return getattr(import_module("shardlab.draw"), function)(thing)

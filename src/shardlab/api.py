@@ -251,7 +251,7 @@ class ChosenPlan:
         command, choice = self.command, self.choice
         names, how, text = (command.model or "", command.cluster or ""), command.commands_for(choice), StringIO()
         report = print_explained if command.explain else print_choice
-        report(choice, *names, how, None, command.top, Console(file=text, highlight=False))
+        report(choice, *names, how, None, command.top, Console(file=text, highlight=False, force_jupyter=False))
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,7 @@
-"""Proofs over tapes: the right gradient exactly once, no deadlock, one order of collectives."""
+"""Proofs over tapes: the right gradient exactly once, no deadlock, one order of collectives.
+
+The package itself is callable: `shardlab.check(...)` checks a strategy or a program (see `shardlab.api`).
+"""
 
 from shardlab.check.checked import BACKENDS, ChannelModel, Checked
 from shardlab.check.replicas import Drift, drifts_of

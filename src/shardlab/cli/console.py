@@ -131,7 +131,7 @@ GROUPS = {
     "tokens_per_step",
     "optimizer": "optimizer ema clip",
     "run": "preset config depth bind resume from_step steps compile recipe cluster other_machine memory costs max_ops "
-    "max_seconds_per_op seconds measured grade measure",
+    "max_seconds_per_op seconds forecasts measured grade measure",
     "logging": "",
     "output": "out print_config path each_pass force top explain save verbose json",
 }
