@@ -143,7 +143,7 @@ def cpu_seconds() -> float:
 def main(options: Options) -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        problems = {name: command._problem() for name, command in PROBLEMS.items()}  # pyright: ignore[reportPrivateUsage]
+        problems = {name: command.problem() for name, command in PROBLEMS.items()}
         name = "GPT 8 x 256, 4 ranks of this machine"
         if options.only in name:
             if options.profile is None:
