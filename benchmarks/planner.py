@@ -29,7 +29,6 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from shardlab.cli.plan.command import PlanCommand  # noqa: E402
-from shardlab.cli.step_request import StepRequest  # noqa: E402
 from shardlab.language.precision import PRECISIONS  # noqa: E402
 from shardlab.models import GPT  # noqa: E402
 from shardlab.planner.describe import summary  # noqa: E402
@@ -109,11 +108,6 @@ class Row:
     gaps: list[float]
 
 
-def problem_of(command: PlanCommand) -> Problem:
-    """The problem of the options of `shardlab plan`."""
-    return command._problem(StepRequest.of(command))  # pyright: ignore[reportPrivateUsage]
-
-
 def local_problem(profile: Profile) -> Problem:
     """A small GPT on four ranks of a machine with a profile."""
     model = GPT(layers=8, hidden_size=256, heads=8, seq_len=256, vocab_size=1024)
@@ -151,7 +145,7 @@ def cpu_seconds() -> float:
 def main(options: Options) -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        problems = {name: problem_of(command) for name, command in PROBLEMS.items()}
+        problems = {name: command.problem() for name, command in PROBLEMS.items()}
         name = "GPT 8 x 256, 4 ranks of this machine"
         if options.only in name:
             if options.profile is None:

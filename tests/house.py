@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 60,
+    "": 270,
     "check": 2270,
-    "cli": 6035,
-    "common": 700,
+    "cli": 6060,
+    "common": 715,
     "draw": 1145,
     "execute": 3785,
     "language": 4130,

@@ -1,7 +1,11 @@
 """Write a parallel-training strategy once: it is checked, drawn, timed and really run.
 
+The functions that a script or a notebook needs are here: `trace`, `check`, `simulate`, `predict`, `plan`, `verify`,
+`train` and `draw`, with `Plan` and `Model` (see `shardlab.api`). Four of them share their names with packages:
+`shardlab.train(...)` trains, and `from shardlab.train import Callback` imports from the package.
+
 Values, stores and timelines show themselves as pictures in a notebook. The drawing, and matplotlib with it, is
-imported when the first one does. `shardlab.train(...)` trains; the package `shardlab.train` has the parts of that.
+imported when the first one does. Torch and the planner are imported by the functions that need them.
 """
 
 from __future__ import annotations
@@ -11,76 +15,58 @@ from shardlab import starting
 starting.leave_when_interrupted()  # before all other imports, which take a while
 
 import sys  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from functools import partial  # noqa: E402
+from importlib import import_module  # noqa: E402
 from types import ModuleType  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from shardlab import language, train  # noqa: E402
-from shardlab.language import Store, Value  # noqa: E402
+from shardlab import api, language  # noqa: E402
+from shardlab.api import plan, predict, trace, verify  # noqa: E402
+from shardlab.language import Refused, Store, UserError, Value  # noqa: E402
 from shardlab.language.ops import picture  # noqa: E402
-from shardlab.simulate.timeline import Timeline  # noqa: E402
-
-
-@picture.register(Timeline)
-def _(timeline: Timeline) -> str:
-    from shardlab.draw import timeline_svg
-
-    return timeline_svg(timeline)
-
-
-@picture.register(Value)
-def _(value: Value) -> str:
-    from shardlab.draw import value_svg
-
-    return value_svg(value)
-
-
-@picture.register(Store)
-def _(store: Store) -> str | None:
-    from shardlab.draw import store_svg
-
-    return store_svg(store)
-
+from shardlab.simulate.timeline.timeline import Timeline  # noqa: E402
 
 if TYPE_CHECKING:
-    from shardlab.train import Callback
-    from shardlab.train.run import Summary
+    from shardlab.api import check, draw, simulate, train
+    from shardlab.models import Model
+    from shardlab.strategies.plan.plan import Plan
+
+__all__ = ["Model", "Plan", "Refused", "UserError"]
+__all__ += ["check", "draw", "plan", "predict", "simulate", "trace", "train", "verify"]
+
+LAZY = {"Model": "shardlab.models", "Plan": "shardlab.strategies.plan.plan"}
+"""Modules of the classes that are imported on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(LAZY[name]), name)
 
 
 class _CallablePackage(ModuleType):
-    """The package `shardlab.train`, which is also the function that trains."""
+    """Package that is also the function of its name. `inspect.signature` and `help` follow `__wrapped__`."""
 
-    def __call__(
-        self,
-        strategy: str | Callable[..., Any] | None = None,
-        *,
-        callbacks: Sequence[Callback] = (),
-        **settings: Any,
-    ) -> Summary | None:
-        """Train a language model, as the command `shardlab train` does.
+    __wrapped__: Callable[..., Any]
 
-        Ranks are processes of this machine; under torchrun, srun or mpiexec this process is one of them. The results
-        are in a folder, as the command leaves them.
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        return self.__wrapped__(*arguments, **settings)
 
-        Args:
-            strategy: name, path/to/file.py:function, or the function itself, which must be in a file.
-            callbacks: observers of the training (`shardlab.train.Callback`), of which every rank gets a copy. They may
-                be of a class that this script or notebook defines.
-            settings: options of the command by name, with `_` for `-`: ranks=2, hidden_size=64, learning_rate=1e-3,
-                data=["text.txt"], out="runs/first". A flag is True, or False for its opposite; None is left out.
+    def __reduce__(self) -> tuple[object, ...]:  # cloudpickle knows modules only by their exact class
+        return import_module, (self.__name__,)
 
-        Returns:
-            Results of the training; None on ranks other than 0 of a launcher's world.
 
-        Raises:
-            UserError: for what the command refuses.
-            RankFailed: when a rank fails or hangs.
-            KeyboardInterrupt: when the training was interrupted before it could save.
-        """
-        from shardlab.cli.train.from_python import train as function
+def _draw(function: str, thing: object) -> str | None:
+    return getattr(import_module("shardlab.draw"), function)(thing)
 
-        return function(strategy, callbacks=callbacks, **settings)
 
+for function in (api.check, api.draw, api.simulate, api.train):
+    package = import_module(f"shardlab.{function.__name__}")
+    package.__class__ = _CallablePackage
+    setattr(package, "__wrapped__", function)  # noqa: B010
+
+for kind, name in {Timeline: "timeline_svg", Value: "value_svg", Store: "store_svg"}.items():
+    picture.register(kind, partial(_draw, name))
 
 sys.modules["shardlab.program"] = language  # its name in strategy files of earlier runs
-sys.modules[train.__name__].__class__ = _CallablePackage

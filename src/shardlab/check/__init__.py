@@ -4,6 +4,8 @@ Read in this order: `report` (the entry points, and the order of the proofs), `d
 value again), `communication` (its half for collectives and messages), `deadlock` (the channel models of the backends),
 `checked` (the result). `in_place` and `buffers` say which values share memory, and prove it safe. `runnable` finds what
 no backend can run, and `replicas` which copies of a weight may drift apart by rounding.
+
+The package itself is callable: `shardlab.check(...)` checks a strategy or a program (see `shardlab.api`).
 """
 
 from shardlab.check.checked import BACKENDS, ChannelModel, Checked

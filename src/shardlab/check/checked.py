@@ -69,6 +69,9 @@ class Checked:
     not_runnable: Refused | None = None
     frozen: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<Checked {self.program!r} that runs on {' and '.join(self.backends()) or 'no backend'}>"
+
     @cached_property
     def dependences(self) -> list[Dependences]:
         """Order that each rank's ops must keep, computed at the first use."""

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import tyro
 from rich.console import Console
@@ -32,9 +32,21 @@ from shardlab.train.config_sources import batch_of
 from shardlab.train.launch.environment import require_port
 
 if TYPE_CHECKING:
+    from shardlab.check import Checked
+    from shardlab.train.job import Job
+    from shardlab.train.verification.cases import Verdict
     from shardlab.train.verification.verify import CaseResult
 
 DEFAULT_BATCH = BatchConfig(microbatches=4, micro_batch_size=2)
+
+
+class Verification(NamedTuple):
+    """Result of a comparison: what ran, its program, the norm to which gradients were clipped, and the verdict."""
+
+    job: Job
+    proof: Checked
+    clip: float | None
+    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -94,9 +106,15 @@ class Verify:
 
     config: JobFile = None
 
-    def run(self) -> int:
-        if self.all:
-            return self._all()
+    def compare(self, *, exits: bool = True) -> Verification | None:
+        """Run the strategy and one device, and compare them.
+
+        Args:
+            exits: whether a failed rank ends this process. Otherwise `RankFailed` is raised.
+
+        Returns:
+            The result; None on a rank of a launcher's world that does not report.
+        """
         require_port(os.environ)
 
         from shardlab.cli.train.before_ranks import checked_to_run, failures_as_exit
@@ -105,7 +123,7 @@ class Verify:
         from shardlab.execute.requirements import want_compilable
         from shardlab.train.job import Job
         from shardlab.train.launch.ranks import device_type, launched_ranks
-        from shardlab.train.verification.cases import TOLERANCE, clip_for, verify
+        from shardlab.train.verification.cases import clip_for, verify
 
         file = job_source(self.config)
         written = file.sections.get("optimizer", {})
@@ -136,13 +154,24 @@ class Verify:
         if self.compile:
             want_compilable(proof, device_type(ranks))
         clip = clip_for(proof, self.clip)
-        with failures_as_exit():
+        with failures_as_exit(exits=exits):
             verdict = verify(job, self.steps, clip, self.compile)
-        if verdict is None:  # a rank of an existing world, but not the one that reports
+        return None if verdict is None else Verification(job, proof, clip, verdict)
+
+    def run(self) -> int:
+        if self.all:
+            return self._all()
+        result = self.compare()
+        if result is None:  # a rank of an existing world, but not the one that reports
             return 0
-        report = Report(strategy=chosen.name, ranks=ranks, layers=model.layers, microbatches=microbatches, clip=clip)
-        where = f"on {counted(ranks, 'rank')} against one device, {job.numbers.compute}"
-        report.line(Text.assemble((chosen.name, "bold cyan"), f" {where}, {counted(self.steps, 'step')}"))
+        from shardlab.train.verification.cases import TOLERANCE
+
+        job, proof, clip, verdict = result
+        report = Report(
+            strategy=job.name, ranks=job.ranks, layers=job.model.layers, microbatches=job.microbatches, clip=clip
+        )
+        where = f"on {counted(job.ranks, 'rank')} against one device, {job.numbers.compute}"
+        report.line(Text.assemble((job.name, "bold cyan"), f" {where}, {counted(self.steps, 'step')}"))
         if clip is not None:
             report.fact("clip", "the largest norm of the gradient", f"{clip:g}")
         worst = ["", f"worst in layer {verdict.gradient_layer}", f"worst in layer {verdict.weight_layer}"]

@@ -97,6 +97,12 @@ class Refused(Exception):
         parts = self.line, (place + self.about).rstrip(), self.given + remedy
         return f"{': '.join(filter(None, parts))}.{self.trail}"
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython prints in place of a traceback: the sentence, and the user's line at fault."""
+        from shardlab.common.user_code import source_line  # which imports this module
+
+        return [f"{type(self).__name__}: {self}", *source_line(self)]
+
     def fields(self) -> dict[str, object]:
         """Return all fields, for JSON."""
         names = ("rule", "line", "rank", "op", "layer", "about", "given", "remedy", "missing", "doubled")
@@ -109,6 +115,10 @@ class Deadlock(Refused):
 
 class UserError(ValueError):
     """Error of a request that cannot be met as given. The message is one sentence that a user can act on."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython prints in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class TooDeep(ValueError):

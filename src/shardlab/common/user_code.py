@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import linecache
 import os
 import sys
 import sysconfig
@@ -130,6 +131,30 @@ def user_line_of(frame: FrameType | None) -> SourceLine | None:
     while frame is not None and is_library_frame(frame):
         frame = frame.f_back
     return None if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
+
+
+def source_line(refusal: Refused) -> list[str]:
+    """Return the source line at fault with its place: the refusal's, or else the user's innermost in the traceback.
+
+    The list is empty if there is no such line, or if the message names the lines of several ranks.
+    """
+    file, _, number = refusal.line.rpartition(":")
+    frames = traceback.walk_tb(None if file or refusal.trail else (refusal.__cause__ or refusal).__traceback__)
+    lines = [SourceLine(frame.f_code.co_filename, at) for frame, at in frames if not is_library_frame(frame)]
+    line = SourceLine(file, int(number)) if file else lines[-1] if lines else None
+    text = linecache.getline(*line).strip() if line else ""
+    return [f"{line}:  {text}"] if text else []
+
+
+@contextmanager
+def short_paths() -> Generator[None]:
+    """Name the file of a refusal in this context by `display_path`."""
+    try:
+        yield
+    except Refused as refusal:
+        file, _, number = refusal.line.rpartition(":")
+        refusal.line = f"{display_path(file)}:{number}" if file else ""
+        raise
 
 
 def is_importing(frame: FrameType | None) -> bool:

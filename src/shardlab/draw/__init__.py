@@ -3,17 +3,24 @@
 Read `timeline.py` first: it lays out a page. `rows.py` decides what the rows and boxes of a page are, `panels.py` draws
 them, their legend and the memory, and `canvas.py` has the page and its colours. `trace_events.py` writes the same
 timelines for trace viewers. `values.py` draws tensors, for the puzzles.
+
+The package itself is callable: `shardlab.draw(...)` draws a step or a value (see `shardlab.api`).
 """
 
-from shardlab.draw.timeline import comparison_svg, save_comparison, save_timeline, timeline_svg
-from shardlab.draw.values import network_svg, store_svg, value_svg
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "comparison_svg",
-    "network_svg",
-    "save_comparison",
-    "save_timeline",
-    "store_svg",
-    "timeline_svg",
-    "value_svg",
-]
+if TYPE_CHECKING:
+    from shardlab.draw.timeline import comparison_svg, save_comparison, save_timeline, timeline_svg
+    from shardlab.draw.values import network_svg, store_svg, value_svg
+
+__all__ = ["comparison_svg", "save_comparison", "save_timeline", "timeline_svg"]
+__all__ += ["network_svg", "store_svg", "value_svg"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a function on first use, since drawing imports matplotlib."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from shardlab.draw import timeline, values
+
+    return getattr(values if name in vars(values) else timeline, name)

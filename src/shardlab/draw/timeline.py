@@ -84,11 +84,13 @@ def timeline_svg(
 
     Args:
         title: title of the picture, such as the name of the strategy.
-        time_unit: label of the time axis.
+        time_unit: label of the time axis. Seconds replace the default if the timeline is in seconds.
         color_by: meaning of a box's colour. "pass": the pass (forward, backward, input or weight gradient), with the
             model chunk or the layer as lightness. "layer": the layer.
         note: text below the figures of the header.
     """
+    if timeline.in_seconds and time_unit == UNIT_TIME:
+        time_unit = "time (seconds)"
     with style():
         return _page(timeline, title, time_unit, color_by, note).svg()
 

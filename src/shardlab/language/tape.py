@@ -181,6 +181,9 @@ class Program:
     sizes: Sizes
     tapes: list[list[Op]] = field(repr=False)
 
+    def __repr__(self) -> str:
+        return f"<Program of {len(self.tapes)} ranks, {self.layers} layers and {self.microbatches} microbatches>"
+
     @property
     def ranks(self) -> int:
         return len(self.tapes)

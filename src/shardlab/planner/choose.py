@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlab.common.errors import UserError
+from shardlab.common.text import seconds_text
 from shardlab.planner.alternatives import Alternative, add_shares, nearest_alternatives
-from shardlab.planner.describe import UNTRACED, path_seconds, trace_seconds
+from shardlab.planner.describe import UNTRACED, path_seconds, summary, trace_seconds
 from shardlab.planner.error_model import (
     ON_PROFILES,
     ErrorModel,
@@ -73,6 +74,9 @@ class PlanChoice:
     helps: dict[Change, float]
     missed: str = ""
     error_model: ErrorModel | None = None
+
+    def __repr__(self) -> str:
+        return f"<PlanChoice of {summary(self.best.candidate)}, {seconds_text(self.best.seconds)} a step>"
 
     @property
     def published_errors(self) -> RunErrors:

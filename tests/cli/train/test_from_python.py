@@ -9,20 +9,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 import shardlab
 from shardlab.common.errors import UserError
 from shardlab.strategies.ddp import ddp
-from shardlab.train.run import Summary
 from shardlab.train.steps import Callback
 
 ROOT = Path(__file__).parents[3]
-
-TRAIN: Callable[..., Summary | None] = cast(Any, shardlab.train)
-"""A package that is called."""
 
 SCRIPT = """
 import torch.distributed as dist
@@ -92,7 +88,7 @@ def in_a_notebook() -> Callable[..., Any]:
 )
 def test_a_wrong_call_raises_the_sentence_of_the_command(strategy: Any, settings: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
-        TRAIN(strategy, **settings)
+        shardlab.train(strategy, **settings)
 
 
 def test_a_function_is_a_strategy_by_its_file_or_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +97,7 @@ def test_a_function_is_a_strategy_by_its_file_or_its_name(tmp_path: Path, monkey
     made = runpy.run_path(str(tmp_path / "page.py"))["my_ddp"]
     for strategy, name in ((made, "page.py:my_ddp"), (ddp, 'strategy = "ddp"')):
         out = Path(f"run-{strategy.__name__}")
-        summary = TRAIN(strategy, ranks=1, steps=1, hidden_size=16, layers=1, seq_len=8, out=out)
+        summary = shardlab.train(strategy, ranks=1, steps=1, hidden_size=16, layers=1, seq_len=8, out=out)
         assert summary is not None
         assert summary.steps == 1
         assert name in (out / "config.toml").read_text()

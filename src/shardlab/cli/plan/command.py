@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
@@ -32,6 +32,7 @@ from shardlab.strategies.plan.plan import Plan
 
 if TYPE_CHECKING:
     from shardlab.planner.choose import PlanChoice
+    from shardlab.planner.error_model import MeasuredStep
     from shardlab.planner.problem import Limits, Problem
     from shardlab.planner.results import Results
     from shardlab.planner.search import OnProgress
@@ -176,13 +177,10 @@ class PlanCommand:
             print_ran_out,
             read_measured,
         )
-        from shardlab.planner.choose import choose
         from shardlab.planner.error_model import choose_experiments
-        from shardlab.planner.search import Budget
-        from shardlab.planner.workers import workers
 
         request = StepRequest.of(self)
-        problem = self._problem(request)
+        problem = self.problem(request)
         if self.force and self.out is None:
             raise UserError("--force replaces the file of --out; give --out FILE, or leave it out")
         check_new_file("--out", self.out, "plan.toml", force=self.force)
@@ -191,15 +189,13 @@ class PlanCommand:
         model, cluster = request.model, request.cluster
         measured = read_measured(self.measured, problem, model, cluster)
         wanted = measured if self.measured or self.measure else None
-        budget = Budget(max(0.0, self.seconds - LOADING - (time.monotonic() - began)), self.forecasts or inf)
-        with workers(problem) as processes, SearchLine(Console(stderr=True)) as progress:
-            choice = choose(problem, processes, budget=budget, on_progress=progress, measured=wanted)
+        choice = self.search(problem, began, wanted)
         asked = choose_experiments(choice.error_model, self.measure) if choice.error_model and self.measure else []
         run = commands(asked, problem, self._model_words())
-        how = self._commands(choice)
+        how = self.commands_for(choice)
         if self.out is not None:
             with writing("--out", self.out):
-                self.out.write_text(_job_text(request, choice, how.values()), encoding="utf-8")
+                self.out.write_text(self.job_text(choice), encoding="utf-8")
         if self.json:
             from shardlab.cli.plan.report import as_json
 
@@ -215,6 +211,22 @@ class PlanCommand:
             print_experiments(asked, run, choice, self._next_command(problem), stdout_console())
         return 0
 
+    def search(self, problem: Problem, began: float, measured: Sequence[MeasuredStep] | None = None) -> PlanChoice:
+        """Search for the best plan, with a line of progress on a terminal.
+
+        Args:
+            problem: the problem that the options describe.
+            began: time at which --seconds began, of `time.monotonic`.
+            measured: as for `choose`.
+        """
+        from shardlab.planner.choose import choose
+        from shardlab.planner.search import Budget
+        from shardlab.planner.workers import workers
+
+        budget = Budget(max(0.0, self.seconds - LOADING - (time.monotonic() - began)), self.forecasts or inf)
+        with workers(problem) as processes, SearchLine(Console(stderr=True)) as progress:
+            return choose(problem, processes, budget=budget, on_progress=progress, measured=measured)
+
     def _require_no_search_options(self, runs: Path) -> None:
         """Refuse options of the search, which --grade does not run: all but --grade, --recipe and --json.
 
@@ -227,14 +239,15 @@ class PlanCommand:
         if wrong := as_flags(given | self.layout.given()):
             raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
 
-    def _problem(self, request: StepRequest) -> Problem:
-        """Make the planning problem of a request.
+    def problem(self, request: StepRequest | None = None) -> Problem:
+        """Make the planning problem of a request (None: that of the options).
 
         Raises:
             UserError: for unknown names, and values that contradict each other.
         """
         from shardlab.planner.problem import Problem
 
+        request = request or StepRequest.of(self)
         if request.model is None or request.cluster is None:
             missing = "--model, such as llama3-8b" if request.model is None else "--cluster, such as h100x32"
             raise UserError(f"a plan is for a model on a cluster; give {missing}")
@@ -260,7 +273,7 @@ class PlanCommand:
         most = {name: size for name in names if (size := getattr(self, f"max_{name}")) is not None}
         return Limits(fixed, most, self.micro_batch_size)
 
-    def _commands(self, choice: PlanChoice) -> dict[str, str]:
+    def commands_for(self, choice: PlanChoice) -> dict[str, str]:
         """Return the commands that simulate and train the chosen plan. Plans of another framework are not trained."""
         from shardlab.planner.describe import simulate_flags, train_command
         from shardlab.simulate.predict.recipe import OWN
@@ -272,6 +285,16 @@ class PlanCommand:
         if problem.recipe.name == OWN.name:
             texts["train"] = train_command(problem, candidate, self._model_words(), job)
         return texts
+
+    def job_text(self, choice: PlanChoice) -> str:
+        """Return the job file of a chosen plan, which begins with the commands that run it as comments."""
+        problem, candidate, request = choice.problem, choice.best.candidate, StepRequest.of(self)
+        batch = f"{counted(problem.sequences, 'sequence')} a step in microbatches of {candidate.micro_batch_size}"
+        what = f"for {request.model} on {problem.cluster}: {batch}, in {candidate.precision.name}"
+        commands = self.commands_for(choice).values()
+        lines = [f"# written by shardlab plan: {what}", *(f"# {command}" for command in commands)]
+        size = problem.sequences, candidate.micro_batch_size
+        return "\n".join([*lines, as_toml(request.as_tables(candidate.plan, candidate.precision.name, *size))])
 
     def _problem_words(self) -> str:
         """Return the options that give the model, the cluster and the recipe, for another command."""
@@ -297,22 +320,6 @@ class PlanCommand:
         same = f"{self._problem_words()} --global-batch {problem.sequences} --precision {precisions} {problem.limits}"
         before = shlex.join(map(str, self.measured))
         return " ".join(["shardlab plan", *same.split(), "--measured", *([before] if before else [])])
-
-
-def _job_text(request: StepRequest, choice: PlanChoice, commands: Iterable[str]) -> str:
-    """Return the job file of a chosen plan, which begins with comments.
-
-    Args:
-        request: what was planned.
-        choice: the chosen plan.
-        commands: commands that run the file.
-    """
-    problem, candidate = choice.problem, choice.best.candidate
-    batch = f"{counted(problem.sequences, 'sequence')} a step in microbatches of {candidate.micro_batch_size}"
-    what = f"for {request.model} on {problem.cluster}: {batch}, in {candidate.precision.name}"
-    lines = [f"# written by shardlab plan: {what}", *(f"# {command}" for command in commands)]
-    size = problem.sequences, candidate.micro_batch_size
-    return "\n".join([*lines, as_toml(request.as_tables(candidate.plan, candidate.precision.name, *size))])
 
 
 class SearchLine:

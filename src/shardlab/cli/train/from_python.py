@@ -1,16 +1,17 @@
-"""Training from a script or a notebook: a function call instead of a command line.
+"""Commands from a script or a notebook: function calls instead of command lines.
 
-`train` writes its arguments as words of a command line and parses them, so that both accept the same settings.
+`command_from` writes the arguments of a call as words of a command line and parses them, so that both accept the same
+settings. `train` trains in this way.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardlab.cli import command_of
+from shardlab.cli import Command, command_of
 from shardlab.cli.train.command import Caller, Train
 from shardlab.common.user_code import trace_limits
 from shardlab.language import UserError
@@ -21,25 +22,42 @@ if TYPE_CHECKING:
     from shardlab.train.steps import Callback
 
 
-OF_THE_COMMAND = ("json", "print_config")
-"""Options that only print, which a function call does not have."""
+OF_THE_COMMAND = ("json", "print_config", "out", "force", "grade", "measure", "measured", "all")
+"""Options that print, write files or start other work, which a function call does not have."""
 
 
 def train(
     strategy: str | Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = (), **settings: Any
 ) -> Summary | None:
     """Train as `shardlab train` does, with the options as keyword arguments. `shardlab.train` documents it."""
-    given = {**settings, "strategy": _strategy_name(strategy) if callable(strategy) else strategy}
-    if unfit := [name for name in OF_THE_COMMAND if given.get(name)]:
-        raise UserError(f"{unfit[0]} is an option of the command shardlab train only; leave it out")
+    given = {**settings, "strategy": strategy_name(strategy) if callable(strategy) else strategy}
     _require_callbacks(callbacks)
-    words = [word for name, value in given.items() for word in _words(name, value)]
+    command = cast(Train, command_from("train", [], given, allowed=("out", "force")))
     call = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
-    command = cast(Train, command_of(["train", *words]))
     caller = Caller(f"shardlab.train({call})", callbacks, in_python=True)
     with trace_limits(command.max_ops, command.max_seconds_per_op):
         command.train(caller)
     return caller.summaries[0] if caller.summaries else None
+
+
+def command_from(
+    name: str, words: Sequence[str], settings: Mapping[str, Any], *, allowed: Sequence[str] = ()
+) -> Command:
+    """Return the command with these settings.
+
+    Args:
+        name: name of the command.
+        words: first words of the command line, such as a strategy.
+        settings: options by name, with `_` for `-`.
+        allowed: names of `OF_THE_COMMAND` that this call has.
+
+    Raises:
+        UserError: for an unknown option, a wrong value, or an option that a function call does not have.
+    """
+    if unfit := [each for each in OF_THE_COMMAND if settings.get(each) and each not in allowed]:
+        raise UserError(f"{unfit[0]} is an option of the command shardlab {name} only; leave it out")
+    options = [word for option, value in settings.items() for word in _words(option, value)]
+    return command_of([name, *words, *options])
 
 
 def _require_callbacks(callbacks: Sequence[object]) -> None:
@@ -59,7 +77,7 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
         )
 
 
-def _strategy_name(strategy: Callable[..., Any]) -> str:
+def strategy_name(strategy: Callable[..., Any]) -> str:
     """Return the name by which ranks find a function: that of a built-in strategy, or `FILE:FUNCTION`.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardlab.common.text import listed
@@ -67,10 +67,10 @@ class Estimate:
         beside: seconds of the step that belong to no op, in which no rank computes.
     """
 
-    traced: Traced
-    times: Times
-    memory: list[RankMemory]
-    place: Callable[[int], str] | None = None
+    traced: Traced = field(repr=False)
+    times: Times = field(repr=False)
+    memory: list[RankMemory] = field(repr=False)
+    place: Callable[[int], str] | None = field(default=None, repr=False)
     beside: float = 0.0
 
     @cached_property

@@ -8,7 +8,7 @@ schedule repeats itself, so `extrapolate` extends the time of a short step to th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shardlab.language.world import gc_paused
@@ -36,7 +36,7 @@ class Forecast:
     """
 
     seconds: float
-    peaks: Sequence[Peak]
+    peaks: Sequence[Peak] = field(repr=False)
     memory: DeviceMemory
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from shardlab.check import Checked, check
@@ -72,13 +72,13 @@ class Workload:
 
     plan: Plan | Mesh
     model: Blocks
-    cluster: Cluster
+    cluster: Cluster = field(repr=False)
     microbatches: int
     micro_batch_size: int
     precision: Precision
-    trace: Trace | None = None
+    trace: Trace | None = field(default=None, repr=False)
     columns: bool = False
-    recipe: Recipe = OWN
+    recipe: Recipe = field(default=OWN, repr=False)
     optimizer: Optimizer = "adamw"
     ema: bool = False
     passes: str | None = None

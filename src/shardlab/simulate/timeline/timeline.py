@@ -7,7 +7,7 @@ a rank's time (`rank_times`), and the messages and bytes that ranks send (`traff
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -51,7 +51,7 @@ class Timeline:
     """
 
     program: Program
-    events: list[list[Event]]
+    events: list[list[Event]] = field(repr=False)
     in_seconds: bool = False
 
     @cached_property

@@ -262,6 +262,15 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def stop_signals(signals: socket.socket, most: int) -> list[int] | None:
+    """Read up to `most` signals, and return those that ask to stop (None: the socket is closed).
+
+    Python writes every signal that it handles into the socket, also the timer of another thread's user.
+    """
+    numbers = signals.recv(most)
+    return [number for number in numbers if number in STOP_SIGNALS] if numbers else None
+
+
 def _nothing(number: int, frame: FrameType | None) -> None:
     """Ignore the signal in Python: its number is already in the socket."""
 

@@ -136,7 +136,7 @@ def run_processes(
                 if hear in ready:
                     ranks.ask(int(hear.recv_bytes()))
                 if signals in ready:
-                    for number in signals.recv(64):
+                    for number in stop_signals(signals, 64):
                         ranks.ask(grace_of(number), again=number in KILL_SIGNALS)
         finally:
             ranks.kill()

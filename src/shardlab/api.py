@@ -1,0 +1,442 @@
+"""The functions of `import shardlab`: trace, check, simulate, predict, plan, verify, train and draw.
+
+Each is a thin layer over the package that does the work, and imports that package when it is called. The classes are
+results: a `Prediction`, a `ChosenPlan`, and a `Drawing`. A notebook shows them as text or as a picture.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from shardlab.common.text import bytes_text, seconds_text
+from shardlab.common.user_code import short_paths, trace_limits
+from shardlab.language import Mesh, Program, Sizes, Store, Strategy, UserError, Value
+from shardlab.language.ops import ColorBy, picture
+from shardlab.language.precision import Optimizer
+
+if TYPE_CHECKING:
+    from shardlab.check import Checked
+    from shardlab.cli.plan.command import PlanCommand
+    from shardlab.models import Blocks
+    from shardlab.planner.choose import PlanChoice
+    from shardlab.simulate.hardware import Cluster
+    from shardlab.simulate.predict.forecast import Forecast
+    from shardlab.simulate.predict.workload import Workload
+    from shardlab.simulate.timeline import Costs, Timeline
+    from shardlab.strategies.plan.plan import Plan
+    from shardlab.strategies.registry import StrategyEntry
+    from shardlab.train import Callback
+    from shardlab.train.run import Summary
+    from shardlab.train.verification.cases import Verdict
+
+    AnyStrategy = str | Plan | Strategy
+    Ranks = int | Mesh | None
+    Layers = int | Sizes | None
+
+
+def trace(strategy: AnyStrategy, ranks: Ranks = None, layers: Layers = None, microbatches: int = 4) -> Program:
+    """Run a strategy once on symbolic values, and return what each rank does: one list of ops, its tape.
+
+    >>> program = shardlab.trace("fsdp", ranks=2)
+    >>> program
+    <Program of 2 ranks, 4 layers and 4 microbatches>
+    >>> print(program.tapes[0][0])
+    load_weight(layer 0)
+
+    Args:
+        strategy: an async function of one rank, a plan, a built-in name, or path/to/file.py:function.
+        ranks: number of ranks, or a mesh (default: the strategy's).
+        layers: layers of the model of the LLM Training Puzzles, or sizes of another model (default: the strategy's).
+        microbatches: microbatches of the global batch.
+
+    Raises:
+        Refused: for a wrong program.
+        UserError: for an unknown name, or sizes that do not fit.
+    """
+    from shardlab.language import trace as run
+
+    entry, count, sizes = _inputs(strategy, ranks, layers, microbatches)
+    sizes = entry.puzzle(count, sizes) if isinstance(sizes, int) else sizes
+    with short_paths():
+        return run(entry.program, entry.grid(count), sizes, microbatches)
+
+
+def check(
+    strategy: AnyStrategy | Program | Checked, ranks: Ranks = None, layers: Layers = None, microbatches: int = 4
+) -> Checked:
+    """Prove that a strategy computes the gradient of one device, and cannot hang.
+
+    >>> shardlab.check("gpipe", ranks=4)
+    <Checked <Program of 4 ranks, 4 layers and 4 microbatches> that runs on gloo and nccl>
+
+    Args:
+        strategy: what `trace` takes, or a program that it returned. The passes of a plan are applied.
+        ranks, layers, microbatches: as for `trace`.
+
+    Raises:
+        Refused: with the rank, the op, what is missing or doubled, and the line of the program.
+        UserError: for an unknown name, or sizes that do not fit.
+    """
+    from shardlab.check import Checked
+    from shardlab.check import check as prove
+
+    if isinstance(strategy, Checked):
+        return strategy
+    if isinstance(strategy, Program):
+        return prove(strategy)
+    from shardlab.cli.plan_options import checked
+    from shardlab.simulate.passes import apply_passes
+
+    entry, count, sizes = _inputs(strategy, ranks, layers, microbatches)
+    with short_paths():
+        return apply_passes(checked(entry, count, sizes, microbatches), entry.passes_on(count))
+
+
+def simulate(strategy: AnyStrategy | Program | Checked, costs: Costs | str | None = None, **settings: Any) -> Timeline:
+    """Check a strategy, and simulate the time and the memory of one step in unit costs.
+
+    >>> timeline = shardlab.simulate("gpipe", ranks=4)
+    >>> timeline.end, timeline.peak_memory
+    (17.2, 1835008)
+
+    Args:
+        strategy: what `check` takes, or its result.
+        costs: times of ops, or a text such as "forward=1,send=0.2" (default: the costs of the LLM Training Puzzles).
+        settings: arguments of `check`, such as ranks=4.
+
+    Raises:
+        Refused, UserError: as `check` does.
+    """
+    from shardlab.cli.options import costs_of
+    from shardlab.simulate.timeline import UNIT_COSTS
+    from shardlab.simulate.timeline import simulate as replay
+
+    costs = costs_of(costs) if isinstance(costs, str) else costs or UNIT_COSTS
+    return replay(check(strategy, **settings), costs)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted time and memory of one step.
+
+    Attributes:
+        seconds: duration of the step.
+        tokens_per_second: tokens per second on all devices together.
+        mfu: model FLOPs utilization, as a share.
+        memory: bytes that the fullest device would hold if its memory were unlimited.
+        fits: whether the step runs in the memory of the devices.
+        workload: the step: model, cluster, plan and batch.
+        forecast: the time and memory in detail.
+    """
+
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    memory: float
+    fits: bool
+    workload: Workload
+    forecast: Forecast
+
+    def __repr__(self) -> str:
+        speed, limit = f"{self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}", self.forecast.memory.capacity
+        memory = f"{bytes_text(self.memory, 1)} of {bytes_text(limit, 1)}{'' if self.fits else ', does not fit'}"
+        return f"<Prediction {seconds_text(self.seconds)} a step, {speed}, {memory}>"
+
+    def timeline(self) -> Timeline:
+        """Replay all ops of the step, and return their timeline. It takes long for many microbatches."""
+        return self.workload.estimate().timeline()
+
+
+def predict(
+    model: str | Blocks,
+    cluster: str | Cluster,
+    plan: Plan | str,
+    *,
+    global_batch: int | None = None,
+    tokens_per_step: int | str | None = None,
+    micro_batch_size: int | None = None,
+    precision: str | None = None,
+    recipe: str | None = None,
+    optimizer: Optimizer = "adamw",
+    memory: str | None = None,
+) -> Prediction:
+    """Predict the time, the memory and the speed of one step of a plan.
+
+    >>> plan = shardlab.Plan(Mesh(dp_shard=8), shard_optimizer=("dp_shard",))
+    >>> step = shardlab.predict("gpt2-xl", "a100x8", plan, global_batch=64, micro_batch_size=2)
+    >>> step.fits, 0.5 < step.seconds < 5, 0.2 < step.mfu < 0.8
+    (True, True, True)
+
+    Args:
+        model: a name such as llama3-8b, a file, or a model of `shardlab.models`.
+        cluster: devices and their number, such as h100x64, a file, or a cluster.
+        plan: the plan, or the name of a built-in one, which then has a rank on each device.
+        global_batch: sequences of a step (default: `micro_batch_size` for each device).
+        tokens_per_step: tokens of a step, such as "4M", in place of `global_batch`.
+        micro_batch_size: sequences of a microbatch (default: 1).
+        precision: fp32, bf16, bf16-fp32-grads or fp16 (default: the recipe's).
+        recipe: how a framework runs the step, such as torchtitan (default: Shardlab's own).
+        optimizer: optimizer, for the size of its state.
+        memory: memory of each device that the step may use, such as "72GiB" (default: all of it).
+
+    Raises:
+        UserError: for an unknown name, or sizes that do not fit. A step that does not fit into memory is predicted.
+    """
+    from shardlab.cli.options import sequences_of_step
+    from shardlab.cli.plan_options import cluster_called, recipe_called
+    from shardlab.cli.step_request import default_precision
+    from shardlab.language.precision import find_precision
+    from shardlab.models import find_model
+    from shardlab.simulate.predict.forecast import forecast
+    from shardlab.simulate.predict.workload import Workload
+    from shardlab.strategies.load import load
+    from shardlab.train.config import BatchConfig
+
+    if isinstance(cluster, str):
+        cluster = cluster_called(cluster, other_machine=False, memory=memory)
+    model = find_model(model) if isinstance(model, str) else model
+    entry = load(plan)
+    if entry.plan is None:
+        raise UserError(f"{plan} is a program without a plan; give a plan, such as zero-3, or simulate the program")
+    layout = entry.plan(cluster.size)
+    cluster.require(layout.mesh.world)
+    found = recipe_called(recipe)
+    numbers = find_precision(precision or default_precision(found, cluster.device))
+    if tokens_per_step is not None:
+        global_batch = sequences_of_step(str(tokens_per_step), global_batch, model.seq_len, cluster.size)
+    microbatches, size = BatchConfig(global_batch=global_batch, micro_batch_size=micro_batch_size).cut(
+        cluster.size, layout.data_ranks
+    )
+    workload = Workload(layout, model, cluster, microbatches, size, numbers, recipe=found, optimizer=optimizer)
+    return _prediction(workload, forecast(workload))
+
+
+def _prediction(workload: Workload, found: Forecast) -> Prediction:
+    seconds, memory = found.seconds, found.memory
+    speed, mfu = workload.tokens / seconds, workload.mfu(seconds)
+    return Prediction(seconds, speed, mfu, memory.unlimited, memory.fits, workload, found)
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """Plan that a search chose. Its text is the report of `shardlab plan`.
+
+    Attributes:
+        plan: the plan.
+        prediction: predicted time and memory of a step.
+        choice: the results of the search, with the reasons.
+        command: the command with the same options.
+    """
+
+    plan: Plan = field(repr=False)
+    prediction: Prediction = field(repr=False)
+    choice: PlanChoice
+    command: PlanCommand = field(repr=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan with its model, cluster and batch into a job file, which the commands accept as --config."""
+        from shardlab.cli.options import writing
+
+        with writing("save", Path(path)):
+            Path(path).write_text(self.command.job_text(self.choice), encoding="utf-8")
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        from shardlab.cli.plan.report import print_choice, print_explained
+
+        command, choice = self.command, self.choice
+        names, how, text = (command.model or "", command.cluster or ""), command.commands_for(choice), StringIO()
+        report = print_explained if command.explain else print_choice
+        report(choice, *names, how, None, command.top, Console(file=text, highlight=False, force_jupyter=False))
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def plan(model: str, cluster: str, *, recipe: str | None = None, seconds: float = 120.0, **limits: Any) -> ChosenPlan:
+    """Search all plans of a model on a cluster for the fastest one that fits, as `shardlab plan` does.
+
+    >>> chosen = shardlab.plan("gpt2-xl", "a100x8", seconds=60, forecasts=20, tp=1, micro_batch_size=2)
+    >>> chosen.plan.mesh.tp, chosen.prediction.fits
+    (1, True)
+
+    Args:
+        model: a name such as llama3-8b, or a file.
+        cluster: devices and their number, such as h100x64, or a file.
+        recipe: how a framework runs the step, such as torchtitan (default: Shardlab's own).
+        seconds: time limit of the search and its explanation.
+        limits: other options of the command by name, with `_` for `-`: global_batch=512, tp=8, max_pp=4,
+            recompute="none", precision="bf16", memory="72GiB", explain=True. With forecasts=100, that many plans are
+            simulated, and the result does not depend on the speed of this machine.
+
+    Raises:
+        UserError: for unknown names and limits, and if no plan fits.
+    """
+    began = time.monotonic()
+    from shardlab.cli.train.from_python import command_from
+
+    given = {"model": model, "cluster": cluster, "recipe": recipe, "seconds": seconds, **limits}
+    command = cast("PlanCommand", command_from("plan", [], given))
+    choice = command.search(command.problem(), began)
+    best = choice.best
+    prediction = _prediction(choice.problem.workload(best.candidate), best.forecast)
+    return ChosenPlan(best.candidate.plan, prediction, choice, command)
+
+
+def verify(strategy: AnyStrategy, **settings: Any) -> Verdict | None:
+    """Train a few steps on real processes and on one device, and compare them, as `shardlab verify` does.
+
+    >>> verdict = shardlab.verify("ddp", ranks=2, steps=1)
+    >>> verdict.ok, verdict.gradient_error < 1e-12
+    (True, True)
+
+    Args:
+        strategy: name, path/to/file.py:function, a plan, or a function, which must be in a file.
+        settings: options of the command by name, with `_` for `-`: ranks=4, layers=8, precision="bf16", clip=1.0.
+
+    Returns:
+        The errors of loss, gradients and weights; None on ranks other than 0 of a launcher's world.
+
+    Raises:
+        Refused: for a wrong program.
+        UserError: for what the command refuses.
+        RankFailed: when a rank fails.
+    """
+    from shardlab.cli.train.from_python import command_from, strategy_name
+    from shardlab.cli.verify import Verify
+    from shardlab.common.fields import as_flags
+    from shardlab.planner.describe import chosen_fields
+    from shardlab.strategies.plan.plan import Plan
+
+    if isinstance(strategy, Plan):
+        words = (as_flags(chosen_fields(strategy)) or "--dp-shard 1").split()
+    else:
+        words = [strategy if isinstance(strategy, str) else strategy_name(strategy)]
+    command = cast(Verify, command_from("verify", words, settings))
+    with trace_limits(command.max_ops, command.max_seconds_per_op), short_paths():
+        result = command.compare(exits=False)
+    return None if result is None else result.verdict
+
+
+def train(
+    strategy: str | Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = (), **settings: Any
+) -> Summary | None:
+    """Train a language model, as the command `shardlab train` does.
+
+    Ranks are processes of this machine; under torchrun, srun or mpiexec this process is one of them. The results are
+    in a folder, as the command leaves them.
+
+    >>> summary = shardlab.train("ddp", ranks=2, steps=2, hidden_size=16, layers=2, out="runs/short")
+    >>> summary.steps
+    2
+
+    Args:
+        strategy: name, path/to/file.py:function, or the function itself, which must be in a file.
+        callbacks: observers of the training (`shardlab.train.Callback`), of which every rank gets a copy. They may be
+            of a class that this script or notebook defines.
+        settings: options of the command by name, with `_` for `-`: ranks=2, hidden_size=64, learning_rate=1e-3,
+            data=["text.txt"], out="runs/first". A flag is True, or False for its opposite; None is left out.
+
+    Returns:
+        Results of the training; None on ranks other than 0 of a launcher's world.
+
+    Raises:
+        UserError: for what the command refuses.
+        RankFailed: when a rank fails or hangs.
+        KeyboardInterrupt: when the training was interrupted before it could save.
+    """
+    from shardlab.cli.train.from_python import train as function
+
+    return function(strategy, callbacks=callbacks, **settings)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Picture that a notebook shows.
+
+    Attributes:
+        svg: the SVG document.
+    """
+
+    svg: str = field(repr=False)
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+def draw(
+    thing: Any, path: str | Path | None = None, *, title: str = "", color_by: ColorBy = "pass", **settings: Any
+) -> Drawing:
+    """Draw a step over time, or a value or store with its slices, as SVG.
+
+    >>> drawing = shardlab.draw("gpipe", "gpipe.svg", ranks=4)
+    >>> drawing.svg.startswith("<?xml")
+    True
+
+    Args:
+        thing: a timeline, a value or a store; a prediction; or what `simulate` takes.
+        path: file to write as well, which is replaced.
+        title: title of a timeline (default: the name of the strategy).
+        color_by: what the colours of a timeline mean: "pass" or "layer".
+        settings: what `simulate` takes, such as ranks=4.
+
+    Raises:
+        Refused, UserError: as `simulate` does, and if the file cannot be written.
+    """
+    from shardlab.draw import timeline_svg
+    from shardlab.simulate.timeline import Timeline
+
+    title = title or (thing if isinstance(thing, str) else "")
+    if not isinstance(thing, Value | Store | Timeline):
+        thing = thing.timeline() if isinstance(thing, Prediction) else simulate(thing, **settings)
+    svg = timeline_svg(thing, title, color_by=color_by) if isinstance(thing, Timeline) else picture(thing)
+    if svg is None:
+        raise UserError("this store is empty, so there is nothing to draw; draw it when it has values")
+    if path is not None:
+        from shardlab.cli.options import writing
+        from shardlab.common.files import write_atomically
+
+        with writing("draw", Path(path)):
+            write_atomically(Path(path), svg)
+    return Drawing(svg)
+
+
+def _inputs(
+    strategy: AnyStrategy, ranks: Ranks, layers: Layers, microbatches: int
+) -> tuple[StrategyEntry, int, int | Sizes]:
+    """Return the strategy, its number of ranks, and its number of layers or its sizes.
+
+    Raises:
+        UserError: for an unknown name, something that is no strategy, and numbers below 1.
+    """
+    from shardlab.cli.plan_options import NO_FLAGS
+    from shardlab.strategies import STRATEGIES, Plan
+    from shardlab.strategies.registry import StrategyEntry
+
+    for name, number in {"ranks": ranks, "layers": layers, "microbatches": microbatches}.items():
+        if isinstance(number, int) and number < 1:
+            raise UserError(f"{name}: {number} is too few; give 1 or more")
+    count = ranks.world if isinstance(ranks, Mesh) else ranks
+    if isinstance(strategy, str):
+        entry, count = NO_FLAGS.entry(strategy, count)
+    elif isinstance(strategy, Plan):
+        entry, count = NO_FLAGS.entry("plan", count, strategy)
+    elif callable(strategy):
+        code = getattr(strategy, "__code__", None)
+        name = f"{code.co_filename}:{code.co_name}" if code else "program"
+        known = [each for each in STRATEGIES.values() if each.program is strategy]
+        entry = known[0] if known else StrategyEntry(name, strategy, "as its program says", "")
+        count = entry.ranks if count is None else count
+    else:
+        raise UserError(f"{strategy!r:.100} is not a strategy; give a name, a plan, or an async function of one rank")
+    if isinstance(ranks, Mesh) and entry.plan is None:
+        entry = replace(entry, mesh={count: ranks}.__getitem__)
+    return entry, count, entry.default_layers(count) if layers is None else layers

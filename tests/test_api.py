@@ -1,0 +1,245 @@
+"""The functions of `import shardlab`: their examples, their results in a notebook, and their errors."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import pickle
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import shardlab
+from shardlab import Refused, UserError, api
+from shardlab.language import Mesh, Rank
+from shardlab.strategies.fsdp import fsdp
+
+FUNCTIONS = ("trace", "check", "simulate", "predict", "plan", "verify", "train", "draw")
+
+MOST = 2000
+"""Most characters of a result's repr."""
+
+ZERO_1 = shardlab.Plan(Mesh(dp_shard=8), shard_optimizer=("dp_shard",))
+
+SEARCH: dict[str, Any] = {"seconds": 60, "forecasts": 6, "tp": 1, "pp": 1, "micro_batch_size": 2, "global_batch": 64}
+
+
+async def keeps_own_gradient(rank: Rank) -> None:
+    """A data-parallel step without a reduction of gradients."""
+    for l in rank.layers:
+        rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
+    rank.activations[0] = rank.load_batch(rank.share())
+    for l in rank.layers:
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+    grad = rank.loss(rank.activations.pop(len(rank.layers)))
+    for l in reversed(rank.layers):
+        grad_weight, grad = rank.backward(l, rank.activations.pop(l), grad, rank.weights[l])
+        rank.weights[l], rank.opt_states[l] = rank.update(l, grad_weight, rank.weights[l], rank.opt_states[l])
+
+
+async def divides_by_zero(rank: Rank) -> None:
+    """A program that raises."""
+    print(1 // (len(rank.layers) - 4))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_example_of_a_function_is_true(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = doctest.DocTestFinder(recurse=False).find(
+        getattr(api, name), name, module=api, extraglobs={"shardlab": shardlab, "Mesh": Mesh}
+    )
+    assert examples
+    assert examples[0].examples
+    assert doctest.DocTestRunner(verbose=False).run(examples[0]).failed == 0
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_the_package_is_that_of_the_api(name: str) -> None:
+    assert inspect.signature(getattr(shardlab, name)) == inspect.signature(getattr(api, name))
+
+
+@pytest.mark.parametrize("name", ["check", "draw", "simulate", "train"])
+def test_a_package_can_be_called_and_imported_from(name: str) -> None:
+    package = import_module(f"shardlab.{name}")
+    assert getattr(shardlab, name) is package
+    assert package.__path__
+    assert callable(package)
+    assert pickle.loads(pickle.dumps(package)) is package
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'shardlab' has no attribute 'plann'"):
+        getattr(shardlab, "plann")  # noqa: B009
+    with pytest.raises(AttributeError, match=r"module 'shardlab\.draw' has no attribute 'paint'"):
+        getattr(import_module("shardlab.draw"), "paint")  # noqa: B009
+
+
+def test_the_import_loads_no_torch_no_matplotlib_and_no_planner() -> None:
+    heavy = (
+        "torch",
+        "matplotlib",
+        "tyro",
+        "shardlab.planner",
+        "shardlab.cli",
+        "shardlab.models",
+        "shardlab.strategies",
+    )
+    code = f"import shardlab, sys; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_every_result_has_a_short_repr() -> None:
+    program = shardlab.trace("fsdp", ranks=8, layers=24, microbatches=8)
+    proof = shardlab.check(program)
+    step = shardlab.predict("gpt2-xl", "a100x8", ZERO_1, global_batch=64)
+    chosen = shardlab.plan("gpt2-xl", "a100x8", **SEARCH)
+    results: list[Any] = [program, proof, shardlab.simulate(proof), step, step.workload, step.forecast, chosen]
+    results += [step.workload.estimate(), step.timeline(), chosen.choice, chosen.plan, shardlab.draw("ddp", ranks=2)]
+    for result in results:
+        assert len(repr(result)) <= MOST, type(result)
+        assert "\n" not in repr(result), type(result)
+
+
+def test_a_name_a_function_and_a_plan_give_the_same_program() -> None:
+    assert shardlab.trace(fsdp, 4, 6).fingerprint() == shardlab.trace("fsdp", 4, 6).fingerprint()
+    plan = shardlab.Plan(Mesh(pp=4), "gpipe")
+    assert shardlab.trace(plan).fingerprint() == shardlab.trace("gpipe", ranks=4).fingerprint()
+    assert shardlab.trace(fsdp, Mesh(dp_shard=2)).ranks == 2
+
+
+def test_simulate_takes_what_check_returns_and_other_costs() -> None:
+    proof = shardlab.check("gpipe", ranks=4)
+    assert shardlab.check(proof) is proof
+    assert shardlab.simulate(proof).end == shardlab.simulate("gpipe", ranks=4).end
+    assert shardlab.simulate(proof, "forward=1").end < shardlab.simulate(proof).end
+
+
+def test_check_applies_the_passes_of_a_plan() -> None:
+    plan = shardlab.Plan(Mesh(dp_shard=2), passes="offload=optimizer:host")
+    assert shardlab.check(plan).program.fingerprint() != shardlab.trace(plan).fingerprint()
+
+
+def test_a_plan_is_predicted_to_take_the_time_of_its_search() -> None:
+    chosen = shardlab.plan("gpt2-xl", "a100x8", **SEARCH)
+    precision = chosen.choice.best.candidate.precision.name
+    step = shardlab.predict("gpt2-xl", "a100x8", chosen.plan, global_batch=64, micro_batch_size=2, precision=precision)
+    assert step == chosen.prediction or step.seconds == pytest.approx(chosen.prediction.seconds, rel=0.01)
+    assert 0 < step.mfu < 1
+    assert step.tokens_per_second == pytest.approx(64 * 1024 / step.seconds)
+    assert step.fits
+
+
+def test_a_step_that_does_not_fit_is_predicted() -> None:
+    plan = shardlab.Plan(Mesh(dp_shard=8))
+    step = shardlab.predict("llama3-8b", "a100x8", plan, tokens_per_step="64K")
+    assert not step.fits
+    assert step.memory > step.forecast.memory.capacity
+
+
+def test_the_text_of_a_chosen_plan_is_the_report_of_the_command(tmp_path: Path) -> None:
+    chosen = shardlab.plan("gpt2-xl", "a100x8", **SEARCH)
+    lines = str(chosen).splitlines()
+    assert lines[0] == "plan of gpt2-xl on a100x8"
+    assert any(line.startswith("step time") for line in lines)
+    assert chosen._repr_html_().startswith("<pre>plan of gpt2-xl on a100x8")
+    chosen.save(tmp_path / "plan.toml")
+    from shardlab.strategies.plan.plan import read_plan
+
+    assert read_plan(tmp_path / "plan.toml") == chosen.plan
+    with pytest.raises(UserError, match="it cannot be written: No such file"):
+        chosen.save(tmp_path / "missing" / "plan.toml")
+
+
+def test_a_report_is_text_in_a_notebook_as_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = shardlab.plan("gpt2-xl", "a100x8", **SEARCH)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(chosen).startswith("plan of gpt2-xl on a100x8")
+    assert not capsys.readouterr().out
+
+
+def test_draw_shows_timelines_predictions_and_values(tmp_path: Path) -> None:
+    timeline = shardlab.simulate("ddp", ranks=2)
+    assert "<svg" in shardlab.draw(timeline, tmp_path / "ddp.svg", title="two ranks").svg
+    assert "two ranks" in (tmp_path / "ddp.svg").read_text()
+    step = shardlab.predict("gpt2", "a100x8", ZERO_1, global_batch=8)
+    drawing = shardlab.draw(step)
+    assert "time (seconds)" in drawing.svg
+    assert drawing._repr_svg_() == drawing.svg
+    with pytest.raises(UserError, match="it cannot be written: No such file"):
+        shardlab.draw(timeline, tmp_path / "missing" / "ddp.svg")
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: shardlab.trace("fsdq"), r"there is no strategy 'fsdq'; did you mean fsdp\?"),
+        (
+            lambda: shardlab.check(cast(Any, 3)),
+            "3 is not a strategy; give a name, a plan, or an async function of one rank",
+        ),
+        (lambda: shardlab.check("fsdp", ranks=0), "ranks: 0 is too few; give 1 or more"),
+        (lambda: shardlab.check(cast(Any, len)), "async"),
+        (lambda: shardlab.check(ZERO_1, ranks=4), "the plan's mesh dp_shard 8 does not fit on 4 ranks"),
+        (lambda: shardlab.simulate("fsdp", "forwrd=1"), "there is no cost 'forwrd'"),
+        (lambda: shardlab.predict("gpt2-xll", "a100x8", ZERO_1), "did you mean gpt2-xl"),
+        (lambda: shardlab.predict("gpt2", "a100x8", "fsdp"), "fsdp is a program without a plan"),
+        (lambda: shardlab.predict("gpt2", "a100x4", ZERO_1), "8 (ranks|devices)"),
+        (lambda: shardlab.predict("gpt2", "a100x8", ZERO_1, global_batch=12), "give --global-batch 8 or 16"),
+        (lambda: shardlab.plan("gpt2", "a100x8", max_tpp=4), r"there is no option --max-tpp=4; did you mean --max-tp"),
+        (lambda: shardlab.plan("gpt2", "a100x8", json=True), "json is an option of the command shardlab plan only"),
+        (lambda: shardlab.plan("gpt2", "a100x8", seconds=-1), "is not a time"),
+        (lambda: shardlab.verify("ddp", all=True), "all is an option of the command shardlab verify only"),
+    ],
+)
+def test_a_mistake_raises_the_sentence_of_the_command(call: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        call()
+
+
+def test_verify_takes_a_plan() -> None:
+    verdict = shardlab.verify(shardlab.Plan(Mesh(pp=2)), steps=1, layers=2)
+    assert verdict is not None
+    assert verdict.ok
+
+
+def test_a_refusal_is_shown_as_a_sentence_and_the_line_at_fault() -> None:
+    lines, first = inspect.getsourcelines(keeps_own_gradient)
+    (number,) = [first + at for at, line in enumerate(lines) if "rank.update" in line]
+    with pytest.raises(Refused) as refusal:
+        shardlab.check(keeps_own_gradient, ranks=2)
+    sentence, line = refusal.value._render_traceback_()
+    place = f"{Path(__file__).relative_to(Path.cwd())}:{number}"
+    assert sentence.startswith(f"Refused: {place}: rank 0, op ")
+    assert line == f"{place}:  {lines[number - first].strip()}"
+
+
+def test_an_error_that_a_program_raises_is_shown_with_its_line_without_a_check() -> None:
+    with pytest.raises(Refused) as refusal:
+        shardlab.trace(divides_by_zero)
+    sentence, line = refusal.value._render_traceback_()
+    assert "the program raised ZeroDivisionError" in sentence
+    assert line.endswith(":  print(1 // (len(rank.layers) - 4))")
+
+
+def test_a_user_error_is_shown_as_a_sentence() -> None:
+    with pytest.raises(UserError) as error:
+        shardlab.check("fsdq")
+    assert error.value._render_traceback_() == [f"UserError: {error.value}"]
+
+
+@pytest.mark.skipif(find_spec("IPython") is None, reason="IPython is not installed")
+def test_ipython_shows_a_sentence_and_no_traceback(tmp_path: Path) -> None:
+    code = "import shardlab\nshardlab.check('fsdq')\n"
+    command = [sys.executable, "-m", "IPython", "--colors=NoColor", f"--ipython-dir={tmp_path}", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    shown = done.stdout + done.stderr
+    assert "UserError: there is no strategy 'fsdq'; did you mean fsdp?" in shown
+    assert "Traceback" not in shown
