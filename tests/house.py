@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 270,
+    "": 275,
     "check": 2270,
     "cli": 6060,
     "common": 715,
@@ -30,7 +30,7 @@ CODE_LINES = {
     "planner": 3060,
     "simulate": 6110,
     "strategies": 2465,
-    "train": 8455,
+    "train": 8460,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

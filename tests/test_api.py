@@ -7,6 +7,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,9 +150,9 @@ def test_the_text_of_a_chosen_plan_is_the_report_of_the_command(tmp_path: Path) 
     assert any(line.startswith("step time") for line in lines)
     assert chosen._repr_html_().startswith("<pre>plan of gpt2-xl on a100x8")
     chosen.save(tmp_path / "plan.toml")
-    from shardlab.strategies.plan.plan import read_plan
-
-    assert read_plan(tmp_path / "plan.toml") == chosen.plan
+    saved = tomllib.loads((tmp_path / "plan.toml").read_text())
+    assert saved["plan"] == chosen.plan.as_dict()
+    assert (saved["model"]["model"], saved["cluster"]["cluster"]) == ("gpt2-xl", "a100x8")
     with pytest.raises(UserError, match="it cannot be written: No such file"):
         chosen.save(tmp_path / "missing" / "plan.toml")
 

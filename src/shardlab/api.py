@@ -419,7 +419,7 @@ def _inputs(
     """
     from shardlab.cli.plan_options import NO_FLAGS
     from shardlab.strategies import STRATEGIES, Plan
-    from shardlab.strategies.registry import StrategyEntry
+    from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 
     for name, number in {"ranks": ranks, "layers": layers, "microbatches": microbatches}.items():
         if isinstance(number, int) and number < 1:
@@ -428,7 +428,9 @@ def _inputs(
     if isinstance(strategy, str):
         entry, count = NO_FLAGS.entry(strategy, count)
     elif isinstance(strategy, Plan):
-        entry, count = NO_FLAGS.entry("plan", count, strategy)
+        if count not in (None, strategy.mesh.world):
+            raise UserError(f"the plan's mesh {strategy.mesh} does not fit on {count} ranks; leave them out")
+        entry, count = entry_from_plan(strategy, "plan"), strategy.mesh.world
     elif callable(strategy):
         code = getattr(strategy, "__code__", None)
         name = f"{code.co_filename}:{code.co_name}" if code else "program"

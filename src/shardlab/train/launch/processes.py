@@ -33,6 +33,7 @@ from shardlab.train.launch.interrupt import (
     end_with_starter,
     grace_of,
     ignore_errors,
+    stop_signals,
 )
 
 Result = TypeVar("Result")
@@ -136,7 +137,7 @@ def run_processes(
                 if hear in ready:
                     ranks.ask(int(hear.recv_bytes()))
                 if signals in ready:
-                    for number in stop_signals(signals, 64):
+                    for number in stop_signals(signals, 64) or ():
                         ranks.ask(grace_of(number), again=number in KILL_SIGNALS)
         finally:
             ranks.kill()
