@@ -162,7 +162,7 @@ def test_every_plan_of_a_space_is_run_and_the_chosen_one_is_among_them(run: Run,
     (case,) = json.loads(done.stdout)["cases"]
     families = {each["family"] for each in case["plans"]}
     assert families == {"data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "TP", "PP"}
-    assert case["chosen"]["predicted"] == min(each["predicted"] for each in case["plans"])
+    assert case["chosen"]["predicted"] <= 1.02 * min(each["predicted"] for each in case["plans"])
     assert case["best"]["measured"] == min(each["measured"] for each in case["plans"])
     assert case["regret"] == pytest.approx(case["chosen"]["measured"] / case["best"]["measured"] - 1)
     assert case["best"]["measured"] <= case["raced"]["measured"] <= case["chosen"]["measured"]
