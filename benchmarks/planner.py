@@ -65,7 +65,7 @@ PROBLEMS = {
 MOMENTS = (1, 3, 10, 30)
 """Seconds at which the best plan so far is compared."""
 
-REFERENCE_SECONDS = 60.0
+REFERENCE_SECONDS = 30.0
 
 REFERENCE_SLACK = 0.1
 

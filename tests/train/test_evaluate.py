@@ -26,8 +26,6 @@ CPU = torch.device("cpu")
 COUNT = 5
 """Microbatches: the last step has some that do not count."""
 
-GROUPS: Groups = {}
-
 SAMPLE = {"ddp", "fsdp", "zero-1", "zero-3", "wsdp", "pipeline", "1f1b", "zb-v", "dualpipe-v", "interleaved-1f1b"} | {
     "tensor-parallel", "column-parallel", "context-parallel", "expert-parallel", "pipeline-fsdp", "3d"
 }  # fmt: skip
@@ -63,7 +61,7 @@ def batches_of(job: Job) -> OrderedBatches:
 
 
 def evaluated(rank: int, job: Job) -> tuple[float, int]:
-    loss = Evaluation(job, job.checked(), rank, CPU, batches_of(job), groups=GROUPS).loss()
+    loss = Evaluation(job, job.checked(), rank, CPU, batches_of(job)).loss()
     return loss.mean, loss.tokens
 
 

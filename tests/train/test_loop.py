@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.recording import step_with_memory
-from shardlab.execute.transport.collectives import Groups
 from shardlab.language import Mesh, OpKind, UserError
 from shardlab.language.precision import FP64
 from shardlab.language.tape import MemoryRecord
@@ -391,9 +390,6 @@ def test_live_bytes_are_as_predicted(ranks: World, strategy: str | Plan, ranks_:
 # Packed documents: the loss is the mean over the targets that count, on any number of ranks.
 
 
-GROUPS: Groups = {}
-
-
 def packed(job: Job) -> Corpus:
     """Documents of one to thirty tokens: some sequences have many that do not count, others none."""
     random = np.random.default_rng(7)
@@ -407,7 +403,7 @@ def on_a_rank(rank: int, strategy: str | Plan) -> Verdict | None:
     job = Job(strategy, 2, 4, SMALL, 2, "fp64")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "_random_corpus", packed)
-        return verify_rank(rank, torch.device("cpu"), job, 3, GROUPS)
+        return verify_rank(rank, torch.device("cpu"), job, 3, {})
 
 
 def test_microbatches_have_unequal_numbers_of_targets_that_count() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shardlab.common.errors import UserError
 from shardlab.execute import Executor, Settings
-from shardlab.execute.transport.collectives import Groups
 from shardlab.language import Mesh
 from shardlab.models import GPT
 from shardlab.models.tensors import TensorLayer, TextGenerator, TokenSampling, initial_weights
@@ -29,12 +28,11 @@ pytestmark = pytest.mark.xdist_group("ranks")
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 PROMPT = [1, 2, 3]
-GROUPS: Groups = {}
 
 
 def writer_of(rank: int, job: Job, choice: TokenSampling, asked: bool = False) -> ParallelWriter:
     settings = Settings(job.seed, job.numbers, CPU)
-    executor = Executor(job.checked(), rank, job.cut, batches_of(job), settings, groups=GROUPS)
+    executor = Executor(job.checked(), rank, job.cut, batches_of(job), settings)
     return ParallelWriter(executor.state, job.model, choice, lambda: asked)
 
 
