@@ -3,10 +3,10 @@
     python benchmarks/planner.py
 
 Each problem is searched twice, with all cores: as `shardlab plan` does, until it ends by itself or after 30 seconds;
-and for a minute as a reference, which also follows plans that are 10 % slower than the best one. The gap of a moment is
-how much longer the step of the best plan so far takes than that of the best plan of both searches. The seconds of a
-moment include the time to load the planner. The last problem is for this machine's profile, which is measured first,
-for some minutes, if no file is given. Nothing else may run on the machine.
+and for half a minute as a reference, which also follows plans that are 10 % slower than the best one. The gap of a
+moment is how much longer the step of the best plan so far takes than that of the best plan of both searches. The
+seconds of a moment include the time to load the planner. The last problem is for this machine's profile, which is
+measured first, for some minutes, if no file is given. Nothing else may run on the machine.
 """
 
 from __future__ import annotations
