@@ -7,6 +7,7 @@ by which factor forecasts differ from guesses, for each kind of plan.
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 from shardlab.common.errors import UserError
@@ -136,18 +137,15 @@ def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
     }
     weights = layers.weights / pp
     block = layers.weights / problem.model.layers
-    weight, state = precision.bytes(Kind.WEIGHT), precision.under(problem.optimizer).optimizer
+    weight, each_state = precision.bytes(Kind.WEIGHT), precision.under(problem.optimizer).optimizer
     gradient = problem.recipe.memory.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT))
     sizes = mesh.sizes()
 
     def ranks(axes: tuple[str, ...]) -> int:
-        found = 1
-        for axis in axes:
-            found *= sizes[axis]
-        return found
+        return prod(sizes[axis] for axis in axes)
 
     own = weights * weight / ranks(plan.shard_parameters)
-    optimizer = weights * state / ranks(plan.shard_optimizer)
+    optimizer = weights * each_state / ranks(plan.shard_optimizer)
     gradients = weights * gradient / ranks(plan.shard_gradients)
     gathered = {"layer": 2 * block, "stage": weights / stages, "step": weights}[plan.reshard_after] * weight
     state = own + optimizer + gradients + (gathered if plan.shard_parameters else 0.0)

@@ -188,11 +188,6 @@ class PlanShape:
     stripes: int | None = None
 
     @property
-    def share(self) -> float:
-        """The share of blocks that are computed again, at least."""
-        return 0.0 if isinstance(self.recompute, tuple) else SHARES.get(self.recompute, 0.0)
-
-    @property
     def candidate(self) -> Candidate:
         """The candidate that shards nothing, of one pipeline stage if blocks by number are computed again.
 
@@ -212,14 +207,10 @@ class PlanShape:
 
 def blocks_of(problem: Problem, shape: PlanShape) -> IdenticalBlocks:
     """The model in the layers of a shape's plans."""
-    found = _blocks(problem, shape)
+    ulysses = shape.ulysses_degree or (shape.mesh.cp if shape.context == "ulysses" else 1)
+    found = identical_blocks(problem.model, shape.mesh, apart=shape.recompute == "selective", ulysses=ulysses)
     assert found is not None, "shapes are of models that divide"
     return found
-
-
-def _blocks(problem: Problem, shape: PlanShape) -> IdenticalBlocks | None:
-    ulysses = shape.ulysses_degree or (shape.mesh.cp if shape.context == "ulysses" else 1)
-    return identical_blocks(problem.model, shape.mesh, apart=shape.recompute == "selective", ulysses=ulysses)
 
 
 ORDER = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "HSDP")

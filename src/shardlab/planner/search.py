@@ -124,21 +124,21 @@ def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> list
         costs: costs of the problem's layers.
     """
     problem, found = costs.problem, dict[float, Explored]()
-    shares = [each for each in shares_of(problem, line) if with_share(problem, line, each) is not None]
-    low, high = -1, len(shares)  # the share at `low` does not fit, and that at `high` does
-    at: int | None = max(place for place, share in enumerate(shares) if place == 0 or SHARES[share] <= SHARES[start])
+    plans = [(share, plan) for share in shares_of(problem, line) if (plan := with_share(problem, line, share))]
+    sizes = [SHARES[share] for share, _ in plans]
+    low, high = -1, len(plans)  # the share at `low` does not fit, and that at `high` does
+    at: int | None = max(place for place, size in enumerate(sizes) if place == 0 or size <= SHARES[start])
     while at is not None:
-        candidate = with_share(problem, line, shares[at])
-        assert candidate is not None, "the share is possible"
+        share, candidate = plans[at]
         if (answer := answer_request(problem, Query(candidate))) is None:
             break
         memory = answer.forecast.memory
         fits = memory.fits and memory.safe
-        found[SHARES[shares[at]]] = Explored(candidate, shares[at], answer.forecast, fits)
+        found[sizes[at]] = Explored(candidate, share, answer.forecast, fits)
         low, high = (low, at) if fits else (at, high)
-        known = {share: each.forecast.memory.unlimited for share, each in found.items()}
-        at = next((p for p in range(low + 1, high) if _bytes_at(known, guess, SHARES[shares[p]]) <= problem.room), None)
-        if at is None and low < high - 1 == len(shares) - 1:  # nothing has fitted
+        known = {size: each.forecast.memory.unlimited for size, each in found.items()}
+        at = next((p for p in range(low + 1, high) if _bytes_at(known, guess, sizes[p]) <= problem.room), None)
+        if at is None and low < high - 1 == len(plans) - 1:  # nothing has fitted
             at = high - 1
     return list(found.values())
 
