@@ -29,7 +29,7 @@ CODE_LINES = {
     "models": 3670,
     "planner": 3060,
     "simulate": 6110,
-    "strategies": 2465,
+    "strategies": 2470,
     "train": 8460,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

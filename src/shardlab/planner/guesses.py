@@ -19,7 +19,6 @@ from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.predict.forecast import microbatches_to_replay
 from shardlab.simulate.predict.memory import device_memory
 from shardlab.simulate.timeline.memory import Category
-from shardlab.strategies.plan.plan import Plan
 
 SPLIT_BUBBLE = 0.3
 """Share of the bubble that is left if backward passes are split, as in ZB-H1."""
@@ -71,15 +70,11 @@ def _microbatches(costs: PassCosts, line: Candidate) -> int:
     return costs.problem.sequences // (line.plan.data_ranks * line.micro_batch_size)
 
 
-def _schedule(plan: Plan) -> str:
-    return plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
-
-
 def _seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
     """Return seconds of the passes on the last pipeline rank, with the bubble and what they do not hide."""
     plan, each, pp = line.plan, _microbatches(costs, line), line.plan.mesh.pp
     head = 0.0 if costs.problem.recipe.defaults.stages == "cost" else layers.head
-    bubble = SPLIT_BUBBLE if _schedule(plan).startswith(("zb", "dual")) else 1.0
+    bubble = SPLIT_BUBBLE if plan.schedule_name.startswith(("zb", "dual")) else 1.0
     slots = each + bubble * (pp - 1) / (plan.stages_per_rank or 1)
     passes = slots * ((layers.seconds - head) / pp + head)
     before, beside = _data_parallel_seconds(costs, line, layers)
@@ -127,7 +122,7 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
 def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
     """Return about the bytes of the fullest device, as `device_memory` counts them."""
     problem, plan, precision, each = costs.problem, line.plan, line.precision, _microbatches(costs, line)
-    pp, stages, mesh, schedule = plan.mesh.pp, plan.stages_per_rank or 1, plan.mesh, _schedule(plan)
+    pp, stages, mesh, schedule = plan.mesh.pp, plan.stages_per_rank or 1, plan.mesh, plan.schedule_name
     flights = {
         "gpipe": each,
         "breadth-first": each,

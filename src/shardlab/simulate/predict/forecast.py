@@ -165,7 +165,7 @@ def microbatches_to_replay(plan: Plan, each: int) -> tuple[int, int]:
         plan: the plan.
         each: microbatches of each data-parallel rank.
     """
-    ranks, schedule = plan.mesh.pp, plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
+    ranks, schedule = plan.mesh.pp, plan.schedule_name
     if schedule not in STEADY_SCHEDULES:
         return each, 0
     full = max(2, (3 if schedule.startswith("zb") else 1) * ranks)

@@ -258,7 +258,7 @@ def broken_limit(workload: Workload) -> str:
             f"{recipe.name} has no ZeRO stage above {most}, and this plan is ZeRO-{plan.zero_stage}; let data-parallel "
             f"ranks share {SHARED[most]}"
         )
-    schedule = plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
+    schedule = plan.schedule_name
     if ranks > 1 and own.schedules and schedule not in own.schedules:
         return f"{recipe.name} has no pipeline schedule {schedule}; give {' or '.join(own.schedules)}"
     short = own.microbatches_short_of_ranks if schedule == "1f1b" else None

@@ -220,6 +220,11 @@ class Plan:
         return self.shard_gradients if self.reduce_every_microbatch is None else self.reduce_every_microbatch
 
     @property
+    def schedule_name(self) -> str:
+        """Name of the schedule."""
+        return self.schedule if isinstance(self.schedule, str) else self.schedule.name
+
+    @property
     def zero_stage(self) -> int:
         """Stage of ZeRO, from 0 (nothing is sharded) to 3 (weights are sharded too)."""
         shared = self.shard_optimizer, self.shard_gradients
