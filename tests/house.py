@@ -24,7 +24,7 @@ CODE_LINES = {
     "draw": 1145,
     "execute": 3785,
     "language": 4130,
-    "learn": 1145,
+    "learn": 5200,
     "measure": 2200,
     "models": 3670,
     "planner": 3060,

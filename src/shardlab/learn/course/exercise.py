@@ -1,0 +1,153 @@
+"""An exercise of the course: its statement, its goals, the mistakes that it knows, and the three texts of its file.
+
+Every exercise is one Python module of `exercises/`. The module is the reference solution, and everything else is made
+from its text:
+
+- its docstring is the statement: one screen, with a figure in ASCII;
+- `start_text` replaces each region between `# BEGIN SOLUTION` and `# END SOLUTION` by the lines that stand after
+  `# START` in that region, without their `# `; without such lines, by `# Your code here.`;
+- everything from `# END OF THE EXERCISE` on is for the grader: `EXERCISE`, an `Exercise`. Students do not see it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from shardlab.check import Checked
+from shardlab.language import Mesh, Sizes
+from shardlab.simulate.timeline import Timeline
+
+Technique = Callable[[Checked, Timeline], str]
+"""Function that returns "" if a program uses the technique that is asked for, or else one sentence for the student."""
+
+Kind = Literal["rank", "schedule", "plan"]
+"""Form of a solution: a program of a `Rank`, a pipeline schedule, or a function that returns a `Plan`."""
+
+
+@dataclass(frozen=True)
+class Goals:
+    """Figures that a solution must reach, in teaching costs. None: the exercise does not ask for it.
+
+    Attributes:
+        source: origin of the goals: a paper with its section or equation, or "the reference solution".
+        time: end of the step.
+        memory: most elements that are live on any rank.
+        sent: most elements that any rank sends.
+    """
+
+    source: str
+    time: float | None = None
+    memory: int | None = None
+    sent: int | None = None
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A typical mistake.
+
+    Attributes:
+        name: the mistake in a few words, such as "the gradients are not reduced".
+        edit: text of the solution, and the text that takes its place in a program with this mistake. A test makes it.
+        shows: regular expression that the verdict on such a program matches: the refusal of the check, the sentence of
+            a technique, or "time", "memory" or "sent" for a goal that is not reached.
+        advice: the one thing to look at next, without the solution.
+    """
+
+    name: str
+    edit: tuple[str, str]
+    shows: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """An exercise.
+
+    Attributes:
+        number: position in the course; a bug of the gallery has a number from 101 on.
+        name: name of the function that the student writes, and of the file.
+        title: title in a few words.
+        goals: figures to reach.
+        mistakes: typical mistakes, at least four (in the gallery: one, the bug).
+        hints: three hints, each says more than the one before it.
+        mesh: device mesh on which a solution is graded.
+        techniques: checks of the technique that is asked for.
+        kind: form of the solution.
+        layers: number of layers of the puzzles' model, or sizes of another model.
+        microbatches: microbatches of the global batch.
+        stages_per_rank: pipeline stages of each rank, for a schedule.
+        puzzle: the LLM Training Puzzle that asks for the same program, "" if none does. Its published figures are shown
+            as well.
+        seen_in: for the gallery: where the bug was reported, such as "NVIDIA/Megatron-LM#1446".
+    """
+
+    number: int
+    name: str
+    title: str
+    goals: Goals
+    mistakes: tuple[Mistake, ...]
+    hints: tuple[str, str, str]
+    mesh: Mesh
+    techniques: tuple[Technique, ...] = ()
+    kind: Kind = "rank"
+    layers: int | Sizes = 4
+    microbatches: int = 4
+    stages_per_rank: int = 1
+    puzzle: str = ""
+    seen_in: str = ""
+
+
+END = "# END OF THE EXERCISE"
+BEGIN_SOLUTION, START, END_SOLUTION = "# BEGIN SOLUTION", "# START", "# END SOLUTION"
+
+
+def solution_text(module: str) -> str:
+    """Return the reference solution as a student's file, from the text of an exercise's module."""
+    return _file_text(module, solved=True)
+
+
+def start_text(module: str) -> str:
+    """Return the file with which a student starts, from the text of an exercise's module."""
+    return _file_text(module, solved=False)
+
+
+def _file_text(module: str, *, solved: bool) -> str:
+    lines: list[str] = []
+    solution, start = False, False  # whether the line is in a solution, and after `# START` there
+    written = 0  # lines before the solution
+    for line in module.partition(END)[0].rstrip().splitlines():
+        mark = line.strip()
+        indent = line[: len(line) - len(line.lstrip())]
+        if mark == BEGIN_SOLUTION:
+            solution, written = True, len(lines)
+        elif solution and mark == END_SOLUTION:
+            if not solved and len(lines) == written:
+                lines.append(f"{indent}# Your code here.")
+            solution = start = False
+        elif solution and mark == START:
+            start = True
+        elif not solution or (solved and not start):
+            lines.append(line)
+        elif start and not solved:
+            lines.append(indent + line.lstrip().removeprefix("#").removeprefix(" "))
+    return _without_imports_of_the_grader("\n".join(lines) + "\n", module)
+
+
+def _without_imports_of_the_grader(text: str, module: str) -> str:
+    """Return a student's file without the names that its module imports for the grader alone.
+
+    Names that only the solution uses stay in the start, because the student will need them.
+    """
+    lines = text.splitlines(keepends=True)
+    program = ast.parse(module.partition(END)[0])
+    used = {node.id for node in ast.walk(program) if isinstance(node, ast.Name)}
+    for node in reversed([node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom)]):
+        grader = (node.module or "").startswith("shardlab.learn.course")
+        names = [] if grader else [name.name for name in node.names if name.name in used]
+        if names != [name.name for name in node.names]:
+            line = [f"from {node.module} import {', '.join(names)}\n"] if names else []
+            lines[node.lineno - 1 : node.end_lineno] = line
+    return "".join(lines)
