@@ -233,7 +233,7 @@ SENTENCES = {
         "its gradients."
     ),
     ("puzzles", "frozen"): (
-        "no rank loads an optimizer state of layer 0, so it is frozen; a puzzle trains all, load it."
+        "no rank loads an optimizer state of layer 0, so it is frozen; all layers are trained, load it."
     ),
     ("puzzles", "partial"): (
         "rank 0, op 0 shard(grad_weights[0]): grad_weights[0] (microbatch 0, shard 0 of 2) is partial; cut a "

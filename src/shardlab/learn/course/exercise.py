@@ -12,6 +12,7 @@ from its text:
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -82,6 +83,9 @@ class Exercise:
         puzzle: the LLM Training Puzzle that asks for the same program, "" if none does. Its published figures are shown
             as well.
         seen_in: for the gallery: where the bug was reported, such as "NVIDIA/Megatron-LM#1446".
+        model, cluster: for a plan that is predicted on a cluster: names as `shardlab plan` takes them ("": plans are
+            simulated in teaching costs). Goals are then seconds and bytes, a microbatch is one sequence, and no
+            technique is asked for.
     """
 
     number: int
@@ -98,6 +102,8 @@ class Exercise:
     stages_per_rank: int = 1
     puzzle: str = ""
     seen_in: str = ""
+    model: str = ""
+    cluster: str = ""
 
 
 END = "# END OF THE EXERCISE"
@@ -150,4 +156,4 @@ def _without_imports_of_the_grader(text: str, module: str) -> str:
         if names != [name.name for name in node.names]:
             line = [f"from {node.module} import {', '.join(names)}\n"] if names else []
             lines[node.lineno - 1 : node.end_lineno] = line
-    return "".join(lines)
+    return re.sub(r'(?<=""")\n{3,}', "\n\n", "".join(lines), count=1)

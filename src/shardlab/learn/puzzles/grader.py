@@ -12,14 +12,16 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from textwrap import wrap
+from types import FunctionType
 from typing import Any, TypeVar
 
+from shardlab.check import Checked
 from shardlab.check.report import FileCheck
 from shardlab.common.errors import About, unknown_name
 from shardlab.common.files import load_table
 from shardlab.common.text import counted
 from shardlab.common.user_code import Stoppable, Stopped, display_path, run_stoppable, user_line_of
-from shardlab.language import Mesh, Refused, Strategy, UserError
+from shardlab.language import Mesh, Refused, Sizes, Strategy, UserError
 from shardlab.learn.puzzles.calls import PuzzleRefused, never_awaited
 from shardlab.learn.puzzles.communication import Dist
 from shardlab.learn.puzzles.model import PuzzleModel, timeline_of, verify
@@ -171,23 +173,46 @@ def timeline_of_strategy(strategy: Strategy, puzzle: Puzzle) -> Timeline:
         PuzzleRefused: if it is wrong, with the line at fault.
         UserError: if it is no async function of a rank.
     """
-    own: Any = inspect.unwrap(getattr(strategy, "func", strategy))  # the function of a partial or of a wrapper
-    if not inspect.isfunction(own):
-        raise UserError(f"{strategy!r} is not a strategy; write it as `async def f(rank): ...`")
-    file = own.__code__.co_filename
-    make_mesh = own.__globals__.get(f"{own.__name__}_mesh")
+    function = function_of(strategy)
+    make_mesh = function.__globals__.get(f"{function.__name__}_mesh")
     mesh = make_mesh(puzzle.ranks) if make_mesh else Mesh(dp_shard=puzzle.ranks)
     try:
-        checked = FileCheck(strategy, file).check(mesh, puzzle.layers, puzzle.batches)
+        return simulate(checked_strategy(strategy, mesh, puzzle.layers, puzzle.batches))
+    except Refused as refusal:
+        raise PuzzleRefused.of(refusal) from None
+
+
+def checked_strategy(strategy: Strategy, mesh: Mesh, layers: int | Sizes, microbatches: int) -> Checked:
+    """Trace and check a student's strategy, which must train every layer.
+
+    Raises:
+        Refused: if it is wrong, with the line at fault.
+        UserError: if it is no async function of a rank.
+    """
+    file = function_of(strategy).__code__.co_filename
+    try:
+        checked = FileCheck(strategy, file).check(mesh, layers, microbatches)
     except Refused as refusal:
         refusal.line = refusal.line.replace(f"{file}:", f"{display_path(file)}:")
         refusal.trail = refusal.trail.replace(f"{file}:", f"{display_path(file)}:")
-        raise PuzzleRefused.of(refusal) from None
+        raise
     if checked.frozen:
         layer = checked.frozen[0]
         given = f"no rank loads an optimizer state of layer {layer}, so it is frozen"
-        raise PuzzleRefused("frozen", About("", layer), given, "a puzzle trains all, load it")
-    return simulate(checked)
+        raise Refused("frozen", About("", layer), given, "all layers are trained, load it")
+    return checked
+
+
+def function_of(strategy: Any) -> FunctionType:
+    """Return the function of a strategy, which may be a partial or have a wrapper.
+
+    Raises:
+        UserError: if it is no function.
+    """
+    function: Any = inspect.unwrap(getattr(strategy, "func", strategy))
+    if not inspect.isfunction(function):
+        raise UserError(f"{strategy!r} is not a strategy; write it as `async def f(rank): ...`")
+    return function
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,1 @@
+"""Exercises 13 to 20: pipelines and their schedules."""

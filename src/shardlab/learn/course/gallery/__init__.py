@@ -1,0 +1,1 @@
+"""Gallery of published bugs as small programs to find and mend, numbered from 101."""

@@ -1,0 +1,280 @@
+"""Grading: how far a solution of an exercise gets, and the one thing to look at next.
+
+`grade` is the entry point. A solution is checked, simulated in teaching costs, and compared with the techniques and the
+goals of its exercise, in this order. The first of these that fails is the *finding*. The exercise's mistakes say what
+to look at next for the findings that they know; otherwise `_general_advice` does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from shardlab.check import Checked, check
+from shardlab.language import Kind, Refused, UserError, trace
+from shardlab.language.precision import find_precision
+from shardlab.learn.course.exercise import Exercise, Mistake
+from shardlab.learn.puzzles.calls import never_awaited
+from shardlab.learn.puzzles.grader import Puzzle, checked_strategy
+from shardlab.learn.puzzles.grader import find as find_puzzle
+from shardlab.models import find_model
+from shardlab.simulate.hardware import find_cluster
+from shardlab.simulate.predict.forecast import forecast
+from shardlab.simulate.predict.workload import Workload
+from shardlab.simulate.timeline import UNIT_COSTS, Timeline, simulate, traffic
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.registry import StrategyEntry, entry_from_plan
+from shardlab.strategies.schedules import Schedule
+
+Stage = Literal["refused", "technique", "goals", "passed"]
+"""Stage of the grading at which a solution fails."""
+
+TOLERANCE = 1e-6
+"""Share by which a time may exceed its goal, since times are sums of floating-point numbers."""
+
+
+class Figures(NamedTuple):
+    """Figures of a correct solution.
+
+    Attributes:
+        time: end of the step, in teaching costs; on a cluster, in seconds.
+        memory: most elements that are live on any rank; on a cluster, most bytes of a device.
+        sent: most elements that any rank sends (None: not counted, on a cluster).
+    """
+
+    time: float
+    memory: int
+    sent: int | None = None
+
+
+class PuzzleFigures(NamedTuple):
+    """Figures of a solution under the costs of the LLM Training Puzzles, beside the published ones.
+
+    Attributes:
+        puzzle: the puzzle, with the published targets and what the published solution reaches.
+        steps: start of the last op.
+        memory: most elements on any rank.
+    """
+
+    puzzle: Puzzle
+    steps: float
+    memory: int
+
+
+@dataclass(frozen=True, repr=False)
+class ExerciseGrade:
+    """Result of a solution of an exercise.
+
+    Attributes:
+        exercise: the exercise.
+        stage: where it fails, or "passed".
+        finding: the refusal of the check, the sentence of a technique, or the goals that are not reached ("": it is
+            passed).
+        mistake: the typical mistake that the finding shows (None: none of the exercise's).
+        advice: one thing to look at next ("": the finding says it, or the exercise is passed).
+        figures: time, memory and elements sent (None: the program is wrong).
+        checked, timeline: the checked program and its timeline (None: the program is wrong, or a plan is predicted).
+        published: figures under the puzzles' costs, if an LLM Training Puzzle asks for the same program.
+    """
+
+    exercise: Exercise
+    stage: Stage
+    finding: str = ""
+    mistake: Mistake | None = None
+    advice: str = ""
+    figures: Figures | None = None
+    checked: Checked | None = None
+    timeline: Timeline | None = None
+    published: PuzzleFigures | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the solution is correct, uses the technique and reaches every goal."""
+        return self.stage == "passed"
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence, and if it is not passed, one thing to look at next."""
+        if self.passed:
+            return "Passed."
+        opening = {"refused": "Wrong: ", "technique": "Correct, but ", "goals": "Correct, but "}[self.stage]
+        return f"{opening}{self.finding}" + (f"\nLook at this next: {self.advice}" if self.advice else "")
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return the rows of the comparison: name, value reached, goal ("": none)."""
+        goals, figures = self.exercise.goals, self.figures
+        if figures is None:
+            return []
+        on_cluster = bool(self.exercise.cluster)
+        names = ("step time [s]", "memory [bytes]", "") if on_cluster else ("time", "peak memory", "elements sent")
+        pairs = zip(names, figures, (goals.time, goals.memory, goals.sent), strict=True)
+        return [(name, _number(value), _number(goal)) for name, value, goal in pairs if value is not None]
+
+    def __repr__(self) -> str:
+        rows = [f"  {name:<15}{value:>14}   goal {goal or '-':>14}" for name, value, goal in self.rows()]
+        return "\n".join([f"Exercise {self.exercise.number}: {self.exercise.title}", *rows, self.verdict])
+
+
+def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
+    """Check and simulate a solution, and compare it with the goals and the technique of its exercise.
+
+    Args:
+        exercise: the exercise.
+        solution: `async def f(rank)` for kind "rank"; a generator of actions or a `Schedule` for "schedule"; a function
+            that returns a `Plan` for "plan".
+    """
+    with never_awaited() as dropped:
+        try:
+            result = _graded(exercise, solution)
+        except (Refused, UserError) as refusal:
+            result = _failed(exercise, "refused", str(refusal))
+    if dropped and result.stage == "refused":  # this is the likelier reason
+        return _failed(exercise, "refused", str(dropped[0][0]))
+    for _, warn in dropped:
+        warn()
+    return result
+
+
+def _graded(exercise: Exercise, solution: Any) -> ExerciseGrade:
+    """Grade a solution.
+
+    Raises:
+        Refused, UserError: if it is wrong.
+    """
+    if exercise.cluster:
+        return _compared(exercise, ExerciseGrade(exercise, "passed", figures=_predicted(exercise, _plan(solution))))
+    checked = _checked(exercise, solution)
+    timeline = simulate(checked)
+    figures = Figures(timeline.end, timeline.peak_memory, elements_sent(checked))
+    result = ExerciseGrade(exercise, "passed", "", None, "", figures, checked, timeline, _published(exercise, checked))
+    for technique in exercise.techniques:
+        if sentence := technique(checked, timeline):
+            return _failed(exercise, "technique", sentence, result)
+    return _compared(exercise, result)
+
+
+def _checked(exercise: Exercise, solution: Any) -> Checked:
+    """Trace and check a solution.
+
+    Raises:
+        Refused, UserError: if it is wrong.
+    """
+    if exercise.kind == "rank":
+        return checked_strategy(solution, exercise.mesh, exercise.layers, exercise.microbatches)
+    entry = plan_entry(exercise, _schedule_plan(exercise, solution) if exercise.kind == "schedule" else _plan(solution))
+    ranks = exercise.mesh.world
+    sizes = entry.puzzle(ranks, exercise.layers) if isinstance(exercise.layers, int) else exercise.layers
+    return check(trace(entry.program, entry.grid(ranks), sizes, exercise.microbatches))
+
+
+def plan_entry(exercise: Exercise, plan: Plan) -> StrategyEntry:
+    """Return the strategy that follows a plan, which must have as many ranks as its exercise.
+
+    Raises:
+        UserError: if it has another number of ranks.
+    """
+    if plan.mesh.world != exercise.mesh.world:
+        raise UserError(f"the plan is for {plan.mesh.world} ranks; give one for {exercise.mesh.world}")
+    return entry_from_plan(plan, exercise.name)
+
+
+def _schedule_plan(exercise: Exercise, solution: Any) -> Plan:
+    """Return the plan that follows a student's schedule."""
+    if not isinstance(solution, Schedule):
+        if not inspect.isgeneratorfunction(solution):
+            raise UserError(
+                f"{exercise.name} is not a schedule; write it as a generator of (rank, ranks, microbatches, "
+                "stages_per_rank) that yields actions"
+            )
+        solution = Schedule(exercise.name, solution, stages_per_rank=exercise.stages_per_rank)
+    return Plan(exercise.mesh, schedule=solution, stages_per_rank=exercise.stages_per_rank)
+
+
+def _plan(solution: Any) -> Plan:
+    """Return the plan that a student's function returns."""
+    if not callable(solution):
+        raise UserError("the solution is not a function; write it as `def f() -> Plan: ...`")
+    try:
+        plan = solution()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"the function raised {type(error).__name__}: {error}; mend it there") from error
+    if not isinstance(plan, Plan):
+        raise UserError(f"the function returned {plan!r:.60}; return a Plan")
+    return plan
+
+
+def _predicted(exercise: Exercise, plan: Plan) -> Figures:
+    """Return the predicted figures of a plan on the exercise's cluster.
+
+    Raises:
+        UserError: if the plan does not go together with the model or the cluster, or does not fit into memory.
+    """
+    cluster, entry = find_cluster(exercise.cluster), plan_entry(exercise, plan)
+    assert entry.plan is not None
+    model, precision = find_model(exercise.model), find_precision("bf16")
+    found = forecast(Workload(plan, model, cluster, exercise.microbatches, 1, precision))
+    if not found.memory.fits:
+        need, have = found.memory.unlimited, found.memory.capacity
+        raise UserError(
+            f"a device needs {need / 2**30:.1f} GiB and has {have / 2**30:.1f} GiB; shard or recompute more"
+        )
+    return Figures(found.seconds, round(found.memory.unlimited))
+
+
+def _published(exercise: Exercise, checked: Checked) -> PuzzleFigures | None:
+    """Return the figures under the puzzles' costs, for an exercise that is one of the puzzles."""
+    if not exercise.puzzle:
+        return None
+    timeline = simulate(checked, UNIT_COSTS)
+    return PuzzleFigures(find_puzzle(exercise.puzzle), timeline.steps, timeline.peak_memory)
+
+
+def elements_sent(checked: Checked) -> int:
+    """Return the elements that the rank sends that sends most. Collectives count as rings move them (see `traffic`)."""
+    program = checked.program
+    sizes = replace(program.sizes, element_bytes=dict.fromkeys(Kind, 1))
+    return round(max(each.bytes for each in traffic(replace(checked, program=replace(program, sizes=sizes)))))
+
+
+def _compared(exercise: Exercise, result: ExerciseGrade) -> ExerciseGrade:
+    """Compare a correct solution with the goals."""
+    goals, figures = exercise.goals, result.figures
+    assert figures is not None
+    missed: list[str] = []
+    if goals.time is not None and figures.time > goals.time * (1 + TOLERANCE):
+        missed.append(f"too slow: time {_number(figures.time)}, goal {_number(goals.time)}")
+    if goals.memory is not None and figures.memory > goals.memory:
+        missed.append(f"too much memory: {_number(figures.memory)}, goal {_number(goals.memory)}")
+    if goals.sent is not None and figures.sent is not None and figures.sent > goals.sent:
+        missed.append(f"too much is sent: {_number(figures.sent)}, goal {_number(goals.sent)}")
+    return _failed(exercise, "goals", "; ".join(missed), result) if missed else result
+
+
+def _failed(exercise: Exercise, stage: Stage, finding: str, result: ExerciseGrade | None = None) -> ExerciseGrade:
+    """Return the grade of a solution that fails, with the advice of the mistake that the finding shows."""
+    known = (mistake for mistake in exercise.mistakes if re.search(mistake.shows, finding))
+    mistake = next(known, None)
+    advice = mistake.advice if mistake else _general_advice(stage, finding)
+    result = result or ExerciseGrade(exercise, stage)
+    return replace(result, stage=stage, finding=finding, mistake=mistake, advice=advice)
+
+
+def _general_advice(stage: Stage, finding: str) -> str:
+    """Return the advice for a finding that no mistake of the exercise shows. A refusal and a technique say it."""
+    if stage != "goals":
+        return ""
+    if "too slow" in finding:
+        return "find the gaps in the picture; what does a rank wait for there, and could it compute meanwhile?"
+    if "memory" in finding:
+        return "which values are alive at the peak, and which of them does no later line read?"
+    return "which values does a rank send more often, or larger, than another rank needs them?"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{round(value, 6):g}"

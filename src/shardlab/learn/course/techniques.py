@@ -1,0 +1,280 @@
+"""Techniques that exercises ask for, as small predicates over a checked program and its timeline.
+
+Each function takes its parameters and a sentence for the student, and returns a `Technique`: a function that returns ""
+if a program uses the technique, or else the sentence. Equal calls return one object, so exercises that ask for the same
+technique can be compared. `{found}` in a sentence stands for what was found.
+
+Read in this order: which ops a program uses or avoids, what it overlaps, what it keeps in memory, and pipelines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import cache
+
+from shardlab.check import Checked
+from shardlab.language import Kind, Op, OpKind, Spec
+from shardlab.language.ops import COLLECTIVES, COMMUNICATION
+from shardlab.language.rules.spec import fraction_held
+from shardlab.learn.course.exercise import Technique
+from shardlab.simulate.timeline import Timeline
+
+PASSES = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
+"""Ops that compute a layer."""
+
+BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
+
+REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE})
+
+
+@cache
+def uses(kind: OpKind, sentence: str, *, of: Kind | None = None) -> Technique:
+    """Require every rank to use an op, if `of` is given on values of that kind."""
+    return _technique(
+        lambda checked: "" if all(any(_ops(checked, rank, kind, of)) for rank in _ranks(checked)) else "none", sentence
+    )
+
+
+@cache
+def avoids(kinds: frozenset[OpKind], sentence: str, *, of: Kind | None = None) -> Technique:
+    """Forbid ops, if `of` is given on values of that kind. `{found}` is the first op with its rank."""
+
+    def found(checked: Checked) -> str:
+        for rank in _ranks(checked):
+            for kind in kinds:
+                for op in _ops(checked, rank, kind, of):
+                    return f"{op} on rank {rank}"
+        return ""
+
+    return _technique(found, sentence)
+
+
+def no_collective_of(of: Kind, sentence: str) -> Technique:
+    """Forbid collectives of a kind of value, such as weights in a pipeline. `{found}` is the first one."""
+    return avoids(COLLECTIVES, sentence, of=of)
+
+
+@cache
+def at_most_of(kinds: frozenset[OpKind], most: int, sentence: str, *, of: Kind, axis: str | None = None) -> Technique:
+    """Limit how often any rank calls one of some ops for one layer. `{found}` is the number.
+
+    Args:
+        kinds: the ops.
+        most: the limit for each layer.
+        of: kind of the values.
+        axis: count only collectives along this axis of the mesh (None: all).
+    """
+
+    def found(checked: Checked) -> str:
+        counts = Counter(
+            (rank, op.layer)
+            for rank in _ranks(checked)
+            for kind in kinds
+            for op in _ops(checked, rank, kind, of)
+            if axis is None or (op.group is not None and op.group.axis == axis)
+        )
+        largest = max(counts.values(), default=0)
+        return str(largest) if largest > most else ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def hidden(kinds: frozenset[OpKind], sentence: str, *, of: Kind, behind: frozenset[OpKind] = PASSES) -> Technique:
+    """Require communication to overlap with compute: all but one of each rank's calls, whatever the prices are.
+
+    A call overlaps if an op of `behind` stands between its issue and its await. `{found}` is how many of how many do.
+    One call of each rank is exempt: the first gather and the last reduction have nothing to hide behind.
+    """
+
+    def found(checked: Checked) -> str:
+        for rank in _ranks(checked):
+            tape = checked.program.tapes[rank]
+            ends = {op.handle: at for at, op in enumerate(tape) if op.kind is OpKind.WAIT}
+            issued = [
+                (at, ends[op.handle])
+                for at, op in enumerate(tape)
+                if op.kind in kinds and _is_of(op, checked.specs[rank], of)
+            ]
+            overlapping = sum(any(tape[between].kind in behind for between in range(*span)) for span in issued)
+            if not issued or overlapping < len(issued) - 1:
+                return f"{overlapping} of {len(issued)}"
+        return ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def loads_at_most(kind: Kind, share: Fraction, sentence: str) -> Technique:
+    """Limit the share of each layer's weights or optimizer state that a rank keeps from step to step.
+
+    `{found}` is the largest share of a layer.
+    """
+    load = {Kind.WEIGHT: OpKind.LOAD_WEIGHT, Kind.OPT_STATE: OpKind.LOAD_OPT_STATE}[kind]
+
+    def found(checked: Checked) -> str:
+        most = Fraction(0)
+        for rank in _ranks(checked):
+            shares: defaultdict[int, Fraction] = defaultdict(Fraction)
+            for op in checked.program.tapes[rank]:
+                if op.kind is load:
+                    shares[op.layer] += fraction_held(checked.specs[rank][op.outputs[0]].form)
+            most = max(most, *shares.values(), Fraction(0))
+        return str(most) if most > share else ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def live_at_most(kind: Kind, most: int, sentence: str) -> Technique:
+    """Limit the elements of a kind that are alive at once on any rank. `{found}` is the largest number."""
+
+    def found(checked: Checked) -> str:
+        largest = max(_most_live(checked, rank, kind) for rank in _ranks(checked))
+        return f"{largest:,}" if largest > most else ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def computes_again(sentence: str) -> Technique:
+    """Require a second forward pass of some layer for the same microbatch: recomputation."""
+
+    def found(checked: Checked) -> str:
+        for rank in _ranks(checked):
+            specs, seen = checked.specs[rank], set[tuple[int, int]]()
+            for op in checked.program.tapes[rank]:
+                if op.kind is OpKind.RECOMPUTE:
+                    return ""
+                if op.kind is OpKind.FORWARD:
+                    key = op.layer, specs[op.inputs[0]].cells
+                    if key in seen:
+                        return ""
+                    seen.add(key)
+        return "none"
+
+    return _technique(found, sentence)
+
+
+@cache
+def in_flight_at_most(most: int | tuple[int, ...], sentence: str) -> Technique:
+    """Limit the passes of a pipeline rank that have gone forward and not yet come back, as the papers count memory.
+
+    A pass of one layer counts as a share of its stage, so the unit is one microbatch of one stage.
+
+    Args:
+        most: limit for every rank, or one limit for each.
+        sentence: `{found}` is the rank that exceeds its limit, and its number.
+    """
+
+    def found(checked: Checked) -> str:
+        limits = most if isinstance(most, tuple) else (most,) * checked.program.ranks
+        for rank, limit in enumerate(limits):
+            now = peak = Fraction(0)
+            layers = {op.layer for op in checked.program.tapes[rank] if op.kind is OpKind.FORWARD}
+            for op in checked.program.tapes[rank]:
+                if op.kind is OpKind.FORWARD:
+                    now += Fraction(checked.specs[rank][op.inputs[0]].cells.bit_count(), len(layers))
+                    peak = max(peak, now)
+                elif op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
+                    now -= Fraction(checked.specs[rank][op.inputs[0]].cells.bit_count(), len(layers))
+            if peak > limit:
+                return f"rank {rank} has {float(peak):g}"
+        return ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def splits_layers(sentence: str) -> Technique:
+    """Require a pipeline: no layer is computed on two ranks."""
+
+    def found(checked: Checked) -> str:
+        owners: dict[int, int] = {}
+        for rank in _ranks(checked):
+            for op in checked.program.tapes[rank]:
+                if op.kind is OpKind.FORWARD and owners.setdefault(op.layer, rank) != rank:
+                    return f"layer {op.layer} on ranks {owners[op.layer]} and {rank}"
+        return ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def microbatches_each(most: int, sentence: str) -> Technique:
+    """Limit the microbatches of one forward pass. `{found}` is the largest number."""
+
+    def found(checked: Checked) -> str:
+        largest = max(
+            (
+                checked.specs[rank][op.inputs[0]].microbatches.bit_count()
+                for rank in _ranks(checked)
+                for op in checked.program.tapes[rank]
+                if op.kind is OpKind.FORWARD
+            ),
+            default=0,
+        )
+        return str(largest) if largest > most else ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def busy_at_least(share: float, sentence: str) -> Technique:
+    """Require a share of the step's time in which the busiest rank computes. `{found}` is the share."""
+
+    def technique(_: Checked, timeline: Timeline) -> str:
+        busy = max(
+            sum(event.end - event.start for event in events if event.kind not in COMMUNICATION)
+            for events in timeline.events
+        )
+        reached = busy / timeline.end if timeline.end else 0.0
+        return "" if reached >= share else sentence.format(found=f"{reached:.0%}")
+
+    return technique
+
+
+def _technique(found: Callable[[Checked], str], sentence: str) -> Technique:
+    """Return a technique from a function that returns what contradicts it, or ""."""
+
+    def technique(checked: Checked, timeline: Timeline) -> str:
+        del timeline
+        what = found(checked)
+        return sentence.format(found=what) if what else ""
+
+    return technique
+
+
+def _ranks(checked: Checked) -> range:
+    return range(checked.program.ranks)
+
+
+def _ops(checked: Checked, rank: int, kind: OpKind, of: Kind | None) -> Iterator[Op]:
+    """Yield a rank's ops of a kind on values of a kind. A collective of one rank is none."""
+    for op in checked.program.tapes[rank]:
+        alone = op.kind in COLLECTIVES and op.group is not None and len(op.group.ranks) == 1
+        if op.kind is kind and not alone and (of is None or _is_of(op, checked.specs[rank], of)):
+            yield op
+
+
+def _is_of(op: Op, specs: Mapping[int, Spec], of: Kind) -> bool:
+    """Return whether an op reads, or if it reads nothing makes, a value of a kind."""
+    numbers: Sequence[int] = op.inputs or op.outputs
+    return any(specs[number].kind is of for number in numbers)
+
+
+def _most_live(checked: Checked, rank: int, kind: Kind) -> int:
+    """Return the most elements of a kind that are alive at once on a rank."""
+    specs, sizes = checked.specs[rank], checked.program.sizes
+    now = peak = 0
+    for op in checked.program.tapes[rank]:
+        for number in op.outputs:
+            if specs[number].kind is kind:
+                now += sizes.elements(specs[number])
+        peak = max(peak, now)
+        for place in op.kind.row.ends:
+            if specs[op.inputs[place]].kind is kind:
+                now -= sizes.elements(specs[op.inputs[place]])
+    return peak
