@@ -27,8 +27,8 @@ CODE_LINES = {
     "learn": 5200,
     "measure": 2200,
     "models": 3670,
-    "planner": 3060,
-    "simulate": 6110,
+    "planner": 3020,
+    "simulate": 6140,
     "strategies": 2470,
     "train": 8460,
 }

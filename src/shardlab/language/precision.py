@@ -70,6 +70,14 @@ class Precision:
         lacking = MOMENTS_PER_PARAMETER["adamw"] - MOMENTS_PER_PARAMETER[optimizer] - ema
         return replace(self, optimizer=self.optimizer - lacking * int(bytes_of(self.state)))
 
+    @property
+    def parameters_in_copy(self) -> Precision:
+        """This precision if the optimizer's copy is the only one, from which parameters are rounded when they are used.
+
+        A parameter and its state then take `bytes(WEIGHT)` less together. It is the state that counts less.
+        """
+        return replace(self, optimizer=self.optimizer - self.bytes(Kind.WEIGHT)) if self.copy else self
+
     def sizes(self, sizes: Sizes, optimizer: Optimizer = "adamw", *, ema: bool = False, clips: bool = True) -> Sizes:
         """Return a model's sizes with the bytes of this precision and an optimizer's state.
 
@@ -82,7 +90,7 @@ class Precision:
         if optimizer == "muon":  # counted in elements of the state's dtype
             each[Kind.OPT_STATE] = number = int(bytes_of(self.state))
             pairs = zip(sizes.weights, sizes.matrices, strict=True)
-            states = tuple(mine.optimizer // number * weight + weight - matrices for weight, matrices in pairs)
+            states = tuple(mine.optimizer * weight // number + weight - matrices for weight, matrices in pairs)
         return replace(sizes, opt_states=states, element_bytes=each, whole_matrices=optimizer == "muon", clips=clips)
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab.common.text import bytes_text, counted, memory_text, seconds_text
-from shardlab.language import Kind, Mesh
+from shardlab.language import Mesh
 from shardlab.planner.alternatives import Topic, alternative_text
 from shardlab.planner.choose import PlanChoice
 from shardlab.planner.pass_costs import PassCosts
 from shardlab.planner.problem import PlanShape
+from shardlab.simulate.predict.memory import model_state, zero_plan
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,11 @@ def _state(choice: PlanChoice) -> list[str]:
     """Return lines about the model state on one device, and on each device under each stage of ZeRO."""
     problem, precision = choice.problem, choice.best.candidate.precision
     room, devices, count = problem.cluster.device.memory, problem.cluster.size, problem.model.parameter_count
-    weights, gradients = count * precision.bytes(Kind.WEIGHT), count * precision.bytes(Kind.GRAD_WEIGHT)
-    optimizer = count * precision.under(problem.optimizer).optimizer
+    zero = [
+        model_state(zero_plan(devices, stage), count, precision, problem.recipe, problem.optimizer)
+        for stage in range(4)
+    ]
+    weights, gradients, optimizer = zero[0]
     whole = weights + gradients + optimizer
     than = "more than" if whole > room else "of"
     many = f"{count / 1e9:,.2f} billion" if count >= 1e8 else f"{count:,}"
@@ -44,12 +48,7 @@ def _state(choice: PlanChoice) -> list[str]:
         f"{bytes_text(whole, 1)}, {than} the {memory_text(room)} of a device"
     ]
     if devices > 1:
-        options = {
-            "ZeRO-1": weights + gradients + optimizer / devices,
-            "ZeRO-2": weights + (gradients + optimizer) / devices,
-            "ZeRO-3": whole / devices,
-        }
-        shown = ", ".join(f"{name} {bytes_text(bytes, 1)}" for name, bytes in options.items())
+        shown = ", ".join(f"ZeRO-{stage} {bytes_text(sum(zero[stage]), 1)}" for stage in (1, 2, 3))
         lines.append(f"shared over {devices:,} devices: {shown} on each")
     costs, shape = PassCosts(problem), PlanShape(Mesh(), 1, precision)
     none, full = costs.of(shape, "none"), costs.of(shape, "full")

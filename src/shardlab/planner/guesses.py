@@ -7,7 +7,6 @@ by which factor forecasts differ from guesses, for each kind of plan.
 
 from __future__ import annotations
 
-from math import prod
 from typing import NamedTuple
 
 from shardlab.common.errors import UserError
@@ -17,8 +16,9 @@ from shardlab.planner.pass_costs import LayerCosts, PassCosts
 from shardlab.planner.problem import SHARES, Candidate
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.predict.forecast import microbatches_to_replay
-from shardlab.simulate.predict.memory import device_memory
+from shardlab.simulate.predict.memory import device_memory, model_state
 from shardlab.simulate.timeline.memory import Category
+from shardlab.strategies.plan.plan import Plan
 
 SPLIT_BUBBLE = 0.3
 """Share of the bubble that is left if backward passes are split, as in ZB-H1."""
@@ -132,23 +132,14 @@ def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
     }
     weights = layers.weights / pp
     block = layers.weights / problem.model.layers
-    weight, each_state = precision.bytes(Kind.WEIGHT), precision.under(problem.optimizer).optimizer
-    gradient = problem.recipe.memory.held_gradient_bytes(precision.bytes(Kind.GRAD_WEIGHT))
-    sizes = mesh.sizes()
-
-    def ranks(axes: tuple[str, ...]) -> int:
-        return prod(sizes[axis] for axis in axes)
-
-    own = weights * weight / ranks(plan.shard_parameters)
-    optimizer = weights * each_state / ranks(plan.shard_optimizer)
-    gradients = weights * gradient / ranks(plan.shard_gradients)
-    gathered = {"layer": 2 * block, "stage": weights / stages, "step": weights}[plan.reshard_after] * weight
-    state = own + optimizer + gradients + (gathered if plan.shard_parameters else 0.0)
-    state += layers.block + (gradient * block if plan.shard_gradients else 0.0)
+    model = model_state(plan, weights, precision, problem.recipe, problem.optimizer)
+    gathered = {"layer": 2 * block, "stage": weights / stages, "step": weights}[plan.reshard_after]
+    state = sum(model) + layers.block + (gathered * precision.bytes(Kind.WEIGHT) if plan.shard_parameters else 0.0)
+    state += model_state(Plan(), block, precision, problem.recipe).gradients if plan.shard_gradients else 0.0
     by_category = {
-        Category.PARAMETERS.value: int(own),
-        Category.OPTIMIZER.value: int(optimizer),
-        Category.GRADIENTS.value: int(gradients),
+        Category.PARAMETERS.value: int(model.parameters),
+        Category.OPTIMIZER.value: int(model.optimizer),
+        Category.GRADIENTS.value: int(model.gradients),
     }
 
     def peak(stage: int) -> Peak:

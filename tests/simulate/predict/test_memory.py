@@ -7,14 +7,23 @@ from dataclasses import replace
 import pytest
 
 from shardlab.check import Checked, check
-from shardlab.language import Mesh, Sizes, UserError, trace
-from shardlab.language.precision import find_precision
+from shardlab.language import Kind, Mesh, OpKind, Sizes, UserError, trace
+from shardlab.language.precision import PRECISIONS, find_precision
 from shardlab.models import GPT
 from shardlab.simulate.hardware import Cluster, Machine, Profile, Rate, find_cluster
-from shardlab.simulate.predict.memory import DeviceMemory, device_memory, tensor_budget
+from shardlab.simulate.predict.folding import fold
+from shardlab.simulate.predict.memory import (
+    DeviceMemory,
+    ModelState,
+    device_memory,
+    model_state,
+    tensor_budget,
+    zero_plan,
+)
 from shardlab.simulate.predict.memory_advice import require_memory
 from shardlab.simulate.predict.recipe import OWN, MemoryUse, Recipe, find_recipe
 from shardlab.simulate.predict.workload import Workload
+from shardlab.simulate.timeline.memory import CATEGORIES, Category, memory_in_bytes
 from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import Plan
 
@@ -130,3 +139,46 @@ def test_the_room_of_tensors_is_what_fills_the_device(name: str, recipe: str) ->
     full = replace(peak, bytes=int(tensor_budget(step)))
     assert full.bytes > peak.bytes
     assert device_memory(step, [full]).needed == pytest.approx(step.cluster.device.memory, rel=1e-9)
+
+
+def state_of_a_replay(plan: Plan, parameters: int, recipe: Recipe, precision: str) -> ModelState:
+    """The state that the ledger counts before the update, with the gradients that are kept between microbatches."""
+    layers = 16
+    each = parameters // layers
+    sizes = Sizes((each,) * layers, (2 * each,) * layers, (0,) * (layers + 1), (0,) * layers)
+    numbers = recipe.memory.state_precision(PRECISIONS[precision], plan)
+    folded = fold(plan, numbers.sizes(sizes), 2 * plan.data_ranks)
+    (memory,) = memory_in_bytes(folded, counters=True)
+    kinds = [op.kind for op in folded.program.tapes[0]]
+    updated, second = kinds.index(OpKind.UPDATE) - 1, kinds.index(OpKind.LOAD_BATCH, kinds.index(OpKind.LOSS))
+    sharded = bool(plan.shard_gradients)
+    bytes = {category: memory.counters[updated][number] for number, category in enumerate(CATEGORIES)}
+    kept = memory.counters[updated if sharded else second][CATEGORIES.index(Category.GRADIENTS)]
+    return ModelState(bytes[Category.PARAMETERS], kept, bytes[Category.OPTIMIZER])
+
+
+@pytest.mark.parametrize("recipe", ["shardlab", "fsdp2"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-fp32-grads"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_formula_of_a_ranks_state_is_what_the_ledger_counts(
+    ranks: int, stage: int, precision: str, recipe: str
+) -> None:
+    plan, how = zero_plan(ranks, stage), find_recipe(recipe)
+    counted = state_of_a_replay(plan, 2**20, how, precision)
+    assert counted == model_state(plan, 2**20, PRECISIONS[precision], how)
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_memory_of_zero_is_the_papers(stage: int, gigabytes: float) -> None:
+    """Rajbhandari et al. 2020, arXiv 1910.02054, figure 1: 7.5 B parameters on 64 GPUs."""
+    state = model_state(zero_plan(64, stage), 7.5e9, find_precision("fp16"))
+    assert sum(state) / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("stage", "each"), [(0, 18), (1, 18), (2, 18), (3, 16)])
+def test_fsdp_keeps_no_half_precision_copy_of_sharded_parameters(stage: int, each: int) -> None:
+    """Float32 parameters, gradients and two moments: 16 bytes. Parameters that stay whole are half precision beside."""
+    precision, recipe = find_precision("bf16-fp32-grads"), find_recipe("torchtitan")
+    kept = recipe.memory.state_precision(precision, zero_plan(8, stage))
+    assert kept.bytes(Kind.WEIGHT) + kept.bytes(Kind.GRAD_WEIGHT) + kept.optimizer == each

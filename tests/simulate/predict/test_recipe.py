@@ -69,7 +69,7 @@ MEMORY: dict[str, Recipe] = {
     "sliced_logit_bytes": with_(logit_bytes=4.0, sliced_logit_bytes=18.0),
     "half_gradients": with_(half_gradients=True),
 }
-ELSEWHERE = {"cp_imbalance", "kept_when_full", "gathers_held_back", "margin_bytes", "logs_first_rank"}
+ELSEWHERE = {"cp_imbalance", "kept_when_full", "gathers_held_back", "margin_bytes", "logs_first_rank", "shards_in_copy"}
 """What needs another mesh or little room to matter, and has a test of its own."""
 
 

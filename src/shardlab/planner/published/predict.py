@@ -1,7 +1,6 @@
 """Predictions of published runs, and their errors.
 
-`predict` predicts one run, `predict_outcomes` all rows of a file on every core. `ErrorSummary` sums up the errors, and
-`model_state_bytes` predicts runs that only report the model state under ZeRO.
+`predict` predicts one run, `predict_outcomes` all rows of a file on every core. `ErrorSummary` sums up the errors.
 """
 
 from __future__ import annotations
@@ -19,17 +18,14 @@ from multiprocessing import get_context
 from statistics import mean, median
 from typing import Any, Literal, Protocol, TypeVar
 
-from shardlab.language import Mesh, OpKind, Refused, Sizes, UserError
+from shardlab.language import Refused, UserError
 from shardlab.language.precision import find_precision
 from shardlab.planner.published import records
 from shardlab.planner.published.reading import PublishedRun, read_run
 from shardlab.planner.published.records import Incomplete, Measurement, Memory, StateRecord, read_figures
-from shardlab.simulate.predict.folding import fold
 from shardlab.simulate.predict.forecast import Forecast, forecast
-from shardlab.simulate.predict.memory import DeviceMemory
+from shardlab.simulate.predict.memory import DeviceMemory, model_state, zero_plan
 from shardlab.simulate.predict.recipe import Recipe
-from shardlab.simulate.timeline.memory import CATEGORIES, Category, memory_in_bytes
-from shardlab.strategies.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,8 @@ def _short(source: str) -> str:
 def _state(row: dict[str, Any]) -> Prediction:
     """Predict the memory of a row that only has the model state for a number of parameters."""
     state = records.parse(StateRecord, records.section(row, "model") | records.section(row, "parallelism"))
-    return Prediction(None, model_state_bytes(state.params, state.dp, state.zero_stage), True)
+    bytes = sum(model_state(zero_plan(state.dp, state.zero_stage), state.params, find_precision("fp16")))
+    return Prediction(None, bytes, True)
 
 
 def predict_outcomes(rows: Sequence[dict[str, Any]], recipe: Recipe | None = None) -> Iterator[Outcome]:
@@ -161,41 +158,6 @@ def _end_when_interrupted() -> None:
     """Let Ctrl-C end this process without a traceback, unless it is ignored: in the background of a script."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-LAYERS = 16
-
-SHARD = ("dp_shard",)
-
-
-def model_state_bytes(parameters: float, ranks: int, stage: int) -> int:
-    """Return the bytes of parameters, gradients and optimizer state on each data-parallel rank in half precision.
-
-    Gradients count as kept between microbatches (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
-
-    Args:
-        parameters: number of parameters.
-        ranks: number of data-parallel ranks.
-        stage: stage of ZeRO.
-    """
-    each = round(parameters / LAYERS)
-    sizes = Sizes((each,) * LAYERS, (2 * each,) * LAYERS, (0,) * (LAYERS + 1), (0,) * LAYERS)
-    shard = SHARD if ranks > 1 else ()
-    plan = Plan(
-        Mesh(dp_shard=ranks),
-        shard_parameters=shard if stage >= 3 else (),
-        shard_gradients=shard if stage >= 2 else (),
-        shard_optimizer=shard if stage >= 1 else (),
-    )
-    folded = fold(plan, find_precision("fp16").sizes(sizes), 2 * ranks)
-    (memory,) = memory_in_bytes(folded, counters=True)
-    kinds = [op.kind for op in folded.program.tapes[0]]
-    place = {category: number for number, category in enumerate(CATEGORIES)}
-    updated, second = kinds.index(OpKind.UPDATE), kinds.index(OpKind.LOAD_BATCH, kinds.index(OpKind.LOSS))
-    kept = memory.counters[updated - 1 if stage >= 2 else second]
-    state = memory.counters[updated - 1]
-    gradients = kept[place[Category.GRADIENTS]]
-    return state[place[Category.PARAMETERS]] + state[place[Category.OPTIMIZER]] + gradients
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
         )
     model = model_of(record, recipe, zero)
     plan = plan_of(record, mesh, zero, recipe, model, RECOMPUTE[recompute])
-    return Workload(plan, model, cluster, each * mesh.dp_shard, rows, precision_of(record, recipe, zero), recipe=recipe)
+    return Workload(plan, model, cluster, each * mesh.dp_shard, rows, precision_of(record, recipe), recipe=recipe)
 
 
 def recipe_of(record: RunRecord) -> Recipe:
@@ -271,9 +271,8 @@ def _schedule(record: RunRecord) -> str | None:
     return name
 
 
-def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
-    """Find the numbers that a run uses; FSDP's parameters are the optimizer's float32 copy, gathered in half of its
-    width.
+def precision_of(record: RunRecord, recipe: Recipe) -> Precision:
+    """Find the numbers that a run uses.
 
     Raises:
         Unknown: for a dtype that is unknown here.
@@ -286,9 +285,8 @@ def precision_of(record: RunRecord, recipe: Recipe, zero: int) -> Precision:
     usual = (compute == "bfloat16" and recipe.defaults.bf16_gradient_bytes) or recipe.defaults.gradient_bytes
     gradients = usual if record.gradients is None else 4 if record.gradients == "fp32" else 2
     dtype = "float32" if gradients == 4 else "bfloat16"
-    optimizer = 10 if zero == 3 else 12
     half = "bfloat16"
-    return Precision(name, compute, half, dtype, half, "float32", True, optimizer, "the run's own row")
+    return Precision(name, compute, half, dtype, half, "float32", True, 12, "the run's own row")
 
 
 def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool) -> tuple[int, ...]:

@@ -22,14 +22,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shardlab.language import Kind, Mesh, OpKind, Sizes
-from shardlab.language.precision import Precision
+from shardlab.language.precision import Optimizer, Precision
 from shardlab.models import Blocks
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.estimate import Peak, peak_of
-from shardlab.simulate.predict.recipe import Recipe
+from shardlab.simulate.predict.recipe import OWN, Recipe
 from shardlab.simulate.timeline.memory import Category, memory_in_bytes
 from shardlab.simulate.timeline.prices import Traced, rank_of
 from shardlab.strategies.plan.plan import BATCH_AXES, Plan
@@ -53,6 +53,8 @@ class MemoryInputs(Protocol):
     def micro_batch_size(self) -> int: ...
     @property
     def precision(self) -> Precision: ...
+    @property
+    def state_precision(self) -> Precision: ...
     @property
     def recipe(self) -> Recipe: ...
     @cached_property
@@ -101,6 +103,46 @@ class DeviceMemory:
     def fits(self) -> bool:
         """Whether the step runs on the device."""
         return self.needed <= self.capacity
+
+
+class ModelState(NamedTuple):
+    """Bytes of the parameters, gradients and optimizer state that a rank holds."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+
+def model_state(
+    plan: Plan, parameters: float, precision: Precision, recipe: Recipe = OWN, optimizer: Optimizer = "adamw"
+) -> ModelState:
+    """Return the model state of one rank, each part of it divided among the ranks that share it.
+
+    Gradients count as kept between microbatches (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+
+    Args:
+        plan: the plan.
+        parameters: number of parameters of the rank, before any are sharded.
+        precision: the precision.
+        recipe: decides what is kept of a parameter.
+        optimizer: decides how large its state is.
+    """
+    sizes, kept = plan.mesh.sizes(), recipe.memory.state_precision(precision, plan)
+    gradient = recipe.memory.held_gradient_bytes(kept.bytes(Kind.GRAD_WEIGHT))
+    each = kept.bytes(Kind.WEIGHT), gradient, kept.under(optimizer).optimizer
+    shared = plan.shard_parameters, plan.shard_gradients, plan.shard_optimizer
+    return ModelState(
+        *(
+            bytes * parameters / math.prod(sizes[axis] for axis in axes)
+            for bytes, axes in zip(each, shared, strict=True)
+        )
+    )
+
+
+def zero_plan(ranks: int, stage: int) -> Plan:
+    """Return the plan of data-parallel ranks under a stage of ZeRO (0: they share nothing)."""
+    fields = ("shard_optimizer", "shard_gradients", "shard_parameters")[:stage]
+    return Plan(Mesh(dp_shard=ranks), **dict.fromkeys(fields, ("dp_shard",) if ranks > 1 else ()))
 
 
 def device_memory(inputs: MemoryInputs, peaks: Sequence[Peak] | None = None) -> DeviceMemory:
@@ -184,7 +226,7 @@ def stream_bytes(inputs: MemoryInputs, peak: Peak) -> float:
     """Return the bytes that FSDP2's streams, its root group and a pipeline's messages hold beyond a rank's peak."""
     if not _shards(inputs, Kind.WEIGHT):
         return 0.0
-    mesh, model, precision = inputs.mesh, inputs.model, inputs.precision
+    mesh, model, precision = inputs.mesh, inputs.model, inputs.state_precision
     gradients = precision.bytes(Kind.GRAD_WEIGHT) / precision.optimizer * peak.by_category[Category.OPTIMIZER.value]
     embedding = precision.bytes(Kind.WEIGHT) * model.vocab_size * model.hidden_size / mesh.tp
     if mesh.pp == 1:

@@ -28,7 +28,8 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from shardlab.common.errors import UserError, suggest_name, unknown_name
 from shardlab.common.files import load_table, read_file
-from shardlab.language import Kind, OpKind, Sizes
+from shardlab.language import Kind, Mesh, OpKind, Sizes
+from shardlab.language.precision import Precision
 from shardlab.models import Blocks, CutModel
 from shardlab.models.layout import Kernel, Matmul, Pointwise
 from shardlab.models.matrices import (
@@ -41,6 +42,7 @@ from shardlab.models.matrices import (
 )
 from shardlab.models.model import Model
 from shardlab.simulate.hardware.device import Figure
+from shardlab.strategies.plan.plan import Plan
 
 # The four groups of a recipe: kernels, memory, overlap, and what is used where a run does not say.
 
@@ -96,6 +98,8 @@ class MemoryUse:
             activations).
         sliced_logit_bytes: `logit_bytes` where each tensor-parallel rank has a slice of the logits (None: the same).
         half_gradients: gradients that add up in float32 are made in half precision, and stay beside their sum.
+        shards_in_copy: sharded parameters are slices of the optimizer's float32 copy, as in PyTorch's FSDP: gathers
+            round them (see `state_precision`).
         gradient_buffer: gradients have a buffer that stands from one step to the next.
         stream_memory: gathers and reductions allocate on streams of their own.
         reserved: bytes that the allocator reserves for each byte that is allocated at its peak, where there is room.
@@ -117,6 +121,7 @@ class MemoryUse:
     logit_bytes: float | None = None
     sliced_logit_bytes: float | None = None
     half_gradients: bool = False
+    shards_in_copy: bool = False
     gradient_buffer: bool = False
     stream_memory: bool = False
     reserved: float = 1.0
@@ -130,6 +135,20 @@ class MemoryUse:
     def margin(self, device_bytes: float) -> float:
         """Return the bytes of a GPU that must stay free for a plan to be chosen."""
         return max(self.margin_bytes, self.error * device_bytes)
+
+    def state_precision(self, precision: Precision, plan: Plan | Mesh) -> Precision:
+        """Return a precision with the bytes that this framework keeps of parameters and the optimizer's state.
+
+        FSDP's sharded parameters are float32, and the optimizer updates them in place. A gather rounds each slice to
+        half precision in its own buffer (`_get_param_all_gather_inputs` in `torch/distributed/fsdp/_fully_shard`;
+        `_mp_shard` in `_flat_param.py`, which is freed after the gather). So with AdamW a sharded parameter takes 12
+        bytes beside its gradient. torchtitan runs so with `training.dtype` float32 and `mixed_precision_param` bfloat16
+        (`torchtitan/config/configs.py`). Parameters that are kept whole in half precision take 2 bytes more. Programs
+        without a plan count as they are written, with both.
+        """
+        if self.shards_in_copy and isinstance(plan, Plan) and plan.shard_parameters:
+            return precision.parameters_in_copy
+        return precision
 
     def kept_sizes(self, model: Model, sizes: Sizes, micro_batch_size: int, slices: int) -> Sizes:
         """A model's sizes as far as memory goes: what this framework keeps, and what its loss holds.

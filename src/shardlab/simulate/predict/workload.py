@@ -89,6 +89,11 @@ class Workload:
     def mesh(self) -> Mesh:
         return self.plan if isinstance(self.plan, Mesh) else self.plan.mesh
 
+    @property
+    def state_precision(self) -> Precision:
+        """The precision with the bytes that the recipe's framework keeps of parameters and the optimizer's state."""
+        return self.recipe.memory.state_precision(self.precision, self.plan)
+
     @cached_property
     def cut(self) -> Model:
         """The model, cut into the program's layers."""
@@ -171,7 +176,7 @@ class Workload:
         shared = isinstance(self.plan, Plan) and self.cut is _cut_for_plan(*self._cutting)
         elements = _sizes_for_plan(self._cutting, *counts) if shared else self.cut.sizes(*counts)
         clips = self.clips and needs_norm(self.pass_names)
-        sizes = self.precision.sizes(elements, self.optimizer, ema=self.ema, clips=clips)
+        sizes = self.state_precision.sizes(elements, self.optimizer, ema=self.ema, clips=clips)
         return self.plan.counted(sizes) if isinstance(self.plan, Plan) else sizes
 
     @cached_property
@@ -240,7 +245,7 @@ class Workload:
         if self.recipe.overlap.single_nic:
             cluster = replace(cluster, nics=1)
         cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.kernels.attention))
-        numbers = self.precision.under(self.optimizer, ema=self.ema)
+        numbers = self.state_precision.under(self.optimizer, ema=self.ema)
         return ClusterPrices(self.cut, self.micro_batch_size, cluster, numbers, self.recipe, self.mesh)
 
     def peak_bytes(self) -> int:
