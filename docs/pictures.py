@@ -193,7 +193,7 @@ def schedules(path: Path) -> None:
     }
     costs = Costs(forward=1, backward_input=1, backward_weight=1, update=0, collective=0, send=0, recv=0)
     with style():
-        page = Page(9.6, 4.75)
+        page = Page(9.6, 5.67)
         say(page, 0.2, 0.25, "Schedules on four ranks with eight microbatches", size=13, weight="bold")
         about = "A row is a rank.  A box is one microbatch in one of the eight layers.  All passes take equally long."
         say(page, 0.2, 0.5, about, color=FAINT)

@@ -29,7 +29,7 @@ CODE_LINES = {
     "models": 3670,
     "planner": 3020,
     "simulate": 6140,
-    "strategies": 2470,
+    "strategies": 2570,
     "train": 8460,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

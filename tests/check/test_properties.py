@@ -123,7 +123,7 @@ SIZES = {  # ranks, layers or blocks, microbatches
     **dict.fromkeys(("hsdp", "partially-sharded"), REPLICAS),
     **dict.fromkeys(("pipeline", "gpipe"), BY_RANK),
     **dict.fromkeys(("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2"), LOOPS),
-    **dict.fromkeys(("zb-v", "dualpipe-v"), TWICE),
+    **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v"), TWICE),
     **dict.fromkeys(("pipeline-fsdp", "breadth-first-fsdp"), GRID),
     **dict.fromkeys(("3d", "4d"), BLOCKS),
     "column-parallel": [(2, 1, 2), (3, 3, 2), (4, 2, 3)],

@@ -128,6 +128,8 @@ def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
         "breadth-first": each,
         "zb-h2": 2 * pp - 1,
         "interleaved-1f1b": pp + (pp - 1) / stages,
+        "v-half": (pp + 2) // 2,
+        "v-min": (pp + 4) // 3,
         "dualpipe-v": pp + 1,
     }
     weights = layers.weights / pp

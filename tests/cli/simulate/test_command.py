@@ -26,7 +26,7 @@ from tests.check import right_programs
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_strategy.py"
 
-TWO_STAGES = {"interleaved-1f1b", "breadth-first", "zb-v", "dualpipe-v"}
+TWO_STAGES = {"interleaved-1f1b", "breadth-first", "zb-v", "v-half", "v-min", "dualpipe-v"}
 """Schedules with two stages on each rank."""
 
 Captured = pytest.CaptureFixture[str]
