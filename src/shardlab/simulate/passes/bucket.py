@@ -21,7 +21,7 @@ from shardlab.check import Checked
 from shardlab.check.buffers import ALIGNMENT, BUCKETED, FLAT, Buffer, BufferBytes, buffers_of, value_offsets
 from shardlab.language import Op, OpKind, Spec
 from shardlab.simulate.passes.reorder import CannotApply, Ordering, Tapes, reordered
-from shardlab.simulate.timeline.memory import MemoryLedger
+from shardlab.simulate.timeline.memory import TapeMemory
 from shardlab.simulate.timeline.prices import Bytes
 
 
@@ -124,7 +124,7 @@ def arena(checked: Checked, _: int) -> Tapes:
     found: Tapes = []
     for rank, tape in enumerate(plain):
         specs = checked.specs[rank]
-        live = MemoryLedger(tape, specs, bytes_of, real=True, sizes=program.sizes).run().during
+        live = TapeMemory(tape, specs, bytes_of, real=True, sizes=program.sizes).run().during
         sized = [(room, size.total(room, specs), sum(bytes_of(specs[n]) for n in room.values)) for room in rooms[rank]]
         offsets: dict[int, int] = {}
         for room, begin in best_fit(sized, live):

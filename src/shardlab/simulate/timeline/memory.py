@@ -1,11 +1,24 @@
-"""Live memory at every op of every rank, in all and by what it is for."""
+"""Memory of ranks during a step: which bytes each holds, and when most.
+
+A `MemoryLedger` counts the bytes that a rank holds, by purpose, and keeps their peak. All memory is counted in one,
+whatever is replayed:
+
+- `TapeMemory` follows a tape op by op. An op first adds its outputs, then the ledger compares what is held with the
+  peak, and then the values end that nobody needs any more. `TapeMemory` knows which values lie in the memory of others,
+  as the executor does it.
+- A compressed rank (`shardlab.simulate.predict.compressed.rank`) has no tape. Its verbs add and end values in the same
+  order, and the passes of layers are `MemoryChange`s that were measured on the tape of a sample. So every compressed
+  step is a `MemoryChange` as well, and the ledger of a whole schedule is the sum of its steps.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from shardlab.check.buffers import NO_ARENA, Arena, Buckets, arenas_of
 from shardlab.check.in_place import InPlace, KeptWeights, last_reads, view_roots
@@ -86,7 +99,7 @@ def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list
     def size(spec: Spec) -> int:
         return elements(spec) if spec.kind in of else 0
 
-    return [MemoryLedger(tape, traced.specs[row], size).run().before for row, tape in enumerate(traced.program.tapes)]
+    return [TapeMemory(tape, traced.specs[row], size).run().before for row, tape in enumerate(traced.program.tapes)]
 
 
 def peak_elsewhere(traced: Traced) -> dict[str, int]:
@@ -95,7 +108,7 @@ def peak_elsewhere(traced: Traced) -> dict[str, int]:
     elements, tapes = traced.program.sizes.elements, traced.program.tapes
 
     def peak(row: int, place: str) -> int:
-        return MemoryLedger(tapes[row], traced.specs[row], elements, memory=place).run().peak
+        return TapeMemory(tapes[row], traced.specs[row], elements, memory=place).run().peak
 
     return {place: max(peak(row, place) for row in range(len(tapes))) for place in PLACES if place in used}
 
@@ -104,7 +117,7 @@ def peak_elsewhere_in_bytes(traced: Traced, place: str) -> list[int]:
     """Return the peak of bytes of each rank in a place beside its device."""
     size = Bytes(traced.program.sizes)
     tapes = enumerate(traced.program.tapes)
-    return [MemoryLedger(tape, traced.specs[row], size, real=True, memory=place).run().peak for row, tape in tapes]
+    return [TapeMemory(tape, traced.specs[row], size, real=True, memory=place).run().peak for row, tape in tapes]
 
 
 def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool = False) -> list[RankMemory]:
@@ -116,23 +129,60 @@ def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool
     size = Bytes(kept or traced.program.sizes)
     arenas = arenas_of(traced.program, traced.specs)
     return [
-        MemoryLedger(
+        TapeMemory(
             tape, traced.specs[row], size, real=True, counters=counters, arena=arenas[row], sizes=size.sizes
         ).run()
         for row, tape in enumerate(traced.program.tapes)
     ]
 
 
-class HeldBytes:
-    """Bytes that a rank holds.
+CategoryBytes = tuple[int, ...]
+"""Bytes, in the order of `CATEGORIES`."""
+
+NO_BYTES: CategoryBytes = (0,) * len(CATEGORIES)
+
+
+class MemoryPeak(NamedTuple):
+    """Largest memory during some work, beyond what was held when the work began.
 
     Attributes:
-        bytes, by_category: in all, and in the order of `CATEGORIES`.
+        bytes, by_category: in all and by category.
+        op, layer: the op that runs then, and its layer.
+    """
+
+    bytes: int
+    by_category: CategoryBytes
+    op: OpKind
+    layer: int
+
+
+class MemoryChange(NamedTuple):
+    """Change of a rank's memory by some work.
+
+    Attributes:
+        bytes, by_category: how much more is held after the work than before, in all and by category.
+        peak: the peak during the work (None: no op held anything).
+    """
+
+    bytes: int
+    by_category: CategoryBytes
+    peak: MemoryPeak | None
+
+
+class MemoryLedger:
+    """Ledger of the bytes that one rank holds.
+
+    Attributes:
+        bytes, by_category: held now, in all and in the order of `CATEGORIES`.
+        peak: the first peak during an op so far (None: there was no op).
+        peak_bytes: its bytes.
     """
 
     def __init__(self) -> None:
         self.bytes: int = 0
         self.by_category = [0] * len(CATEGORIES)
+        self.peak: MemoryPeak | None = None
+        self.peak_bytes = -math.inf
 
     def hold(self, category: int, bytes: int) -> None:
         """Hold more bytes, or fewer if they are negative."""
@@ -144,12 +194,41 @@ class HeldBytes:
         self.by_category[source] -= bytes
         self.by_category[target] += bytes
 
+    def record_peak(self, op: OpKind, layer: int) -> None:
+        """Note that an op runs now, which is a peak if more is held than ever before."""
+        if self.bytes > self.peak_bytes:
+            self.peak_bytes, self.peak = self.bytes, MemoryPeak(self.bytes, tuple(self.by_category), op, layer)
 
-class MemoryLedger(HeldBytes):
-    """Ledger of the bytes that one rank holds in one place of memory, written op by op along the rank's tape.
+    def raise_peak(self, peak: MemoryPeak | None, further: int = 0) -> None:
+        """Note the peak of work that begins now, in which layers lie `further` places further than the peak says."""
+        if peak is not None and self.bytes + peak.bytes > self.peak_bytes:
+            by_category = tuple([a + b for a, b in zip(self.by_category, peak.by_category, strict=True)])
+            self.peak_bytes = self.bytes + peak.bytes
+            self.peak = MemoryPeak(self.peak_bytes, by_category, peak.op, peak.layer + further)
 
-    Every value has an entry: its bytes and its category. An op first adds the entries of its outputs, then its peak is
-    compared with the largest so far, and then the entries end that nobody needs after it.
+    def apply(self, change: MemoryChange, times: int = 1, further: int = 0) -> None:
+        """Add work that is done a number of times, each time with layers `further` places further.
+
+        Bytes grow or fall steadily, so the peak is that of the first or of the last time.
+        """
+        self.raise_peak(change.peak, further)
+        if times > 1:
+            self._add_bytes(change, times - 1)
+            self.raise_peak(change.peak, further * times)
+        self._add_bytes(change, 1)
+
+    def _add_bytes(self, change: MemoryChange, times: int) -> None:
+        self.bytes += times * change.bytes
+        self.by_category = [a + times * b for a, b in zip(self.by_category, change.by_category, strict=True)]
+
+    @property
+    def change(self) -> MemoryChange:
+        """All that was counted so far, as one change."""
+        return MemoryChange(self.bytes, tuple(self.by_category), self.peak)
+
+
+class TapeMemory(MemoryLedger):
+    """Ledger of one rank in one place of memory, which follows the rank's tape.
 
     Args:
         tape: the ops of the rank.
@@ -211,7 +290,7 @@ class MemoryLedger(HeldBytes):
         before, during = list[int](), list[int]()
         counters, at_starts = list[tuple[int, ...]](), list[tuple[int, ...]]()
         overwrites, last_reads, counts = self._overwrites, self._last_reads, self._counts
-        peak, peak_op, at_peak = self.bytes, 0, tuple(self.by_category)
+        peak_op = 0
         for at, op in enumerate(self._tape):
             kind = op[0]
             before.append(self.bytes)
@@ -226,8 +305,9 @@ class MemoryLedger(HeldBytes):
                     self._release(overwrites[at])
                 if kind.row.ends:
                     self._update(op)
-                if self.bytes > peak:
-                    peak, peak_op, at_peak = self.bytes, at, tuple(self.by_category)
+                if self.bytes > self.peak_bytes:
+                    self.record_peak(kind, op[1])
+                    peak_op = at
             during.append(self.bytes)
             if at in last_reads:
                 self._release_input(at, op)
@@ -239,7 +319,8 @@ class MemoryLedger(HeldBytes):
                 self._wait(op[4])
             elif kind.row.saved >= 0 or kind.row.keeps:
                 self._keep_for_backward(op)
-        return RankMemory(before, during, peak, peak_op, at_peak, counters, at_starts)
+        bytes, by_category, *_ = self.peak or (self.bytes, tuple(self.by_category))
+        return RankMemory(before, during, bytes, peak_op, by_category, counters, at_starts)
 
     def _compute(self, op: Op) -> None:
         """Add the outputs of an op of the compute stream, and of what its layer keeps."""

@@ -11,9 +11,9 @@ from shardlab.language.precision import find_precision
 from shardlab.models import find_model
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.compressed.clocks import AwaitCollective, CompressedStep, Compute, LocalCollective
-from shardlab.simulate.predict.compressed.sample import PassPeak
 from shardlab.simulate.predict.compressed.short_model import ShortModel, StepSegment, extend_step, shorten
 from shardlab.simulate.predict.workload import Workload
+from shardlab.simulate.timeline.memory import MemoryChange, MemoryPeak
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import model_layers
 
@@ -73,8 +73,8 @@ GROUP = Group("dp_shard", (0, 1))
 
 
 def step(seconds: float, bytes: int, peak: int, layer: int) -> CompressedStep:
-    found = PassPeak(peak, (peak, 0, 0, 0, 0, 0, 0), OpKind.FORWARD, layer)
-    return CompressedStep([Compute(seconds)], bytes, (bytes, 0, 0, 0, 0, 0, 0), found)
+    found = MemoryPeak(peak, (peak, 0, 0, 0, 0, 0, 0), OpKind.FORWARD, layer)
+    return CompressedStep([Compute(seconds)], MemoryChange(bytes, (bytes, 0, 0, 0, 0, 0, 0), found))
 
 
 @given(st.integers(1, 9), st.integers(-3, 3), st.integers(0, 5), st.sampled_from([-4, 4]))
@@ -94,7 +94,7 @@ def test_an_extended_step_equals_its_segments_one_after_the_other(
 def test_a_repeated_wait_is_for_the_collective_of_its_own_repetition() -> None:
     """Each repetition of a first segment starts two collectives; later each repetition awaits one of them."""
     nothing = (0,) * 7
-    starts = CompressedStep([LocalCollective(GROUP, 1.0), LocalCollective(GROUP, 1.0)], 0, nothing, None)
-    waits = CompressedStep([AwaitCollective(GROUP, 8, 2)], 0, nothing, None)
+    starts = CompressedStep([LocalCollective(GROUP, 1.0), LocalCollective(GROUP, 1.0)], MemoryChange(0, nothing, None))
+    waits = CompressedStep([AwaitCollective(GROUP, 8, 2)], MemoryChange(0, nothing, None))
     extended = extend_step([StepSegment(starts, 3, 4, {GROUP: 2}), StepSegment(waits, 3, 4, {GROUP: 0})])
     assert [entry.ago for entry in extended.entries if isinstance(entry, AwaitCollective)] == [8, 6, 4, 2]

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from shardlab.language import Group
 from shardlab.language.pass_names import NO_LAG, Lag
-from shardlab.simulate.predict.compressed.sample import CategoryBytes, PassPeak, SizedPart
+from shardlab.simulate.predict.compressed.sample import SizedPart
 from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, IdlePattern, StartEnd
+from shardlab.simulate.timeline.memory import MemoryChange
 
 Interval = tuple[float, float]
 """Start and end, in seconds."""
@@ -129,14 +130,11 @@ class CompressedStep(NamedTuple):
 
     Attributes:
         entries: in order.
-        bytes, by_category: how much more the rank holds after the step than before, in all and by category.
-        peak: the most that the rank holds during the step, beyond what it held before (None: no op held anything).
+        memory: change of the rank's memory.
     """
 
     entries: list[Entry]
-    bytes: int
-    by_category: CategoryBytes
-    peak: PassPeak | None
+    memory: MemoryChange
 
 
 Row = tuple[Sequence[Entry], Sequence[Rendezvous]]

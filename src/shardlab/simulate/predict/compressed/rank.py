@@ -11,7 +11,6 @@ until their last key of a store is deleted and no collective reads them.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from shardlab.simulate.predict.compressed.clocks import (
     Rendezvous,
     Route,
 )
-from shardlab.simulate.predict.compressed.sample import MeasuredPass, PassPeak, PricedSample, SizedPart
+from shardlab.simulate.predict.compressed.sample import MeasuredPass, PricedSample, SizedPart
 from shardlab.simulate.predict.compressed.short_model import (
     NotPeriodicError,
     Position,
@@ -39,19 +38,17 @@ from shardlab.simulate.predict.compressed.short_model import (
     StepSegment,
     extend_step,
 )
-from shardlab.simulate.timeline.memory import CATEGORIES, Category, HeldBytes
+from shardlab.simulate.timeline.memory import CATEGORIES, Category, MemoryLedger
 
 
-class StepRecorder(HeldBytes):
-    """Entries and bytes of the step that is being recorded.
+class StepRecorder(MemoryLedger):
+    """Entries of the step that is being recorded, and the ledger of its memory, both from the current segment's start.
 
     Args:
         model: the short model that the rank follows. A step is cut into segments beside its gaps.
 
     Attributes:
         entries: of the current segment, in order.
-        by_category, bytes: bytes that are held beyond those at the segment's start, by category and in all.
-        peak_bytes: the largest `bytes` during an op of the segment so far.
         outstanding: collectives that the rank has not waited for, in order.
         started: by group, how many collectives the rank has started.
     """
@@ -74,9 +71,7 @@ class StepRecorder(HeldBytes):
 
     def _begin(self) -> None:
         self.entries: list[Entry] = []
-        HeldBytes.__init__(self)  # counts from the start of the segment
-        self._peak: PassPeak | None = None
-        self.peak_bytes = -math.inf
+        MemoryLedger.__init__(self)
 
     def finish_step(self) -> CompressedStep:
         """Return the whole model's step for the one that was recorded, and begin to record the next one.
@@ -117,8 +112,7 @@ class StepRecorder(HeldBytes):
         self._loop, self._position = loop, position
 
     def _end_segment(self) -> None:
-        step = CompressedStep(self.entries, self.bytes, tuple(self.by_category), self._peak)
-        self._segments.append(StepSegment(step))
+        self._segments.append(StepSegment(CompressedStep(self.entries, self.change)))
         self._begin()
 
     def _in_flight(self, position: Position) -> InFlight:
@@ -199,10 +193,8 @@ class StepRecorder(HeldBytes):
         self.hold(value.slot, -value.held_bytes)
 
     def record_peak(self, op: OpKind, layer: int) -> None:
-        """Compare the bytes that are held during an op with the step's peak."""
         if self.bytes > self.peak_bytes:
-            layer = self._number_in_whole(layer)
-            self.peak_bytes, self._peak = self.bytes, PassPeak(self.bytes, tuple(self.by_category), op, layer)
+            super().record_peak(op, self._number_in_whole(layer))
 
     def add_compute(self, seconds: float, waits: Sequence[Interval] = ()) -> None:
         """Add seconds of compute, and the intervals in them in which nothing is computed."""
@@ -213,12 +205,6 @@ class StepRecorder(HeldBytes):
             last.extend(seconds, waits)
         else:
             self.entries.append(Compute(seconds, waits))
-
-    def raise_peak(self, peak: PassPeak, layer: int) -> None:
-        """Set the step's peak to that of a pass, which counts from the bytes that are held now."""
-        by_category = tuple([a + b for a, b in zip(self.by_category, peak.by_category, strict=True)])
-        self.peak_bytes = self.bytes + peak.bytes
-        self._peak = PassPeak(self.peak_bytes, by_category, peak.op, self._number_in_whole(layer) + peak.layer)
 
 
 InFlight = dict[Hashable, "dict[SizedHandle, Hashable]"]
@@ -524,15 +510,15 @@ class CompressedRank(StepRecorder):
             self.add_compute(done.rest)
         before, main, after = done.peaks
         if before is not None and self.bytes + before.bytes > self.peak_bytes:
-            self.raise_peak(before, layer)
+            self.raise_peak(before, self._number_in_whole(layer))
         if gradient is not None:
             self.allocate(gradient)
         if main is not None and self.bytes + main.bytes > self.peak_bytes:
-            self.raise_peak(main, layer)
+            self.raise_peak(main, self._number_in_whole(layer))
         if weight is not None:
             self.free_if_unused(weight)
         if after is not None and self.bytes + after.bytes > self.peak_bytes:
-            self.raise_peak(after, layer)
+            self.raise_peak(after, self._number_in_whole(layer))
         by_category = self.by_category
         for slot, change in done.changes:
             by_category[slot] += change

@@ -22,16 +22,15 @@ from shardlab.language import Group, Kind, OpKind
 from shardlab.simulate.predict.compressed.clocks import CompressedStep, Interval
 from shardlab.simulate.predict.compressed.rank import BoundaryStore, CompressedRank, SizedHandle, SizedValue
 from shardlab.simulate.predict.compressed.sample import (
-    NO_BYTES,
     NO_PEAKS,
     Cuts,
     MeasuredPass,
     PassCollective,
-    PassPeak,
     SizedPart,
     with_residual_bytes,
 )
 from shardlab.simulate.predict.compressed.short_model import Repetition
+from shardlab.simulate.timeline.memory import NO_BYTES, MemoryChange, MemoryLedger
 from shardlab.strategies.plan.program import PlanRunner
 from shardlab.strategies.plan.rank_plan import Keeps, RankPlan
 from shardlab.strategies.plan.sharding import GradientReducer, ParameterGatherer, weight_uses
@@ -343,7 +342,7 @@ def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
     Args:
         parts: the passes, each with its layer's place counted from the first layer.
     """
-    held, peak, after, seconds = list(NO_BYTES), None, 0.0, 0.0
+    memory, after, seconds = MemoryLedger(), 0.0, 0.0
     collectives: list[PassCollective] = []
     waits: list[Interval] = []
     for each, place in parts:
@@ -353,12 +352,11 @@ def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
             collectives.append(collective._replace(after=after + collective.after))
             after = 0.0
         after += each.rest
-        for found in each.peaks:
-            if found is not None and (peak is None or sum(held) + found.bytes > peak.bytes):
-                most = tuple([a + b for a, b in zip(held, found.by_category, strict=True)])
-                peak = PassPeak(sum(most), most, found.op, found.layer + place)
-        held = [a + b for a, b in zip(held, each.delta, strict=True)]
-    return MeasuredPass(seconds, tuple(collectives), after, tuple(held), (peak, None, None), tuple(waits))
+        for peak in each.peaks:
+            memory.raise_peak(peak, place)
+        memory.apply(MemoryChange(each.bytes, each.delta, None))
+    peaks = memory.peak, None, None
+    return MeasuredPass(seconds, tuple(collectives), after, tuple(memory.by_category), peaks, tuple(waits))
 
 
 class ValueState(NamedTuple):

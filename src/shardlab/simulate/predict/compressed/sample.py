@@ -23,7 +23,7 @@ from shardlab.language.rules.spec import Space, form_of
 from shardlab.language.tape import compute_op
 from shardlab.simulate.predict.folding import Folded, fold
 from shardlab.simulate.predict.workload import Workload
-from shardlab.simulate.timeline.memory import CATEGORIES, CATEGORY_OF_KIND, MemoryLedger
+from shardlab.simulate.timeline.memory import CATEGORY_OF_KIND, CategoryBytes, MemoryPeak, TapeMemory
 from shardlab.simulate.timeline.prices import Bytes, Prices
 from shardlab.simulate.timeline.run import Clocks
 from shardlab.strategies.plan.layer_passes import LayerRunner
@@ -205,7 +205,7 @@ class PassMeter:
 
     def __init__(self, traced: Folded, prices: Prices, size: Bytes) -> None:
         self.tape, self.times = traced.program.tapes[0], Clocks(traced, prices).run()
-        self.memory = MemoryLedger(self.tape, traced.specs[0], size, real=True, counters=True, sizes=size.sizes).run()
+        self.memory = TapeMemory(self.tape, traced.specs[0], size, real=True, counters=True, sizes=size.sizes).run()
         self.arrivals = self._arrivals(prices.blocking_p2p)
         self._idle = self.times.idle[0] if prices.contention else []
 
@@ -253,13 +253,13 @@ class PassMeter:
             tuple([(each.since - began, each.until - began) for each in idle]),
         )
 
-    def _peak(self, start: int, ops: range, layer: int) -> PassPeak | None:
+    def _peak(self, start: int, ops: range, layer: int) -> MemoryPeak | None:
         timed = [at for at in ops if self.tape[at].kind not in (FREE, WAIT)]
         if not timed:
             return None
         at = max(timed, key=self.memory.during.__getitem__)
         held = _subtract(self.memory.counters[at], self.memory.at_starts[start])
-        return PassPeak(sum(held), held, self.tape[at].kind, self.tape[at].layer - layer)
+        return MemoryPeak(sum(held), held, self.tape[at].kind, self.tape[at].layer - layer)
 
     def _collectives(self, start: int, stop: int) -> tuple[tuple[PassCollective, ...], float]:
         """Return a pass's collectives, and the seconds of compute after the last one.
@@ -406,26 +406,6 @@ class PricedSample:
         return known
 
 
-CategoryBytes = tuple[int, ...]
-"""Bytes, in the order of `CATEGORIES`."""
-
-NO_BYTES: CategoryBytes = (0,) * len(CATEGORIES)
-
-
-class PassPeak(NamedTuple):
-    """Largest memory during a part of a pass, beyond what was held when the pass began.
-
-    Attributes:
-        bytes, by_category: in all and by category.
-        op, layer: the op that runs then; its layer, counted from the pass's first layer.
-    """
-
-    bytes: int
-    by_category: CategoryBytes
-    op: OpKind
-    layer: int
-
-
 class PassCollective(NamedTuple):
     """Collective of a pass that is awaited as soon as it is issued.
 
@@ -451,7 +431,8 @@ class MeasuredPass:
         collectives: its collectives, if each is awaited as soon as it is issued; otherwise their time is in `rest`.
         rest: seconds of compute after the last of these.
         delta: bytes that are held after it and were not before, by category.
-        peaks: of the ops before the one that computes with the weight, of that op, and of the ops after it.
+        peaks: of the ops before the one that computes with the weight, of that op, and of the ops after it. Layers
+            count from the pass's first one.
         waits: if communication takes time from compute, the intervals in which the pass computes nothing.
         bytes, changes: `delta` in all, and (category, bytes) where it is not 0.
         groups: those of the collectives.
@@ -461,7 +442,7 @@ class MeasuredPass:
     collectives: tuple[PassCollective, ...]
     rest: float
     delta: CategoryBytes
-    peaks: tuple[PassPeak | None, PassPeak | None, PassPeak | None]
+    peaks: tuple[MemoryPeak | None, MemoryPeak | None, MemoryPeak | None]
     waits: tuple[tuple[float, float], ...] = ()
     bytes: int = field(init=False)
     changes: tuple[tuple[int, int], ...] = field(init=False)
@@ -496,7 +477,7 @@ class PassTable(NamedTuple):
 def shared_residual_layers(plan: RankPlan, alike: Sequence[int], saves: Sequence[bool]) -> frozenset[int]:
     """Return the layers whose incoming residual stream lies in the saved activations of the layer that makes it.
 
-    Such a residual takes no memory of its own (see `shardlab.simulate.timeline.memory.MemoryLedger`).
+    Such a residual takes no memory of its own (see `shardlab.simulate.timeline.memory.TapeMemory`).
 
     Args:
         plan: of the rank that has both layers.
@@ -531,7 +512,7 @@ def with_residual_bytes(done: MeasuredPass, keeps: Keeps, bytes: int, slot: int)
     return replace(done, delta=_add_bytes(done.delta, bytes, slot), peaks=peaks)
 
 
-def _higher_peak(peak: PassPeak | None, bytes: int, slot: int) -> PassPeak | None:
+def _higher_peak(peak: MemoryPeak | None, bytes: int, slot: int) -> MemoryPeak | None:
     return peak and peak._replace(bytes=peak.bytes + bytes, by_category=_add_bytes(peak.by_category, bytes, slot))
 
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 from shardlab.language import Group, Sizes
 from shardlab.models.cutting import Repeated
 from shardlab.simulate.predict.compressed.clocks import AwaitCollective, CompressedStep, Compute, Entry
-from shardlab.simulate.predict.compressed.sample import NO_BYTES, PassPeak
 from shardlab.simulate.predict.workload import Workload
+from shardlab.simulate.timeline.memory import MemoryLedger
 from shardlab.strategies.plan.plan import CUT_AXES, Plan
 from shardlab.strategies.plan.rank_plan import ModelLayers, model_layers
 from shardlab.strategies.plan.resolve import named_blocks
@@ -252,15 +252,13 @@ class _ExtendedStep:
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
-        self._bytes, self._by_category = 0, list(NO_BYTES)
-        self._peak: PassPeak | None = None
+        self._memory = MemoryLedger()
         self._joined: Compute | None = None  # the latest compute, if it was made here
 
     def add(self, step: CompressedStep) -> None:
         """Add a step."""
         self._add_entries(step.entries)
-        self._raise_peak(step.peak)
-        self._add_bytes(step)
+        self._memory.apply(step.memory)
 
     def repeat(self, segment: StepSegment) -> None:
         """Add the repetitions of a segment that was just added."""
@@ -268,10 +266,7 @@ class _ExtendedStep:
         awaits = any(isinstance(entry, AwaitCollective) and entry.stride for entry in step.entries)
         for number in range(1, more + 1):
             self._add_entries(_awaiting_later(step.entries, number, started) if awaits else step.entries)
-        self._raise_peak(step.peak, distance)
-        self._add_bytes(step, more - 1)
-        self._raise_peak(step.peak, distance * more)
-        self._add_bytes(step)
+        self._memory.apply(step.memory, more, distance)
 
     def _add_entries(self, entries: Sequence[Entry]) -> None:
         last = self._entries[-1] if self._entries else None
@@ -283,18 +278,8 @@ class _ExtendedStep:
         else:
             self._entries += entries
 
-    def _add_bytes(self, step: CompressedStep, times: int = 1) -> None:
-        self._bytes += times * step.bytes
-        self._by_category = [a + times * b for a, b in zip(self._by_category, step.by_category, strict=True)]
-
-    def _raise_peak(self, peak: PassPeak | None, shift: int = 0) -> None:
-        """Compare the peak of a step that follows, whose layers lie `shift` places further."""
-        if peak is not None and (self._peak is None or self._bytes + peak.bytes > self._peak.bytes):
-            by_category = tuple([a + b for a, b in zip(self._by_category, peak.by_category, strict=True)])
-            self._peak = PassPeak(self._bytes + peak.bytes, by_category, peak.op, peak.layer + shift)
-
     def step(self) -> CompressedStep:
-        return CompressedStep(self._entries, self._bytes, tuple(self._by_category), self._peak)
+        return CompressedStep(self._entries, self._memory.change)
 
 
 def _awaiting_later(entries: Sequence[Entry], number: int, started: Mapping[Group, int]) -> list[Entry]:

@@ -16,10 +16,10 @@ from shardlab.language import OpKind
 from shardlab.simulate.predict.compressed.clocks import CompressedStep, Entry, Rendezvous, Route, Row
 from shardlab.simulate.predict.compressed.rank import CompressedRank
 from shardlab.simulate.predict.compressed.runner import CompressedRunner, RankState, StepKey, step_keys
-from shardlab.simulate.predict.compressed.sample import NO_BYTES, PassPeak, PricedSample, SizedPart
+from shardlab.simulate.predict.compressed.sample import PricedSample, SizedPart
 from shardlab.simulate.predict.compressed.short_model import ShortModel
 from shardlab.simulate.predict.estimate import Peak
-from shardlab.simulate.timeline.memory import CATEGORIES
+from shardlab.simulate.timeline.memory import CATEGORIES, NO_BYTES, MemoryLedger, MemoryPeak
 from shardlab.strategies.plan.rank_plan import RankPlan
 from shardlab.strategies.schedules.steps import ShardedStep
 
@@ -93,21 +93,16 @@ class StepCompressor:
 
     def peak(self, rank: PipelineRank, steps: Sequence[CompressedStep]) -> Peak:
         """Return the peak of a rank's memory in a step."""
-        held = most = 0
-        peak, before = None, 0
-        for at, step in enumerate(steps):
-            if step.peak is not None and held + step.peak.bytes > most:
-                most, peak, before = held + step.peak.bytes, step.peak, at
-            held += step.bytes
-        if peak is None:
-            peak = PassPeak(0, NO_BYTES, OpKind.LOAD_WEIGHT, 0)
-        each = zip(peak.by_category, *[step.by_category for step in steps[:before]], strict=True)
-        by_category = {category.value: sum(bytes) for category, bytes in zip(CATEGORIES, each, strict=True)}
+        ledger = MemoryLedger()
+        for step in steps:
+            ledger.apply(step.memory)
+        peak = ledger.peak or MemoryPeak(0, NO_BYTES, OpKind.LOAD_WEIGHT, 0)
+        by_category = {category.value: bytes for category, bytes in zip(CATEGORIES, peak.by_category, strict=True)}
         layer, layers_of = peak.layer, self._model.layers_of
         if layer >= 0:
             layer = layers_of(rank.own_stages)[layers_of(rank.kind.plan.own_stages).index(layer)]
         part = "" if layer < 0 else "head" if layer == self._model.whole_layer[-1] else self._sample.place(layer)
-        return Peak(rank.number, most, by_category, peak.op, layer, 0, part)
+        return Peak(rank.number, peak.bytes, by_category, peak.op, layer, 0, part)
 
 
 class RankKind:
