@@ -114,10 +114,10 @@ def simulate(strategy: AnyStrategy | Program | Checked, costs: Costs | str | Non
         Refused, UserError: as `check` does.
     """
     from shardlab.cli.options import costs_of
-    from shardlab.simulate.timeline import UNIT_COSTS
+    from shardlab.simulate.timeline import PUZZLE_COSTS
     from shardlab.simulate.timeline import simulate as replay
 
-    costs = costs_of(costs) if isinstance(costs, str) else costs or UNIT_COSTS
+    costs = costs_of(costs) if isinstance(costs, str) else costs or PUZZLE_COSTS
     return replay(check(strategy, **settings), costs)
 
 

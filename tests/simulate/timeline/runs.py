@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardlab.check import check
 from shardlab.language import Mesh, OpKind, Sizes, Strategy, trace
-from shardlab.simulate.timeline import UNIT_COSTS, Costs, Event, Timeline, simulate
+from shardlab.simulate.timeline import PUZZLE_COSTS, Costs, Event, Timeline, simulate
 
 SQUARE = 512 * 512
 ROWS = 512 * 256
@@ -12,7 +12,7 @@ ROWS = 512 * 256
 
 
 def run(
-    strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatches: int, costs: Costs = UNIT_COSTS
+    strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatches: int, costs: Costs = PUZZLE_COSTS
 ) -> Timeline:
     return simulate(check(trace(strategy, ranks, layers, microbatches)), costs)
 

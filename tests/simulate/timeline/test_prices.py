@@ -11,7 +11,7 @@ from shardlab.check import check
 from shardlab.language import Mesh, Op, OpKind, Rank, Sizes, Spec, UserError, trace
 from shardlab.language.mesh import group_of
 from shardlab.language.ops import Stream
-from shardlab.simulate.timeline import UNIT_COSTS, Costs
+from shardlab.simulate.timeline import PUZZLE_COSTS, Costs
 from shardlab.simulate.timeline.prices import Bytes, PriceList
 from shardlab.simulate.timeline.run import Clocks
 from shardlab.strategies import STRATEGIES
@@ -127,7 +127,7 @@ def test_unit_costs_are_one_kind_of_prices() -> None:
 
 
 def test_the_halves_of_a_backward_pass_are_the_whole() -> None:
-    assert UNIT_COSTS.backward == UNIT_COSTS.forward == 1
+    assert PUZZLE_COSTS.backward == PUZZLE_COSTS.forward == 1
     assert Costs(backward_input=18.086, backward_weight=9.337).backward == 18.086 + 9.337
 
 
@@ -146,7 +146,7 @@ def test_loading_and_bookkeeping_are_free() -> None:
     loads = {kind for kind in OpKind if kind.value.startswith("load")}
     assert loads
     for kind in {*loads, OpKind.WAIT, OpKind.FREE}:
-        assert UNIT_COSTS.duration(kind, 3) == 0
+        assert PUZZLE_COSTS.duration(kind, 3) == 0
 
 
 # The published puzzle solutions, and the native strategies beside them.

@@ -11,7 +11,7 @@ from shardlab.draw import timeline_svg
 from shardlab.language import OpKind, Rank, trace
 from shardlab.language.ops import ROOTED
 from shardlab.language.pass_names import NO_LAG, Lag
-from shardlab.simulate.timeline import UNIT_COSTS, Costs, traffic
+from shardlab.simulate.timeline import PUZZLE_COSTS, Costs, traffic
 from shardlab.strategies import STRATEGIES
 from tests.simulate.predict.test_estimate import of_program
 from tests.simulate.timeline.fakes import FakePrices
@@ -153,7 +153,7 @@ KINDS = ROOTED | {OpKind.BARRIER}
 def test_each_takes_a_collectives_time_on_all_members() -> None:
     timeline = run(by_root, by_root_mesh(4), 2, 4)
     taken = {(e.kind, round(e.end - e.start, 9)) for events in timeline.events for e in events if e.kind in KINDS}
-    assert taken == {(kind, UNIT_COSTS.collective) for kind in KINDS}
+    assert taken == {(kind, PUZZLE_COSTS.collective) for kind in KINDS}
 
 
 async def late(rank: Rank) -> None:

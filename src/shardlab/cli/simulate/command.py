@@ -41,7 +41,7 @@ from shardlab.common.text import counted, listed, seconds_text
 from shardlab.language import UserError, trace
 from shardlab.language.precision import Optimizer
 from shardlab.simulate.passes import Goal, PassResult, find_passes, helpful_results, run_named, run_passes
-from shardlab.simulate.timeline import UNIT_COSTS, Costs, Timeline, bubble, simulate
+from shardlab.simulate.timeline import PUZZLE_COSTS, Costs, Timeline, bubble, simulate
 from shardlab.simulate.timeline.critical_path import critical_path, path_parts
 from shardlab.simulate.timeline.memory import peak_elsewhere
 from shardlab.simulate.timeline.run import Clocks, Counter
@@ -142,7 +142,7 @@ class Simulate:
         request = StepRequest.of(self)
         if self._is_priced(request):
             return self._run_priced(request)
-        costs = costs_of(self.costs) if self.costs is not None else UNIT_COSTS
+        costs = costs_of(self.costs) if self.costs is not None else PUZZLE_COSTS
         entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file])
         layers = request.model_fields.get("layers", entry.default_layers(ranks, at_least=1 if self.costs else 4))
         check_field("layers", layers, COUNT, None)

@@ -21,7 +21,7 @@ from shardlab.common.errors import About
 from shardlab.common.user_code import SourceLine, line_now
 from shardlab.language import Deadlock, OpKind, Refused
 from shardlab.language.values import Wait, deadlock_error
-from shardlab.simulate.timeline.prices import UNIT_COSTS
+from shardlab.simulate.timeline.prices import PUZZLE_COSTS
 
 T = TypeVar("T", covariant=True)
 
@@ -251,7 +251,7 @@ class PuzzleEvent:
     @property
     def cost(self) -> float:
         """Duration of such an event: proportional to microbatches for forward and backward, constant for others."""
-        duration = UNIT_COSTS.duration(self.kind, len(self.batches))
+        duration = PUZZLE_COSTS.duration(self.kind, len(self.batches))
         return int(duration) if duration.is_integer() else duration
 
     @property

@@ -33,7 +33,7 @@ from shardlab.simulate.passes.reorder import (
 )
 from shardlab.simulate.passes.tile import tile
 from shardlab.simulate.timeline.memory import memory_in_bytes
-from shardlab.simulate.timeline.prices import UNIT_COSTS, Prices
+from shardlab.simulate.timeline.prices import PUZZLE_COSTS, Prices
 from shardlab.simulate.timeline.run import Clocks
 
 GAIN = 1e-9
@@ -55,7 +55,7 @@ class Goal:
         least: least share of a step that a pass must gain, if its setting is not given and it saves no memory.
     """
 
-    prices: Prices = UNIT_COSTS
+    prices: Prices = PUZZLE_COSTS
     memory: float = math.inf
     kept: Sizes | None = None
     most: float = math.inf

@@ -281,7 +281,7 @@ def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
 _TELL_SLICES = AUTOGRAD_KINDS | {Kind.ACTIVATION}
 """Kinds of value that tell which slices of its parameters a layer was computed with."""
 
-UNIT_COSTS = Costs()
+PUZZLE_COSTS = Costs()
 
 
 class Traced(Protocol):

@@ -24,11 +24,11 @@ from shardlab.language.pass_names import NO_LAG
 from shardlab.language.tape import Communication, Participant, queue_key
 from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, StartEnd
 from shardlab.simulate.timeline.memory import CATEGORIES, Category, live_memory, memory_in_bytes
-from shardlab.simulate.timeline.prices import UNIT_COSTS, Costs, PriceList, Prices, Traced
+from shardlab.simulate.timeline.prices import PUZZLE_COSTS, Costs, PriceList, Prices, Traced
 from shardlab.simulate.timeline.timeline import Event, Timeline, is_event
 
 
-def simulate(traced: Traced, costs: Costs = UNIT_COSTS) -> Timeline:
+def simulate(traced: Traced, costs: Costs = PUZZLE_COSTS) -> Timeline:
     """Return the timeline of a checked program in unit costs: its events, and the elements that are live at each."""
     return timeline_of(traced, Clocks(traced, costs).run(), live_memory(traced))
 
