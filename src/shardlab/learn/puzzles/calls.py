@@ -21,7 +21,7 @@ from shardlab.common.errors import About
 from shardlab.common.user_code import SourceLine, line_now
 from shardlab.language import Deadlock, OpKind, Refused
 from shardlab.language.values import Wait, deadlock_error
-from shardlab.simulate.timeline.prices import PUZZLE_COSTS
+from shardlab.simulate.timeline.costs import PUZZLE_COSTS
 
 T = TypeVar("T", covariant=True)
 

@@ -32,8 +32,9 @@ from shardlab.simulate.passes.reorder import (
     receives_ahead,
 )
 from shardlab.simulate.passes.tile import tile
+from shardlab.simulate.timeline.costs import PUZZLE_COSTS
 from shardlab.simulate.timeline.memory import memory_in_bytes
-from shardlab.simulate.timeline.prices import PUZZLE_COSTS, Prices
+from shardlab.simulate.timeline.prices import Prices
 from shardlab.simulate.timeline.run import Clocks
 
 GAIN = 1e-9

@@ -1,7 +1,7 @@
 """A checked tape over time: clocks, streams and memory, by unit costs or by any prices."""
 
+from shardlab.simulate.timeline.costs import PUZZLE_COSTS, Costs
 from shardlab.simulate.timeline.memory import live_memory
-from shardlab.simulate.timeline.prices import PUZZLE_COSTS, Costs
 from shardlab.simulate.timeline.run import simulate
 from shardlab.simulate.timeline.timeline import Event, Timeline, Traffic, bubble, traffic
 

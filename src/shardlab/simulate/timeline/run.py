@@ -22,9 +22,10 @@ from shardlab.language import Op, OpKind, UserError
 from shardlab.language.ops import Stream
 from shardlab.language.pass_names import NO_LAG
 from shardlab.language.tape import Communication, Participant, queue_key
+from shardlab.simulate.timeline.costs import PUZZLE_COSTS, Costs
 from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, StartEnd
 from shardlab.simulate.timeline.memory import CATEGORIES, Category, live_memory, memory_in_bytes
-from shardlab.simulate.timeline.prices import PUZZLE_COSTS, Costs, PriceList, Prices, Traced
+from shardlab.simulate.timeline.prices import PriceList, Prices, Traced
 from shardlab.simulate.timeline.timeline import Event, Timeline, is_event
 
 
