@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from shardlab.simulate.hardware import Cluster
     from shardlab.simulate.predict.forecast import Forecast
     from shardlab.simulate.predict.workload import Workload
-    from shardlab.simulate.timeline import Costs, Timeline
+    from shardlab.simulate.timeline import Timeline
+    from shardlab.simulate.timeline.prices import Prices
     from shardlab.strategies.plan.plan import Plan
     from shardlab.strategies.registry import StrategyEntry
     from shardlab.train import Callback
@@ -98,26 +99,27 @@ def check(
         return apply_passes(checked(entry, count, sizes, microbatches), entry.passes_on(count))
 
 
-def simulate(strategy: AnyStrategy | Program | Checked, costs: Costs | str | None = None, **settings: Any) -> Timeline:
-    """Check a strategy, and simulate the time and the memory of one step in unit costs.
+def simulate(strategy: AnyStrategy | Program | Checked, costs: Prices | str | None = None, **settings: Any) -> Timeline:
+    """Check a strategy, and simulate the time and the memory of one step in time units.
 
     >>> timeline = shardlab.simulate("gpipe", ranks=4)
     >>> timeline.end, timeline.peak_memory
-    (17.2, 1835008)
+    (22.52000206, 1835008)
 
     Args:
         strategy: what `check` takes, or its result.
-        costs: times of ops, or a text such as "forward=1,send=0.2" (default: the costs of the LLM Training Puzzles).
+        costs: times of ops: "teaching" (default), "puzzle" for those of the LLM Training Puzzles, or a text such as
+            "forward=1,send=0.2".
         settings: arguments of `check`, such as ranks=4.
 
     Raises:
         Refused, UserError: as `check` does.
     """
     from shardlab.cli.options import costs_of
-    from shardlab.simulate.timeline import PUZZLE_COSTS
+    from shardlab.simulate.timeline import TEACHING_COSTS
     from shardlab.simulate.timeline import simulate as replay
 
-    costs = costs_of(costs) if isinstance(costs, str) else costs or PUZZLE_COSTS
+    costs = costs_of(costs) if isinstance(costs, str) else costs or TEACHING_COSTS
     return replay(check(strategy, **settings), costs)
 
 

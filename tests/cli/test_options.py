@@ -68,7 +68,10 @@ def test_the_report_of_a_pipeline_names_its_bubble(capsys: Captured) -> None:
         ("forwards=1", "--costs: there is no cost 'forwards'; give some of forward, recompute, backward_input, "),
         ("link_latency=1", "--costs: there is no cost 'link_latency'"),
         ("backward=2", "--costs: give backward_input and backward_weight; an unsplit backward costs their sum"),
-        ("forward", "--costs: 'forward' is not a cost; give NAME=TIME,... such as forward=1,send=0.2"),
+        (
+            "forward",
+            "--costs: 'forward' is not a cost; give teaching, puzzle, or NAME=TIME,... such as forward=1,send=0.2",
+        ),
         ("forward=1,", "--costs: '' is not a cost"),
         ("", "--costs: '' is not a cost"),
         ("forward=", "--costs: forward= is not a time; give a number, 0 or more"),

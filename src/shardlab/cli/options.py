@@ -23,7 +23,8 @@ from shardlab.common.text import parse_tokens
 from shardlab.common.user_code import MAX_FOLDED_OPS, MAX_OPS, MAX_SECONDS
 from shardlab.language import UserError
 from shardlab.language.ops import ColorBy
-from shardlab.simulate.timeline import Costs, Timeline
+from shardlab.simulate.timeline import PUZZLE_COSTS, TEACHING_COSTS, Costs, Timeline
+from shardlab.simulate.timeline.prices import Prices
 from shardlab.simulate.timeline.run import Counter
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ Name = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint=""
 StrategyName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="STRATEGY", help_behavior_hint="")]
 """Built-in name or `path/to/file.py:function`; None for a plan by flags."""
 
-CostsText = Annotated[str | None, tyro.conf.arg(metavar="NAME=TIME,...", help_behavior_hint="")]
+CostsText = Annotated[str | None, tyro.conf.arg(metavar="NAME=TIME,...", help_behavior_hint="(default: teaching)")]
 """Text of the option `--costs`, which `costs_of` parses."""
 
 COST_NAMES = [field.name for field in fields(Costs) if field.name != "link_latency"]
@@ -238,20 +239,29 @@ def switch_value(options: object, name: str, opposite: str | None = None) -> boo
     return on if on or off else None
 
 
-def costs_of(text: str) -> Costs:
-    """Parse costs such as `forward=18.5,backward_input=18.1,backward_weight=9.3,send=0.6`. Other costs are 0.
+NAMED_COSTS: dict[str, Prices] = {"teaching": TEACHING_COSTS, "puzzle": PUZZLE_COSTS}
 
-    The unit is any. The time of a send is spent on its link, which carries any number of messages at once.
+
+def costs_of(text: str) -> Prices:
+    """Return the costs with this name, `teaching` or `puzzle`, or those that the text gives.
+
+    A text such as `forward=18.5,backward_input=18.1,backward_weight=9.3,send=0.6` gives the time of some ops. Other
+    costs are 0. The unit is any. The time of a send is spent on its link, which carries any number of messages at once.
 
     Raises:
         UserError: for a word that is not NAME=TIME, an unknown name, or a name that is given twice.
     """
+    if text.strip() in NAMED_COSTS:
+        return NAMED_COSTS[text.strip()]
     given = dict.fromkeys(COST_NAMES, 0.0)
     seen: set[str] = set()
     for part in text.split(","):
         name, equals, time = (word.strip() for word in part.partition("="))
         if not equals:
-            raise UserError(f"--costs: {part.strip()!r} is not a cost; give NAME=TIME,... such as forward=1,send=0.2")
+            raise UserError(
+                f"--costs: {part.strip()!r} is not a cost; give teaching, puzzle, or NAME=TIME,... such as "
+                "forward=1,send=0.2"
+            )
         if name == "backward":
             raise UserError("--costs: give backward_input and backward_weight; an unsplit backward costs their sum")
         if name not in given:

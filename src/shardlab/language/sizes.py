@@ -51,6 +51,8 @@ class Sizes:
         slices_per_rank: slices of every sequence for each context-parallel rank.
         tiles: slices of each tensor-parallel rank's part of a layer. The rank may compute them one after the other (see
             `shardlab.simulate.passes.tile`).
+        flops: FLOPs of layer l's forward pass for one microbatch (empty: 2 for each parameter and each of 256 tokens).
+        attend_flops: FLOPs of an attention that is an op of its own, causal, for one microbatch.
     """
 
     weights: tuple[int, ...]
@@ -75,6 +77,8 @@ class Sizes:
     keeps_input: tuple[bool, ...] = ()
     saves_residual: tuple[bool, ...] = ()
     weight_blocks: tuple[tuple[int, ...], ...] = ()
+    flops: tuple[float, ...] = ()
+    attend_flops: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.signatures:
@@ -83,6 +87,24 @@ class Sizes:
     @property
     def layers(self) -> int:
         return len(self.weights)
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks: the layers of the model before it was cut."""
+        if self.weight_blocks:
+            return len({block for blocks in self.weight_blocks for block in blocks})
+        return len(self.blocks) - 1 if self.blocks else self.layers
+
+    @cached_property
+    def forward_flops(self) -> tuple[float, ...]:
+        """FLOPs of each layer's forward pass for one microbatch, without an attention that is an op of its own."""
+        return self.flops or tuple(2.0 * PUZZLE_LENGTH * elements for elements in self.weights)
+
+    @cached_property
+    def block_flops(self) -> float:
+        """FLOPs of the forward pass of one microbatch through the model, divided by the number of blocks."""
+        attends = sum(layer.projects for layer in self.signatures)
+        return (sum(self.forward_flops) + attends * self.attend_flops) / max(1, self.block_count)
 
     @classmethod
     def puzzle(cls, layers: int) -> Sizes:
@@ -120,7 +142,8 @@ class Sizes:
     @classmethod
     def mixture(cls, blocks: int) -> Sizes:
         """Return the puzzles' model with experts: in each block one matrix, and one matrix for all experts."""
-        return _puzzle_sizes(mixture_layers(blocks), vectors=False)
+        sizes = _puzzle_sizes(mixture_layers(blocks), vectors=False)
+        return replace(sizes, weight_blocks=tuple((min(layer // 2, blocks - 1),) for layer in range(sizes.layers)))
 
     @classmethod
     def context_blocks(cls, blocks: int) -> Sizes:
@@ -226,6 +249,9 @@ class Sizes:
 SQUARE, ROWS = PUZZLE_HIDDEN * PUZZLE_HIDDEN, PUZZLE_HIDDEN * PUZZLE_LENGTH
 """Elements of the puzzles' matrix, and of its activation for one microbatch."""
 
+ATTEND_FLOPS = 2.0 * PUZZLE_LENGTH**2 * PUZZLE_HIDDEN
+"""FLOPs of causal attention for one microbatch of the puzzles: two products over half of all pairs of tokens."""
+
 
 _MATRIX = Node("matrix", {"x": "width"}, {"x": "width"}, {"w": "width in"}, atomic=True)
 _NORM = Node("norm", {"s": "width"}, {"x": "width"}, {"w": "width"}, whole=frozenset({"width"}))
@@ -304,6 +330,16 @@ def mixture_layers(blocks: int) -> tuple[Layer, ...]:
     return build_layers([first, experts, *(each for _ in range(blocks - 1) for each in (later, experts)), last])
 
 
+def _layer_flops(layer: Layer, elements: int) -> float:
+    """Return the FLOPs of a layer for one microbatch: of its matrix, and of its attention.
+
+    Embedding and head have none, so that a model which is cut takes as long as one of whole layers.
+    """
+    if elements != SQUARE or layer.name in ("embedding", "head"):
+        return 0.0
+    return 2.0 * PUZZLE_LENGTH * SQUARE + ATTEND_FLOPS * any(node.name == "attend" for node in layer.nodes)
+
+
 def _parameters(layer: Layer, *, vectors: bool) -> int:
     """Return the elements of a layer's weight: a matrix, a vector for a norm, or none."""
     if not any(node.weights for node in layer.nodes):
@@ -325,6 +361,8 @@ def _puzzle_sizes(layers: tuple[Layer, ...], *, tied: bool = False, vectors: boo
         residual=ROWS if any(layer.carries for layer in layers) else 0,
         stats=3 * PUZZLE_LENGTH if any(layer.cut for layer in layers) else 0,
         tied=tied,
+        flops=tuple(_layer_flops(layer, elements) for layer, elements in zip(layers, sizes, strict=True)),
+        attend_flops=ATTEND_FLOPS,
     )
 
 

@@ -288,6 +288,7 @@ class Repeated:
             saved_for_weight=_taken(sizes.saved_for_weight, layers),
             keeps_input=_taken(sizes.keeps_input, layers),
             saves_residual=_taken(sizes.saves_residual, layers),
+            flops=_taken(sizes.flops, layers),
             signatures=_signatures(sizes.signatures, layers),
             weight_blocks=tuple(
                 [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -248,7 +248,18 @@ class Model(ABC):
             routing=rows * self.seq_len * carried[Kind.ROUTING],
             queries=rows * self.seq_len * self.attention_features[0],
             keys_values=rows * self.seq_len * self.attention_features[1],
+            flops=tuple(rows * _flops(run.kernels(1, self.seq_len)) for run in self.runs),
+            attend_flops=rows * self._attend_flops(),
         )
+
+    def _attend_flops(self) -> float:
+        """FLOPs of an attention that is an op of its own, for one sequence; 0 if there is none."""
+        attend = next((run.attend.primitive for run in self.runs if run.attend is not None), None)
+        return _flops(attend.kernels(1, self.seq_len, {})) if attend is not None else 0.0
+
+
+def _flops(kernels: Iterable[Kernel]) -> float:
+    return sum(kernel.flops for kernel in kernels)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from shardlab.cli.simulate.terminal_timeline import (
 )
 from shardlab.language import OpKind
 from shardlab.language.ops import BOOKKEEPING, COMMUNICATION
-from shardlab.simulate.timeline import Event, Timeline, simulate
+from shardlab.simulate.timeline import PUZZLE_COSTS, Event, Timeline, simulate
 from shardlab.strategies import STRATEGIES
 from tests.simulate.timeline.programs import prefetching
 from tests.simulate.timeline.runs import run
@@ -44,7 +44,8 @@ Spans = list[tuple[float, float]]
 @cache
 def timeline_of(name: str, microbatches: int) -> Timeline:
     entry = STRATEGIES[name]
-    return simulate(checked(entry, entry.ranks, entry.default_layers(entry.ranks, at_least=4), microbatches))
+    proof = checked(entry, entry.ranks, entry.default_layers(entry.ranks, at_least=4), microbatches)
+    return simulate(proof, PUZZLE_COSTS)
 
 
 def event(kind: OpKind, start: float, end: float) -> Event:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from shardlab.check import Checked, check, check_forward, forward_only
 from shardlab.common.errors import Refused
 from shardlab.language import Kind, Op, OpKind, Program, Rank, trace
-from shardlab.simulate.passes import run_named
+from shardlab.simulate.passes import Goal, run_named
 from shardlab.simulate.passes.fuse_steps import fuse_steps
 from shardlab.simulate.passes.reorder import CannotApply
+from shardlab.simulate.timeline import PUZZLE_COSTS
 from shardlab.strategies.fsdp import fsdp
 from tests.simulate.passes.late_programs import checked
 from tests.simulate.passes.test_run import checked_plan
@@ -34,7 +35,7 @@ def fused(program: Checked, count: int) -> Program:
 
 def test_the_first_gather_goes_on_beside_the_updates_of_other_layers() -> None:
     for program, gain in ((checked(fsdp, 4), (0.6, 2)), (checked_plan("zero-3"), (0.3, 1))):
-        before, after = run_named(program, "fuse-steps")
+        before, after = run_named(program, "fuse-steps", Goal(PUZZLE_COSTS))
         assert (round(before.end - after.end, 6), after.setting) == gain
 
 

@@ -15,6 +15,7 @@ from shardlab.language import Program, Strategy
 from shardlab.language.pass_names import ONLY_NAMED, PASS_NAMES, EarlyStart, named_passes
 from shardlab.models import GPT, MoE
 from shardlab.simulate.passes import PASSES, Goal, find_passes, helpful_names, run_named, run_passes
+from shardlab.simulate.timeline import PUZZLE_COSTS
 from shardlab.strategies.ddp import ddp
 from shardlab.strategies.fsdp import fsdp
 from shardlab.strategies.load import load
@@ -27,6 +28,8 @@ from tests.simulate.passes.late_programs import awaited_at_once, checked, receiv
 from tests.support.passing import is_right
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
+
+PUZZLE = Goal(PUZZLE_COSTS)
 
 
 def random_subject(seed: int) -> Program:
@@ -59,18 +62,18 @@ def test_where_memory_is_full_passes_take_no_more_of_it(seed: int) -> None:
 
 def test_the_fastest_that_fits_into_the_memory_is_taken() -> None:
     late = checked(awaited_at_once, 2, 3, 2)
-    before, freely = run_named(late, "defer")
-    (_, within) = run_named(late, "defer", Goal(memory=freely.peak - 1))
+    before, freely = run_named(late, "defer", PUZZLE)
+    (_, within) = run_named(late, "defer", Goal(PUZZLE_COSTS, memory=freely.peak - 1))
     assert freely.end < within.end < before.end
     assert (freely.setting, within.setting) == (2, 1)
-    assert run_named(late, "defer", Goal(memory=freely.peak))[-1].setting == freely.setting
+    assert run_named(late, "defer", Goal(PUZZLE_COSTS, memory=freely.peak))[-1].setting == freely.setting
 
 
 def test_where_only_what_does_not_fit_is_faster_it_is_said() -> None:
     late = checked(awaited_at_once, 2, 3, 2)
-    before, freely = run_named(late, "defer")
+    before, freely = run_named(late, "defer", PUZZLE)
     assert freely.peak > before.peak
-    (_, left) = run_named(late, "defer", Goal(memory=before.peak))
+    (_, left) = run_named(late, "defer", Goal(PUZZLE_COSTS, memory=before.peak))
     assert (left.setting, left.why_not) == (None, "what is faster takes more memory than there is")
     assert left.checked is before.checked
 
@@ -79,15 +82,15 @@ def test_where_only_what_does_not_fit_is_faster_it_is_said() -> None:
 def test_where_memory_has_no_room_for_all_that_may_start_early_the_rest_does(strategy: Strategy, name: str) -> None:
     """Only what stands at the peak stays where it was; a setting says which, and makes the same program again."""
     late = checked(strategy, 2, 2)
-    before, freely = run_named(late, name)
+    before, freely = run_named(late, name, PUZZLE)
     assert freely.peak > before.peak
-    found = run_named(late, name, Goal(memory=before.peak))
+    found = run_named(late, name, Goal(PUZZLE_COSTS, memory=before.peak))
     within = found[-1]
     assert freely.end < within.end < before.end
     assert within.peak == before.peak
     assert isinstance(within.setting, EarlyStart)
     assert within.setting.but
-    assert run_named(late, helpful_names(found))[-1].checked.program == within.checked.program
+    assert run_named(late, helpful_names(found), PUZZLE)[-1].checked.program == within.checked.program
 
 
 # What each pass makes of small programs that wait for what it moves, and where it says that it has nothing to do.
@@ -95,7 +98,7 @@ def test_where_memory_has_no_room_for_all_that_may_start_early_the_rest_does(str
 
 def ends(program: Checked, names: str) -> list[float]:
     """When the step ends: as it is written, and after each pass."""
-    return [round(each.end, 6) for each in run_named(program, names)]
+    return [round(each.end, 6) for each in run_named(program, names, PUZZLE)]
 
 
 def test_fsdp_computes_the_norm_of_a_models_gradient_unless_it_is_to_update_early() -> None:
@@ -125,7 +128,7 @@ def test_a_message_that_is_asked_for_late_travels_while_its_receiver_computes() 
 
 def test_small_collectives_share_a_latency() -> None:
     """Of four buckets of ZeRO-1's new weights, two take half the time."""
-    before, after = run_named(checked_plan("zero-1"), "bucket")
+    before, after = run_named(checked_plan("zero-1"), "bucket", PUZZLE)
     assert (round(before.end, 6), round(after.end, 6), after.setting) == (11.8, 11.2, 2)
 
 
@@ -135,7 +138,7 @@ def checked_plan(name: str) -> Checked:
 
 def test_an_update_follows_its_gradient_so_that_less_is_kept() -> None:
     """But not before its weight is read for the last time."""
-    before, after = run_named(checked(updated_last, 1, 3, 1), "update-early")
+    before, after = run_named(checked(updated_last, 1, 3, 1), "update-early", PUZZLE)
     assert after.end == before.end
     assert after.peak < before.peak
 

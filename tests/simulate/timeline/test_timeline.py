@@ -129,3 +129,10 @@ def test_replicas_reduce_gradients_once_a_step_and_shards_once_a_microbatch() ->
         (each, *_) = traffic(check(trace(program_from_plan(plan), plan.mesh, 1, microbatches)))
         scattered = microbatches / 4 * WEIGHT / 2
         assert each.weights == scattered + WEIGHT / 2 + WEIGHT / 2  # then halves all-reduced, and gathered back
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "gpipe", "context-parallel"])
+def test_an_element_sent_has_four_bytes(name: str) -> None:
+    for each in sent(name, STRATEGIES[name].ranks):
+        assert each.elements == pytest.approx(each.bytes / 4)
+        assert each.elements > 0

@@ -41,9 +41,10 @@ from shardlab.common.text import counted, listed, seconds_text
 from shardlab.language import UserError, trace
 from shardlab.language.precision import Optimizer
 from shardlab.simulate.passes import Goal, PassResult, find_passes, helpful_results, run_named, run_passes
-from shardlab.simulate.timeline import PUZZLE_COSTS, Costs, Timeline, bubble, simulate
+from shardlab.simulate.timeline import TEACHING_COSTS, Timeline, bubble, simulate
 from shardlab.simulate.timeline.critical_path import critical_path, path_parts
 from shardlab.simulate.timeline.memory import peak_elsewhere
+from shardlab.simulate.timeline.prices import Prices
 from shardlab.simulate.timeline.run import Clocks, Counter
 from shardlab.simulate.timeline.timeline import rank_times
 from shardlab.strategies.plan.plan import Plan
@@ -59,9 +60,9 @@ PRICED_OPTIONS = [option for options in OPTIONS.values() for option in options i
 class Simulate:
     """Check a strategy, and simulate one step of it: its time and its memory.
 
-    Times are in the unit costs of the LLM Training Puzzles, or in those of --costs: the forward pass of a microbatch
-    through a layer takes 1, an update 0.5, a collective 0.3, a send or a receive 0.2. With --model and --cluster, times
-    are in seconds and memory is in bytes. Ranks that a plan makes identical are then simulated once.
+    Times are in teaching costs, or in those of --costs: the forward pass of one microbatch through one layer takes 1,
+    other passes take time by their FLOPs, updates by their elements, and communication by its bytes. With --model and
+    --cluster, times are in seconds and memory is in bytes. Ranks that a plan makes identical are then simulated once.
     """
 
     strategy: StrategyName = None
@@ -113,8 +114,9 @@ class Simulate:
     """Keep a moving average of the weights with the optimizer state; with --model."""
 
     costs: CostsText = None
-    """Times of ops; ops that are left out take no time. An unsplit backward pass takes backward_input +
-    backward_weight. The time of a send is spent on its link, which carries any number of messages at once."""
+    """Times of ops: teaching, puzzle (those of the LLM Training Puzzles), or NAME=TIME,... Ops that are left out then
+    take no time, an unsplit backward pass takes backward_input + backward_weight, and the time of a send is spent on
+    its link, which carries any number of messages at once."""
 
     max_ops: MaxOps = None
     """Refuse a program with more ops in a step, over all ranks, because it may never end."""
@@ -142,7 +144,7 @@ class Simulate:
         request = StepRequest.of(self)
         if self._is_priced(request):
             return self._run_priced(request)
-        costs = costs_of(self.costs) if self.costs is not None else PUZZLE_COSTS
+        costs = costs_of(self.costs) if self.costs is not None else TEACHING_COSTS
         entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file])
         layers = request.model_fields.get("layers", entry.default_layers(ranks, at_least=1 if self.costs else 4))
         check_field("layers", layers, COUNT, None)
@@ -156,12 +158,12 @@ class Simulate:
         self._save(timeline, stages, entry.title(ranks))
         without = _without_recompute(entry, proof, costs, names)
         path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
-        report = self._passes_report(entry.name, passed, stages, "{:,.9g}".format)
+        report = self._passes_report(entry.name, passed, stages, units_text)
         add_step(report, entry.name, proof, timeline, without, entry.plan and entry.plan(ranks))
         if self.pictures.svg is not None:
             report.line()
             report.draw(partial(print_path, label="drawn in", path=self.pictures.svg))
-        add_path(report, path, "{:,.4g}".format)
+        add_path(report, path, units_text)
         report.show(json=self.json)
         return 0
 
@@ -249,8 +251,8 @@ def add_step(
     report.data |= {"layers": program.layers, "microbatches": program.microbatches}
     report.line(Text.assemble((name, "bold cyan"), "  ", (sizes_text(checked), "dim")), wrap=False)
     report.line()
-    report.fact("steps", "when the last op starts", f"{timeline.steps:,.9g}", steps=timeline.steps)
-    report.fact("end", "when the last op ends", f"{timeline.end:,.9g}", end=timeline.end)
+    report.fact("steps", "when the last op starts", units_text(timeline.steps), steps=timeline.steps)
+    report.fact("end", "when the last op ends", units_text(timeline.end), end=timeline.end)
     report.data["bubble"] = bubble(timeline)
     if program.mesh.sizes()["pp"] > 1:
         report.fact("bubble", "of the time between a rank's first and last pass", f"{bubble(timeline):.2%}")
@@ -267,10 +269,9 @@ def add_step(
         if without.end and without.peak_memory:
             longer, text = _recomputed(timeline, without)
             report.fact("recompute", text, longer)
-    # In unit costs, each part of a divided layer takes as long as a whole layer.
     if any(layer.sliced for layer in program.sizes.signatures):
         names = sorted({layer.name for layer in program.sizes.signatures})
-        report.fact("layers", f"{', '.join(names)}; each timed as a layer", str(program.layers))
+        report.fact("layers", ", ".join(names), str(program.layers))
     if frozen := checked.frozen:
         text = f"layer{'s' * (len(frozen) > 1)} {listed(frozen)}"
         report.fact("frozen", text, str(len(frozen)), frozen=list(frozen))
@@ -304,6 +305,11 @@ def add_path(report: Report, path: dict[str, float], text: Callable[[float], str
     report.data["critical_path"] = path
 
 
+def units_text(time: float) -> str:
+    """Return a time in units as text, with up to two decimals."""
+    return f"{round(time, 2):,.9g}"
+
+
 def sizes_text(checked: Checked) -> str:
     """Return the sizes of a program, such as `16 ranks (pp 4 x dp_shard 4), 4 layers, 4 microbatches`."""
     program = checked.program
@@ -323,7 +329,7 @@ def add_drifts(report: Report, checked: Checked) -> None:
         report.fact("", str(drift))
 
 
-def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Costs, names: str) -> Timeline | None:
+def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Prices, names: str) -> Timeline | None:
     """Simulate the same plan without recomputation, on the same layers; return None if the plan does not recompute.
 
     Args:

@@ -23,7 +23,7 @@ from shardlab.models import find_model
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.workload import Workload
-from shardlab.simulate.timeline import UNIT_COSTS, Timeline, simulate, traffic
+from shardlab.simulate.timeline import PUZZLE_COSTS, Timeline, simulate, traffic
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 from shardlab.strategies.schedules import Schedule
@@ -229,7 +229,7 @@ def _published(exercise: Exercise, checked: Checked) -> PuzzleFigures | None:
     """Return the figures under the puzzles' costs, for an exercise that is one of the puzzles."""
     if not exercise.puzzle:
         return None
-    timeline = simulate(checked, UNIT_COSTS)
+    timeline = simulate(checked, PUZZLE_COSTS)
     return PuzzleFigures(find_puzzle(exercise.puzzle), timeline.steps, timeline.peak_memory)
 
 

@@ -26,7 +26,7 @@ from shardlab.learn.puzzles.calls import PuzzleRefused, never_awaited
 from shardlab.learn.puzzles.communication import Dist
 from shardlab.learn.puzzles.model import PuzzleModel, timeline_of, verify
 from shardlab.learn.puzzles.values import Picture, timeline_picture
-from shardlab.simulate.timeline import Timeline, simulate
+from shardlab.simulate.timeline import PUZZLE_COSTS, Timeline, simulate
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ def timeline_of_strategy(strategy: Strategy, puzzle: Puzzle) -> Timeline:
     make_mesh = function.__globals__.get(f"{function.__name__}_mesh")
     mesh = make_mesh(puzzle.ranks) if make_mesh else Mesh(dp_shard=puzzle.ranks)
     try:
-        return simulate(checked_strategy(strategy, mesh, puzzle.layers, puzzle.batches))
+        return simulate(checked_strategy(strategy, mesh, puzzle.layers, puzzle.batches), PUZZLE_COSTS)
     except Refused as refusal:
         raise PuzzleRefused.of(refusal) from None
 

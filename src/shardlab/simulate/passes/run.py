@@ -32,7 +32,7 @@ from shardlab.simulate.passes.reorder import (
     receives_ahead,
 )
 from shardlab.simulate.passes.tile import tile
-from shardlab.simulate.timeline.costs import PUZZLE_COSTS
+from shardlab.simulate.timeline.costs import TEACHING_COSTS
 from shardlab.simulate.timeline.memory import memory_in_bytes
 from shardlab.simulate.timeline.prices import Prices
 from shardlab.simulate.timeline.run import Clocks
@@ -56,7 +56,7 @@ class Goal:
         least: least share of a step that a pass must gain, if its setting is not given and it saves no memory.
     """
 
-    prices: Prices = PUZZLE_COSTS
+    prices: Prices = TEACHING_COSTS
     memory: float = math.inf
     kept: Sizes | None = None
     most: float = math.inf
@@ -107,7 +107,7 @@ def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None =
     Args:
         checked: the program.
         passes: passes in the order in which they run.
-        goal: prices and memory (None: unit costs and any memory).
+        goal: prices and memory (None: teaching costs and any memory).
 
     Returns:
         The program as it was, and as each pass left it.
@@ -197,7 +197,7 @@ def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[Pa
 
 
 def apply_passes(checked: Checked, names: str) -> Checked:
-    """Return a program after the passes that a text names, guided by unit costs (see `run_named`)."""
+    """Return a program after the passes that a text names, guided by teaching costs (see `run_named`)."""
     return run_named(checked, names)[-1].checked if names != "none" else checked
 
 

@@ -1,9 +1,14 @@
-"""Costs: prices in units of time instead of seconds."""
+"""Costs: prices in units of time instead of seconds.
+
+`TeachingCosts` are the default of a simulation: compute by FLOPs, communication by bytes. `Costs` has one time for each
+kind of op, whatever its size; its defaults, `PUZZLE_COSTS`, are those of the LLM Training Puzzles.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from shardlab.language import Group, Kind, Op, OpKind, Sizes, Spec
 from shardlab.language.ops import COLLECTIVES, Price
@@ -11,6 +16,101 @@ from shardlab.language.rules import attention
 from shardlab.language.rules.kinds import AUTOGRAD_KINDS
 from shardlab.language.rules.spec import fraction_held
 from shardlab.simulate.timeline.prices import Messages, Prices
+
+
+@dataclass(frozen=True)
+class TeachingCosts(Prices):
+    """Time units by FLOPs and bytes: the forward pass of one microbatch through one layer of average size takes 1.
+
+    A pass takes its FLOPs: a backward pass twice those of the forward pass, each of its halves and a recomputation as
+    many. A slice of a layer or of a sequence takes its share, so a model that is cut into smaller layers takes as long
+    as whole layers. An update takes time in proportion to its elements. The loss, norms, sums, casts and all other ops
+    that only read and write memory take none.
+
+    Each rank has one link, over which it sends and receives at the same time. A message takes the latency and its bytes
+    over the bandwidth. It leaves as soon as it is issued, in turn with what its rank sends and what its receiver
+    receives, and waits for no receive. A collective takes the links of all its members. It takes as long as the same
+    algorithm would with messages that are awaited one after the other, n - 1 hops around a ring or along a chain:
+
+    - all_gather, reduce_scatter, all_to_all, gather, scatter: n - 1 hops of 1/n of the whole value;
+    - all_reduce: a reduce_scatter and an all_gather, so 2 (n - 1) hops of 1/n;
+    - broadcast, reduce: n - 1 hops of the whole value;
+    - barrier: as an all_reduce of nothing.
+
+    A copy to the host or the disk takes as long as a message, on a link of its own.
+
+    The bandwidth is relative to compute. With the defaults, an activation of the puzzles' model (512 KiB) takes 0.2 to
+    send, and one of its weights (1 MiB) takes 0.33 to gather and 0.66 to reduce over 4 ranks. So communication is
+    visible, data parallelism can hide it, and tensor parallelism cannot. A GPU computes more FLOPs for each byte of its
+    links, but a layer of a large model also has more FLOPs for each byte of its activations.
+
+    Attributes:
+        flops_per_byte: FLOPs that a device computes in the time in which a link carries one byte.
+        latency: time units of each hop.
+        update: time units of updating as many elements as a layer of average size has.
+        sizes: the model whose layers give the unit (None: that of the puzzles).
+    """
+
+    flops_per_byte: float = 46.08
+    latency: float = 0.02
+    update: float = 0.2
+    sizes: Sizes | None = field(default=None, repr=False)
+
+    @property
+    def one_stream(self) -> bool:
+        """True: messages and collectives of a rank share its link."""
+        return True
+
+    @property
+    def messages(self) -> Messages:
+        return "full duplex"
+
+    def for_model(self, sizes: Sizes) -> TeachingCosts:
+        return replace(self, sizes=sizes)
+
+    @cached_property
+    def _unit(self) -> float:
+        """FLOPs of a time unit."""
+        return (self.sizes or Sizes.puzzle(1)).block_flops or 1.0
+
+    def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+        if op.kind is OpKind.UPDATE:
+            return self.update * sizes.elements(specs[op.outputs[0]]) * sizes.block_count / max(1, sum(sizes.weights))
+        times = _FORWARD_PASSES.get(op.kind)
+        if times is None:
+            return 0.0
+        attends = op.kind is OpKind.ATTEND or op.kind is OpKind.ATTEND_BACKWARD
+        flops = sizes.attend_flops if attends else sizes.forward_flops[op.layer]
+        return times * flops * _microbatches(op, specs, sizes) / self._unit
+
+    def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
+        members = len(group.ranks)
+        hops = (members - 1) * (2 if kind in (OpKind.ALL_REDUCE, OpKind.BARRIER) else 1)
+        return hops * self._hop(bytes if kind in (OpKind.BROADCAST, OpKind.REDUCE) else bytes / members)
+
+    def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
+        time = self._hop(bytes)
+        return time, time
+
+    def copy_time(self, kind: OpKind, bytes: float, place: str) -> float:
+        return self._hop(bytes)
+
+    def _hop(self, bytes: float) -> float:
+        return self.latency + bytes * self.flops_per_byte / self._unit
+
+
+_FORWARD_PASSES = {
+    OpKind.FORWARD: 1,
+    OpKind.RECOMPUTE: 1,
+    OpKind.BACKWARD: 2,
+    OpKind.BACKWARD_INPUT: 1,
+    OpKind.BACKWARD_WEIGHT: 1,
+    OpKind.ATTEND: 1,
+    OpKind.ATTEND_BACKWARD: 2,
+}
+"""FLOPs of each pass, in forward passes of its layer (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
+
+TEACHING_COSTS = TeachingCosts()
 
 
 @dataclass(frozen=True)
@@ -63,10 +163,8 @@ class Costs(Prices):
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         """Return the time units of a compute op: its microbatches count, and of half-blocks the part it computes."""
-        acted_on: float = specs[op.inputs[0]].cells.bit_count() if op.inputs else 0
-        if any(layer.sliced for layer in sizes.signatures) and op.inputs:
-            acted_on *= _share(op, specs, sizes)
-        return self.duration(op.kind, acted_on)
+        norm = op.layer < sizes.layers and sizes.signatures[op.layer].name == "norm"
+        return self.duration(op.kind, 0.0 if norm or not op.inputs else _microbatches(op, specs, sizes))
 
     def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
         return self.collective
@@ -86,19 +184,20 @@ class Costs(Prices):
         return each * microbatches if price is Price.MICROBATCH else each
 
 
-def _share(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-    """Return the share of a microbatch's work that an op on half-blocks does.
+def _microbatches(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
+    """Return how many microbatches' work an op does. Of a layer that is cut, it does the share of its slices.
 
-    A norm counts as nothing, a body by its slices, and attention by the pairs of query and key slices.
+    Attention does the share of the pairs of queries and keys that meet, and that no mask hides.
     """
-    if op.layer < sizes.layers and sizes.signatures[op.layer].name == "norm":
-        return 0.0
+    inputs = specs[op.inputs[0]]
+    cells = inputs.cells.bit_count()
+    if not any(layer.sliced for layer in sizes.signatures):
+        return cells
     if op.kind is OpKind.ATTEND or op.kind is OpKind.ATTEND_BACKWARD:
-        queries, keys_values = specs[op.inputs[0]], specs[op.inputs[1]]
-        return float(fraction_held(queries.form)) * attention.work(queries, keys_values) / queries.cells.bit_count()
+        return float(fraction_held(inputs.form)) * attention.work(inputs, specs[op.inputs[1]])
     used = [specs[number] for number in (*op.inputs, *op.outputs)]
     shares = [share for spec in used if spec.kind in _TELL_SLICES and (share := fraction_held(spec.form)) < 1]
-    return float(max(shares, default=1)) / used[0].form.space.sequence
+    return cells * float(max(shares, default=1)) / inputs.form.space.sequence
 
 
 _TELL_SLICES = AUTOGRAD_KINDS | {Kind.ACTIVATION}

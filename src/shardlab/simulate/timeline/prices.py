@@ -15,7 +15,7 @@ from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.language.rules.kinds import ROW_KINDS
 from shardlab.language.tape import Communication
 
-Messages = Literal["buffered", "link", "rendezvous"]
+Messages = Literal["buffered", "full duplex", "link", "rendezvous"]
 
 
 class Prices(Protocol):
@@ -25,8 +25,9 @@ class Prices(Protocol):
         one_stream: whether all communication of a rank takes turns on one stream. Otherwise each communicator (a group
             or two ranks) has a stream of its own, as process groups have on NCCL.
         messages: how messages travel. "buffered": first the sender's part, then the receiver's, each on its rank's
-            stream. "link": the sender's part is spent on the link, which carries any number of messages at once.
-            "rendezvous": one transfer, which starts when both ranks have arrived.
+            stream. "full duplex": one transfer, which starts when it is sent; each rank sends one message at a time,
+            and receives one at a time. "link": the sender's part is spent on the link, which carries any number of
+            messages at once. "rendezvous": one transfer, which starts when both ranks have arrived.
         blocking_p2p: share of a message's time in which its sender computes nothing.
         contention: seconds that compute loses for each second in which a communication of its rank is in flight. It is
             0 if they do not share anything, and about 1 if they take turns on one core.
@@ -59,6 +60,10 @@ class Prices(Protocol):
     def adds_in_backward(self) -> bool:
         return False
 
+    def for_model(self, sizes: Sizes) -> Prices:
+        """Return these prices for programs of a model. They differ if the unit of time depends on the model."""
+        return self
+
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         """Return the time of an op that does not communicate."""
         ...
@@ -87,8 +92,8 @@ class PriceList:
 
     def __init__(self, traced: Traced, prices: Prices) -> None:
         self._traced = traced
-        self._prices = prices
         self._sizes = traced.program.sizes
+        self._prices = prices.for_model(self._sizes)
         self._known: dict[Hashable, float] = {}
         self._messages: dict[Hashable, tuple[float, float]] = {}
         self._bytes = Bytes(self._sizes)

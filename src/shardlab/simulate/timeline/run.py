@@ -3,10 +3,11 @@
 Every rank has a compute stream, and one or more streams for communication. Compute runs in tape order and stops only at
 a WAIT. A communication starts when its last member has issued it and the streams of its members are free.
 Communications that are ready take a stream in the order in which they became ready. A message on a link that has only
-latency takes no stream: it arrives that long after it was issued. If communication takes time from compute
-(`Prices.contention`, `Prices.lag`), a rank pays for it at the WAIT.
+latency takes no stream: it arrives that long after it was issued. A message on a full-duplex link takes the sender's
+outgoing and the receiver's incoming stream, and a collective both of each member. If communication takes time from
+compute (`Prices.contention`, `Prices.lag`), a rank pays for it at the WAIT.
 
-`simulate` gives the timeline in unit costs. `Clocks` replays with any prices and returns `Times`; `timeline_of` makes
+`simulate` gives the timeline in time units. `Clocks` replays with any prices and returns `Times`; `timeline_of` makes
 events of them, and `memory_counters` the memory over time that a trace viewer draws.
 """
 
@@ -22,15 +23,15 @@ from shardlab.language import Op, OpKind, UserError
 from shardlab.language.ops import Stream
 from shardlab.language.pass_names import NO_LAG
 from shardlab.language.tape import Communication, Participant, queue_key
-from shardlab.simulate.timeline.costs import PUZZLE_COSTS, Costs
+from shardlab.simulate.timeline.costs import TEACHING_COSTS
 from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, StartEnd
 from shardlab.simulate.timeline.memory import CATEGORIES, Category, live_memory, memory_in_bytes
 from shardlab.simulate.timeline.prices import PriceList, Prices, Traced
 from shardlab.simulate.timeline.timeline import Event, Timeline, is_event
 
 
-def simulate(traced: Traced, costs: Costs = PUZZLE_COSTS) -> Timeline:
-    """Return the timeline of a checked program in unit costs: its events, and the elements that are live at each."""
+def simulate(traced: Traced, costs: Prices = TEACHING_COSTS) -> Timeline:
+    """Return the timeline of a checked program in time units: its events, and the elements that are live at each."""
     return timeline_of(traced, Clocks(traced, costs).run(), live_memory(traced))
 
 
@@ -68,6 +69,8 @@ def timeline_of(traced: Traced, times: Times, memory: Sequence[Sequence[int]], *
 
 FREE, WAIT, SEND = OpKind.FREE, OpKind.WAIT, OpKind.SEND
 COLLECTIVE, MESSAGE, COPY = Stream.COLLECTIVE, Stream.MESSAGE, Stream.COPY
+OUT, IN = "out", "in"
+"""Streams of the two directions of a full-duplex link."""
 
 
 class Idle(NamedTuple):
@@ -125,6 +128,7 @@ class Clocks(EventLoop[int]):
         self._stream_free: list[dict[Hashable, float]] = [{} for _ in tapes]
         self._together = together_of(traced)
         self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
+        self._duplex = prices.messages == "full duplex"
         self._wanted: dict[int, float] = {}  # message -> when its receive was issued
         self._handle_times: list[dict[int, StartEnd]] = [{} for _ in tapes]
         self._handle_op: list[dict[int, int]] = [{} for _ in tapes]
@@ -228,6 +232,8 @@ class Clocks(EventLoop[int]):
         sending, receiving = self._price.message(op, rank, specs)
         if self._messages == "rendezvous":
             self._run(about, about.participants, ready, sending)
+        elif self._duplex and communication in self._arrives:
+            self._receive_transfer(about, self._arrives[communication])
         elif communication in self._arrives:
             self._run(about, about.participants[1:], ready, receiving)
         else:
@@ -235,32 +241,51 @@ class Clocks(EventLoop[int]):
             self._receive(communication)
 
     def _receive(self, number: int) -> None:
-        """Make a buffered receive ready if it is issued and its message has arrived."""
+        """Make a buffered receive ready if it is issued and its message has arrived, or is known to arrive."""
         if number in self._arrives and number in self._wanted:
-            self.push(max(self._wanted[number], self._arrives[number]), number)
+            wanted = self._wanted[number]
+            self.push(wanted if self._duplex else max(wanted, self._arrives[number]), number)
+
+    def _receive_transfer(self, message: Communication, arrives: float) -> None:
+        """Let a receive take the time of its transfer, or none if the message has arrived before."""
+        (sender, _, sent), (receiver, handle, op) = message.participants
+        times, wanted = self._times, self._wanted[self._traced.communication_of[receiver][handle]]
+        start, end = (times.starts[sender][sent], arrives) if arrives > wanted else (wanted, wanted)
+        times.starts[receiver][op], times.ends[receiver][op] = start, end
+        times.ready[receiver][op] = times.ready[sender][sent] if arrives > wanted else wanted
+        self._handle_times[receiver][handle][:] = start, end
+        self.wake(receiver, self._handle_times[receiver][handle], wanted)
 
     def _run(
         self, communication: Communication, members: Sequence[Participant], ready: float, duration: float
     ) -> float:
         """Run some members' part of a communication, and return when it ends."""
         on_link = communication.stream is MESSAGE and self._messages == "link"
-        together = self._one_stream and communication.stream is not COPY
-        stream = None if together else queue_key(self._traced.program, communication)
-        free, start = self._stream_free, ready
-        if not on_link:
-            for rank, _, _ in members:
-                start = max(start, free[rank].get(stream, 0.0))
+        streams = [] if on_link else self._streams(communication, members)
+        free = self._stream_free
+        start = max([ready, *(free[rank].get(stream, 0.0) for rank, stream in streams)])
         end = start + duration
+        for rank, stream in streams:
+            free[rank][stream] = end
         sent_away = on_link and members[0] is communication.participants[0]  # so the sender need not wait
         times = self._times
         for rank, handle, op in members:
-            if not on_link:
-                free[rank][stream] = end
             times.starts[rank][op], times.ends[rank][op], times.ready[rank][op] = start, end, ready
             self._handle_times[rank][handle][:] = start, start if sent_away else end
         for rank, handle, _ in members:
             self.wake(rank, self._handle_times[rank][handle], ready)
         return end
+
+    def _streams(self, communication: Communication, members: Sequence[Participant]) -> list[tuple[int, Hashable]]:
+        """Return the rank and the stream of each stream that a communication takes."""
+        if self._duplex and communication.stream is MESSAGE:
+            (sender, _, _), (receiver, _, _) = communication.participants
+            return [(sender, OUT), (receiver, IN)]
+        if self._duplex and communication.stream is COLLECTIVE:
+            return [(rank, stream) for rank, _, _ in members for stream in (OUT, IN)]
+        together = self._one_stream and communication.stream is not COPY
+        stream = None if together else queue_key(self._traced.program, communication)
+        return [(rank, stream) for rank, _, _ in members]
 
 
 def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:

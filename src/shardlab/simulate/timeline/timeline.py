@@ -145,6 +145,7 @@ class Traffic:
         weights: bytes of weights and of their gradients.
         activations: bytes of activations, residuals, keys and values, and of their gradients.
         others: bytes of anything else, such as a gradient's norm or the loss's numbers.
+        elements: elements of all of them.
     """
 
     collectives: int = 0
@@ -152,6 +153,7 @@ class Traffic:
     weights: float = 0.0
     activations: float = 0.0
     others: float = 0.0
+    elements: float = 0.0
 
     @property
     def bytes(self) -> float:
@@ -185,6 +187,7 @@ def _of_rank(checked: Checked, rank: int) -> Traffic:
         if not times:
             continue
         spec = checked.specs[rank][(op.inputs or op.outputs)[0]]
+        sent.elements += times * sizes.elements(spec)
         _add(sent, spec, times * sizes.bytes(spec))
     return sent
 
