@@ -187,6 +187,8 @@ def test_draw_shows_timelines_predictions_and_values(tmp_path: Path) -> None:
             "3 is not a strategy; give a name, a plan, or an async function of one rank",
         ),
         (lambda: shardlab.check("fsdp", ranks=0), "ranks: 0 is too few; give 1 or more"),
+        (lambda: shardlab.check("fsdp", ranks=cast(Any, "4")), "ranks: '4' is not a number; give 1 or more"),
+        (lambda: shardlab.simulate("fsdp", rank=4), r"there is no argument 'rank'; did you mean ranks\?"),
         (lambda: shardlab.check(cast(Any, len)), "async"),
         (lambda: shardlab.check(ZERO_1, ranks=4), "the plan's mesh dp_shard 8 does not fit on 4 ranks"),
         (lambda: shardlab.simulate("fsdp", "forwrd=1"), "there is no cost 'forwrd'"),
@@ -209,6 +211,13 @@ def test_verify_takes_a_plan() -> None:
     verdict = shardlab.verify(shardlab.Plan(Mesh(pp=2)), steps=1, layers=2)
     assert verdict is not None
     assert verdict.ok
+
+
+@pytest.mark.parametrize("result", [shardlab.trace, shardlab.check, shardlab.simulate])
+def test_the_repr_of_a_result_is_one_short_line(result: Any) -> None:
+    text = repr(result("1f1b", ranks=8, microbatches=32))
+    assert "8 ranks" in text
+    assert len(text) < 120
 
 
 def test_a_refusal_is_shown_as_a_sentence_and_the_line_at_fault() -> None:

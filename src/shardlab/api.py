@@ -14,6 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from shardlab.common.errors import unknown_name
 from shardlab.common.text import bytes_text, seconds_text
 from shardlab.common.user_code import short_paths, trace_limits
 from shardlab.language import Mesh, Program, Sizes, Store, Strategy, UserError, Value
@@ -99,6 +100,10 @@ def check(
         return apply_passes(checked(entry, count, sizes, microbatches), entry.passes_on(count))
 
 
+SETTINGS = ("ranks", "layers", "microbatches")
+"""Arguments of `check` that `simulate` and `draw` take as well."""
+
+
 def simulate(strategy: AnyStrategy | Program | Checked, costs: Prices | str | None = None, **settings: Any) -> Timeline:
     """Check a strategy, and simulate the time and the memory of one step in time units.
 
@@ -119,6 +124,8 @@ def simulate(strategy: AnyStrategy | Program | Checked, costs: Prices | str | No
     from shardlab.simulate.timeline import TEACHING_COSTS
     from shardlab.simulate.timeline import simulate as replay
 
+    for name in settings.keys() - SETTINGS:
+        raise unknown_name("argument", name, SETTINGS)
     costs = costs_of(costs) if isinstance(costs, str) else costs or TEACHING_COSTS
     return replay(check(strategy, **settings), costs)
 
@@ -426,6 +433,8 @@ def _inputs(
     for name, number in {"ranks": ranks, "layers": layers, "microbatches": microbatches}.items():
         if isinstance(number, int) and number < 1:
             raise UserError(f"{name}: {number} is too few; give 1 or more")
+        if not isinstance(number, int | Mesh | Sizes | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError(f"{name}: {number!r:.100} is not a number; give 1 or more")
     count = ranks.world if isinstance(ranks, Mesh) else ranks
     if isinstance(strategy, str):
         entry, count = NO_FLAGS.entry(strategy, count)

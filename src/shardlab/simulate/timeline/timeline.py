@@ -54,6 +54,10 @@ class Timeline:
     events: list[list[Event]] = field(repr=False)
     in_seconds: bool = False
 
+    def __repr__(self) -> str:
+        end, unit = (f"{self.end:.6g} s", "bytes") if self.in_seconds else (f"{self.end:g}", "elements")
+        return f"<Timeline of {len(self.events)} ranks, ends at {end}, at most {self.peak_memory:,} {unit} on a rank>"
+
     @cached_property
     def steps(self) -> float:
         """When the last op starts: the figure that the puzzles print."""
