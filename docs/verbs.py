@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlab.language import Rank
+from shardlab.language import Rank, rank
 
 PAGE = Path(__file__).parent / "verbs.md"
 WIDTH = 120
@@ -64,11 +64,11 @@ GROUPS = {
 }
 """Headings of the page, and the verbs below each."""
 
-MACHINERY = frozenset({"make", "refuse", "refuse_to_store", "forget_key", "emit_wait", "release", "end"})
-"""Public methods that tracing calls, and programs do not."""
-
 TRACING = frozenset({"sizes", "ops", "handles"})
 """Public attributes that tracing reads, and programs do not."""
+
+MACHINERY = rank.MACHINERY - TRACING
+"""Public methods that tracing calls, and programs do not."""
 
 
 class Text(NamedTuple):

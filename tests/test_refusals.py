@@ -20,14 +20,15 @@ SENTENCES = {
         "communication, send it."
     ),
     ("programs", "awaited something else"): (
-        "rank 0, op 0: the program awaited something else than a communication of its own rank; await only those."
+        "rank 0, op 0: the program awaited something else than a communication of its own rank; await the handles that "
+        "this rank's verbs return, one by one."
     ),
     ("programs", "batch of messages, in a batch"): (
         "rank 0, op 0 batch_p2p: a batch of messages is open already; end its block first."
     ),
     ("programs", "deadlock"): (
-        "deadlock: rank 0 waits in recv from rank 1; rank 1 waits in recv from rank 0. Let every op come on "
-        "all of its ranks, and in one order."
+        "deadlock: rank 0 waits in recv from rank 1; rank 1 waits in recv from rank 0. Let one of them send first, or "
+        "let each send and receive at once with rank.exchange."
     ),
     ("programs", "endless"): (
         "rank 0, op 257: the step has more than 100 ops here, and no more are traced; if this goes on for "
@@ -40,12 +41,8 @@ SENTENCES = {
     ),
     ("programs", "the program raised"): "rank 0, op 0: the program raised KeyError: 'cheese'; mend it there.",
     ("programs", "freed"): (
-        "rank 0, op 2 loss: activations[0] (microbatch 0) is used after it was freed (its last key was "
-        "deleted, or it was popped for one use and has had it); keep its key until its last use."
-    ),
-    ("programs", "never stored"): (
-        "rank 0, op 4 forward(layer 0): activations[0] (microbatch 0) is used after it was freed (it was "
-        "never stored, so it lived until the op that used it ended); keep it in a store."
+        "rank 0, op 2 loss: activations[0] (microbatch 0) is used after it was freed (its last key in a store was "
+        "deleted or overwritten); keep the key until the last use."
     ),
     ("programs", "replaced"): (
         "rank 0, op 9 forward(layer 0): weights[0] is used after it was freed (an update replaced it in "
@@ -58,11 +55,37 @@ SENTENCES = {
         "rank 0, op 0 loss: 3 was given where a value is wanted; compute on values from the stores."
     ),
     ("programs", "no value, a tuple"): (
-        "rank 0, op 0 loss: (3, 4) was given where a value is wanted; unpack it, as in `a, b = ...`."
+        "rank 0, op 0 loss: a tuple was given where a value is wanted; unpack it, as in `a, b = ...`."
     ),
     ("programs", "not awaited"): (
         "rank 0, op 2 loss: the handle of all_gather(layer 0) on world (op 1) was given where a value is "
         "wanted; await it first."
+    ),
+    ("programs", "not awaited, and needed"): (
+        "rank 0, op 8 all_reduce(layer 0) on world: an `await` is missing here, and update(layer 0) needs the result: "
+        "microbatch 1 is missing from grad_weights[0] (microbatch 0); an update wants every microbatch exactly once. "
+        "Wait for it, and use what it gives: `x = await rank.all_reduce(x)`."
+    ),
+    ("programs", "unused result"): (
+        "rank 1, op 8 all_reduce(layer 0) on world: what it gives is dropped here, and update(layer 0) needs the "
+        "result: microbatch 0 is missing from grad_weights[0] (microbatch 1); an update wants every microbatch exactly "
+        "once. Use what it gives: `x = await rank.all_reduce(x)`."
+    ),
+    ("programs", "no operator, a product"): (
+        "rank 0, op 1: grad_weights[0] (zero) * 0.5 is no operation on values; write rank.scale(value, Fraction(1, 2)) "
+        "if it is meant. Gradients are shares of the step's mean already, and their sum needs no factor."
+    ),
+    ("programs", "no operator, a step"): (
+        "rank 0, op 2: weights[0] - grad_weights[0] (zero) is no operation on values; rank.update(layer, gradient, "
+        "weight, opt_state) takes the optimizer's step."
+    ),
+    ("programs", "unknown verb"): (
+        "rank 0, op 0: rank.weight does not exist; did you mean rank.weights? Other stores are opt_states, "
+        "activations, grad_activations, grad_weights, directions, scalars, residuals, grad_residuals, routing, "
+        "grad_routing, stats, queries, keys_values, grad_queries, grad_keys_values."
+    ),
+    ("programs", "unknown verb, of a value"): (
+        "rank 0, op 1: weights[0] has no `grad`; rank.backward returns the gradients of the weight and of the input."
     ),
     ("programs", "no forward, second half"): (
         "rank 0, op 6 backward_weight(layer 0): no backward_input has come before it for activations[0] "

@@ -155,13 +155,6 @@ async def early_free(rank: Rank) -> None:
     rank.backward(1, rank.activations[1], rank.grad_activations[2], weight)
 
 
-async def early_free_of_an_unstored_value(rank: Rank) -> None:
-    load(rank)
-    batch = rank.load_batch([0, 1])
-    rank.forward(0, batch, rank.weights[0])
-    rank.forward(0, batch, rank.weights[0])
-
-
 async def missing_reduce(rank: Rank) -> None:
     gradients(rank, [rank.index])
     update(rank, 1)
@@ -281,11 +274,6 @@ PLACES = r"rank \d, op \d+ "
         (wrong_layers_sum, 1, told("other values", layer=0)),
         (wrong_microbatch, 1, told("other tokens", layer=1)),
         (early_free, 1, told("freed", layer=1)),
-        (
-            early_free_of_an_unstored_value,
-            1,
-            told("never stored", layer=0),
-        ),
         (missing_reduce, 2, told("missing microbatches", layer=1, missing=(1,))),
         (
             missing_gather,

@@ -101,24 +101,26 @@ def test_the_weights_half_wants_an_input_half_of_its_own(before: str) -> None:
     refused(lines, "no forward", layers=1, layer=0)
 
 
-def test_an_activation_popped_for_the_first_half_is_gone_for_the_second() -> None:
+def test_an_activation_popped_for_the_first_half_lives_until_the_second() -> None:
     def lines(rank: Rank) -> None:
         prepare_gradient(rank)
         batch = rank.activations.pop(0)
         rank.backward_input(0, batch, rank.grad_activations[1], rank.weights[0])
         rank.backward_weight(0, batch, rank.grad_activations[1])
+        assert not batch.alive
 
-    refused(lines, "freed", layers=1, layer=0)
+    alone(lines, layers=1)
 
 
-def test_a_gradient_popped_for_the_first_half_is_gone_for_the_second() -> None:
+def test_a_gradient_popped_for_the_first_half_lives_until_the_second() -> None:
     def lines(rank: Rank) -> None:
         prepare_gradient(rank)
         gradient = rank.grad_activations.pop(1)
         rank.backward_input(0, rank.activations[0], gradient, rank.weights[0])
         rank.backward_weight(0, rank.activations[0], gradient)
+        assert not gradient.alive
 
-    refused(lines, "freed", layer=0, layers=1)
+    alone(lines, layers=1)
 
 
 def test_the_weights_half_wants_the_gradient_of_its_own_microbatch() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.language import Rank, Value, World, trace
+from shardlab.language import OpKind, Rank, Value, World, trace
 from shardlab.language.values import Wait, deadlock_sentence
 from tests.language.tapes import alone, live_at_end, refusal, refused
 from tests.support.refusing import tells
@@ -141,18 +141,79 @@ def test_a_value_used_twice_by_one_op_is_freed_once() -> None:
     assert sorted(freed) == sorted(set(freed)) == [0, 1, 2, 3]
 
 
-# Refused uses.
+# Values without a key.
 
 
-def test_a_value_never_stored_cannot_be_used_twice() -> None:
+def test_a_popped_value_in_a_variable_lives_until_its_last_use() -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0)[0]
+        rank.activations[0] = rank.load_batch([0])
+        batch = rank.activations.pop(0)
+        rank.forward(0, batch, rank.weights[0], save=False)
+        rank.forward(0, batch, rank.weights[0], save=False)
+
+    assert alone(lines)[2:6] == ["load_batch -> 2", "forward 2 0 -> 3", "forward 2 0 -> 4", "free 2"]
+
+
+def test_a_value_may_be_stored_after_a_use() -> None:
     def lines(rank: Rank) -> None:
         rank.weights[0] = rank.load_weights(0)[0]
         batch = rank.load_batch([0])
-        rank.forward(0, batch, rank.weights[0])
-        rank.forward(0, batch, rank.weights[0])
+        rank.forward(0, batch, rank.weights[0], save=False)
+        rank.activations[0] = batch
+        assert batch.alive
 
-    error = refused(lines, "never stored", layer=0)
-    assert (error.rank, error.op) == (0, 5)
+    assert "free 2" not in alone(lines)[:4]
+
+
+def test_a_value_that_is_used_again_in_a_batch_of_messages_is_freed_after_it() -> None:
+    async def strategy(rank: Rank) -> None:
+        weight = rank.load_weight(0)
+        batch = rank.load_batch([0])
+        rank.forward(0, batch, weight, save=False)
+        with rank.batch_p2p():
+            sent, received = rank.send(weight, to=1 - rank.index), rank.recv(source=1 - rank.index)
+        await sent
+        await received
+
+    for tape in trace(strategy, 2, 1, 1).tapes:
+        (free,) = (at for at, op in enumerate(tape) if op.kind is OpKind.FREE and op.inputs == (0,))
+        batch = [at for at, op in enumerate(tape) if op.batch == 0]
+        assert len(batch) == 2
+        assert free > batch[-1]
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2), max_size=12))
+def test_a_value_in_a_list_is_freed_once_right_after_its_last_use(uses: list[list[int]]) -> None:
+    async def strategy(rank: Rank) -> None:
+        gradients = [rank.zero_gradient(0) for _ in range(5)]
+        for numbers in uses:
+            for number in numbers:
+                rank.cast(gradients[number])
+            rank.add(gradients[numbers[0]], gradients[numbers[-1]])
+
+    (tape,) = trace(strategy, 1, 1, 1).tapes
+    for value in range(5):
+        (free,) = (at for at, op in enumerate(tape) if op.kind is OpKind.FREE and op.inputs == (value,))
+        reads = [at for at, op in enumerate(tape) if op.kind is not OpKind.FREE and value in op.inputs]
+        last = reads[-1] if reads else max(at for at, op in enumerate(tape) if op.kind is not OpKind.FREE)
+        assert free > last
+        assert all(op.kind is OpKind.FREE for op in tape[last + 1 : free])
+
+
+def test_a_refused_op_after_a_moved_free_is_found_at_its_own_line() -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weights(0)[0]
+        batch = rank.load_batch([0])
+        rank.forward(0, batch, rank.weights[0], save=False)
+        rank.forward(0, batch, rank.weights[0], save=False)
+        rank.load_weight(0)
+
+    error = refused(lines, "loaded twice", layer=0)
+    assert (error.rank, error.op) == (0, 6)
+
+
+# Refused uses.
 
 
 def test_a_value_whose_last_key_was_deleted_cannot_be_used() -> None:
@@ -162,17 +223,6 @@ def test_a_value_whose_last_key_was_deleted_cannot_be_used() -> None:
         rank.loss(batch)
 
     refused(lines, "freed")
-
-
-def test_a_popped_value_has_only_one_use() -> None:
-    def lines(rank: Rank) -> None:
-        rank.weights[0] = rank.load_weights(0)[0]
-        rank.activations[0] = rank.load_batch([0])
-        batch = rank.activations.pop(0)
-        rank.forward(0, batch, rank.weights[0])
-        rank.forward(0, batch, rank.weights[0])
-
-    refused(lines, "freed", layer=0)
 
 
 def step_of_one_layer(rank: Rank) -> tuple[Value, Value]:

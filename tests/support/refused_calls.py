@@ -60,6 +60,26 @@ async def reducing(rank: Rank) -> None:
     rank.weights[0], rank.opt_states[0] = rank.update(0, total, rank.weights[0], rank.opt_states[0])
 
 
+async def drops_the_sum(rank: Rank) -> None:
+    gradient = await own_gradient(rank)
+    await rank.all_reduce(gradient)
+    rank.update(0, gradient, rank.weights[0], rank.opt_states[0])
+
+
+async def awaits_no_sum(rank: Rank) -> None:
+    gradient = await own_gradient(rank)
+    rank.all_reduce(gradient)
+    rank.update(0, gradient, rank.weights[0], rank.opt_states[0])
+
+
+async def own_gradient(rank: Rank) -> Value:
+    """Compute the gradient of one microbatch."""
+    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+    rank.activations[0] = rank.load_batch([rank.index])
+    gradient = rank.loss(rank.forward(0, rank.activations[0], rank.weights[0]))
+    return rank.backward(0, rank.activations[0], gradient, rank.weights[0])[0]
+
+
 async def clipped(rank: Rank, with_norm: bool) -> None:
     gradient, rank.grad_activations[0] = rank.backward(0, *begun(rank))
     rank.grad_weights[0] = gradient
@@ -143,13 +163,6 @@ def expecting(expect: Any) -> Callable[[], object]:
     return two(lambda rank: rank.recv(source=1 - rank.index, expect=expect))
 
 
-def twice(rank: Rank) -> None:
-    batch = rank.load_batch([0])
-    weight = rank.weights[0] = rank.load_weight(0)
-    rank.forward(0, batch, weight)
-    rank.forward(0, batch, weight)
-
-
 def dropped_key(rank: Rank) -> None:
     rank.activations[0] = batch = rank.load_batch([0])
     del rank.activations[0]
@@ -195,7 +208,6 @@ PROGRAMS: Calls = {
     "stalled": stalled,
     "the program raised": alone(raising),
     "freed": alone(dropped_key),
-    "never stored": alone(twice),
     "replaced": alone(updated),
     "loaded twice": alone(lambda rank: [rank.load_weight(0), rank.load_weight(0)]),
     "no value": alone(lambda rank: rank.loss(cast(Any, 3))),
@@ -203,6 +215,12 @@ PROGRAMS: Calls = {
     "not awaited": two(lambda rank: rank.loss(cast(Any, rank.all_gather(rank.load_weight(0, rank.index, 2))))),
     "no forward, second half": alone(lambda rank: rank.backward_weight(0, *begun(rank)[:2])),
     "tied weight": lambda: trace(head_alone, 1, Sizes.half_blocks(1, tied=True), 1),
+    "no operator, a product": alone(lambda rank: cast(Any, rank.zero_gradient(0)) * 0.5),
+    "no operator, a step": alone(lambda rank: cast(Any, rank.load_weight(0)) - rank.zero_gradient(0)),
+    "unused result": two(drops_the_sum),
+    "not awaited, and needed": two(awaits_no_sum),
+    "unknown verb": alone(lambda rank: cast(Any, rank).weight),
+    "unknown verb, of a value": alone(lambda rank: cast(Any, rank.load_weight(0)).grad),
     "unknown axis": alone(lambda rank: rank.group("rows")),
     "unknown key": alone(lambda rank: rank.weights[3]),
     "unknown layer": alone(lambda rank: rank.load_weight(7)),

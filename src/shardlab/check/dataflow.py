@@ -171,7 +171,7 @@ def check_rank_ending(state: RankState) -> None:
             given = f"the step ends without {final}; no rank loads an optimizer state of layer {layer}, so it is frozen"
             state.refuse("frozen and not kept", given, "keep the weight that is loaded in a store", loaded)
         if final not in left:
-            remedy = "update every slice that is loaded once, and keep the result in a store"
+            remedy = "update every slice that is loaded, once"
             state.refuse("not kept", f"the step ends without {final}", remedy, loaded)
     end = len(state.ops)
     for number, spec in state.live.items():

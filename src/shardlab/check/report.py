@@ -25,7 +25,7 @@ from shardlab.check.deadlock import decide_models
 from shardlab.check.in_place import check_kept
 from shardlab.check.runnable import why_not_runnable
 from shardlab.common.text import listed, plural
-from shardlab.common.user_code import Endless, Stalled
+from shardlab.common.user_code import Endless, Stalled, display_path
 from shardlab.language import Deadlock, Mesh, Op, Program, Rank, Refused, Sizes, Strategy, World, trace
 from shardlab.language.rules.kinds import bits
 from shardlab.language.world import gc_paused
@@ -85,6 +85,8 @@ class FileCheck:
             refusal.line = f"{self.file}:{line_in_traceback(refusal.__traceback__, self.file)}"
             raise
         except Refused as refusal:
+            if refusal.line:
+                raise
             retrace = Retrace(self.program, self.file, World(mesh, layers, microbatches))
             if isinstance(refusal, Deadlock):
                 refusal.trail = retrace.waiting_ranks()
@@ -125,10 +127,11 @@ class Retrace:
     def waiting_ranks(self) -> str:
         """Return where the ranks of a deadlock wait: one row for each line of the file."""
         ranks_at: dict[int, list[int]] = defaultdict(list)
+        file = display_path(self.file)
         for rank, line in sorted(self.stopped_at.items()):
             ranks_at[line].append(rank)
         rows = [
-            f"\n  {plural('rank', len(ranks))} {listed(ranks)} wait{'s' * (len(ranks) == 1)} at {self.file}:{line}"
+            f"\n  {plural('rank', len(ranks))} {listed(ranks)} wait{'s' * (len(ranks) == 1)} at {file}:{line}"
             for line, ranks in sorted(ranks_at.items())
         ]
         return "".join(rows)
@@ -167,6 +170,10 @@ class LineTape(list[Op]):
         while frame is not None and frame.f_code.co_filename != self.file:
             frame = frame.f_back
         self.lines.append(frame.f_lineno if frame else 0)
+
+    def __delitem__(self, at: Any, /) -> None:
+        super().__delitem__(at)
+        del self.lines[at]
 
 
 def line_of_coroutine(coroutine: object, file: str) -> int:

@@ -19,7 +19,7 @@ Rule = Literal[
     "frozen",
     "frozen and not kept", "frozen in the norm", "in flight", "left over", "loaded twice", "made up",
     "malformed tape", "masked keys", "merged terms", "missing microbatches", "missing pieces", "missing slices",
-    "missing terms", "moved twice", "never stored", "no forward", "no reduction", "no sum of squares",
+    "missing terms", "moved twice", "no forward", "no operator", "no reduction", "no sum of squares",
     "no term", "no value", "norm for some", "norm on some ranks", "not awaited", "not exchanged", "not gathered",
     "not kept", "not loaded", "not received", "not runnable", "nothing to wait for", "number in use", "other dtypes",
     "other factors", "other forward", "other indices", "other message", "other order", "other pieces", "other slices",
@@ -27,7 +27,8 @@ Rule = Literal[
     "pieces overlap", "replaced", "replicas differ", "room taken", "scaled gradient", "stale weight", "stalled",
     "stepped again",
     "the program raised", "tied weight", "unknown axis", "unknown group", "unknown key", "unknown layer",
-    "unknown microbatch", "unknown rank", "unknown slice", "written over", "wrong expectation", "wrong factor",
+    "unknown microbatch", "unknown rank", "unknown slice", "unknown verb", "unused result", "written over",
+    "wrong expectation", "wrong factor",
     "wrong kind", "wrong layer", "wrong number", "wrong offset", "wrong root", "wrong step", "wrong store",
 ]  # fmt: skip
 """Short names of the rules that a program may break."""
@@ -63,6 +64,7 @@ class Refused(Exception):
             microbatches are counted in cells: slice s of microbatch m is m * slices + s.
         doubled: numbers of the microbatches, slices or terms that would be counted twice.
         line: the line at fault in a user's file, as `file:line` ("": unknown).
+        source: the text of that line, as far as it is known.
         trail: more lines, for a reader.
     """
 
@@ -83,7 +85,7 @@ class Refused(Exception):
         self.missing, self.doubled = tuple(missing), tuple(doubled)
         self.rank: int | None = None
         self.op: int | None = None
-        self.line = self.trail = ""
+        self.line = self.source = self.trail = ""
 
     def at(self, rank: int, op: int) -> Self:
         """Set the place, if none is set: the innermost place wins."""

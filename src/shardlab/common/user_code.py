@@ -12,14 +12,17 @@ import contextlib
 import ctypes
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
+from functools import partial
 from pathlib import Path
 from threading import TIMEOUT_MAX, Thread, current_thread, get_ident
 from types import FrameType, ModuleType, TracebackType
@@ -138,6 +141,8 @@ def source_line(refusal: Refused) -> list[str]:
 
     The list is empty if there is no such line, or if the message names the lines of several ranks.
     """
+    if refusal.source:
+        return [f"{refusal.line}:  {refusal.source}"]
     file, _, number = refusal.line.rpartition(":")
     frames = traceback.walk_tb(None if file or refusal.trail else (refusal.__cause__ or refusal).__traceback__)
     lines = [SourceLine(frame.f_code.co_filename, at) for frame, at in frames if not is_library_frame(frame)]
@@ -153,8 +158,40 @@ def short_paths() -> Generator[None]:
         yield
     except Refused as refusal:
         file, _, number = refusal.line.rpartition(":")
-        refusal.line = f"{display_path(file)}:{number}" if file else ""
+        if file:
+            refusal.line = f"{display_path(file)}:{number}"
+            refusal.source = linecache.getline(file, int(number)).strip()
         raise
+
+
+_NEVER_AWAITED = re.compile("coroutine '(.*)' was never awaited")
+
+
+class DroppedCoroutine(NamedTuple):
+    """Coroutine that was never awaited: its name, its line, and a function that shows Python's warning."""
+
+    name: str
+    line: SourceLine
+    warn: Callable[[], None]
+
+
+@contextmanager
+def never_awaited() -> Generator[list[DroppedCoroutine]]:
+    """Collect the coroutines that are never awaited in this context. Other warnings are shown as usual."""
+    dropped: list[DroppedCoroutine] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", _NEVER_AWAITED.pattern, RuntimeWarning)
+        show = warnings.showwarning
+
+        def collect(message: Warning | str, category: type[Warning], file: str, number: int, *rest: Any) -> None:
+            warn = partial(show, message, category, file, number, *rest)
+            if found := _NEVER_AWAITED.match(str(message)):
+                dropped.append(DroppedCoroutine(found[1].rpartition(".")[2], SourceLine(file, number), warn))
+            else:
+                warn()
+
+        warnings.showwarning = collect
+        yield dropped
 
 
 def is_importing(frame: FrameType | None) -> bool:

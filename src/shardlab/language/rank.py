@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NoReturn
+
 from shardlab.common.errors import UserError
 from shardlab.common.text import counted
+from shardlab.language.misuse import refuse_attribute
 from shardlab.language.rank_communication import CommunicationVerbs
 from shardlab.language.rank_compute import ComputeVerbs
 from shardlab.language.rank_values import ValueVerbs
 from shardlab.language.rules.kinds import Kind
 from shardlab.language.tracing import TracedWorld
 from shardlab.language.values import Store, Value
+
+MACHINERY = frozenset(
+    {
+        "cause_of", "emit_wait", "end", "forget_key", "handles", "make", "ops", "refuse", "release", "require_storable",
+        "sizes",
+    }
+)  # fmt: skip
+"""Public members of a rank that are no part of the language."""
 
 
 class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
@@ -59,6 +70,27 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         self.grad_queries = Store(self, Kind.GRAD_QUERIES)
         self.grad_keys_values = Store(self, Kind.GRAD_KEYS_VALUES)
         self._stores = {store.kind: store for store in vars(self).values() if isinstance(store, Store)}
+
+    if not TYPE_CHECKING:  # type checkers still report an unknown verb
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_") or "_stores" not in vars(self):
+                raise AttributeError(name)
+            refuse_attribute(self.index, len(self.ops), name, self._families())
+
+    def _families(self) -> dict[str, list[str]]:
+        """Return the names of the rank's attributes by family, in the order of their definition."""
+        classes = [base for base in reversed(type(self).__mro__) if base is not object]
+        methods = dict.fromkeys(each for base in classes for each in vars(base) if callable(getattr(base, each)))
+        families = {
+            "verbs": list(methods),
+            "stores": [store.name for store in self._stores.values()],
+            "attributes": [each for each, value in vars(self).items() if not isinstance(value, Store)],
+        }
+        return {
+            family: [each for each in names if not each.startswith("_") and each not in MACHINERY]
+            for family, names in families.items()
+        }
 
     def store(self, kind: Kind) -> Store:
         """Return the store that keeps values of a kind."""

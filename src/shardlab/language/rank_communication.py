@@ -118,12 +118,13 @@ class CommunicationVerbs(Tracer):
         """
         if self._batch >= 0:
             self.refuse("batch of messages", "batch_p2p", "a batch of messages is open already", "end its block first")
-        start, first = len(self.ops), self.handles
+        self._batch_start, first = len(self.ops), self.handles
         self._batch, self._batches = self._batches, self._batches + 1
         try:
             yield
         finally:
             batch, self._batch = self._batch, -1
+        start = self._batch_start
         done = self.ops[start:]
         stray = next((op for op in done if op.batch != batch and op.kind in _OUTSIDE_BATCHES), None)
         if stray is not None:

@@ -28,7 +28,7 @@ class CopyHandle(Handle[Value]):
     def __init__(self, rank: Tracer, value: Value, made: Spec) -> None:
         self._begin(rank, rank.make(made), value, ready=True)
 
-    def wait(self) -> Wait:
+    def waits_for(self) -> Wait:
         raise AssertionError("a copy is ready at once")
 
 

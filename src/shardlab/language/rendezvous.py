@@ -45,7 +45,7 @@ class CollectiveHandle(Handle[Value | None]):
         self.group = group
         self.arrived = arrived
 
-    def wait(self) -> Wait:
+    def waits_for(self) -> Wait:
         missing = [rank for rank in self.group.ranks if rank not in self.arrived]
         names = ", ".join(str(rank) for rank in missing)
         return Wait(f"{self} for {plural('rank', len(missing))} {names}", missing)
@@ -128,7 +128,7 @@ class RecvHandle(Handle[Value]):
         self.expect = expect
         self.queue = queue
 
-    def wait(self) -> Wait:
+    def waits_for(self) -> Wait:
         about = f" of {self.expect}" if self.expect else ""
         return Wait(f"recv{about} from rank {self.source}", [self.source])
 

@@ -1,12 +1,14 @@
 """State of one rank while its program is traced: its tape, and which values are alive.
 
 `Tracer` is the base of all verbs. It frees values, so that programs need not. A value is freed when its last store key
-is deleted. A value that was never stored lives until the op that uses it ends; if no op uses it, until the step ends.
-If a communication still reads a value, the tape waits for it before the FREE.
+is deleted or overwritten. A value without a key, in a variable or a list of the program, lives until its last use; if
+no op uses it, until the step ends. No one knows which use is the last, so the FREE is written after each use, and a
+later use moves it. If a communication still reads a value, the tape waits for it before the FREE.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
@@ -15,9 +17,9 @@ from typing import Any, NoReturn, Protocol
 from shardlab.common.errors import About, Refused, Rule, about_layer
 from shardlab.common.user_code import VALUES_PER_COUNT, OpCount
 from shardlab.language.mesh import AXES, WORLD, Group, Mesh, group_of
-from shardlab.language.ops import OpKind
+from shardlab.language.ops import COLLECTIVES, OpKind
 from shardlab.language.rendezvous import Channels, OpenCollectives
-from shardlab.language.rules.kinds import Holds, Kind
+from shardlab.language.rules.kinds import ROW_KINDS, Holds, Kind
 from shardlab.language.rules.layer_rules import Rules
 from shardlab.language.rules.spec import Spec
 from shardlab.language.sizes import Sizes
@@ -25,6 +27,15 @@ from shardlab.language.tape import Op
 from shardlab.language.values import Handle, Value, new_value
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
+
+_RESULTS = {
+    "missing microbatches": frozenset({Kind.GRAD_WEIGHT}),
+    "missing slices": frozenset({Kind.WEIGHT, Kind.GRAD_WEIGHT, Kind.OPT_STATE}),
+    "partial weight": frozenset({Kind.WEIGHT}),
+    "a term": frozenset(ROW_KINDS),
+    "missing terms": frozenset(ROW_KINDS),
+}
+"""Rules that a program breaks if it does not use the result of a collective, and the kinds of that result."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -96,6 +107,7 @@ class Tracer(ABC):
         self._outstanding: dict[int, Handle[Any]] = {}
         self._batches = 0
         self._batch = -1  # number of the open batch of messages
+        self._batch_start = 0  # index of the op with which it begins
         self._counted = 0
         # The next count is due at this number of values or handles. It costs one comparison an op.
         self._next_count = VALUES_PER_COUNT
@@ -133,17 +145,18 @@ class Tracer(ABC):
         values.append(value)
         return value
 
-    def refuse_to_store(self, kind: Kind, key: Hashable, value: object) -> NoReturn:
+    def require_storable(self, kind: Kind, key: Hashable, value: object) -> None:
         """Refuse to store an object that is no live value of the store's kind."""
         if isinstance(value, Value) and value.rank is self and value.spec.kind is not kind:
             remedy = f"it belongs into rank.{value.spec.kind.value}, keep it there"
             self.refuse("wrong store", "", f"{kind.value}[{key!r}] was given {value.spec}", remedy)
-        self._refuse_value(value, f"{kind.value}[{key!r}]")
+        self._require_usable(value, f"{kind.value}[{key!r}]")
 
     def forget_key(self, value: Value) -> None:
         """Remove one of the keys that name a value, and free the value with its last key."""
         value.keys -= 1
         if not value.keys and value.alive:
+            value.dropped = True
             self._free(value)
 
     def emit_wait(self, handle: Handle[Any]) -> None:
@@ -158,6 +171,17 @@ class Tracer(ABC):
             if not read.keys and handle.result is not read:
                 self._done_with(read)
 
+    def cause_of(self, refusal: Refused) -> Refused:
+        """Return the refusal of a collective whose result was to be used, if that is why an op lacks a part."""
+        kinds = _RESULTS.get(refusal.rule, ())
+        before = self.ops[: refusal.op] if refusal.rank == self.index else ()
+        for at, op in reversed(list(enumerate(before))):
+            if op.kind in COLLECTIVES and op.layer == refusal.layer and self._kind(op.inputs) in kinds:
+                result = self._values[op.outputs[0]] if op.outputs else None
+                if isinstance(result, Value) and result.alive and not result.keys and not result.reading:
+                    return self._unused(at, refusal).with_traceback(refusal.__traceback__)
+        return refusal
+
     def release(self) -> None:
         """Drop the tape and all values."""
         self.ops, self._values = [], []
@@ -171,18 +195,37 @@ class Tracer(ABC):
         for handle in list(self._outstanding.values()):
             if not handle.waited:
                 self.emit_wait(handle)
-        kept: set[Spec] = set()
-        for value in self._values:
-            if isinstance(value, Value) and value.alive:
-                spec = value.spec
-                at = self._loaded.get((spec.kind, spec.layer, spec.holds))
-                loaded = at is not None and self.ops[at].place == spec.form.place
-                final = spec.step or (spec.kind is Kind.WEIGHT and frozen >> spec.layer & 1)
-                if value.keys and final and loaded and spec not in kept:
-                    kept.add(spec)
-                else:
-                    self._free(value)
+        alive = [value for value in self._values if isinstance(value, Value) and value.alive]
+        kept: dict[Spec, Value] = {}
+        for value in sorted(alive, key=lambda value: not value.keys):  # stable: a value in a store comes first
+            spec = value.spec
+            at = self._loaded.get((spec.kind, spec.layer, spec.holds))
+            loaded = at is not None and self.ops[at].place == spec.form.place
+            final = spec.step or (spec.kind is Kind.WEIGHT and frozen >> spec.layer & 1)
+            if final and loaded:
+                kept.setdefault(spec, value)
+        for value in alive:
+            if kept.get(value.spec) is not value:
+                self._free(value)
         self._count_ops()
+
+    def _kind(self, numbers: Sequence[int]) -> Kind | None:
+        """Return the kind of the first of some values, which may have ended; None if there is none."""
+        value = self._values[numbers[0]] if numbers else None
+        spec = value.spec if isinstance(value, Value) else value
+        return None if spec is None else spec.kind
+
+    def _unused(self, at: int, refusal: Refused) -> Refused:
+        """Return the refusal of a collective whose result no op has used before an op that needed it was refused."""
+        op = self.ops[at]
+        about, needed = op.about, f"and {refusal.about} needs the result: {refusal.given}"
+        remedy = f"use what it gives: `x = await rank.{op.kind.value}(x)`"
+        if op.handle in self._outstanding:
+            cause = Refused("not awaited", about, f"an `await` is missing here, {needed}", f"wait for it, and {remedy}")
+        else:
+            cause = Refused("unused result", about, f"what it gives is dropped here, {needed}", remedy)
+        cause.missing = refusal.missing
+        return cause.at(self.index, at)
 
     def _make_all(self, specs: Sequence[Spec]) -> list[Value]:
         """Make new values, as `make` does, without a call for each."""
@@ -212,7 +255,7 @@ class Tracer(ABC):
             verb, layer: the reader, for a refusal; a verb without a layer, such as the loss, goes by its name alone.
         """
         if value.__class__ is not Value or not value.alive or value.rank is not self:
-            self._refuse_value(value, about_layer(verb, layer) if 0 <= layer < self.sizes.layers else verb)
+            self._require_usable(value, about_layer(verb, layer) if 0 <= layer < self.sizes.layers else verb)
         return value.spec
 
     def _read_all(self, values: Sequence[Value], verb: str, layer: int) -> list[Spec]:
@@ -229,14 +272,44 @@ class Tracer(ABC):
             remedy = f"the model has layers 0-{len(self.layers) - 1}, name one of these"
             self.refuse("unknown layer", op, f"layer {layer} does not exist", remedy)
 
+    def _require_usable(self, value: object, about: About | str) -> None:
+        """Refuse an object that is no value of this rank, or one that has ended. Move the FREE of any other value."""
+        if not isinstance(value, Value) or value.rank is not self or value.dropped or value.replaced:
+            self._refuse_value(value, about)
+        if not value.alive:
+            self._unfree(value)
+
+    def _unfree(self, value: Value) -> None:
+        """Take back the FREE that followed the last use of a value without a key."""
+        free, ops = free_op(value.number), self.ops
+        at = len(ops) - 1
+        while ops[at] is not free and ops[at] != free:
+            at -= 1
+        del ops[at]
+        value.alive = True
+        self._values[value.number] = value
+        self._batch_start -= at < self._batch_start
+        for handle in self._outstanding.values():
+            handle.op -= at < handle.op
+        for key, op in self._loaded.items():
+            self._loaded[key] = op - (at < op)
+
     def _refuse_value(self, value: object, about: About | str) -> NoReturn:
         if isinstance(value, Handle):
             issued = f"{self.ops[value.op]} (op {value.op})" if value.rank is self else "another rank's communication"
             given = f"the handle of {issued} was given where a value is wanted"
             self.refuse("not awaited", about, given, "await it first")
+        if inspect.iscoroutine(value):
+            value.close()  # or Python would warn about it
+            call = f"{value.__name__}(...)"
+            self.refuse("not awaited", about, f"{call} was called without `await`, so it has not run", f"await {call}")
         if not isinstance(value, Value):
-            hint = "unpack it, as in `a, b = ...`" if isinstance(value, tuple) else "compute on values from the stores"
-            self.refuse("no value", about, f"{value!r} was given where a value is wanted", hint)
+            text, hint = f"{value!r:.100}", "compute on values from the stores"
+            if isinstance(value, tuple):
+                text, hint = "a tuple", "unpack it, as in `a, b = ...`"
+            elif value is None:
+                hint = "look for the line that made it: accumulate, send and barrier return None"
+            self.refuse("no value", about, f"{text} was given where a value is wanted", hint)
         if value.rank is not self:
             given = f"{value.spec} belongs to rank {value.rank.index}"
             self.refuse("another rank's value", about, given, "ranks share values only by communication, send it")
@@ -245,11 +318,8 @@ class Tracer(ABC):
             self.refuse(
                 "replaced", about, f"{given} (an update replaced it in place)", "use the value that it returned"
             )
-        if not value.was_stored:
-            why = "it was never stored, so it lived until the op that used it ended"
-            self.refuse("never stored", about, f"{given} ({why})", "keep it in a store")
-        why = "its last key was deleted, or it was popped for one use and has had it"
-        self.refuse("freed", about, f"{given} ({why})", "keep its key until its last use")
+        why = "its last key in a store was deleted or overwritten"
+        self.refuse("freed", about, f"{given} ({why})", "keep the key until the last use")
 
     def _done_with(self, *values: Value) -> None:
         """Free the inputs of an op that no key names."""

@@ -5,11 +5,13 @@ The last part is about ranks that wait: `Wait` says for whom, and `deadlock_erro
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterator, Mapping, MutableMapping, Sequence
+import itertools
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
-from shardlab.common.errors import Deadlock, Refused
+from shardlab.common.errors import About, Deadlock, Refused, Rule
+from shardlab.language.misuse import HandleMisuse, ValueMisuse
 from shardlab.language.ops import picture
 from shardlab.language.rules.kinds import Kind
 from shardlab.language.rules.spec import Form, Spec
@@ -36,10 +38,11 @@ class TracedRank(Protocol):
     def add(self, a: Value, b: Value) -> Value: ...
     def emit_wait(self, handle: Handle[Any]) -> None: ...
     def forget_key(self, value: Value) -> None: ...
-    def refuse_to_store(self, kind: Kind, key: Hashable, value: object) -> NoReturn: ...
+    def refuse(self, rule: Rule, about: About | str, given: str, remedy: str) -> NoReturn: ...
+    def require_storable(self, kind: Kind, key: Hashable, value: object) -> None: ...
 
 
-class Value:
+class Value(ValueMisuse):
     """Symbol of a value on one rank while the program is traced. It has a spec, and no data.
 
     Attributes:
@@ -47,7 +50,7 @@ class Value:
         keys: how many store keys name it.
         reading: communications in flight that read it. Until they complete it is read-only and stays alive.
         alive: whether ops may use it.
-        was_stored: whether a key has named it.
+        dropped: whether its last key was deleted or overwritten, which ended it.
         replaced: whether an update ended it.
         saved: numbers of the values that its layer kept of its forward passes, by form (None: none yet). The form tells
             with which slices of the layer's parameters the pass was computed.
@@ -55,7 +58,7 @@ class Value:
     """
 
     __slots__ = (
-        "alive", "keys", "number", "rank", "reading", "replaced", "saved", "saved_for_weight", "spec", "was_stored",
+        "alive", "dropped", "keys", "number", "rank", "reading", "replaced", "saved", "saved_for_weight", "spec",
     )  # fmt: skip
 
     rank: TracedRank
@@ -64,7 +67,7 @@ class Value:
     keys: int
     reading: tuple[Handle[Any], ...]
     alive: bool
-    was_stored: bool
+    dropped: bool
     replaced: bool
     saved: dict[Form, int] | None
     saved_for_weight: int
@@ -96,7 +99,7 @@ def new_value(rank: TracedRank, number: int, spec: Spec) -> Value:
     value = _new(Value)
     value.rank, value.number, value.spec = rank, number, spec
     value.keys, value.reading, value.alive = 0, (), True
-    value.was_stored = value.replaced = False
+    value.dropped = value.replaced = False
     value.saved, value.saved_for_weight = None, -1
     return value
 
@@ -128,8 +131,7 @@ class Store(MutableMapping[Hashable, Value]):
             or not value.alive
             or value.rank is not rank
         ):
-            rank.refuse_to_store(self.kind, key, value)
-        value.was_stored = True
+            rank.require_storable(self.kind, key, value)
         value.keys += 1  # before the old value is released: it may be this one
         old = self._values.get(key)
         if old is not None:
@@ -142,7 +144,7 @@ class Store(MutableMapping[Hashable, Value]):
         self._rank.forget_key(value)
 
     def pop(self, key: Hashable) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]  # no default
-        """Remove a value for its last use. It lives until the op that uses it ends."""
+        """Remove a value from the store, and return it. It lives until its last use."""
         try:
             value = self._values.pop(key)
         except KeyError:
@@ -160,22 +162,37 @@ class Store(MutableMapping[Hashable, Value]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        return f"{self.kind.value}: {self._values!r}"
+        shown = ", ".join(f"{key!r}: {value!r}" for key, value in itertools.islice(self._values.items(), SHOWN_KEYS))
+        rest = len(self._values) - SHOWN_KEYS
+        return f"{self.kind.value}: {{{shown}{f' and {rest} more' if rest > 0 else ''}}}"
 
     def _repr_svg_(self) -> str | None:
         return picture(self)
 
     def _missing(self, key: Hashable) -> Refused:
-        have = ", ".join(map(repr, self._values))
-        has = f"has the keys {have}, use one of these" if have else "is empty, keep the value in it"
-        missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", f"the store {has}")
+        have = listed_keys(self._values)
+        has = f"the store has the keys {have}, use one of these" if have else "the store is empty, keep the value in it"
+        if self.kind is Kind.GRAD_WEIGHT:
+            has += ", or begin a sum with rank.accumulate(gradient)"
+        missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", has)
         return missing.at(self._rank.index, len(self._rank.ops))
+
+
+SHOWN_KEYS = 12
+"""Most keys of a store that a message lists."""
+
+
+def listed_keys(keys: Iterable[Hashable]) -> str:
+    """Return the keys of a store as text; of many, only the first ones."""
+    texts = [repr(key) for key in keys]
+    rest = len(texts) - SHOWN_KEYS
+    return ", ".join(texts[:SHOWN_KEYS]) + (f" and {rest} more" if rest > 0 else "")
 
 
 Result = TypeVar("Result", covariant=True)
 
 
-class Handle(Generic[Result]):
+class Handle(HandleMisuse, Generic[Result]):
     """Handle of a communication in flight. `await` it for the result.
 
     The result is None for a send and a barrier, and where only the root receives.
@@ -191,9 +208,14 @@ class Handle(Generic[Result]):
 
     __slots__ = ("number", "op", "others", "rank", "read", "ready", "result", "waited")
 
-    def wait(self) -> Wait:
+    def waits_for(self) -> Wait:
         """Return what this handle waits for."""
         raise AssertionError("every kind of handle says what it waits for")
+
+    def refuse_use(self) -> NoReturn:
+        """Refuse the use of this handle where its result is wanted."""
+        given = f"the handle of {self.rank.ops[self.op]} (op {self.op}) was used where its result is wanted"
+        self.rank.refuse("not awaited", "", given, "await it first")
 
     def __repr__(self) -> str:  # asyncio prints it if a strategy is awaited by hand
         return f"<{type(self).__name__} of rank {self.rank.index}; only `trace` drives a strategy>"
@@ -237,6 +259,8 @@ class Wait(NamedTuple):
 def deadlock_error(waits: Mapping[int, Wait]) -> Deadlock:
     """Return the refusal of a program whose ranks wait for one another."""
     remedy = "let every op come on all of its ranks, and in one order"
+    if all(wait.what.startswith("recv ") and wait.blockers[0] in waits for wait in waits.values()):
+        remedy = "let one of them send first, or let each send and receive at once with rank.exchange"
     return Deadlock("deadlock", "deadlock", chain_of_waits(waits), remedy)
 
 

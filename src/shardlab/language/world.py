@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import re
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardlab.common.errors import Refused, UserError
-from shardlab.common.user_code import MAX_OPS, OpCount, max_ops, run_stepwise
+from shardlab.common.user_code import MAX_OPS, OpCount, max_ops, never_awaited, run_stepwise
 from shardlab.language.mesh import Mesh
 from shardlab.language.rank import Rank
 from shardlab.language.rendezvous import Channels, OpenCollectives
@@ -33,6 +34,9 @@ Strategy = Callable[[Rank], Coroutine[Any, Any, object]]
 
 NO_LOOP = ("no running event loop", "no current event loop")
 """Errors of asyncio's own functions (sleep, gather), since ranks are driven without an event loop."""
+
+AWAITED_OBJECT = re.compile("object (.*) can't be used in 'await' expression")
+"""Python's error for an `await` of something else."""
 
 CLOSING_TRIES = 100
 """Most awaits in `finally` clauses that are closed before a program is abandoned."""
@@ -118,7 +122,8 @@ class World:
             Stalled: when a rank's next op does not come.
         """
         coroutines = self._start(strategy)
-        with gc_paused():
+        ours = str(getattr(strategy, "__module__", "")).startswith("shardlab.")
+        with gc_paused(), nullcontext() if ours else _refusing_dropped_coroutines():
             return run_stepwise(
                 lambda: self._drive(coroutines),
                 lambda: self._resumed + sum(len(rank.ops) for rank in self.ranks),
@@ -143,7 +148,7 @@ class World:
             while self._runnable:
                 self._resume(self._runnable.popleft(), coroutines)
             if self._parked:
-                raise deadlock_error({handle.rank.index: handle.wait() for handle in self._parked.values()})
+                raise deadlock_error({handle.rank.index: handle.waits_for() for handle in self._parked.values()})
             return self.finish()
         finally:
             for coroutine in coroutines:
@@ -166,11 +171,18 @@ class World:
             handle = coroutines[index].send(None)
         except StopIteration:
             return
-        except (Refused, UserError):
+        except Refused as refusal:
+            raise rank.cause_of(refusal) from None
+        except UserError:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_LOOP):
                 _refuse_awaited(rank)
+            if isinstance(error, TypeError) and (found := AWAITED_OBJECT.fullmatch(str(error))):
+                given = f"the program awaited an object of type {found[1]}, and only communication is awaited"
+                rank.refuse(
+                    "awaited something else", "", given, "leave out `await`: other verbs give their results at once"
+                )
             given = f"the program raised {type(error).__name__}: {error}"
             refusal = Refused("the program raised", "", given, "mend it there")
             raise refusal.at(rank.index, len(rank.ops)) from error
@@ -204,9 +216,31 @@ def gc_paused() -> Generator[None, None, None]:
             gc.enable()
 
 
+@contextmanager
+def _refusing_dropped_coroutines() -> Generator[None, None, None]:
+    """Name a coroutine that was never awaited in place of a refusal, which it is the likelier reason for."""
+    refused = None
+    with never_awaited() as dropped:
+        try:
+            yield
+        except Refused as refusal:
+            refused = refusal
+    if refused is not None:
+        if not dropped:
+            raise refused
+        name, line, _ = dropped[0]
+        given = f"{name}(...) was called without `await`, so it has not run"
+        refusal = Refused("not awaited", "", given, f"write `await {name}(...)`")
+        refusal.line = str(line)
+        raise refusal from None
+    for coroutine in dropped:
+        coroutine.warn()
+
+
 def _refuse_awaited(rank: Rank) -> NoReturn:
     given = "the program awaited something else than a communication of its own rank"
-    rank.refuse("awaited something else", "", given, "await only those")
+    remedy = "await the handles that this rank's verbs return, one by one"
+    rank.refuse("awaited something else", "", given, remedy)
 
 
 def _close(coroutine: Coroutine[Any, Any, object]) -> None:

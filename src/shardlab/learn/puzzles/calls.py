@@ -8,8 +8,6 @@ futures of the user's event loop, and notices when no rank can continue.
 from __future__ import annotations
 
 import asyncio
-import re
-import warnings
 from collections.abc import Callable, Coroutine, Generator, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,8 +22,6 @@ from shardlab.language.values import Wait, deadlock_error
 from shardlab.simulate.timeline.costs import PUZZLE_COSTS
 
 T = TypeVar("T", covariant=True)
-
-_NEVER_AWAITED = re.compile("coroutine '(.*)' was never awaited")
 
 
 class PuzzleCall(Coroutine[Any, Any, T]):
@@ -96,29 +92,9 @@ class PuzzleCall(Coroutine[Any, Any, T]):
         return self._started
 
 
-@contextmanager
-def never_awaited() -> Generator[list[tuple[PuzzleRefused, Callable[[], None]]]]:
-    """Collect a refusal for each coroutine of a student's own that was never awaited, with a function that shows the
-    warning.
-
-    Other warnings are shown as usual.
-    """
-    dropped: list[tuple[PuzzleRefused, Callable[[], None]]] = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", _NEVER_AWAITED.pattern, RuntimeWarning)
-        show = warnings.showwarning
-
-        def collect(message: Warning | str, category: type[Warning], file: str, number: int, *rest: Any) -> None:
-            warn = partial(show, message, category, file, number, *rest)
-            if found := _NEVER_AWAITED.match(str(message)):
-                name = found[1].rpartition(".")[2]
-                refusal = unawaited(f"{name}()", f"{name}(...)").on(SourceLine(file, number))
-                dropped.append((refusal, warn))
-            else:
-                warn()
-
-        warnings.showwarning = collect
-        yield dropped
+def dropped_coroutine(name: str, line: SourceLine) -> PuzzleRefused:
+    """Return the refusal of a coroutine of the student's own that was never awaited."""
+    return unawaited(f"{name}()", f"{name}(...)").on(line)
 
 
 def unawaited(name: str, call: str, layer: int = -1) -> PuzzleRefused:

@@ -20,9 +20,9 @@ from shardlab.check.report import FileCheck
 from shardlab.common.errors import About, unknown_name
 from shardlab.common.files import load_table
 from shardlab.common.text import counted
-from shardlab.common.user_code import Stoppable, Stopped, display_path, run_stoppable, user_line_of
+from shardlab.common.user_code import Stoppable, Stopped, display_path, never_awaited, run_stoppable, user_line_of
 from shardlab.language import Mesh, Refused, Sizes, Strategy, UserError
-from shardlab.learn.puzzles.calls import PuzzleRefused, never_awaited
+from shardlab.learn.puzzles.calls import PuzzleRefused, dropped_coroutine
 from shardlab.learn.puzzles.communication import Dist
 from shardlab.learn.puzzles.model import PuzzleModel, timeline_of, verify
 from shardlab.learn.puzzles.values import Picture, timeline_picture
@@ -64,9 +64,9 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
     with never_awaited() as dropped:
         result = kind(task, solution, seconds)
     if dropped and not result.correct:  # this is the likelier reason
-        return replace(result, error=str(dropped[0][0]))
-    for _, warn in dropped:
-        warn()
+        return replace(result, error=str(dropped_coroutine(dropped[0].name, dropped[0].line)))
+    for coroutine in dropped:
+        coroutine.warn()
     return result
 
 

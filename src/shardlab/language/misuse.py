@@ -1,0 +1,208 @@
+"""Refusals of expressions that torch has and a rank does not: they name the verb to write instead.
+
+`ValueMisuse` is a base class of values: operators such as `gradient * 0.5`, and attributes such as `value.grad`.
+`HandleMisuse` is the same for handles, which have to be awaited first. `refuse_attribute` refuses an unknown verb or
+store of a rank, and lists those that exist, the nearest first. Type checkers do not see these methods, so they still
+report the expressions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from fractions import Fraction
+from numbers import Rational
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
+
+from shardlab.common.errors import Refused, Rule
+from shardlab.language.rules.kinds import Kind
+from shardlab.language.rules.spec import Spec
+
+Addend = TypeVar("Addend", bound="ValueMisuse")
+
+GRADIENTS = frozenset(kind for kind in Kind if kind.value.startswith("grad_"))
+
+NAME_OF = {
+    "acts": "activations", "grad": "grad_weights", "gradients": "grad_weights", "grads": "grad_weights",
+    "optim": "opt_states", "optimizer": "opt_states", "parameters": "weights", "params": "weights",
+    "states": "opt_states",
+    "abs": "norm", "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all", "apply": "update",
+    "batch_isend_irecv": "batch_p2p", "bfloat16": "cast", "cat": "concatenate", "chunk": "slice",
+    "clip_grad_norm_": "norm", "cpu": "offload", "cuda": "reload", "div": "scale", "div_": "scale", "float": "cast",
+    "get_rank": "index", "get_world_size": "world", "half": "cast", "irecv": "recv", "isend": "send", "mul": "scale",
+    "mul_": "scale", "narrow": "slice", "receive": "recv", "shard": "slice", "size": "world",
+    "split": "slice", "stack": "concatenate", "step": "update", "sub": "scale", "sum": "add", "to": "cast",
+    "view": "slice", "world_size": "world",
+}  # fmt: skip
+"""The verb or store that does what a name of torch, NumPy or MPI does, where the names are not alike."""
+
+NEAR = 0.6
+"""Least likeness of two names, from 0 to 1, at which one may be meant for the other."""
+
+NUMBERS = "a program is traced once, without numbers, so it must not depend on those in its tensors"
+
+
+class MissingAttribute(Refused, AttributeError):
+    """Refusal of an attribute that does not exist. `hasattr` and `getattr` with a default work as usual."""
+
+
+class RefusingRank(Protocol):
+    """Interface of a rank that refuses."""
+
+    def refuse(self, rule: Rule, about: str, given: str, remedy: str) -> NoReturn: ...
+
+
+class RefusingHandle(Protocol):
+    """Interface of a handle that refuses to be used as its result."""
+
+    def refuse_use(self) -> NoReturn: ...
+
+
+def refuse_attribute(rank: int, op: int, name: str, families: Mapping[str, Sequence[str]]) -> NoReturn:
+    """Refuse an attribute that a rank does not have.
+
+    Args:
+        rank, op: the place of the refusal.
+        families: noun, such as "verbs", and the names of each family of attributes.
+
+    Raises:
+        MissingAttribute: with the nearest name, and the others of its family.
+    """
+    meant = NAME_OF.get(name.lower())
+    likeness = {
+        (other == meant, SequenceMatcher(None, name.lower(), other).ratio()): (noun, other)
+        for noun, names in families.items()
+        for other in names
+    }
+    near = max(likeness)
+    noun, nearest = likeness[near]
+    first, others = f"did you mean rank.{nearest}? Other", [each for each in families[noun] if each != nearest]
+    if near < (False, NEAR):
+        first, noun, others = "the", "verbs", families["verbs"]
+    given = f"rank.{name} does not exist"
+    remedy = f"{first} {noun} are {', '.join(others)}"
+    raise MissingAttribute("unknown verb", "", given, remedy).at(rank, op)
+
+
+class ValueMisuse:
+    """Operators and attributes of tensors that a value does not have."""
+
+    __slots__ = ()
+
+    def __radd__(self: Addend, other: int | Addend) -> Addend:
+        return self if other.__class__ is int and other == 0 else cast(Any, self) + other  # `sum` starts with 0
+
+    if not TYPE_CHECKING:
+
+        def __mul__(self, other: object) -> NoReturn:
+            _refuse_product(self, "*", other, other)
+
+        __rmul__ = __mul__
+
+        def __truediv__(self, other: object) -> NoReturn:
+            by = 1 / Fraction(other) if isinstance(other, int | float) and other else None
+            _refuse_product(self, "/", other, by)
+
+        def __neg__(self) -> NoReturn:
+            _refuse_product(self, "*", -1, -1)
+
+        def __sub__(self, other: object) -> NoReturn:
+            remedy = "gradients are only added, write a + b"
+            if self.spec.kind is Kind.WEIGHT:
+                remedy = "rank.update(layer, gradient, weight, opt_state) takes the optimizer's step"
+            _refuse_operator(self, "-", remedy, other)
+
+        __rsub__ = __sub__
+
+        def __matmul__(self, other: object) -> NoReturn:
+            _refuse_operator(self, "@", "rank.forward(layer, activation, weight) computes a layer", other)
+
+        def __pow__(self, other: object) -> NoReturn:
+            _refuse_operator(self, "**", "rank.norm(layer, gradient) is a gradient's sum of squares", other)
+
+        def __abs__(self) -> NoReturn:
+            _refuse_operator(self, "in abs()", "rank.norm(layer, gradient) is a gradient's sum of squares")
+
+        def __getitem__(self, index: object) -> NoReturn:
+            _refuse_operator(self, f"[{index!r:.40}]", "rank.slice(value, index, of) cuts one of `of` equal slices")
+
+        def __iter__(self) -> NoReturn:
+            remedy = "it is one value, and rank.slice(value, index, of) cuts one of `of` equal slices"
+            _refuse_operator(self, "unpacked, or in a loop,", remedy)
+
+        def __len__(self) -> NoReturn:
+            _refuse_operator(self, "in len()", "value.elements is the number of its elements")
+
+        def __bool__(self) -> bool:
+            return True
+
+        def __float__(self) -> NoReturn:
+            _refuse_operator(self, "as a number", NUMBERS)
+
+        __int__ = __float__
+
+        def __lt__(self, other: object) -> NoReturn:
+            _refuse_operator(self, "in a comparison", NUMBERS)
+
+        __le__ = __gt__ = __ge__ = __lt__
+
+        def __await__(self) -> NoReturn:
+            given = f"{self.spec} is a value already, and only communication is awaited"
+            self.rank.refuse("awaited something else", "", given, "leave out `await`")
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):  # Python, IPython and copy look for these
+                raise AttributeError(name)
+            rank = self.rank
+            if name == "grad":
+                remedy = "rank.backward returns the gradients of the weight and of the input"
+            elif name in {"item", "tolist", "numpy", "max", "min", "mean", "isnan", "isinf", "any", "all"}:
+                remedy = NUMBERS
+            elif name in NAME_OF:
+                remedy = f"rank.{NAME_OF[name]} is the verb for it"
+            else:
+                remedy = "it has `elements`, `bytes` and `spec`, and the verbs of the rank compute with it"
+            raise MissingAttribute("unknown verb", "", f"{self.spec} has no `{name}`", remedy).at(
+                rank.index, len(rank.ops)
+            )
+
+
+class HandleMisuse:
+    """Operators and attributes of a result, used on the handle that has to be awaited for it."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def _refuse(self, *_: object) -> NoReturn:
+            self.refuse_use()
+
+        __add__ = __radd__ = __mul__ = __rmul__ = __truediv__ = __sub__ = __neg__ = __getitem__ = __iter__ = _refuse
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_") or name in {"cr_await", "gi_yieldfrom"}:
+                raise AttributeError(name)
+            self.refuse_use()
+
+
+def _refuse_product(value: Any, operation: str, other: object, by: object) -> NoReturn:
+    spec: Spec = value.spec
+    if spec.kind not in GRADIENTS:
+        remedy = "layers compute with it, and only gradients are multiplied, by rank.scale"
+    elif isinstance(by, Rational | float) and by:
+        factor = Fraction(by).limit_denominator(1000)
+        text = str(factor) if factor.denominator == 1 else f"Fraction({factor.numerator}, {factor.denominator})"
+        remedy = (
+            f"write rank.scale(value, {text}) if it is meant. Gradients are shares of the step's mean already, and "
+            "their sum needs no factor"
+        )
+    else:
+        remedy = "rank.scale(value, by) multiplies a gradient by a Fraction, or by token counts (rank.tokens)"
+    _refuse_operator(value, operation, remedy, other)
+
+
+def _refuse_operator(value: Any, operation: str, remedy: str, other: object = "") -> NoReturn:
+    rank: RefusingRank = value.rank
+    operand = other if isinstance(other, str) else str(getattr(other, "spec", repr(other)))
+    expression = f"{value.spec} {operation} {operand:.80}".rstrip()
+    rank.refuse("no operator", "", f"{expression} is no operation on values", remedy)

@@ -1,0 +1,175 @@
+"""Refusals of expressions that torch has and a rank does not."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import shardlab
+from shardlab.common.errors import Refused
+from shardlab.language import Rank
+from shardlab.language.misuse import NAME_OF
+from tests.language.tapes import alone, refusal, refused
+
+MISUSES: list[tuple[Callable[[Any], object], str]] = [
+    (lambda gradient: gradient * 0.5, r"rank\.scale\(value, Fraction\(1, 2\)\)"),
+    (lambda gradient: 2 * gradient, r"rank\.scale\(value, 2\)"),
+    (lambda gradient: gradient / 4, r"rank\.scale\(value, Fraction\(1, 4\)\)"),
+    (lambda gradient: gradient / 0, r"rank\.scale\(value, by\)"),
+    (operator.neg, r"rank\.scale\(value, -1\)"),
+    (lambda gradient: gradient * gradient, r"rank\.scale\(value, by\)"),
+    (lambda gradient: gradient - gradient, r"a \+ b"),
+    (lambda gradient: gradient @ gradient, r"rank\.forward"),
+    (lambda gradient: gradient**2, r"rank\.norm"),
+    (abs, r"rank\.norm"),
+    (lambda gradient: gradient[0], r"rank\.slice"),
+    (list, r"rank\.slice"),
+    (len, "value.elements"),
+    (float, "traced once, without numbers"),
+    (lambda gradient: gradient > 0, "traced once, without numbers"),
+    (lambda gradient: gradient.item(), "traced once, without numbers"),
+    (lambda gradient: gradient.mul_(2), r"rank\.scale"),
+    (lambda gradient: gradient.cuda(), r"rank\.reload"),
+    (lambda gradient: gradient.spam, "`elements`, `bytes` and `spec`"),
+]
+
+
+@pytest.mark.parametrize(("misuse", "verb"), MISUSES)
+def test_an_expression_of_torch_names_the_verb_to_write(misuse: Callable[[Any], object], verb: str) -> None:
+    async def strategy(rank: Rank) -> None:
+        misuse(rank.zero_gradient(0))
+
+    with pytest.raises(Refused, match=verb):
+        shardlab.trace(strategy, ranks=1)
+
+
+def test_sum_adds_a_list_of_gradients() -> None:
+    def lines(rank: Rank) -> None:
+        assert sum([rank.zero_gradient(0), rank.zero_gradient(0)])
+
+    assert "add 0 1 -> 2" in alone(lines)
+
+
+def test_python_and_notebooks_may_look_for_attributes_that_do_not_exist() -> None:
+    def lines(rank: Rank) -> None:
+        for thing in (rank, rank.zero_gradient(0), rank.all_reduce(rank.zero_gradient(0))):
+            assert not hasattr(thing, "_repr_png_")
+            assert not hasattr(thing, "__array__")
+        assert getattr(rank, "step", None) is None
+        assert copy.copy(rank.load_batch([0]))
+
+    alone(lines)
+
+
+def test_an_unknown_verb_lists_the_nearest_name_first_and_the_others_of_its_family() -> None:
+    error = refused(lambda rank: cast(Any, rank).allreduce, "unknown verb")
+    assert error.remedy.startswith("did you mean rank.all_reduce? Other verbs are ")
+    assert {"forward", "all_gather", "accumulate"} <= set(error.remedy.replace("?", "").replace(",", "").split())
+    error = refused(lambda rank: cast(Any, rank).world_size, "unknown verb")
+    assert error.remedy.startswith("did you mean rank.world? Other attributes are index, mesh")
+    assert refused(lambda rank: cast(Any, rank).xyzzy, "unknown verb").remedy.startswith("the verbs are ")
+
+
+def test_every_suggested_name_exists() -> None:
+    def lines(rank: Rank) -> None:
+        assert all(hasattr(rank, name) for name in NAME_OF.values())
+        assert not any(hasattr(rank, name) for name in NAME_OF)
+
+    alone(lines)
+
+
+RESULTS: list[Callable[[Any], object]] = [
+    lambda handle: handle + handle,
+    lambda handle: handle[0],
+    list,
+    lambda handle: handle.wait(),
+]
+
+
+@pytest.mark.parametrize("misuse", RESULTS)
+def test_a_handle_used_as_its_result_is_to_be_awaited(misuse: Callable[[Any], object]) -> None:
+    async def strategy(rank: Rank) -> None:
+        misuse(rank.all_reduce(rank.zero_gradient(0)))
+
+    with pytest.raises(Refused, match="await it first"):
+        shardlab.trace(strategy, ranks=2)
+
+
+async def awaits_a_value(rank: Rank) -> None:
+    await cast(Any, rank.load_batch([0]))
+
+
+async def awaits_a_sum(rank: Rank) -> None:
+    await cast(Any, rank.accumulate(rank.zero_gradient(0)))
+
+
+async def awaits_a_pair(rank: Rank) -> None:
+    await cast(Any, rank.load_weights(0))
+
+
+async def gathers_with_asyncio(rank: Rank) -> None:
+    await asyncio.gather(rank.all_reduce(rank.zero_gradient(0)))
+
+
+@pytest.mark.parametrize("strategy", [awaits_a_value, awaits_a_sum, awaits_a_pair])
+def test_an_await_of_a_plain_call_is_to_be_left_out(strategy: Any) -> None:
+    error = refusal(strategy)
+    assert error.rule == "awaited something else"
+    assert error.remedy.startswith("leave out `await`")
+
+
+def test_handles_are_awaited_one_by_one() -> None:
+    assert "one by one" in refusal(gathers_with_asyncio).remedy
+
+
+FORGETS = """
+async def load(rank, layer):
+    rank.weights[layer], rank.opt_states[layer] = rank.load_weights(layer)
+
+async def never_loads(rank):
+    load(rank, 0)
+    rank.forward(0, rank.load_batch([0]), rank.weights[0])
+
+async def gives_it_on(rank):
+    rank.forward(0, rank.load_batch([0]), load(rank, 0))
+
+async def never_waits(rank):
+    weight, state = rank.load_weights(0)
+    batch = rank.load_batch(rank.share())
+    loss = rank.loss(rank.forward(0, batch, weight))
+    gradient, _ = rank.backward(0, batch, loss, weight)
+    rank.all_reduce(gradient)
+    rank.update(0, gradient, weight, state)
+
+async def drops_the_weight(rank):
+    weight = rank.load_weight(0, shard=rank.index, of=rank.world)
+    await rank.all_gather(weight)
+    rank.forward(0, rank.load_batch(rank.share()), weight)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "says"),
+    [
+        ("never_loads", "    load(rank, 0)", r"`await load\(\.\.\.\)`"),
+        ("gives_it_on", "load(rank, 0))", r"await load\(\.\.\.\)"),
+        ("never_waits", "    rank.all_reduce(gradient)", "an `await` is missing here"),
+        ("drops_the_weight", "    await rank.all_gather(weight)", r"`x = await rank\.all_gather\(x\)`"),
+    ],
+)
+def test_a_forgotten_await_is_named_at_the_line_of_the_call(tmp_path: Path, name: str, at: str, says: str) -> None:
+    file = tmp_path / "forgets.py"
+    file.write_text(FORGETS)
+    (line,) = (number for number, text in enumerate(FORGETS.splitlines(), 1) if text.endswith(at))
+    with pytest.raises(Refused, match=says) as refused:
+        shardlab.check(f"{file}:{name}", ranks=2, layers=1, microbatches=2)
+    assert refused.value.line.endswith(f"forgets.py:{line}")
+    sentence, source = refused.value._render_traceback_()
+    assert "\n" not in sentence
+    assert source.endswith(at.strip())
