@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from shardlab.check import Checked, check
+from shardlab.common.user_code import never_awaited
 from shardlab.language import Kind, Refused, UserError, trace
 from shardlab.language.precision import find_precision
 from shardlab.learn.course.exercise import Exercise, Mistake
-from shardlab.learn.puzzles.calls import never_awaited
+from shardlab.learn.puzzles.calls import dropped_coroutine
 from shardlab.learn.puzzles.grader import Puzzle, checked_strategy
 from shardlab.learn.puzzles.grader import find as find_puzzle
 from shardlab.models import find_model
@@ -131,9 +132,9 @@ def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
         except (Refused, UserError) as refusal:
             result = _failed(exercise, "refused", str(refusal))
     if dropped and result.stage == "refused":  # this is the likelier reason
-        return _failed(exercise, "refused", str(dropped[0][0]))
-    for _, warn in dropped:
-        warn()
+        return _failed(exercise, "refused", str(dropped_coroutine(dropped[0].name, dropped[0].line)))
+    for coroutine in dropped:
+        coroutine.warn()
     return result
 
 
