@@ -1,22 +1,17 @@
 """`shardlab convert`: a run's folder to Hugging Face's form and back, as a user sees it."""
 
-# pyright: reportUnknownMemberType=false
-# transformers leaves most of its annotations out.
-
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import transformers
 
 from shardlab.cli import main
 from shardlab.models import GPT, Mixtral
 from shardlab.train.data.prepared_folder import find_tokenizer
 from shardlab.train.data.tokenizers import Characters, HuggingFace
-from tests.support.tokenizer_files import byte_level
+from tests.support.tokenizer_files import byte_level, of_transformers
 from tests.train.huggingface.folders import random_run
 
 Captured = pytest.CaptureFixture[str]
@@ -54,8 +49,7 @@ def test_the_tokens_of_a_run_are_those_of_transformers(folder: Path, capsys: Cap
     random_run(folder / "chars", GPT(layers=1, hidden_size=16, heads=2, seq_len=8, vocab_size=9), tokenizer=tokenizer)
     assert main(["convert", "chars", "hf"]) == 0
     assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in (folder / "hf").iterdir()}
-    read: Any = transformers.AutoTokenizer
-    theirs: Any = read.from_pretrained(folder / "hf")
+    theirs = of_transformers("AutoTokenizer").from_pretrained(folder / "hf")
     assert theirs("not to be")["input_ids"] == tokenizer.encode([b"not to be"])[0].tolist()
     assert main(["sample", "hf", "--prompt", "to be", "--tokens", "3"]) == 0
 

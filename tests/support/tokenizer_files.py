@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -84,3 +85,12 @@ def dropping(letters: str) -> Any:
     made.decoder = decoders.Fuse()
     made.add_special_tokens(["<|endoftext|>"])
     return made
+
+
+def of_transformers(name: str) -> Any:
+    """Return a class of `transformers` by its name.
+
+    An import statement would make pyright read all models of that library, and every collection of
+    tests would import it.
+    """
+    return getattr(import_module("transformers"), name)

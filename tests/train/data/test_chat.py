@@ -1,8 +1,5 @@
 """A conversation is written down as the model's folder says, or plainly."""
 
-# pyright: reportUnknownMemberType=false
-# transformers leaves some of its annotations out.
-
 from __future__ import annotations
 
 import json
@@ -13,7 +10,7 @@ import pytest
 from shardlab.common.errors import UserError
 from shardlab.train.data.chat import chat_template
 from shardlab.train.data.tokenizers import ByteTokenizer, HuggingFace
-from tests.support.tokenizer_files import byte_fallback
+from tests.support.tokenizer_files import byte_fallback, of_transformers
 
 TALK = [
     {"role": "user", "content": "Who art thou?"},
@@ -61,13 +58,12 @@ def test_a_folder_s_template_is_followed_wherever_it_stands(tmp_path: Path, form
 
 
 def test_it_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     written = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     tokenizer = HuggingFace.train([WRITTEN], 270)
     (tmp_path / "tokenizer.json").write_bytes(tokenizer.files()["tokenizer.json"])
     config(tmp_path, chat_template=written)
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>")
+    fast = of_transformers("PreTrainedTokenizerFast")
+    theirs = fast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>")
     theirs.chat_template = written
     shown = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
     assert chat_template(tmp_path, tokenizer).render(TALK) == shown

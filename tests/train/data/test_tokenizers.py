@@ -2,7 +2,6 @@
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportMissingTypeStubs=false
 # tokenizers leaves its annotations out.
-# transformers and tokenizers leave most of their annotations out.
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +32,7 @@ from shardlab.train.data.tokenizers import (
     same_tokens,
 )
 from tests.support import tokenizer_files
+from tests.support.tokenizer_files import of_transformers
 
 TEXT = "The fish swims; the fishes swim. Der Fisch schwimmt über den Fluß. \U0001f41f\n\n  def f(x):\n\treturn\r\n" * 9
 
@@ -306,7 +305,6 @@ def test_tokenizers_are_the_same_if_their_tokens_mean_the_same_text() -> None:
 
 TEXT_of_exported = " Zoë's 3 naïve\tcafés,  it 's \r\n\n “quoted” \x00\x7f . 東京 🙂!\n "
 TOKENIZERS = [ByteTokenizer(), Characters.from_texts([TEXT_of_exported])]
-AutoTokenizer: Any = transformers.AutoTokenizer
 
 
 def written(folder: Path, tokenizer: Tokenizer) -> Path:
@@ -318,7 +316,7 @@ def written(folder: Path, tokenizer: Tokenizer) -> Path:
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)
 def test_both_libraries_give_our_tokens_and_the_text_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (ours,) = tokenizer.encode([TEXT_of_exported.encode()])
-    fast: Any = AutoTokenizer.from_pretrained(written(tmp_path, tokenizer))
+    fast = of_transformers("AutoTokenizer").from_pretrained(written(tmp_path, tokenizer))
     assert fast.is_fast
     assert len(fast) == tokenizer.vocab_size
     assert (
@@ -332,13 +330,13 @@ def test_both_libraries_give_our_tokens_and_the_text_again(tmp_path: Path, token
 
 def test_every_byte_is_the_token_that_it_is_here(tmp_path: Path) -> None:
     written(tmp_path, ByteTokenizer())
-    fast: Any = AutoTokenizer.from_pretrained(tmp_path)
+    fast = of_transformers("AutoTokenizer").from_pretrained(tmp_path)
     for point in range(0x110, 0x3000, 0xFF):
         assert fast.encode(chr(point)) == list(chr(point).encode())
 
 
 def test_a_character_without_a_token_raises_there_too(tmp_path: Path) -> None:
-    fast: Any = AutoTokenizer.from_pretrained(written(tmp_path, Characters.from_texts(["abc"])))
+    fast = of_transformers("AutoTokenizer").from_pretrained(written(tmp_path, Characters.from_texts(["abc"])))
     with pytest.raises(Exception, match="vocabulary"):
         fast.encode("abd")
 
@@ -352,16 +350,16 @@ def test_an_exported_tokenizer_reads_back_as_ours(tmp_path: Path, tokenizer: Tok
 def test_pairs_of_gpt2_become_a_file_that_gives_the_same_tokens(tmp_path: Path) -> None:
     tokenizer = Gpt2(small_gpt2())
     (ours,) = tokenizer.encode([TEXT_of_exported.encode()])
-    fast: Any = AutoTokenizer.from_pretrained(written(tmp_path, tokenizer))
+    fast = of_transformers("AutoTokenizer").from_pretrained(written(tmp_path, tokenizer))
     assert fast(TEXT_of_exported)["input_ids"] == ours.tolist()
     assert (fast.eos_token_id, len(fast)) == (tokenizer.end, tokenizer.vocab_size)
 
 
 def test_transformers_knows_which_token_ends_a_document(tmp_path: Path) -> None:
     tokenizer = HuggingFace.train([TEXT_of_exported], 260)
-    fast: Any = AutoTokenizer.from_pretrained(written(tmp_path, tokenizer))
+    fast = of_transformers("AutoTokenizer").from_pretrained(written(tmp_path, tokenizer))
     assert fast.eos_token_id == tokenizer.end
-    assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == tokenizer.end
+    assert of_transformers("GenerationConfig").from_pretrained(tmp_path).eos_token_id == tokenizer.end
 
 
 def test_fields_in_a_tokenizers_own_files_stay() -> None:
