@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
+from shardlab.cli.bench.strategies import BenchStrategies
 from shardlab.measure.side_by_side import results
-from shardlab.measure.side_by_side.results import Comparison, Side
+from shardlab.measure.side_by_side.results import Comparison, PairRow, Side, Size, StrategyPair
 from tests.measure.side_by_side.jobs import TINY
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -116,12 +117,16 @@ def test_what_torch_cannot_run_is_said_with_its_reason(capsys: Captured, monkeyp
     assert "not compared: NotImplementedError: torch cannot do this here" in " ".join(capsys.readouterr().out.split())
 
 
-def is_interrupted(*_: object, **__: object) -> Comparison:
-    raise KeyboardInterrupt
-
-
 def test_pairs_compared_before_an_interruption_are_told(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardlab.train.launch.ranks.run_ranks", is_interrupted)
+    row = BenchStrategies._row
+
+    def interrupted_at_ddp(bench: BenchStrategies, pair: StrategyPair, size: Size) -> PairRow:
+        if pair.name == "ddp":
+            raise KeyboardInterrupt
+        return row(bench, pair, size)
+
+    # Not `run_ranks`: a module that is first imported meanwhile would keep the one that is interrupted for ever.
+    monkeypatch.setattr(BenchStrategies, "_row", interrupted_at_ddp)
     assert main(["bench", "strategies", "--only", "hsdp", "ddp", "--sizes", "overhead", "--json"]) == 130
     told = capsys.readouterr()
     assert [row["strategy"] for row in json.loads(told.out)["rows"]] == ["hsdp"]
