@@ -80,7 +80,7 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
         crowd = Crowd(world, processes)
         torch.set_num_threads(alone if processes == 1 else own)
         if rank < processes:
-            for point in [_peak(crowd, dtype)] if shape is None else _layers(crowd, bench, shape, dtype):
+            for point in [_peak(crowd, dtype, bench.seconds)] if shape is None else _layers(crowd, bench, shape, dtype):
                 if rank == 0:
                     append(file, point)
         world.meet()
@@ -123,10 +123,11 @@ class KnownTokens:
         return self.batches.counted(step, microbatches)
 
 
-def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
+def _peak(crowd: Crowd, dtype: str, budget: float) -> PeakPoint:
+    """Measure the fastest product. If one takes longer than `budget` seconds, no larger one is tried."""
     device = crowd.world.device
     clock = Clock(device)
-    best = (0.0, 0)
+    best, seconds = (0.0, 0), 0.0
     for size in PEAK_SIZES[device.type]:
         a = torch.randn(size, size, dtype=getattr(torch, dtype), device=device)  # a GPU multiplies ones faster
         into = torch.empty_like(a)
@@ -143,6 +144,8 @@ def _peak(crowd: Crowd, dtype: str) -> PeakPoint:
             crowd.meet()
             seconds = crowd.mean(min(clock.seconds(each, 1) for _ in range(5)))
             best = max(best, (2.0 * size**3 / seconds, size))
+        if seconds > budget:
+            break
     return PeakPoint(dtype, crowd.processes, best[1], best[0], torch.get_num_threads())
 
 
