@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.support.ranks import PRELOAD
 from tests.test_readme import OF_SESSIONS, ROOT, TEXTS, elsewhere, shortened, squeezed
 
 __all__ = ["elsewhere"]
@@ -23,9 +24,13 @@ END = "\x1e"
 
 SESSION = f"""
 import shlex, sys
+from multiprocessing import forkserver
 from shardlab.cli import main
 from shardlab.train.data import documents
+from shardlab.train.launch.processes import _start_forkserver
 documents.SHAKESPEARE_SHA256 = sys.argv[1]
+forkserver.set_forkserver_preload({[*PRELOAD, "shardlab.measure.layers"]})
+_start_forkserver()
 for line in sys.stdin:
     print(main(shlex.split(line)[1:]), end="\\n{END}", flush=True)
 """
@@ -37,7 +42,10 @@ def flat(text: str) -> str:
 
 
 def test_the_hands_on_session_runs_as_it_is_written(elsewhere: Path) -> None:
-    """In a process of its own, whose output and errors are one file, as in a terminal."""
+    """In a process of its own, whose output and errors are one file, as in a terminal.
+
+    All ranks of all commands are forked from one server, which has the imports of each.
+    """
     drawn = np.random.default_rng(0).integers(0, len(CHARACTERS), 40_000)
     text = "".join(CHARACTERS[each] for each in drawn.tolist())
     assert len(set(text)) == len(CHARACTERS) == 65

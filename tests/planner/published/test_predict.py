@@ -32,6 +32,7 @@ from shardlab.simulate.timeline.memory import memory_in_bytes
 from shardlab.simulate.timeline.prices import rank_of
 from tests.planner.published.chronicles import ROWS as CHRONICLES
 from tests.planner.published.test_reading import ROWS, changed
+from tests.support.thorough import sampled
 
 STATE = "zero-7.5B-Nd64-stage2"
 SILENT = "llama3-405B-t4-8192gpu-s8192"
@@ -148,7 +149,12 @@ def held(run: PublishedRun) -> tuple[float, bool]:
     return measured_as(run.measured.memory, made), made.fits
 
 
-@pytest.mark.parametrize("row", CHRONICLES, ids=[row["id"] for row in CHRONICLES])
+def is_short(row: dict[str, Any]) -> bool:
+    """Whether the memory of a run is forecast in less than a second. Runs of either outcome are."""
+    return "pp 12" not in row["id"] and ("72 layers" in row["id"] or "micro-batch 1" in row["id"])
+
+
+@pytest.mark.parametrize("row", sampled(CHRONICLES, is_short), ids=[row["id"] for row in CHRONICLES])
 def test_runs_that_ran_out_of_memory_are_told_from_those_that_did_not(row: dict[str, Any]) -> None:
     run = read_run(row)
     bytes, fits = held(run)
