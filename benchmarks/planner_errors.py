@@ -23,7 +23,7 @@ def main() -> None:
         if seconds is not None:
             errors[row["framework"], row["hardware"]["device"]].append(abs(seconds))
     for (recipe, device), found in sorted(errors.items()):
-        print(f'\n[[error]]\nrecipe = "{recipe}"\ndevice = "{device}"')
+        print(f'\n[[error]]\nrecipes = ["{recipe}"]\ndevice = "{device}"')
         print(f"runs = {len(found)}\nmean = {mean(found):.3f}\nworst = {max(found):.3f}")
 
 

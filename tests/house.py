@@ -20,7 +20,7 @@ CODE_LINES = {
     "": 280,
     "check": 2280,
     "cli": 6060,
-    "common": 745,
+    "common": 830,
     "draw": 1145,
     "execute": 3785,
     "language": 4410,

@@ -161,17 +161,17 @@ def test_training_divides_the_batch_of_a_job(job: Path, capsys: Captured) -> Non
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("[clusters]", "a configuration has no section clusters; did you mean cluster?"),
-        ("[cluster]\nname = 'h100x8'", "[cluster] has no name; there are cluster, recipe, memory, other_machine"),
-        ("[cluster]\nmemory = 72", 'memory is 72; give a size in quotes, such as "72GiB"'),
-        ("[batch]\nglobal_batch = 0", "global_batch is 0; give 1 or more"),
-        ("[batch]\nsize = 3", "[batch] has no size; there are global_batch, microbatches, micro_batch_size"),
-        ("[plan]\nstrategy = 3", "strategy is 3; give a name in quotes"),
-        ("[plan]\nranks = 'x'\nmesh = { dp_shard = 2 }", "ranks is 'x'; give a whole number"),
-        ("[model]\nmodel = 3", "model is 3; give a name in quotes"),
-        ("[plan]\nmash = {}", "[plan] has no mash; did you mean mesh?"),
-        ("cluster = 'h100x8'", "cluster is 'h100x8'; write a table, [cluster], and its fields below it"),
-        ("schedule = '1f1b'", "a configuration has no section schedule; write it below [plan], or give the file as"),
+        ("[clusters]", "a configuration has no 'clusters'; did you mean cluster?"),
+        ("[cluster]\nname = 'h100x8'", "cluster has no 'name'; there are cluster, recipe, memory, other_machine"),
+        ("[cluster]\nmemory = 72", 'cluster.memory is 72; give a size in quotes, such as "72GiB"'),
+        ("[batch]\nglobal_batch = 0", "batch.global_batch is 0; give 1 or more"),
+        ("[batch]\nsize = 3", "batch has no 'size'; there are global_batch, microbatches, micro_batch_size"),
+        ("[plan]\nstrategy = 3", "plan.strategy is 3; give a name in quotes"),
+        ("[plan]\nranks = 'x'\nmesh = { dp_shard = 2 }", "plan.ranks is 'x'; give a whole number"),
+        ("[model]\nmodel = 3", "model.model is 3; give a name in quotes"),
+        ("[plan]\nmash = {}", "plan has no 'mash'; did you mean mesh?"),
+        ("cluster = 'h100x8'", "cluster is 'h100x8'; give a table"),
+        ("schedule = '1f1b'", "a configuration has no 'schedule'; write it below [plan], or give the file as"),
     ],
 )
 @pytest.mark.parametrize("command", ["simulate", "verify", "train"])

@@ -97,7 +97,7 @@ def test_a_file_changes_a_model_by_name(file: Path) -> None:
         ('model = "gpt"\ntied = 1', "tied is 1; give true or false"),
         ('model = "gpt"\nkv_heads = 1.5', "kv_heads is 1.5; give a whole number"),
         ('model = "gpt"\nrope_theta = "big"', "rope_theta is 'big'; give a number"),
-        ('model = "gpt"\nnorm = 3', "norm is 3; give a word in quotes"),
+        ('model = "gpt"\nnorm = 3', "norm is 3; give one of layer, rms"),
         ('model = "gpt"\nhidden_size = 30', "hidden_size 30 does not divide by 4 heads"),
         ("model =", "is not TOML"),
     ],

@@ -5,8 +5,10 @@ The error for an unknown name suggests the nearest known name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Literal, NamedTuple, Self, TypeVar
 
 T = TypeVar("T")
@@ -121,6 +123,16 @@ class UserError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython prints in place of a traceback."""
         return [f"{type(self).__name__}: {self}"]
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None, None, None]:
+    """Let messages of `UserError` in this context begin with the path of the file that they are about."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
 
 class TooDeep(ValueError):

@@ -1,8 +1,9 @@
 """Fields of a dataclass of settings, in four forms: Python, flags, TOML and JSON.
 
-The annotation of a field names its `FieldType`, and the docstring of a field is the help of its flag. First come the
-functions on all fields of a class, then the functions that build a `FieldType` (`integer`, `choice`, ...), then the
-common types (`COUNT`, `DURATION`, `INTERVAL`, ...).
+Every table of a file is read by `read_settings` or `read_fields`, which follow the annotations of a dataclass. An
+annotation may name a `FieldType`, which limits the values and describes the flag of the field; the docstring of a field
+is the help of its flag. First come the functions on all fields of a class, then the functions that build a `FieldType`
+(`integer`, `choice`, ...), then the common types (`COUNT`, `DURATION`, `INTERVAL`, ...).
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from shardlab.common.errors import UserError
+from shardlab.common.errors import UserError, suggest_name
+
+T = TypeVar("T")
 
 SHORTEST_SECONDS = 1e-9
 """Lower limit of any measured time in seconds. A coarse clock, or the clock of a virtual machine during a migration,
@@ -60,20 +64,130 @@ class FieldType:
         words: type of the words that follow its flag (bool: no words).
         metavar: placeholder for these words in the help.
         wanted: function from a value to a description of accepted values; "" if the value is accepted.
-        of_words: function from the words of a flag to the value.
+        of_words: function from the words of a flag, or from a text in a file if these words are one, to the value.
+        of_file: function from a value in a file to the value (None: a list becomes a tuple).
     """
 
     words: Any
     metavar: str
     wanted: Callable[[Any], str]
     of_words: Callable[[Any], Any] = lambda words: words
+    of_file: Callable[[Any], Any] | None = None
+
+
+@cache
+def field_hints(described: type) -> dict[str, Any]:
+    """Return the annotations of the fields of a dataclass."""
+    hints = get_type_hints(described, include_extras=True)
+    return {each.name: hints[each.name] for each in fields(described)}
 
 
 @cache
 def field_types(described: type) -> dict[str, FieldType]:
     """Return the types of the fields whose annotations name one."""
-    hints = get_type_hints(described, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+    hints = field_hints(described).items()
+    return {name: hint.__metadata__[0] for name, hint in hints if hasattr(hint, "__metadata__")}
+
+
+def read_settings(
+    kind: type[T], written: Any, where: str, key: str = "", base: T | None = None, *, strict: bool = True
+) -> T:
+    """Return the dataclass that a table of a TOML or JSON file describes.
+
+    Args:
+        kind: the dataclass.
+        written: the table.
+        where: name of the file for messages ("": the caller adds it).
+        key: key of the table in the file ("": the table is the whole file).
+        base: object whose values stand for fields that the table does not have (None: the defaults).
+        strict: whether a key that is not a field is refused.
+
+    Raises:
+        UserError: if a key is unknown or missing, or a value is of another type. The message names the key, the value,
+            the accepted values, and the nearest known key.
+    """
+    values = read_fields(field_hints(kind), written, where, key, base, strict=strict)
+    if base is not None:
+        return replace(cast(Any, base), **values)
+    required = (each for each in fields(cast(Any, kind)) if each.default is MISSING and each.default_factory is MISSING)
+    if missing := [each.name for each in required if each.name not in values]:
+        raise UserError(f"{_place(where, key)} does not say {', '.join(missing)}".lstrip())
+    return kind(**values)
+
+
+def read_fields(
+    types: Mapping[str, Any], written: Any, where: str, key: str = "", base: object = None, *, strict: bool = True
+) -> dict[str, Any]:
+    """Return the values of the fields that a table of a file has.
+
+    Args:
+        types: annotation or `FieldType` of each known field.
+        written, where, key, base, strict: as in `read_settings`.
+    """
+    table = read_table(written, where, key)
+    if strict and (unknown := next((name for name in table if name not in types), None)) is not None:
+        raise UserError(f"{_place(where, key)} has no {unknown!r}; {suggest_name(unknown, types)}")
+    return {
+        name: read_value(types[name], value, where, f"{key}.{name}".lstrip("."), getattr(base, name, None))
+        for name, value in table.items()
+        if name in types
+    }
+
+
+def read_table(written: Any, where: str, key: str = "") -> dict[str, Any]:
+    """Return a table of a file; refuse another value."""
+    if not isinstance(written, dict):
+        raise UserError(f"{_place(where, key)} is {written!r}; give a table")
+    return cast(dict[str, Any], written)
+
+
+def read_value(hint: Any, written: Any, where: str, key: str, base: Any = None) -> Any:
+    """Return a value of a file as its annotation or `FieldType` says.
+
+    Args:
+        hint: the annotation.
+        written: the value in the file.
+        where, key: place in the file, as in `read_settings`.
+        base: object or table that a table in the file changes.
+    """
+    origin: Any = get_origin(hint)
+    inner = get_args(hint)
+    if written is None and NoneType in get_args(inner[0] if origin is Annotated else hint):
+        return None
+    if origin in (Union, UnionType):
+        kinds = [each for each in inner if each is not NoneType]
+        fitting = [each for each in kinds if _is_table(each) == isinstance(written, dict)]
+        return read_value((fitting or kinds)[0], written, where, key, base)
+    if _is_record(hint):
+        return written if isinstance(written, hint) else read_settings(hint, written, where, key, base)
+    if origin is Mapping:
+        table = read_table(written, where, key)
+        return cast(dict[str, Any], base or {}) | read_fields(dict.fromkeys(table, inner[1]), table, where, key)
+    if origin in (tuple, Sequence):
+        if not isinstance(written, list | tuple):
+            raise UserError(f"{_place(where, key)} is {written!r}; give a list")
+        values = cast(Sequence[Any], written)
+        return tuple(read_value(inner[0], value, where, f"{key}[{number}]") for number, value in enumerate(values))
+    plain: FieldType | None = hint if isinstance(hint, FieldType) else PLAIN.get(hint)
+    kind: FieldType | None = inner[1] if origin is Annotated else choice(hint) if origin is Literal else plain
+    if kind is None:
+        return written
+    value = value_from_file(kind, written)
+    if wanted := kind.wanted(value):
+        raise UserError(f"{_place(where, key)} is {written!r}; give {wanted}")
+    return value
+
+
+def _place(where: str, key: str) -> str:
+    return ": ".join(filter(None, (where, key)))
+
+
+def _is_record(hint: Any) -> bool:
+    return isinstance(hint, type) and is_dataclass(hint)
+
+
+def _is_table(hint: Any) -> bool:
+    return _is_record(hint) or get_origin(hint) is Mapping
 
 
 def field_helps(described: type) -> dict[str, str]:
@@ -113,7 +227,9 @@ def check_fields(checked: object) -> None:
 
 
 def value_from_file(written: FieldType, value: Any) -> Any:
-    """Return the value of a field from its value in a TOML file."""
+    """Return the value of a field from its value in a file, which may be a value that the field does not accept."""
+    if written.of_file is not None:
+        return written.of_file(value)
     if isinstance(value, list):
         return tuple(cast(list[Any], value))
     return written.of_words(value) if written.words is str and isinstance(value, str) else value
@@ -203,15 +319,25 @@ def text(metavar: str, wanted: str) -> FieldType:
 
 
 INTEGER = integer("a whole number", -math.inf)
+NUMBER = number("a number", lambda _: True)
+NATURAL = integer("0 or more", 0)
 PATH = FieldType(str, "FILE", lambda value: "" if isinstance(value, Path) else "a path in quotes", Path)
 FOLDER = replace(PATH, metavar="FOLDER")
 COUNT = FieldType(int, "N", _count)
 NUMBERS = FieldType(tuple[int, ...], "N ...", lambda value: "" if _numbers(value) else "numbers")
 TEXTS = FieldType(tuple[str, ...], "DATA[:WEIGHT] ...", lambda value: "" if _texts(value) else "a list of texts")
 SWITCH = FieldType(bool, "", lambda value: "" if type(value) is bool else "true or false")
+WORD = FieldType(str, "NAME", lambda value: "" if isinstance(value, str) else "a word in quotes")
+
+PLAIN = {int: INTEGER, float: NUMBER, bool: SWITCH, str: WORD}
+"""Types of fields whose annotation names none."""
 
 
 AMOUNT = number("a number, 0 or more", lambda value: 0 <= value < math.inf)
+POSITIVE = number("a number above 0", lambda value: 0 < value < math.inf)
+Amount = Annotated[float, AMOUNT]
+Natural = Annotated[int, NATURAL]
+Positive = Annotated[float, POSITIVE]
 
 
 def _span(value: Any) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard
 
-from shardlab.common.errors import UserError, suggest_name, unknown_name
+from shardlab.common.errors import UserError, naming, suggest_name, unknown_name
+from shardlab.common.fields import field_hints, read_fields
 from shardlab.common.files import load_table, read_file
 from shardlab.common.user_code import file_and_name, find_member, load_module, reporting_errors_of
 from shardlab.models.architectures import GPT, MLP, Llama, Mixtral, MoE
@@ -28,14 +28,6 @@ ARCHITECTURES: dict[str, type[Blocks]] = {"gpt": GPT, "mlp": MLP, "moe": MoE, "l
 
 FROM_FILES: dict[type[Blocks], str] = {}
 """Names of the architectures that were found in users' files."""
-
-WANTED: dict[Any, tuple[Any, str]] = {
-    int: (int, "a whole number"),
-    float: ((int, float), "a number"),
-    bool: (bool, "true or false"),
-    str: (str, "a word in quotes"),
-}
-"""Description of a field's accepted values in a file, by the field's type."""
 
 
 def find_model(name: str) -> Blocks:
@@ -98,12 +90,7 @@ def with_fields(model: Blocks, changes: Mapping[str, Any], source: str) -> Block
     Raises:
         UserError: for a field that it does not have, or for values that contradict each other.
     """
-    known = [field.name for field in fields(model)]
-    for name in changes:
-        if name not in known:
-            raise UserError(
-                f"{source}: a model of this kind ({type(model).__name__}) has no {name}; {suggest_name(name, known)}"
-            )
+    _require_fields(model, changes, source)
     return replace(model, **changes)
 
 
@@ -113,17 +100,18 @@ def with_written(model: Blocks, written: Mapping[str, Any], source: str) -> Bloc
     Raises:
         UserError: as `with_fields` does, and for a value of another type.
     """
-    hints = get_type_hints(type(model))
-    for name, value in written.items():
-        hint = hints.get(name)
-        if value is None and type(None) in get_args(hint):
-            continue
-        hint = get_args(hint)[0] if get_origin(hint) in (Union, UnionType) else hint
-        kind, wanted = WANTED.get(str if get_origin(hint) is Literal else hint, (object, ""))
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-            raise UserError(f"{source}: {name} is {value!r}; give {wanted}")
+    _require_fields(model, written, source)
     changes = {name: None if value == math.inf else value for name, value in written.items()}
-    return with_fields(model, changes, source)
+    return replace(model, **read_fields(field_hints(type(model)), changes, source))
+
+
+def _require_fields(model: Blocks, changes: Iterable[str], source: str) -> None:
+    known = [field.name for field in fields(model)]
+    for name in changes:
+        if name not in known:
+            raise UserError(
+                f"{source}: a model of this kind ({type(model).__name__}) has no {name}; {suggest_name(name, known)}"
+            )
 
 
 ENDING = ".safetensors"
@@ -219,11 +207,8 @@ def _from_toml(path: Path) -> Blocks:
         raise UserError(
             f'{path} does not say which model it changes; write, for example, model = "llama", and then its fields'
         )
-    try:
+    with naming(path):
         return with_written(find_model(base), written, str(path))
-    except UserError as error:
-        text = str(error)
-        raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
 
 @cache

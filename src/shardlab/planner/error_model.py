@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlab.common.errors import UserError
+from shardlab.common.fields import read_value
 from shardlab.common.files import load_table
 from shardlab.common.text import counted
 from shardlab.planner.alternatives import TELLING
@@ -336,10 +337,7 @@ ON_PROFILES = RunErrors((), "two CPU cores", 34, 0.061, 0.192, "step")
 @cache
 def known_errors() -> tuple[RunErrors, ...]:
     """Return the errors of every recipe on every device with published runs."""
-    return tuple(
-        RunErrors((row["recipe"],), row["device"], row["runs"], row["mean"], row["worst"])
-        for row in load_table("planner/errors.toml")["error"]
-    )
+    return read_value(tuple[RunErrors, ...], load_table("planner/errors.toml")["error"], "errors.toml", "error")
 
 
 def find_errors(recipe: str, device: str) -> RunErrors:

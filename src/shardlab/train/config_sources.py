@@ -12,10 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from shardlab.common.errors import UserError, find_by_name, suggest_name
-from shardlab.common.fields import COUNT, as_text, check_field, field_types, text, value_from_file
+from shardlab.common.errors import UserError, find_by_name, naming, suggest_name
+from shardlab.common.fields import COUNT, field_types, read_fields, text
 from shardlab.common.files import load_table, read_file
 from shardlab.models import Blocks
 from shardlab.models.model import count_parameters
@@ -44,7 +44,14 @@ NAMING = {"model": {"model"}, "plan": {"strategy", "mesh", "plan"}}
 
 _NAME = text("NAME", "a name in quotes")
 
-_PLAN_FIELDS = [each.name for each in fields(Plan)]
+_PLAN_FIELDS = dict.fromkeys((each.name for each in fields(Plan)), Any)
+
+_TYPES: dict[str, Mapping[str, Any]] = {
+    "model": {"model": _NAME},
+    "plan": {"strategy": _NAME, "ranks": COUNT, "name": _NAME, **_PLAN_FIELDS},
+    **{section: field_types(kind) for section, kind in JOB_SECTIONS.items()},
+}
+"""Types of the fields of each section of a file. The fields of a plan are read by `Plan.from_dict`."""
 
 
 class ConfigSource(NamedTuple):
@@ -71,11 +78,8 @@ def file_source(path: Path) -> ConfigSource:
     Raises:
         UserError: if the file cannot be read, or has an unknown section or field, or a value of the wrong kind.
     """
-    try:
+    with naming(path):
         return ConfigSource(str(path), _parse_sections(read_file(path, "TOML")))
-    except UserError as error:
-        text = str(error)
-        raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
 
 def batch_of(source: ConfigSource) -> BatchConfig:
@@ -99,41 +103,17 @@ def with_divided_batch(source: ConfigSource, flags: ConfigSource) -> ConfigSourc
 
 def _parse_sections(tables: Mapping[str, Any]) -> Sections:
     """Convert the tables of a file to values of the fields, and refuse what a configuration does not have."""
-    known = ("model", "plan", *JOB_SECTIONS)
     sections: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
-        if section not in known:
-            where = "; write it below [plan], or give the file as --plan" if section in _PLAN_FIELDS else ""
-            raise UserError(f"a configuration has no section {section}{where or f'; {suggest_name(section, known)}'}")
-        if not isinstance(table, dict):
-            raise UserError(f"{section} is {table!r}; write a table, [{section}], and its fields below it")
-        values = cast(dict[str, Any], table)
-        if section in JOB_SECTIONS:
-            values = {name: _value(section, name, value) for name, value in values.items()}
-        elif section == "plan":
-            for name in values:
-                _require_known(section, name, ["strategy", "ranks", "name", *_PLAN_FIELDS])
-        for name in ("model", "strategy", "name"):
-            check_field(name, values.get(name, "a name"), _NAME, None)
-        check_field("ranks", values.get("ranks", 1), COUNT, None)
-        sections[section] = values
+        if section in _PLAN_FIELDS:
+            raise UserError(f"a configuration has no {section!r}; write it below [plan], or give the file as --plan")
+        if section not in _TYPES:
+            raise UserError(f"a configuration has no {section!r}; {suggest_name(section, _TYPES)}")
+        known = read_fields(_TYPES[section], table, "", section, strict=section != "model")
+        sections[section] = {**table, **known}  # the fields of a model depend on its name, and are read with it
     if "global_batch" not in (batch := sections.get("batch", {})):
         sections["train"] = sections.get("train", {}) | batch
     return sections
-
-
-def _value(section: str, name: str, value: Any) -> Any:
-    types = field_types(JOB_SECTIONS[section])
-    _require_known(section, name, types)
-    parsed = value_from_file(types[name], value)
-    if wanted := types[name].wanted(parsed):
-        raise UserError(f"{name} is {as_text(parsed)}; give {wanted}")
-    return parsed
-
-
-def _require_known(section: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> None:
-    if name not in known:
-        raise UserError(f"[{section}] has no {name}; {suggest_name(name, known)}")
 
 
 def effective_sources(sources: Sequence[ConfigSource], section: str) -> Sequence[ConfigSource]:

@@ -57,7 +57,7 @@ def test_tokens_per_second_give_the_seconds_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("section", "fields", "reason"),
     [
-        ("batch", {"micro_batch": None}, "does not say micro batch"),
+        ("batch", {"micro_batch": None}, "does not say micro_batch"),
         ("batch", {"global_sequences": 5}, "has 5 sequences, which 1 data-parallel ranks cannot take"),
         ("model", {"ffn_type": "tanh"}, "activation function that is unknown here, tanh"),
         ("hardware", {"device": "h1000"}, "there is no device 'h1000'; did you mean h100"),

@@ -125,11 +125,19 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None
     assert "indices" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("entry", "value"), [("memory", 0), ("machine", {**asdict(MACHINE), "places": 0})])
-def test_a_machine_with_no_place_or_no_memory_is_refused(tmp_path: Path, entry: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("entry", "value", "reason"),
+    [
+        ("memory", 0, "memory is 0; give a number above 0"),
+        ("machine", {**asdict(MACHINE), "places": 0}, "machine.places is 0; give 1 or more"),
+    ],
+)
+def test_a_machine_with_no_place_or_no_memory_is_refused(
+    tmp_path: Path, entry: str, value: object, reason: str
+) -> None:
     path = PROFILE.write(tmp_path / "profile.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), entry: value}))
-    with pytest.raises(UserError, match=r"is not a profile \(. places for ranks"):
+    with pytest.raises(UserError, match=rf"is not a profile \({reason}\)"):
         Profile.read(path)
 
 

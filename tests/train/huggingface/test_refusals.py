@@ -194,7 +194,7 @@ def test_folders_without_weights_are_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
     assert "has no weight_map" in refusal(folder)
     (folder / "config.json").write_text("[]")
-    assert "is no table of fields" in refusal(folder)
+    assert "; give a table" in refusal(folder)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from shardlab.check import Checked
 from shardlab.check.report import FileCheck
 from shardlab.common.errors import About, unknown_name
+from shardlab.common.fields import read_value
 from shardlab.common.files import load_table
 from shardlab.common.text import counted
 from shardlab.common.user_code import Stoppable, Stopped, display_path, never_awaited, run_stoppable, user_line_of
@@ -261,7 +262,7 @@ class Puzzle:
         return max(self.target_memory, self.known_memory)
 
 
-PUZZLES = tuple(Puzzle(**fields) for fields in load_table("learn/puzzles/puzzles.toml")["puzzle"])
+PUZZLES = read_value(tuple[Puzzle, ...], load_table("learn/puzzles/puzzles.toml")["puzzle"], "puzzles.toml", "puzzle")
 
 
 def find(puzzle: int | str) -> Puzzle:

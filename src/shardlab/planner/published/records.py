@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from shardlab.common.errors import UserError
+from shardlab.common.fields import POSITIVE, FieldType, read_settings
 from shardlab.common.files import read_file
 
 T = TypeVar("T")
@@ -22,25 +23,43 @@ class Unknown(Incomplete):
     """Error for a run with an unknown name, such as that of a device or framework. The message says which."""
 
 
-def bounded_int(most: int, *, least: int = 1, wanted: bool = False) -> Any:
-    """Return a dataclass field for a whole number from `least` to `most`, which bounds the cost of a simulation."""
-    limits = {"least": least, "most": most}
-    return field(metadata=limits) if wanted else field(default=None, metadata=limits)
+def bounded(most: int, least: int = 1) -> FieldType:
+    """Return the type of a whole number, which may be in quotes; the limits bound the cost of a simulation."""
+    wanted = f"a whole number from {least} to {most:,}"
+    return FieldType(
+        int,
+        "N",
+        lambda value: "" if type(value) is int and least <= value <= most else wanted,
+        of_file=lambda value: int(found) if (found := _finite(value)) is not None and found == int(found) else value,
+    )
+
+
+def _positive(value: Any) -> float | None:
+    return number(value)
+
+
+Count = Annotated[int, bounded(10**12)]
+Parameters = Annotated[float, replace(POSITIVE, of_file=_positive)]
+Ranks = Annotated[int, bounded(32768)]
+Stages = Annotated[int, bounded(4096)]
+ZeroStage = Annotated[int, bounded(3, least=0)]
+Text = Annotated[str, FieldType(str, "TEXT", lambda _: "", of_file=str)]
+Switch = Annotated[bool, FieldType(bool, "", lambda _: "", of_file=bool)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord:
     """A model's sizes, and its activation function."""
 
-    layers: int = bounded_int(4096, wanted=True)
-    hidden: int
-    heads: int
-    seq_len: int
-    kv_heads: int | None = None
-    ffn_hidden: int | None = None
-    ffn_type: str | None = None
-    vocab: int | None = None
-    tied_embeddings: bool | None = None
+    layers: Stages
+    hidden: Count
+    heads: Count
+    seq_len: Count
+    kv_heads: Count | None = None
+    ffn_hidden: Count | None = None
+    ffn_type: Text | None = None
+    vocab: Count | None = None
+    tied_embeddings: Switch | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,46 +73,46 @@ class HardwareRecord:
         gpu, interconnect: texts, which are read for names where these are absent.
     """
 
-    device: str | None = None
-    gpus: int = bounded_int(32768, wanted=True)
-    gpus_per_node: int | None = None
-    network: str | None = None
-    nics: int | None = bounded_int(1024)
-    gpu: str | None = None
-    interconnect: str | None = None
+    device: Text | None = None
+    gpus: Ranks
+    gpus_per_node: Count | None = None
+    network: Text | None = None
+    nics: Annotated[int | None, bounded(1024)] = None
+    gpu: Text | None = None
+    interconnect: Text | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismRecord:
     """Parallelism of a run."""
 
-    tp: int = bounded_int(32768, wanted=True)
-    pp: int = bounded_int(4096, wanted=True)
-    dp: int | None = bounded_int(32768)
-    cp: int | None = bounded_int(32768)
-    zero_stage: int | None = bounded_int(3, least=0)
-    interleave_v: int | None = bounded_int(4096)
-    schedule: str | None = None
-    sequence_parallel: bool | None = None
-    reshard_after: str | None = None
-    first_last_stage_one_layer_less: bool = False
+    tp: Ranks
+    pp: Stages
+    dp: Ranks | None = None
+    cp: Ranks | None = None
+    zero_stage: ZeroStage | None = None
+    interleave_v: Stages | None = None
+    schedule: Text | None = None
+    sequence_parallel: Switch | None = None
+    reshard_after: Text | None = None
+    first_last_stage_one_layer_less: Switch = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord:
     """Sequences of a step and of a microbatch."""
 
-    global_sequences: int
-    micro_batch: int
+    global_sequences: Count
+    micro_batch: Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateRecord:
     """Number of parameters of a model without further sizes, and the ranks that share it."""
 
-    params: float
-    dp: int = bounded_int(32768, wanted=True)
-    zero_stage: int = field(default=0, metadata={"least": 0, "most": 3})
+    params: Parameters
+    dp: Ranks
+    zero_stage: ZeroStage = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +125,16 @@ class RunRecord:
         gradients: dtype in which gradients are reduced: fp32, or half of that where it says anything else.
     """
 
-    id: str
-    source: str
-    framework: str | None = None
+    id: Text
+    source: Text
+    framework: Text | None = None
     model: ModelRecord
     hardware: HardwareRecord
     parallelism: ParallelismRecord
     batch: BatchRecord
-    precision: str | None = None
-    gradients: str | None = None
-    recompute: str | None = None
+    precision: Text | None = None
+    gradients: Text | None = None
+    recompute: Text | None = None
 
 
 def read_record(row: dict[str, Any]) -> RunRecord:
@@ -145,30 +164,12 @@ def parse(kind: type[T], written: dict[str, Any]) -> T:
     Raises:
         Incomplete: if a required field is missing, or a number is something else.
     """
-    known: list[Field[Any]] = list(fields(cast(Any, kind)))
-    values = {each.name: _read(each, written[each.name]) for each in known if written.get(each.name) is not None}
-    missing = [each.name for each in known if each.default is MISSING and each.name not in values]
-    if missing:
-        raise Incomplete(f"does not say {', '.join(missing).replace('_', ' ')}")
-    return kind(**values)
-
-
-def _read(each: Field[Any], value: Any) -> Any:
-    """Return a value converted to the type of a field."""
-    kind = str(each.type).split()[0]
-    if kind == "bool":
-        return bool(value)
-    if kind == "str":
-        return str(value)
-    if kind not in ("int", "float"):
-        return value
-    found, name = _finite(value), each.name.replace("_", " ")
-    least, most = each.metadata.get("least", 1), each.metadata.get("most", 10**12)
-    if found is None or found < least or (kind == "int" and found != int(found)):
-        raise Incomplete(f"gives {value!r} as {name}, which is no whole number of {least} or more")
-    if found > most:
-        raise Incomplete(f"gives {value!r} as {name}, which is more than {most}")
-    return int(found) if kind == "int" else found
+    present = {name: value for name, value in written.items() if value is not None}
+    try:
+        return read_settings(kind, present, "", strict=False)
+    except UserError as error:
+        text = str(error)
+        raise Incomplete(text if text.startswith("does not say") else f"says that {text}") from None
 
 
 def _finite(value: Any) -> float | None:

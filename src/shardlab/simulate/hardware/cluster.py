@@ -17,13 +17,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 from shardlab.common.errors import UserError, find_by_name, suggest_name
+from shardlab.common.fields import (
+    COUNT,
+    Positive,
+    field_types,
+    number,
+    read_fields,
+    read_settings,
+    read_value,
+)
 from shardlab.common.files import load_table, read_file
 from shardlab.common.text import counted
 from shardlab.language.pass_names import NO_LAG, Lag
@@ -32,6 +41,16 @@ from shardlab.models.layout import Pointwise
 from shardlab.simulate.hardware.collectives import COSTS, START, GroupSpan, collective_seconds, nodes_of
 from shardlab.simulate.hardware.device import CONSTANTS, DEVICES, Device, Figure, find_device, rows
 from shardlab.simulate.hardware.profile import AlphaBeta, Machine, Profile, Rate, device_of_profile, measured_seconds
+
+SECONDS = number("seconds, 0 or more", lambda value: 0 <= value < inf)
+
+MOST_EFFICIENT = 1.1
+"""The largest share of a link's bandwidth that a file may give it: what a switch sums is sent once (see `links`)."""
+
+EFFICIENCY = number(
+    f"the share of its bandwidth that is reached, above 0 and at most {MOST_EFFICIENT}",
+    lambda value: 0 < value <= MOST_EFFICIENT,
+)
 
 
 @dataclass(frozen=True)
@@ -53,12 +72,12 @@ class Link:
     """
 
     name: str
-    bandwidth: float
-    latency: float
-    efficiency: float
+    bandwidth: Positive
+    latency: Annotated[float, SECONDS]
+    efficiency: Annotated[float, EFFICIENCY]
     source: str
-    pair: float = 0.0
-    net_step: float = 0.0
+    pair: Positive = 0.0
+    net_step: Annotated[float, SECONDS] = 0.0
     figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure], compare=False)
 
     @property
@@ -74,7 +93,10 @@ class Link:
 
 _KINDS = rows("links", "kind")
 
-LINKS = {name: Link(name, **(_KINDS[row.pop("kind")] | row)) for name, row in rows("links", "link").items()}
+LINKS = {
+    name: read_settings(Link, {"name": name} | _KINDS[row.pop("kind")] | row, "links.toml", name)
+    for name, row in rows("links", "link").items()
+}
 """Every link by name."""
 
 
@@ -256,9 +278,6 @@ class Cluster:
 
 T = TypeVar("T", Device, Link)
 
-MOST_EFFICIENT = 1.1
-"""The largest share of a link's bandwidth that a file may give it: what a switch sums is sent once (see `links`)."""
-
 
 @dataclass(frozen=True)
 class NodeType:
@@ -272,7 +291,7 @@ class NodeType:
     source: str
 
 
-NODES = {name: NodeType(**row) for name, row in rows("nodes", "node").items()}
+NODES = {name: read_settings(NodeType, row, "nodes.toml", name) for name, row in rows("nodes", "node").items()}
 """The node that each device usually sits in."""
 
 
@@ -360,75 +379,40 @@ def read_cluster(path: Path) -> Cluster:
     Raises:
         UserError: the file cannot be read, or an entry is missing, unknown or not of its type.
     """
-    data = read_file(path, "TOML")
-    known = ("device", "nodes", "per_node", "intra_node", "inter_node", "host", "nics")
-    for key in data:
-        if key not in known:
-            raise UserError(f"{path}: {key!r} is no entry of a cluster; {suggest_name(key, known)}")
-    if "device" not in data:
-        raise UserError(f'{path} names no device; write device = "h100"')
-    base = base_of(data["device"], None)
-    if not isinstance(base, str):
-        raise UserError(f'{path}: [device] has no base; write base = "h100"')
-    node = NODES[find_device(base).name]
-    per_node = whole(path, data, "per_node", node.devices)
+    file = read_settings(ClusterFile, read_file(path, "TOML"), str(path))
+    device = _changed(path, find_device, file.device, None)
+    node = NODES[device.name]
     return Cluster(
-        device=changed(path, find_device(base), data["device"]),
-        per_node=per_node,
-        nodes=whole(path, data, "nodes", 1),
-        intra_node=link_of(path, data, "intra_node", node.intra_node),
-        inter_node=link_of(path, data, "inter_node", node.inter_node),
-        host=link_of(path, data, "host", node.host),
-        nics=whole(path, data, "nics", max(1, node.nics * per_node // node.devices)),
+        device,
+        per_node := file.per_node or node.devices,
+        file.nodes,
+        _changed(path, find_link, file.intra_node, node.intra_node),
+        _changed(path, find_link, file.inter_node, node.inter_node),
+        _changed(path, find_link, file.host, node.host),
+        file.nics or max(1, node.nics * per_node // node.devices),
     )
 
 
-def whole(path: Path, data: dict[str, Any], key: str, default: int) -> int:
-    value = data.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{path}: {key} is {value!r}, not a whole number of at least 1")
-    return value
+@dataclass(frozen=True)
+class ClusterFile:
+    """Entries of a cluster file. A table changes figures of the device or link that it names as `base`."""
+
+    device: str | Mapping[str, Any]
+    nodes: Annotated[int, COUNT] = 1
+    per_node: Annotated[int | None, COUNT] = None
+    intra_node: str | Mapping[str, Any] | None = None
+    inter_node: str | Mapping[str, Any] | None = None
+    host: str | Mapping[str, Any] | None = None
+    nics: Annotated[int | None, COUNT] = None
 
 
-def link_of(path: Path, data: dict[str, Any], key: str, default: str) -> Link:
-    given: Any = data.get(key, default)
-    base = base_of(given, default)
-    if not isinstance(base, str):
-        raise UserError(f"{path}: {key} is {given!r}, not a link's name")
-    return changed(path, find_link(base), given)
-
-
-def base_of(given: Any, default: str | None) -> object:
-    """Return the name in an entry: the entry itself, or if it is a table, the name of its base."""
-    return cast(dict[str, Any], given).get("base", default) if isinstance(given, dict) else given
-
-
-def changed(path: Path, row: T, given: Any) -> T:
-    """Return the row of a table with the numbers of a file in their places."""
-    if not isinstance(given, dict):
-        return row
-    numbers = [field.name for field in fields(row) if isinstance(getattr(row, field.name), (int, float))]
-    new = {key: value for key, value in cast(dict[str, Any], given).items() if key != "base"}
-    for key, value in new.items():
-        if key not in numbers:
-            raise UserError(f"{path}: {row.name} has no number called {key!r}; {suggest_name(key, numbers)}")
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise UserError(f"{path}: {key} of {row.name} is {value!r}, not a number")
-        if wanted := what_else(key, value):
-            raise UserError(f"{path}: {key} of {row.name} is {value!r}; give {wanted}")
-    return replace(row, **new)
-
-
-def what_else(key: str, value: float) -> str | None:
-    """Say what a number of a device or a link should be (None: it is valid)."""
-    if key == "sms":
-        return None if isinstance(value, int) and value >= 1 else "a whole number of at least 1"
-    if key == "efficiency":
-        good = 0 < value <= MOST_EFFICIENT
-        return None if good else f"the share of its bandwidth that is reached, above 0 and at most {MOST_EFFICIENT}"
-    if key in ("latency", "net_step"):
-        return None if 0 <= value < float("inf") else "seconds, 0 or more"
-    return None if 0 < value < float("inf") else "a number above 0"
+def _changed(path: Path, find: Callable[[str], T], entry: str | Mapping[str, Any] | None, usual: str | None) -> T:
+    """Return the device or link of an entry, by default the usual one of the node."""
+    table: dict[str, Any] = {"base": entry} if isinstance(entry, str) else {"base": usual, **(entry or {})}
+    if (base := table.pop("base")) is None:
+        raise UserError(f'{path}: [device] has no base; write base = "h100"')
+    row = find(read_value(str, base, str(path), "base"))
+    return replace(row, **read_fields(field_types(type(row)), table, str(path), row.name)) if table else row
 
 
 def cores() -> int:
@@ -436,7 +420,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-FIGURES = {name: Figure(**row) for name, row in load_table("simulate/hardware/unmeasured.toml")["figure"].items()}
+FIGURES: Mapping[str, Figure] = read_value(
+    Mapping[str, Figure], load_table("simulate/hardware/unmeasured.toml")["figure"], "unmeasured.toml", "figure"
+)
 """Figures of an unmeasured machine, each with its source, from `unmeasured.toml`."""
 
 DEVICE = "unmeasured cores"

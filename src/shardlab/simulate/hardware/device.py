@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache
 from math import ceil
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from shardlab.common.errors import find_by_name
+from shardlab.common.fields import COUNT, Positive, read_settings, read_value
 from shardlab.common.files import load_table
 from shardlab.language import UserError
 from shardlab.language.rules.kinds import bytes_of
@@ -65,11 +66,10 @@ def figures_of(row: Mapping[str, Any], base: Mapping[str, Figure]) -> dict[str, 
     values = _leaves(row)
     found = {name: figure for name, figure in base.items() if values[name] == figure.value}
     for entry in cast(list[dict[str, Any]], row.get("fit", [])):
-        given: dict[str, Any] = entry | {"runs": tuple(entry.get("runs", ()))}
-        patterns = given.pop("figures")
+        figure = {key: value for key, value in entry.items() if key != "figures"}
         for name, value in values.items():
-            if any(fnmatch(name, pattern) for pattern in patterns):
-                found[name] = Figure(value, **given)
+            if any(fnmatch(name, pattern) for pattern in entry["figures"]):
+                found[name] = read_settings(Figure, {"value": value, **figure}, "fit", name)
     return found
 
 
@@ -83,10 +83,9 @@ def _leaves(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-CONSTANTS = {
-    name: Figure(**(row | {"runs": tuple(row.get("runs", ()))}))
-    for name, row in load_table("simulate/hardware/constants.toml")["constant"].items()
-}
+CONSTANTS = read_value(
+    Mapping[str, Figure], load_table("simulate/hardware/constants.toml")["constant"], "constants.toml", "constant"
+)
 """Figures that all devices and links share, from `constants.toml`."""
 
 
@@ -141,9 +140,9 @@ class Device:
 
     name: str
     flops: Mapping[str, float]
-    memory: float
-    bandwidth: float
-    sms: int
+    memory: Positive
+    bandwidth: Positive
+    sms: Annotated[int, COUNT]
     efficiency: Efficiency
     source: str
     attention: str = "flash2"
@@ -240,7 +239,9 @@ def rows(file: str, table: str) -> dict[str, dict[str, Any]]:
     return {name: row | {"source": row["source"].format(**pages)} for name, row in found.items()}
 
 
-_EFFICIENCIES = {name: Efficiency(**row) for name, row in rows("devices", "efficiency").items()}
+_EFFICIENCIES = {
+    name: read_settings(Efficiency, row, "devices.toml", name) for name, row in rows("devices", "efficiency").items()
+}
 
 DEVICES = {
     name: Device(

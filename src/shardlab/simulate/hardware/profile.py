@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
+from shardlab.common.fields import COUNT, Amount, Positive, read_settings, read_table
 from shardlab.common.files import cache_folder, parse_document, write_atomically
 from shardlab.language import UserError
 from shardlab.language.pass_names import MOST_BYTES_BY_MESSAGES, NO_LAG, Lag
@@ -22,8 +23,6 @@ from shardlab.models.layout import Kernel, Matmul, Pointwise
 from shardlab.simulate.hardware.device import Device, Efficiency
 
 VERSION = 7
-
-Measured = TypeVar("Measured", "AlphaBeta", "Rate", "Lag")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Machine:
     """
 
     processor: str
-    places: int
+    places: Annotated[int, COUNT]
     torch: str
     backend: str
 
@@ -47,8 +46,8 @@ class Machine:
 class AlphaBeta:
     """Time of a communication: `alpha` seconds to start, and `beta` seconds for each byte."""
 
-    alpha: float
-    beta: float
+    alpha: Amount
+    beta: Amount
 
     def seconds(self, bytes: float) -> float:
         return self.alpha + self.beta * bytes
@@ -58,9 +57,9 @@ class AlphaBeta:
 class Rate:
     """Speed of a family of kernels: seconds to launch, FLOP/s, and bytes/s of memory (0: the term does not count)."""
 
-    launch: float
-    flops: float
-    bytes: float
+    launch: Amount
+    flops: Amount
+    bytes: Amount
 
     def seconds(self, flops: float, bytes: float) -> float:
         """Return the sum of the terms, as a linear fit finds them and a core that waits for its memory needs them."""
@@ -73,7 +72,7 @@ class Rate:
 class FastestProduct:
     """Fastest product of matrices: FLOP/s of one process, and the number of its threads."""
 
-    flops: float
+    flops: Amount
     threads: int
 
 
@@ -170,14 +169,12 @@ class Profile:
         path = path or default_path()
         try:
             data = parse_document(json.loads, path.read_text(encoding="utf-8"))
-            version = data["version"]
-            profile = profile_of(data) if version == VERSION else None
+            version = read_table(data, "it").get("version")
+            profile = profile_of(data) if version in (None, VERSION) else None
         except FileNotFoundError:
             raise UserError(
                 f"there is no profile at {path}; shardlab bench measures this machine and writes one"
             ) from None
-        except (KeyError, TypeError, AttributeError):
-            raise UserError(f"{path} is not a profile: it has not its entries; shardlab bench writes one") from None
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is not a profile ({error}); shardlab bench writes one") from None
         if profile is None:
@@ -193,47 +190,66 @@ def profile_of(data: dict[str, Any]) -> Profile:
     """Return the profile in a file's data.
 
     Raises:
-        KeyError, TypeError, ValueError: if it is not a profile.
+        UserError: if it is not a profile.
     """
-    machine, memory = Machine(**data["machine"]), number(data["memory"])
-    if machine.places < 1 or memory == 0:
-        raise ValueError(f"{machine.places} places for ranks, {memory:.0f} bytes of memory")
+    file = read_settings(ProfileFile, data, "", strict=False)
     return Profile(
-        machine=machine,
-        collectives={(row["kind"], int(row["ranks"])): _figures(AlphaBeta, row) for row in data["collectives"]},
-        messages=_figures(AlphaBeta, data["messages"]) if data["messages"] else None,
-        kernels=_rates(data["kernels"]),
-        memory=memory,
-        layers=data["layers"],
-        alone=_rates(data["alone"]),
-        contention=number(data["contention"]),
-        lag=_figures(Lag, data["lag"]),
-        peaks={  # which earlier files of this version lack
-            (row["dtype"], int(row["processes"])): FastestProduct(number(row["flops"]), int(row["threads"]))
-            for row in data.get("peaks", [])
-        },
+        machine=file.machine,
+        collectives={(row.kind, row.ranks): AlphaBeta(row.alpha, row.beta) for row in file.collectives},
+        messages=file.messages,
+        kernels=_rates(file.kernels),
+        memory=file.memory,
+        layers=list(file.layers),
+        alone=_rates(file.alone),
+        contention=file.contention,
+        lag=file.lag,
+        peaks={(row.dtype, row.processes): FastestProduct(row.flops, row.threads) for row in file.peaks},
     )
 
 
-def number(value: Any) -> float:
-    """Return a value of a file as a number.
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRow(AlphaBeta):
+    """Time of a collective in a file."""
 
-    Raises:
-        ValueError: if it cannot be a measured figure.
-    """
-    figure = float(value)
-    if not 0 <= figure < float("inf"):
-        raise ValueError(f"{value} is no measured figure")
-    return figure
+    kind: str
+    ranks: int
 
 
-def _figures(kind: type[Measured], row: Mapping[str, Any]) -> Measured:
-    """Make a record of a row that has its figures by name."""
-    return kind(*(number(row[each.name]) for each in fields(kind)))
+@dataclass(frozen=True, kw_only=True)
+class RateRow(Rate):
+    """Speed of a family of kernels in a file."""
+
+    family: str
+    dtype: str
 
 
-def _rates(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Rate]:
-    return {(row["family"], row["dtype"]): _figures(Rate, row) for row in rows}
+@dataclass(frozen=True, kw_only=True)
+class PeakRow(FastestProduct):
+    """Fastest product of matrices in a file."""
+
+    dtype: str
+    processes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileFile:
+    """Entries of a profile's file. Earlier files of this version lack `peaks`."""
+
+    version: int
+    machine: Machine
+    memory: Positive
+    contention: Amount
+    lag: Lag
+    messages: AlphaBeta | None
+    collectives: tuple[CollectiveRow, ...]
+    kernels: tuple[RateRow, ...]
+    alone: tuple[RateRow, ...]
+    peaks: tuple[PeakRow, ...] = ()
+    layers: tuple[Any, ...]
+
+
+def _rates(rows: Iterable[RateRow]) -> dict[tuple[str, str], Rate]:
+    return {(row.family, row.dtype): Rate(row.launch, row.flops, row.bytes) for row in rows}
 
 
 def rate_rows(rates: Mapping[tuple[str, str], Rate]) -> list[dict[str, Any]]:

@@ -24,9 +24,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, cast
 
-from shardlab.common.errors import UserError, suggest_name, unknown_name
+from shardlab.common.errors import UserError, unknown_name
+from shardlab.common.fields import Amount, Natural, field_hints, pair, read_fields, read_settings
 from shardlab.common.files import load_table, read_file
 from shardlab.language import Kind, Mesh, OpKind, Sizes
 from shardlab.language.precision import Precision
@@ -43,6 +44,26 @@ from shardlab.models.matrices import (
 from shardlab.models.model import Model
 from shardlab.simulate.hardware.device import Figure
 from shardlab.strategies.plan.plan import Plan
+
+
+def _ratios(written: Any) -> Any:
+    """Return the numbers of a list such as `[1, "3.5/4"]`, or another value unchanged."""
+    try:
+        return tuple(map(_ratio, cast(list[Any], written))) if isinstance(written, list) else written
+    except (ValueError, ZeroDivisionError):
+        return cast(Any, written)
+
+
+def _ratio(written: str | float) -> float:
+    above, _, below = str(written).partition("/")
+    return float(above) / float(below or 1)
+
+
+RATIOS = replace(
+    pair('two numbers or ratios, such as [1, "3.5/4"]', lambda value: 0 <= value < math.inf), of_file=_ratios
+)
+"""Bytes moved over those of one fused kernel, forward and backward."""
+
 
 # The four groups of a recipe: kernels, memory, overlap, and what is used where a run does not say.
 
@@ -68,14 +89,16 @@ class Kernels:
     """
 
     attention: Literal["flash1", "flash2", "cudnn"] = "flash2"
-    memory_traffic: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    memory_traffic: Mapping[str, Annotated[tuple[float, float], RATIOS]] = field(
+        default_factory=dict[str, tuple[float, float]]
+    )
     fused_accumulation: bool = False
-    update_bytes: float | None = None
-    cp_imbalance: float = 0.0
-    host_seconds: float = 0.0
-    piped_host_seconds: float = 0.0
-    step_seconds: float = 0.0
-    gathered_copy_seconds: float = 0.0
+    update_bytes: Amount | None = None
+    cp_imbalance: Amount = 0.0
+    host_seconds: Amount = 0.0
+    piped_host_seconds: Amount = 0.0
+    step_seconds: Amount = 0.0
+    gathered_copy_seconds: Amount = 0.0
 
     def run(self, kernels: Iterable[Kernel]) -> list[Kernel]:
         """A model's kernels as this framework runs them."""
@@ -118,18 +141,18 @@ class MemoryUse:
     """
 
     saved: SavedActivations = AUTOGRAD
-    logit_bytes: float | None = None
-    sliced_logit_bytes: float | None = None
+    logit_bytes: Amount | None = None
+    sliced_logit_bytes: Amount | None = None
     half_gradients: bool = False
     shards_in_copy: bool = False
     gradient_buffer: bool = False
     stream_memory: bool = False
-    reserved: float = 1.0
-    kept_when_full: float = 1.0
-    context_bytes: float = 0.0
-    gathers_held_back: float = 0.0
-    margin_bytes: float = 0.0
-    error: float = 0.075
+    reserved: Amount = 1.0
+    kept_when_full: Amount = 1.0
+    context_bytes: Amount = 0.0
+    gathers_held_back: Amount = 0.0
+    margin_bytes: Amount = 0.0
+    error: Amount = 0.075
     logs_first_rank: bool = False
 
     def margin(self, device_bytes: float) -> float:
@@ -213,16 +236,16 @@ class Overlap:
         tp_seconds: that each collective along `tp` takes beyond its bytes and hops, until its ranks' hosts have come.
     """
 
-    share: Mapping[str, float] = field(default_factory=dict[str, float])
-    blocking_p2p: float = 0.0
+    share: Mapping[str, Amount] = field(default_factory=dict[str, float])
+    blocking_p2p: Amount = 0.0
     scatter_gather_p2p: bool = False
     sends_residual_only: bool = False
     allreduce_sharded_gradients: bool = False
     single_nic: bool = False
-    contention: float = 0.0
-    bucket_bytes: float = 0.0
-    gathered_bytes: float = 0.0
-    tp_seconds: float = 0.0
+    contention: Amount = 0.0
+    bucket_bytes: Amount = 0.0
+    gathered_bytes: Amount = 0.0
+    tp_seconds: Amount = 0.0
 
     def at_once(self, kind: OpKind) -> float:
         """Bytes of gradients, or of parameters, that are communicated at once."""
@@ -251,20 +274,20 @@ class Defaults:
             number).
     """
 
-    vocab_size: int = 50257
+    vocab_size: Natural = 50257
     pads_vocab: bool = False
     bias: bool = True
-    dropout: float = 0.0
-    gradient_bytes: int = 2
-    bf16_gradient_bytes: int | None = None
+    dropout: Amount = 0.0
+    gradient_bytes: Natural = 2
+    bf16_gradient_bytes: Natural | None = None
     reduce_at: Literal["layer", "step"] = "layer"
     sharded_reduce_at: Literal["", "layer", "step"] = ""
-    zero_stage: int = 0
+    zero_stage: Natural = 0
     axes: tuple[str, ...] = ()
-    most_zero_stage: int | None = None
+    most_zero_stage: Natural | None = None
     schedules: tuple[str, ...] = ()
     stages: Literal["even", "cost"] = "even"
-    microbatches_short_of_ranks: int | None = None
+    microbatches_short_of_ranks: Natural | None = None
 
     def lacks(self, axis: str) -> bool:
         """Whether it has no such axis of the mesh."""
@@ -273,85 +296,6 @@ class Defaults:
     def reduction(self, *, sharded: bool) -> Literal["layer", "step"]:
         """When gradients are reduced, with or without a sharded optimizer's state."""
         return (sharded and self.sharded_reduce_at) or self.reduce_at
-
-
-# Values of a recipe's figures, as its TOML file writes them.
-
-
-_WORDS = {
-    bool: "true or false",
-    int: "a whole number, 0 or more",
-    float: "a number, 0 or more",
-    str: "a text in quotes",
-}
-
-
-def read_value(where: str, hint: Any, written: Any, base: Any = None) -> Any:
-    """A figure's value.
-
-    Args:
-        where: the file and the figure, for a message.
-        hint: the type of its field.
-        base: the value in the recipe's base; of a table, what is not written is as there.
-
-    Raises:
-        UserError: it is of another type.
-    """
-    if hint is SavedActivations:
-        hints, table = get_type_hints(SavedActivations), read_table(written, where)
-        if wrong := next((key for key in table if key not in hints), None):
-            raise UserError(f"{where} has no {wrong!r}; {suggest_name(wrong, hints)}")
-        read = {key: read_value(f"{where}.{key}", hints[key], value) for key, value in table.items()}
-        return replace(base or AUTOGRAD, **read)
-    if get_origin(hint) is Mapping:
-        each = get_args(hint)[1]
-        read = {key: read_value(f"{where}.{key}", each, value) for key, value in read_table(written, where).items()}
-        return cast(dict[str, Any], base or {}) | read
-    if hint == tuple[float, float]:
-        return _ratios(where, written)
-    if get_origin(hint) is tuple:
-        if not isinstance(written, list) or not all(isinstance(each, str) for each in cast(list[Any], written)):
-            raise UserError(f"{where} is {written!r}; give a list of texts in quotes")
-        return tuple(cast(list[str], written))
-    if get_origin(hint) is Literal:
-        if written not in get_args(hint):
-            raise UserError(f"{where} is {written!r}; give one of {', '.join(get_args(hint))}")
-        return written
-    kinds = get_args(hint) or (hint,)
-    kind = next(kind for kind in kinds if kind in _WORDS)
-    fits = isinstance(written, (int, float) if kind is float else kind) and isinstance(written, bool) == (kind is bool)
-    if not fits or (isinstance(written, int | float) and not 0 <= written < math.inf):
-        raise UserError(f"{where} is {written!r}; give {_WORDS[kind]}")
-    return written
-
-
-def read_table(written: Any, where: str) -> dict[str, Any]:
-    """What a file says in a table.
-
-    Raises:
-        UserError: it is none.
-    """
-    if not isinstance(written, dict):
-        raise UserError(f"{where} is {written!r}; give a table")
-    return cast(dict[str, Any], written)
-
-
-def _ratios(where: str, written: Any) -> tuple[float, float]:
-    """`[1, "3.5/4"]`: bytes moved over those of one fused kernel, forward and backward."""
-    try:
-        if not isinstance(written, list):
-            raise TypeError
-        forward, backward = (_ratio(each) for each in cast(list[str | float], written))
-        if not all(0 <= ratio < math.inf for ratio in (forward, backward)):
-            raise ValueError
-    except (TypeError, ValueError, ZeroDivisionError):
-        raise UserError(f'{where} is {written!r}; give two numbers or ratios, such as [1, "3.5/4"]') from None
-    return forward, backward
-
-
-def _ratio(written: str | float) -> float:
-    above, _, below = str(written).partition("/")
-    return float(above) / float(below or 1)
 
 
 FOLDER = "simulate/predict/recipes"
@@ -418,42 +362,31 @@ def _packaged(name: str) -> Recipe:
     return _made(name, name, load_table(f"{FOLDER}/{name}.toml"))
 
 
-def _made(name: str, where: str, written: Any, files: tuple[Path, ...] = ()) -> Recipe:
+def _made(name: str, where: str, document: Any, files: tuple[Path, ...] = ()) -> Recipe:
     """The recipe of a file, with all that its base says and it does not."""
-    known = {"base", "source", *GROUPS}
-    table = read_table(written, where)
-    if wrong := next((key for key in table if key not in known), None):
-        raise UserError(f"{where}: a recipe has no {wrong!r}; {suggest_name(wrong, known)}")
+    known = {"base": Any, "source": Any, **dict.fromkeys(GROUPS, Mapping[str, Any])}
+    table = read_fields(known, document, where)
     source = table.get("source")
     if not isinstance(source, str) or not source:
         raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
     base = find_recipe(str(table["base"]), files) if "base" in table else Recipe()
     figures = dict(base.figures)
+    groups: dict[str, Any] = {}
     for group, kind in GROUPS.items():
-        hints = get_type_hints(kind)
-        for key, value in read_table(table.get(group, {}), f"{where}: {group}").items():
+        written = {key: _with_source(value, source) for key, value in table.get(group, {}).items()}
+        values = {key: figure["value"] for key, figure in written.items()}
+        read = read_fields(field_hints(kind), values, where, group, getattr(base, group))
+        for key, figure in written.items():
             full = f"{group}.{key}"
-            if key not in hints:
-                raise UserError(f"{where}: {group} has no {key!r}; {suggest_name(key, hints)}")
-            figures[full] = _figure(f"{where}: {full}", hints[key], value, source, figures.get(full))
-    groups = {
-        group: kind(**{key.split(".")[1]: each.value for key, each in figures.items() if key.split(".")[0] == group})
-        for group, kind in GROUPS.items()
-    }
-    return Recipe(name=name, source=source, figures=figures, **cast(Any, groups))
+            figures[full] = read_settings(Figure, figure | {"value": read[key]}, where, full)
+        groups[group] = replace(getattr(base, group), **read)
+    return Recipe(name=name, source=source, figures=figures, **groups)
 
 
-def _figure(where: str, hint: Any, written: Any, source: str, base: Figure | None) -> Figure:
-    """A figure as a file gives it: its value alone, or a table that has it."""
-    table: dict[str, Any] = {"value": written}
-    if isinstance(written, dict) and "value" in written:
-        table = cast(dict[str, Any], written)
-    hints = get_type_hints(Figure)
-    if wrong := next((key for key in table if key not in hints), None):
-        raise UserError(f"{where}: a figure has no {wrong!r}; {suggest_name(wrong, hints)}")
-    told: dict[str, Any] = {"source": source}
-    told |= {key: read_value(f"{where}.{key}", hints[key], each) for key, each in table.items() if key != "value"}
-    return Figure(read_value(where, hint, table["value"], base and base.value), **told)
+def _with_source(value: Any, source: str) -> dict[str, Any]:
+    """Return a figure of a file, which is a value or a table that has one, as a table with a source."""
+    is_figure = isinstance(value, dict) and "value" in value
+    return {"source": source, **(cast(dict[str, Any], value) if is_figure else {"value": value})}
 
 
 OWN = find_recipe("shardlab")

@@ -8,17 +8,28 @@ Fields that contradict each other are refused when the plan is made; what depend
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from shardlab.common.errors import suggest_name
-from shardlab.common.fields import COUNT, NUMBERS, SWITCH, as_text, axes, check_fields, choice, choice_or_ints, name_or
+from shardlab.common.errors import naming
+from shardlab.common.fields import (
+    COUNT,
+    NUMBERS,
+    SWITCH,
+    as_text,
+    axes,
+    check_fields,
+    choice,
+    choice_or_ints,
+    name_or,
+    read_settings,
+)
 from shardlab.common.files import read_file
 from shardlab.common.text import counted
 from shardlab.common.user_code import MAX_FOLDED_OPS, MAX_OPS, require_ops
-from shardlab.language import AXES, Mesh, Sizes, UserError
+from shardlab.language import Mesh, Sizes, UserError
 from shardlab.language.pass_names import PASSES_FIELD, named_passes
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
@@ -367,22 +378,13 @@ class Plan:
         return words
 
     @classmethod
-    def from_dict(cls, words: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, words: Mapping[str, Any], where: str = "a plan") -> Plan:
         """Return the plan with the fields of a dictionary, as `as_dict` returns it.
 
         Raises:
             UserError: for an unknown field or axis, or a wrong value.
         """
-        _require_known("field", words, [each.name for each in fields(cls)])
-        mesh = words.get("mesh", {})
-        if not isinstance(mesh, dict):
-            raise UserError(f"mesh is {mesh!r}; write a table, as in mesh = {{ pp = 2, dp_shard = 2 }}")
-        sizes = cast(dict[str, Any], mesh)
-        _require_known("axis", sizes, AXES)
-        for axis, size in sizes.items():
-            if type(size) is not int:
-                raise UserError(f"{axis} is {size!r}; give a whole number")
-        return cls(Mesh(**sizes), **{name: _as_read(value) for name, value in words.items() if name != "mesh"})
+        return read_settings(cls, words, where)
 
 
 def read_plan(path: Path) -> Plan:
@@ -391,25 +393,11 @@ def read_plan(path: Path) -> Plan:
     Raises:
         UserError: for a file that cannot be read, an unknown field, or a wrong value.
     """
-    fields_of_file = read_file(path, "TOML")
-    try:
-        return Plan.from_dict(fields_of_file)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    with naming(path):
+        return Plan.from_dict(read_file(path, "TOML"), str(path))
 
 
 def _as_written(value: Any) -> Any:
     if isinstance(value, Schedule):
         return value.name
     return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
-
-
-def _as_read(value: Any) -> Any:
-    return tuple(cast(list[Any], value)) if isinstance(value, list) else value
-
-
-def _require_known(what: str, words: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
-    for name in words:
-        if name not in known:
-            raise UserError(f"a plan has no {what} {name!r}; {suggest_name(name, known)}")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shardlab.common.errors import UserError
+from shardlab.common.fields import read_table
 from shardlab.common.files import read_file
 from shardlab.execute.kernel_choice import choices_of
 from shardlab.execute.state import State
@@ -61,7 +62,7 @@ class Checkpoint:
         Raises:
             UserError: if a file is missing, truncated or of another version.
         """
-        manifest = _table(folder / MANIFEST)
+        manifest = read_table(read_file(folder / MANIFEST, "JSON"), str(folder / MANIFEST))
         if manifest.get("version") != VERSION:
             raise UserError(
                 f"{folder} was written in version {manifest.get('version')!r} of the format, and this Shardlab reads "
@@ -80,7 +81,7 @@ class Checkpoint:
                 raise UserError(f"{folder / name} has {size:,} bytes, and was written with {entry['size']:,}")
         for name in (STATE, CONFIG):
             _compare(folder / name, entries[name])
-        return cls(folder, entries, _table(folder / STATE))
+        return cls(folder, entries, read_table(read_file(folder / STATE, "JSON"), str(folder / STATE)))
 
     def verify(self, rank: int = 0, ranks: int = 1) -> Checkpoint:
         """Compare the checksums of all files, or of this rank's share of the files.
@@ -283,10 +284,3 @@ def _compare(path: Path, entry: Mapping[str, Any]) -> None:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
     if hashed.hexdigest() != entry["sha256"]:
         raise UserError(f"{path} has changed: its SHA-256 is not that in {MANIFEST}")
-
-
-def _table(path: Path) -> dict[str, Any]:
-    table = read_file(path, "JSON")
-    if not isinstance(table, dict):
-        raise UserError(f"{path} is no table of fields")
-    return cast(dict[str, Any], table)

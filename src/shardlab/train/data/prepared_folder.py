@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from shardlab.common.errors import UserError
+from shardlab.common.fields import read_settings, read_table
 from shardlab.common.files import read_file
 from shardlab.train.data.documents import Text
 from shardlab.train.data.stream import NO_STARTS, TokenRun
@@ -77,16 +78,16 @@ class Manifest:
         lost: the most frequent characters or words without a token, and how often they occur.
     """
 
-    sources: list[str]
+    sources: Sequence[str]
     tokenizer: str
     vocab_size: int
     end: int | None
     dtype: str
     training: TokenCount
     validation: TokenCount
-    files: dict[str, FileHash]
+    files: Mapping[str, FileHash]
     largest: int | None = None
-    lost: dict[str, int] = field(default_factory=dict[str, int])
+    lost: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def write(self, folder: Path) -> None:
         """Write the manifest into its folder."""
@@ -103,18 +104,10 @@ class Manifest:
         path = folder / MANIFEST
         if not path.is_file():
             raise UserError(f"{folder} has no {MANIFEST}; name a folder that shardlab data prepare has made")
-        found: dict[str, Any] = dict(read_file(path, "JSON"))
-        try:
-            if found.pop("format") != FORMAT:
-                raise ValueError("another format")
-            for part in PARTS:
-                found[part] = TokenCount(**found[part])
-            found["files"] = {name: FileHash(**each) for name, each in found["files"].items()}
-            return cls(**found)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{path} is no manifest that this version of Shardlab reads ({error}); prepare the data again"
-            ) from None
+        found = read_table(read_file(path, "JSON"), str(path))
+        if (format := found.pop("format", None)) != FORMAT:
+            raise UserError(f"{path} has format {format!r}, not {FORMAT}; prepare the data again")
+        return read_settings(cls, found, str(path))
 
 
 @dataclass(frozen=True)
@@ -224,11 +217,11 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
         UserError: if its files are missing or have changed.
     """
     folder = run_folder(folder)
-    record = _read_table(folder / RECORD)
-    if (recorded := _parse_record(record, folder / RECORD)) is not None:
-        kind, sums, end = recorded
-        contents = {name: _read_verified(folder / name, wanted) for name, wanted in sums.items()}
-        return restore(kind, contents, end)
+    record = read_table(read_file(path, "JSON"), str(path)) if (path := folder / RECORD).is_file() else {}
+    if record.get("tokenizer") is not None:
+        saved = read_settings(TokenizerRecord, record["tokenizer"], str(path), "tokenizer", strict=False)
+        contents = {name: _read_verified(folder / name, wanted) for name, wanted in saved.files.items()}
+        return restore(saved.kind, contents, saved.end)
     path, of_bytes = folder / "tokenizer.json", export_tokenizer(ByteTokenizer())["tokenizer.json"]
     if path.is_file() and path.read_bytes() == of_bytes:
         return ByteTokenizer()
@@ -268,6 +261,15 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the record of a run's tokenizer: kind, sizes, and checksums of the files beside the weights."""
     sums = {name: asdict(FileHash.of_content(content)) for name, content in tokenizer.files().items()}
     return {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end, "files": sums}
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """Tokenizer in a run's record, as `tokenizer_record` writes it."""
+
+    kind: str
+    files: Mapping[str, FileHash]
+    end: int | None = None
 
 
 def restore(kind: str, files: dict[str, bytes], end: int | None = None) -> Tokenizer:
@@ -325,22 +327,6 @@ def checksum(text: Text, at_most: int) -> Checksum:
         f"{HASHED_PIECES} pieces of {piece} bytes, one after the other: piece i, from 0, starts at byte "
         f"(bytes - {piece}) * i // {HASHED_PIECES - 1}",
     )
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    found: Any = read_file(path, "JSON") if path.is_file() else {}
-    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
-
-
-def _parse_record(found: dict[str, Any], path: Path) -> tuple[str, dict[str, FileHash], int | None] | None:
-    """Return kind, checksums and end token of the tokenizer in a run's record; None if there is none."""
-    try:
-        record: dict[str, Any] | None = found.get("tokenizer")
-        if record is None:
-            return None
-        return record["kind"], {name: FileHash(**each) for name, each in record["files"].items()}, record.get("end")
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: tokenizer is not what a run records ({error}); copy the run's folder anew") from None
 
 
 def _read_verified(path: Path, wanted: FileHash) -> bytes:

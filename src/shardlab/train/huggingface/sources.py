@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlab.common.errors import UserError
+from shardlab.common.fields import read_table
 from shardlab.common.files import path_from_here, read_file
 from shardlab.common.text import counted
 from shardlab.common.user_code import file_and_name
@@ -231,7 +232,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         model = changed(recorded_model(dict(checkpoint.state), folder / STATE), str(folder / STATE))
         return CheckpointSource(folder, model, checkpoint.tensors(WEIGHTS_KIND))
     if weights_at(weights):
-        record = _read_table(folder / RUN)
+        record = read_table(read_file(folder / RUN, "JSON"), str(folder / RUN))
         model = changed(recorded_model(record, folder / RUN), str(folder / RUN))
         tensors = TensorFiles(weight_files(weights))
         return WeightSource(
@@ -245,7 +246,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         raise UserError(
             f"{folder} has neither {WEIGHTS} nor {CONFIG}; name a run's folder or one of Hugging Face's form"
         )
-    config = _read_table(folder / CONFIG)
+    config = read_table(read_file(folder / CONFIG, "JSON"), str(folder / CONFIG))
     family, found = read_model(config, str(folder / CONFIG))
     model = changed(found, str(folder / CONFIG))
     tensors = TensorFiles(weight_files(folder / SINGLE))
@@ -316,14 +317,6 @@ def require_same(given: Blocks, wanted: Model, folder: Path) -> None:
 
 def _unchanged(model: Blocks, source: str) -> Blocks:
     return model
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    """Read a JSON file that must contain an object."""
-    found = read_file(path, "JSON")
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no table of fields, as it is in the folders of runs and of Hugging Face")
-    return cast(dict[str, Any], found)
 
 
 def _slice(places: Tensor) -> slice:
