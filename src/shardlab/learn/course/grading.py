@@ -22,6 +22,7 @@ from shardlab.learn.puzzles.grader import Puzzle, checked_strategy
 from shardlab.learn.puzzles.grader import find as find_puzzle
 from shardlab.models import find_model
 from shardlab.simulate.hardware import find_cluster
+from shardlab.simulate.passes import apply_passes
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline import PUZZLE_COSTS, Timeline, simulate, traffic
@@ -167,7 +168,8 @@ def _checked(exercise: Exercise, solution: Any) -> Checked:
     entry = plan_entry(exercise, _schedule_plan(exercise, solution) if exercise.kind == "schedule" else _plan(solution))
     ranks = exercise.mesh.world
     sizes = entry.puzzle(ranks, exercise.layers) if isinstance(exercise.layers, int) else exercise.layers
-    return check(trace(entry.program, entry.grid(ranks), sizes, exercise.microbatches))
+    checked = check(trace(entry.program, entry.grid(ranks), sizes, exercise.microbatches))
+    return apply_passes(checked, entry.passes_on(ranks))
 
 
 def plan_entry(exercise: Exercise, plan: Plan) -> StrategyEntry:

@@ -17,7 +17,6 @@ from functools import cache
 from shardlab.check import Checked
 from shardlab.language import Kind, Op, OpKind, Spec
 from shardlab.language.ops import COLLECTIVES, COMMUNICATION
-from shardlab.language.rules.spec import fraction_held
 from shardlab.learn.course.exercise import Technique
 from shardlab.simulate.timeline import Timeline
 
@@ -25,6 +24,9 @@ PASSES = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.BA
 """Ops that compute a layer."""
 
 BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
+
+COMPUTES = PASSES | {OpKind.LOSS, OpKind.UPDATE}
+"""Ops that compute a layer, the loss or an update."""
 
 REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE})
 
@@ -107,22 +109,47 @@ def hidden(kinds: frozenset[OpKind], sentence: str, *, of: Kind, behind: frozens
 
 
 @cache
+def starts_before_last(
+    kinds: frozenset[OpKind], sentence: str, *, of: Kind, passes: frozenset[OpKind] = PASSES
+) -> Technique:
+    """Require every rank's first communication of some kinds to start before its last op of `passes`."""
+
+    def found(checked: Checked) -> str:
+        for rank in _ranks(checked):
+            tape, specs = checked.program.tapes[rank], checked.specs[rank]
+            first = next((at for at, op in enumerate(tape) if op.kind in kinds and _is_of(op, specs, of)), len(tape))
+            last = max((at for at, op in enumerate(tape) if op.kind in passes), default=-1)
+            if first > last:
+                return f"rank {rank}"
+        return ""
+
+    return _technique(found, sentence)
+
+
+@cache
 def loads_at_most(kind: Kind, share: Fraction, sentence: str) -> Technique:
     """Limit the share of each layer's weights or optimizer state that a rank keeps from step to step.
 
     `{found}` is the largest share of a layer.
     """
-    load = {Kind.WEIGHT: OpKind.LOAD_WEIGHT, Kind.OPT_STATE: OpKind.LOAD_OPT_STATE}[kind]
 
     def found(checked: Checked) -> str:
-        most = Fraction(0)
-        for rank in _ranks(checked):
-            shares: defaultdict[int, Fraction] = defaultdict(Fraction)
-            for op in checked.program.tapes[rank]:
-                if op.kind is load:
-                    shares[op.layer] += fraction_held(checked.specs[rank][op.outputs[0]].form)
-            most = max(most, *shares.values(), Fraction(0))
+        most = max(_loaded_shares(checked, kind), default=Fraction(0))
         return str(most) if most > share else ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def loads_at_least(kind: Kind, share: Fraction, sentence: str) -> Technique:
+    """Require a share of each layer's weights or optimizer state that every rank keeps from step to step.
+
+    `{found}` is the smallest share of a layer.
+    """
+
+    def found(checked: Checked) -> str:
+        least = min(_loaded_shares(checked, kind), default=Fraction(0))
+        return str(least) if least < share else ""
 
     return _technique(found, sentence)
 
@@ -134,6 +161,34 @@ def live_at_most(kind: Kind, most: int, sentence: str) -> Technique:
     def found(checked: Checked) -> str:
         largest = max(_most_live(checked, rank, kind) for rank in _ranks(checked))
         return f"{largest:,}" if largest > most else ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def frees_after_last_use(kind: Kind, sentence: str) -> Technique:
+    """Require every value of a kind to be freed before the next op that computes, once nothing reads it any more.
+
+    A value that nothing reads counts from the op that makes it. `{found}` is the first value that stays, such as
+    `activations[1]`.
+    """
+
+    def found(checked: Checked) -> str:
+        for rank in _ranks(checked):
+            specs, last_use = checked.specs[rank], dict[int, int]()
+            ended: set[int] = set()
+            for at, op in enumerate(checked.program.tapes[rank]):
+                ended.update(op.inputs[place] for place in op.kind.row.ends)
+                if op.kind in COMPUTES:
+                    stale = [each for each, use in last_use.items() if each not in ended and use < at]
+                    later = _read_from(checked.program.tapes[rank], at)
+                    for each in stale:
+                        if each not in later:
+                            return f"{specs[each].kind.value}[{specs[each].layer}]"
+                if op.kind is not OpKind.FREE:
+                    numbers = (*op.inputs, *op.outputs)
+                    last_use.update({number: at for number in numbers if specs[number].kind is kind})
+        return ""
 
     return _technique(found, sentence)
 
@@ -183,6 +238,35 @@ def in_flight_at_most(most: int | tuple[int, ...], sentence: str) -> Technique:
             if peak > limit:
                 return f"rank {rank} has {float(peak):g}"
         return ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def reduces_in_buckets(fewest: int, most: int, sentence: str) -> Technique:
+    """Require a number of all-reduces of weights' gradients on each rank. A bucket of several layers counts once.
+
+    `{found}` is the number.
+    """
+
+    def found(checked: Checked) -> str:
+        for rank in _ranks(checked):
+            ops = list(_ops(checked, rank, OpKind.ALL_REDUCE, Kind.GRAD_WEIGHT))
+            count = len({op.batch for op in ops if op.batch >= 0}) + sum(op.batch < 0 for op in ops)
+            if not fewest <= count <= most:
+                return str(count)
+        return ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def runs_on(backend: str, sentence: str) -> Technique:
+    """Require that a program runs on a backend: "gloo" or "nccl". `{found}` is why it does not."""
+
+    def found(checked: Checked) -> str:
+        why_not = checked.why_not(backend)
+        return str(why_not) if why_not else ""
 
     return _technique(found, sentence)
 
@@ -263,6 +347,22 @@ def _is_of(op: Op, specs: Mapping[int, Spec], of: Kind) -> bool:
     """Return whether an op reads, or if it reads nothing makes, a value of a kind."""
     numbers: Sequence[int] = op.inputs or op.outputs
     return any(specs[number].kind is of for number in numbers)
+
+
+def _loaded_shares(checked: Checked, kind: Kind) -> list[Fraction]:
+    """Return the shares of layers that ranks load: one for each rank and layer of which it loads something."""
+    load = {Kind.WEIGHT: OpKind.LOAD_WEIGHT, Kind.OPT_STATE: OpKind.LOAD_OPT_STATE}[kind]
+    shares: defaultdict[tuple[int, int], Fraction] = defaultdict(Fraction)
+    for rank in _ranks(checked):
+        for op in checked.program.tapes[rank]:
+            if op.kind is load and op.holds is not None:
+                shares[rank, op.layer] += Fraction(op.holds.mask.bit_count(), op.holds.of)
+    return list(shares.values())
+
+
+def _read_from(tape: Sequence[Op], start: int) -> set[int]:
+    """Return the values that ops from an index on read."""
+    return {number for op in tape[start:] if op.kind is not OpKind.FREE for number in op.inputs}
 
 
 def _most_live(checked: Checked, rank: int, kind: Kind) -> int:

@@ -23,7 +23,8 @@ All ranks run this one function. New here:
 A verb that communicates starts at once and returns a handle; `await` waits for its
 result. Gradients are shares of the batch's mean already: sum them, never average.
 
-The start below is correct, but each rank computes the whole batch, as if it were alone.
+The start below is correct, but each rank computes the whole batch, as if it were
+alone.
 """
 
 from fractions import Fraction
