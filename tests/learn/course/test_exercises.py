@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.learn.course.catalogue import CourseEntry, course, gallery
+from shardlab.learn.course.catalogue import CourseEntry, course, find, gallery
 from shardlab.learn.course.exercise import Mistake
 from shardlab.learn.course.grading import grade
 from shardlab.learn.puzzles.grader import find as find_puzzle
@@ -101,3 +101,12 @@ def test_an_exercise_that_is_a_puzzle_has_its_sizes(entry: CourseEntry) -> None:
         puzzle = find_puzzle(exercise.puzzle)
         sizes = exercise.mesh.world, exercise.layers, exercise.microbatches
         assert sizes == (puzzle.ranks, puzzle.layers, puzzle.batches)
+
+
+def test_the_last_exercise_asks_for_85_percent_of_its_rule_of_thumb() -> None:
+    entry = find("choose_plan")
+    rule = grade(entry.exercise, entry.module.rule_of_thumb).figures
+    assert rule is not None
+    assert entry.exercise.goals.time == pytest.approx(0.85 * rule.time, rel=0.01)
+    for figure in (f"{rule.time:.1f} s", f"{rule.memory / 2**30:.1f} GiB", f"{entry.exercise.goals.time} s"):
+        assert figure in entry.statement

@@ -138,7 +138,7 @@ def _file_text(module: str, *, solved: bool) -> str:
         elif not solution or (solved and not start):
             lines.append(line)
         elif start and not solved:
-            lines.append(indent + line.lstrip().removeprefix("#").removeprefix(" "))
+            lines.append((indent + line.lstrip().removeprefix("#").removeprefix(" ")).rstrip())
     return _without_imports_of_the_grader("\n".join(lines) + "\n", module)
 
 

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
+from itertools import groupby
 
 from shardlab.check import Checked
 from shardlab.language import Kind, Op, OpKind, Spec
@@ -281,6 +282,39 @@ def splits_layers(sentence: str) -> Technique:
             for op in checked.program.tapes[rank]:
                 if op.kind is OpKind.FORWARD and owners.setdefault(op.layer, rank) != rank:
                     return f"layer {op.layer} on ranks {owners[op.layer]} and {rank}"
+        return ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def computes_at_most(layers: int, sentence: str) -> Technique:
+    """Limit the layers of which a rank computes forward passes: those of its stage. `{found}` is the largest number."""
+
+    def found(checked: Checked) -> str:
+        forward = ({op.layer for op in tape if op.kind is OpKind.FORWARD} for tape in checked.program.tapes)
+        largest = max(map(len, forward))
+        return str(largest) if largest > layers else ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def in_one_run(sentence: str) -> Technique:
+    """Require the forward passes of each layer to follow one another on its rank, and its backward passes as well.
+
+    `{found}` is the first layer whose passes another layer's interrupt, with its rank.
+    """
+
+    def found(checked: Checked) -> str:
+        for rank in _ranks(checked):
+            for kinds in ({OpKind.FORWARD}, {OpKind.BACKWARD, OpKind.BACKWARD_INPUT}):
+                runs = [
+                    layer for layer, _ in groupby(op.layer for op in checked.program.tapes[rank] if op.kind in kinds)
+                ]
+                for layer in runs:
+                    if runs.count(layer) > 1:
+                        return f"layer {layer} on rank {rank}"
         return ""
 
     return _technique(found, sentence)
