@@ -19,7 +19,7 @@ from shardlab.common.user_code import VALUES_PER_COUNT, OpCount
 from shardlab.language.mesh import AXES, WORLD, Group, Mesh, group_of
 from shardlab.language.ops import COLLECTIVES, OpKind
 from shardlab.language.rendezvous import Channels, OpenCollectives
-from shardlab.language.rules.kinds import ROW_KINDS, Holds, Kind
+from shardlab.language.rules.kinds import ROW_KINDS, Holds, Kind, mask_of
 from shardlab.language.rules.layer_rules import Rules
 from shardlab.language.rules.spec import Spec
 from shardlab.language.sizes import Sizes
@@ -176,10 +176,13 @@ class Tracer(ABC):
         kinds = _RESULTS.get(refusal.rule, ())
         before = self.ops[: refusal.op] if refusal.rank == self.index else ()
         for at, op in reversed(list(enumerate(before))):
-            if op.kind in COLLECTIVES and op.layer == refusal.layer and self._kind(op.inputs) in kinds:
-                result = self._values[op.outputs[0]] if op.outputs else None
-                if isinstance(result, Value) and result.alive and not result.keys and not result.reading:
-                    return self._unused(at, refusal).with_traceback(refusal.__traceback__)
+            if op.kind not in COLLECTIVES or op.layer != refusal.layer or self._kind(op.inputs) not in kinds:
+                continue
+            result = self._values[op.outputs[0]] if op.outputs else None
+            if not isinstance(result, Value) or not result.alive or result.keys or result.reading:
+                continue
+            if op.handle in self._outstanding or _has_missing_part(result.spec, refusal):
+                return self._unused(at, refusal).with_traceback(refusal.__traceback__)
         return refusal
 
     def release(self) -> None:
@@ -349,3 +352,10 @@ class Tracer(ABC):
         self._outstanding[handle.number] = handle
         if read is not None:
             read.reading += (handle,)
+
+
+def _has_missing_part(spec: Spec, refusal: Refused) -> bool:
+    """Return whether a gradient sums all microbatches, or a weight holds all slices, that an op lacked."""
+    if spec.kind is Kind.GRAD_WEIGHT and refusal.rule == "missing microbatches":
+        return not mask_of(refusal.missing) & ~spec.cells
+    return spec.kind is Kind.WEIGHT and spec.holds.complete
