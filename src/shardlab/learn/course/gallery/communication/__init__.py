@@ -1,0 +1,1 @@
+"""Bugs of collectives and messages: who joins, in which order, and how often."""

@@ -1,0 +1,1 @@
+"""Bugs in which contributions to a gradient are missing, or counted twice."""

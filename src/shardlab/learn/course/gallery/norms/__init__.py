@@ -1,0 +1,1 @@
+"""Bugs of the gradient norm by which gradients are clipped."""

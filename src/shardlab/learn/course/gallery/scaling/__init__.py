@@ -1,0 +1,1 @@
+"""Bugs in which gradients are divided by a wrong number."""

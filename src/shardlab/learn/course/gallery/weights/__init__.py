@@ -1,0 +1,1 @@
+"""Bugs in which a weight of the step before is used."""
