@@ -74,7 +74,7 @@ def section(entry: CourseEntry) -> str:
     return "\n".join(
         [
             f"### {heading(entry)}\n",
-            f"Seen in {seen_in(entry)}; program: [{entry.name}.py]({folder}/{entry.name}.py).\n",
+            f"Seen in {seen_in(entry)}. Its program is\n[{entry.name}.py]({folder}/{entry.name}.py).\n",
             *(block(text) for text in entry.statement.split("\n\n")[1:]),
             "Shardlab says:\n",
             f"```text\n{textwrap.fill(finding(entry), WIDTH, break_on_hyphens=False, break_long_words=False)}\n```\n",

@@ -23,7 +23,7 @@ CODE_LINES = {
     "common": 830,
     "draw": 1145,
     "execute": 3785,
-    "language": 4410,
+    "language": 4415,
     "learn": 5200,
     "measure": 2200,
     "models": 3670,
