@@ -29,7 +29,7 @@ from shardlab.cli import main
 from shardlab.train.data import documents
 from shardlab.train.launch.processes import _start_forkserver
 documents.SHAKESPEARE_SHA256 = sys.argv[1]
-forkserver.set_forkserver_preload({[*PRELOAD, "shardlab.measure.layers"]})
+forkserver.set_forkserver_preload({PRELOAD})
 _start_forkserver()
 for line in sys.stdin:
     print(main(shlex.split(line)[1:]), end="\\n{END}", flush=True)

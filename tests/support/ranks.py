@@ -18,8 +18,19 @@ from shardlab.execute.transport.neighbours import connect_neighbours
 from shardlab.train.job import Job
 from shardlab.train.launch.ranks import set_wakeups
 
-PRELOAD = ["shardlab.train.verification.verify", "shardlab.train.loop", "torch._dynamo"]
-"""What all ranks import, once for all of them; the last is what torch's optimizers import at their first use."""
+PRELOAD = [
+    "shardlab.train.verification.verify",
+    "shardlab.train.loop",
+    "shardlab.cli",
+    "shardlab.measure.collectives",
+    "shardlab.measure.layers",
+    "shardlab.measure.side_by_side.sides",
+    "torch._dynamo",
+    "pytest",
+    "tests.train.jobs",
+]
+"""What ranks import, their own tests included: once for all ranks, since the first start of a rank starts the server
+that forks all later ones. torch's optimizers import torch._dynamo at their first use."""
 
 
 PATIENCE_SECONDS = 20.0
