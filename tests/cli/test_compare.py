@@ -18,7 +18,7 @@ from shardlab.simulate.hardware import AlphaBeta, Machine, Profile, Rate
 from shardlab.simulate.timeline.measured import write_rank, write_trace
 from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job, job_as_dict, job_from_dict
-from tests.draw.viewer import named, require_readable
+from tests.draw.trace_format import named, require_readable
 from tests.simulate.timeline.test_measured import records
 
 JOB = Job("fsdp", 2, 2, GPT(layers=3, hidden_size=16, heads=2, seq_len=8), 2)

@@ -20,7 +20,7 @@ from shardlab.simulate.timeline import Costs, simulate
 from shardlab.simulate.timeline.run import memory_counters
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan.plan import Plan
-from tests.draw.viewer import named, require_readable
+from tests.draw.trace_format import named, require_readable
 from tests.simulate.timeline.fakes import FakePrices
 from tests.support.random_plans import random_plan
 from tests.support.thorough import examples

@@ -38,7 +38,7 @@ from shardlab.train.run import TrainingRun
 from shardlab.train.tracing import RampedExecutor, TracedExecutor, require_same_slices, trace_rank
 from shardlab.train.verification.cases import SHARDINGS
 from shardlab.train.verification.reference import train_reference
-from tests.draw.viewer import require_readable
+from tests.draw.trace_format import require_readable
 from tests.support.ranks import Ranks
 from tests.train import jobs
 from tests.train.jobs import run_of, train_plainly
