@@ -102,6 +102,15 @@ def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list
     return [TapeMemory(tape, traced.specs[row], size).run().before for row, tape in enumerate(traced.program.tapes)]
 
 
+def memory_in_elements(traced: Traced) -> list[RankMemory]:
+    """Count elements as `live_memory` does, with all categories at every op."""
+    elements = traced.program.sizes.elements
+    return [
+        TapeMemory(tape, traced.specs[row], elements, counters=True).run()
+        for row, tape in enumerate(traced.program.tapes)
+    ]
+
+
 def peak_elsewhere(traced: Traced) -> dict[str, int]:
     """Return the peak of elements over all ranks in each place beside the device to which something is offloaded."""
     used = {spec.form.place for specs in traced.specs for spec in specs.values()}

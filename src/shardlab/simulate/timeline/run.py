@@ -25,7 +25,7 @@ from shardlab.language.pass_names import NO_LAG
 from shardlab.language.tape import Communication, Participant, queue_key
 from shardlab.simulate.timeline.costs import TEACHING_COSTS
 from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, StartEnd
-from shardlab.simulate.timeline.memory import CATEGORIES, Category, live_memory, memory_in_bytes
+from shardlab.simulate.timeline.memory import CATEGORIES, Category, live_memory, memory_in_bytes, memory_in_elements
 from shardlab.simulate.timeline.prices import PriceList, Prices, Traced
 from shardlab.simulate.timeline.timeline import Event, Timeline, is_event
 
@@ -68,6 +68,7 @@ def timeline_of(traced: Traced, times: Times, memory: Sequence[Sequence[int]], *
 
 
 FREE, WAIT, SEND = OpKind.FREE, OpKind.WAIT, OpKind.SEND
+ARENA = Category.ARENA
 COLLECTIVE, MESSAGE, COPY = Stream.COLLECTIVE, Stream.MESSAGE, Stream.COPY
 OUT, IN = "out", "in"
 """Streams of the two directions of a full-duplex link."""
@@ -315,6 +316,22 @@ def memory_counters(traced: Traced, times: Times) -> list[Counter]:
         }
         named = ({name: live[at] for at, name in names.items()} for live in memory.counters)
         counters.append(counter_of(zip(moments(tape, times.starts[row], times.ends[row]), named, strict=True)))
+    return counters
+
+
+def element_counters(traced: Traced, times: Times) -> list[Counter]:
+    """Return the elements by category over time of each row: those that are live when an op starts, as in a timeline
+    in unit costs."""
+    counters: list[Counter] = []
+    for row, memory in enumerate(memory_in_elements(traced)):
+        tape = traced.program.tapes[row]
+        reached = moments(tape, times.starts[row], times.ends[row])
+        samples = (
+            (time, {category.value: live[at] for at, category in enumerate(CATEGORIES) if category is not ARENA})
+            for op, time, live in zip(tape, reached, memory.at_starts, strict=True)
+            if is_event(op.kind)
+        )
+        counters.append(counter_of(samples))
     return counters
 
 

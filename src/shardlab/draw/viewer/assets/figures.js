@@ -1,0 +1,46 @@
+// The six figures beside a timeline, as rows of a table. Python computes them; here they become texts.
+
+import { timeText } from "./scale.js";
+
+/** Rows of the table: a label, a text for each timeline, the difference of the last to the first, and an explanation. */
+export function figureRows(model) {
+  const all = model.timelines.map((timeline) => timeline.figures);
+  const unit = model.header.unit;
+  const rows = [];
+  const add = (label, values, text, about = "", indented = false) => {
+    const known = values.every((value) => value !== null && value !== undefined);
+    const difference = values.length > 1 && known ? signed(values.at(-1) - values[0], text) : "";
+    rows.push({ label, values: values.map((value) => (value == null ? "–" : text(value))), difference, about, indented });
+  };
+  add("step", all.map((each) => each.end), (value) => timeText(value, unit), "From the first op to the end of the last.");
+  add("compute", all.map((each) => each.compute), percent, "Of the step, the mean over ranks.");
+  add(
+    "exposed communication",
+    all.map((each) => each.exposed_communication),
+    percent,
+    "A rank communicates and does not compute, of the step.",
+  );
+  add("overlap", all.map((each) => each.overlap), percent, "Of the communication, the part beside compute.");
+  const causes = [...new Set(all.flatMap((each) => Object.keys(each.idle)))];
+  const idle = (each) => Object.values(each.idle).reduce((sum, share) => sum + share, 0);
+  add("idle", all.map(idle), percent, "A rank neither computes nor communicates, of the step.");
+  for (const cause of causes) add(cause, all.map((each) => each.idle[cause] ?? 0), percent, "", true);
+  if (all.some((each) => each.bubble !== null)) {
+    add("bubble", all.map((each) => each.bubble), percent, "Of the pipeline.");
+    if (all[0].bubble_closed_form !== null) {
+      add("closed form", all.map((each) => each.bubble_closed_form), percent, all[0].bubble_formula, true);
+    }
+  }
+  const about = all.map((each) => `${model.header.rows[each.straggler.row].name}`).join("; ");
+  add("straggler", all.map((each) => each.straggler.excess), (value) => `+${percent(value)}`, `${about}: compute beyond the mean.`);
+  return rows;
+}
+
+export function percent(share) {
+  return `${(100 * share).toFixed(1)} %`;
+}
+
+function signed(difference, text) {
+  const written = text(Math.abs(difference)).replace("+", "");
+  return `${difference < 0 ? "−" : "+"}${written}`;
+}

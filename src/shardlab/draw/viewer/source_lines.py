@@ -1,0 +1,65 @@
+"""Lines of a program: which line of a strategy wrote each op of its tapes.
+
+The program runs once more on tapes that note the line at each op. That is the innermost line of the user's own code, or
+of Shardlab's strategies if the program is one of these.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import PurePath
+from types import FrameType
+
+from shardlab.common.user_code import display_path, is_library_frame
+from shardlab.language import Op, Program, Strategy, World
+
+STRATEGIES = "shardlab.strategies."
+
+SourcePlace = tuple[str, int]
+"""Name of a file, and the number of a line."""
+
+
+def source_lines(strategy: Strategy, program: Program) -> list[list[SourcePlace | None]]:
+    """Return the file and line of each op of each tape; empty if passes have rewritten the program.
+
+    Args:
+        strategy: the strategy of which the program is a trace.
+        program: its tapes.
+    """
+    world = World(program.mesh, program.sizes, program.microbatches)
+    tapes = [_PlaceTape() for _ in world.ranks]
+    for rank, tape in zip(world.ranks, tapes, strict=True):
+        rank.ops = tape
+    world.run(strategy)
+    same = len(tapes) == program.ranks and all(
+        list(tape) == other for tape, other in zip(tapes, program.tapes, strict=True)
+    )
+    return [tape.places for tape in tapes] if same else []
+
+
+class _PlaceTape(list[Op]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[SourcePlace | None] = []
+        self._names: dict[str, str] = {}
+
+    def append(self, op: Op, /) -> None:
+        super().append(op)
+        frame: FrameType | None = inspect.currentframe()
+        while frame is not None and not self._is_strategy(frame):
+            frame = frame.f_back
+        self.places.append(frame and (self._name(frame), frame.f_lineno))
+
+    @staticmethod
+    def _is_strategy(frame: FrameType) -> bool:
+        return str(frame.f_globals.get("__name__")).startswith(STRATEGIES) or not is_library_frame(frame)
+
+    def _name(self, frame: FrameType) -> str:
+        """Return the name of a frame's file: as the user calls it, or for Shardlab's own from its package on."""
+        file = frame.f_code.co_filename
+        if file not in self._names:
+            parts = PurePath(file).parts
+            own = is_library_frame(frame) and "shardlab" in parts
+            place = len(parts) - 1 - parts[::-1].index("shardlab") if own else 0
+            self._names[file] = "/".join(parts[place:]) if own else display_path(file)
+        return self._names[file]

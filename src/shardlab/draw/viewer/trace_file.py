@@ -1,0 +1,259 @@
+"""Traces for the page: a file of `shardlab simulate --trace`, `compare --trace` or any other command that writes one.
+
+A trace has the ops of each rank with their times, the arrows between them and the memory over time. It has no program:
+a page of a trace does not know what an op reads and makes, and takes it that a rank awaited each communication which
+ended while the rank did not compute.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from shardlab.common.errors import TooDeep, UserError, why_unreadable
+from shardlab.common.files import parse_document
+from shardlab.draw.viewer.columns import Columns, Numbering
+from shardlab.draw.viewer.step_tables import KINDS, add_activity_columns, add_members, add_op_columns, step_header
+from shardlab.language import OpKind
+from shardlab.simulate.timeline.causes import Activity, Place, TimedOp
+from shardlab.simulate.timeline.figures import Figures, figures_of_activity
+from shardlab.simulate.timeline.run import Counter
+
+MICRO = 1e6
+"""Microseconds of a second, or of a unit."""
+
+_KINDS = {kind.value: kind for kind in KINDS}
+_RANKS = re.compile(r"ranks? \d.*")
+
+
+@dataclass
+class TracedRank:
+    """Spans of one rank in a trace.
+
+    Attributes:
+        name: name of the rank.
+        ops: kind, start, end, layer, microbatches and layer of the model of each op, by index.
+        counter: memory over time.
+    """
+
+    name: str = ""
+    ops: dict[int, tuple[OpKind, float, float, int, str, int]] = field(
+        default_factory=dict[int, tuple[OpKind, float, float, int, str, int]]
+    )
+    counter: Counter = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class TraceTimeline:
+    """One timeline of a trace.
+
+    Attributes:
+        name: its name; empty if there is only one.
+        ranks: its ranks, in order.
+        links: pairs of ops that belong to one communication, with the name of the arrow.
+    """
+
+    name: str
+    ranks: list[TracedRank]
+    links: list[tuple[str, Place, Place]]
+
+    def activity(self) -> Activity:
+        """Return the ops with the communications that their ranks await."""
+        communications = _communications(self.links)
+        number_of = {place: number for number, members in enumerate(communications) for place in members}
+        rows: list[list[TimedOp]] = []
+        places: dict[Place, Place] = {}
+        last_waits: list[tuple[int, ...]] = []
+        for row, rank in enumerate(self.ranks):
+            ops: list[TimedOp] = []
+            for at, (kind, start, end, *_) in sorted(rank.ops.items()):
+                places[row, at] = row, len(ops)
+                ops.append(TimedOp(at, kind, start, end, (), number_of.get((row, at), -1)))
+            waits = _awaited(ops)
+            rows.append([op._replace(waits=waits.get(place, ())) for place, op in enumerate(ops)])
+            last_waits.append(waits.get(len(ops), ()))
+        members = [[places[place] for place in each] for each in communications]
+        return Activity(rows, members, last_waits, max((op.end for ops in rows for op in ops), default=0.0))
+
+    def figures(self) -> Figures:
+        """Return the six figures; without a program, no bubble."""
+        return figures_of_activity(self.activity())
+
+
+def read_trace_file(path: Path) -> list[TraceTimeline]:
+    """Read the timelines of a trace that Shardlab wrote.
+
+    Raises:
+        UserError: if the file cannot be read, is cut off, or is the trace of another program.
+    """
+    try:
+        content: Any = parse_document(json.loads, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, TooDeep) as error:
+        raise UserError(f"{path} cannot be read as a trace: {why_unreadable(error)}") from None
+    except ValueError as error:
+        raise UserError(
+            f"{path} is cut off or damaged ({error}); write it again, for example with shardlab simulate --trace"
+        ) from None
+    if not isinstance(content, dict) or "traceEvents" not in content:
+        raise UserError(f"{path} is no trace; give a file of shardlab simulate --trace, or of compare --trace")
+    other = cast(dict[str, Any], content).get("otherData")
+    if not isinstance(other, dict) or cast(dict[str, Any], other).get("generator") != "shardlab":
+        raise UserError(
+            f"{path} is a trace of another program, whose events are no ops of Shardlab; give a file of shardlab "
+            "simulate --trace, or of compare --trace"
+        )
+    try:
+        timelines = _timelines(cast(Any, content)["traceEvents"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{path} has an event that Shardlab does not write ({type(error).__name__}: {error}); write the trace again"
+        ) from None
+    if not timelines:
+        raise UserError(f"{path} has no ops; write the trace again")
+    return timelines
+
+
+def trace_tables(title: str, note: str, timelines: Sequence[TraceTimeline]) -> bytes:
+    """Return the packed tables of a trace.
+
+    Raises:
+        UserError: if its timelines have different ops, as those before and after a pass.
+    """
+    columns, texts = Columns(), Numbering[str]()
+    first = timelines[0]
+    texts("")
+    ops: dict[str, list[int]] = {
+        name: [] for name in ("kind", "layer", "modelLayer", "text", "first", "communication")
+    }
+    starts = [0]
+    for row, rank in enumerate(first.ranks):
+        count = max(max(each.ranks[row].ops, default=-1) for each in timelines if row < len(each.ranks)) + 1
+        about = {at: op for each in timelines if row < len(each.ranks) for at, op in each.ranks[row].ops.items()}
+        _require_same(timelines, row)
+        for at in range(count):
+            kind, _, _, layer, microbatches, model_layer = about.get(at, (OpKind.FREE, 0.0, 0.0, -1, "", -1))
+            ops["kind"].append(KINDS.index(kind))
+            ops["layer"].append(layer)
+            ops["modelLayer"].append(model_layer)
+            ops["text"].append(texts(microbatches))
+            number = re.match(r"\d+", microbatches)
+            ops["first"].append(int(number[0]) if number else -1)
+        starts.append(len(ops["kind"]))
+    communications = _communications([link for each in timelines[:1] for link in each.links])
+    number_of = {place: number for number, members in enumerate(communications) for place in members}
+    ops["communication"] = [
+        number_of.get((row, at), -1) for row in range(len(first.ranks)) for at in range(starts[row + 1] - starts[row])
+    ]
+    add_op_columns(columns, ops)
+    columns.add("rowStart", "u32", starts)
+    add_members(columns, communications)
+    header = step_header(title, note, in_seconds=True)
+    header["unit"] = "s"
+    header |= {"remarks": ["A trace has no program, so the page does not know what an op reads and makes."]}
+    header |= {"texts": texts.items, "rows": [{"name": rank.name, "rank": row} for row, rank in enumerate(first.ranks)]}
+    header |= {"layers": max(ops["modelLayer"], default=0) + 1, "microbatches": max(ops["first"], default=0) + 1}
+    shown: list[dict[str, Any]] = []
+    for number, each in enumerate(timelines):
+        activity = each.activity()
+        counters = [rank.counter for rank in each.ranks]
+        categories = add_activity_columns(columns, number, activity, starts, counters)
+        figures = figures_of_activity(activity).as_dict()
+        shown.append(
+            {"name": each.name, "end": activity.end, "categories": categories, "path": False, "figures": figures}
+        )
+    return columns.pack({**header, "timelines": shown})
+
+
+def _timelines(events: Sequence[Mapping[str, Any]]) -> list[TraceTimeline]:
+    names: dict[int, tuple[str, str]] = {}
+    ranks: dict[int, TracedRank] = defaultdict(TracedRank)
+    spans: dict[tuple[int, int], list[tuple[float, float, int]]] = defaultdict(list)
+    flows: dict[int, list[tuple[str, str, int, int, float]]] = defaultdict(list)
+    for event in events:
+        phase, process = event["ph"], event["pid"]
+        if phase == "M" and event["name"] == "process_name":
+            text = event["args"]["name"]
+            place = _RANKS.search(text)
+            names[process] = (text[: place.start()].strip(), place[0]) if place else ("", text)
+        elif phase == "X":
+            args, start = event["args"], event["ts"] / MICRO
+            end = start + event["dur"] / MICRO
+            layer = re.search(r"\(layer (\d+)\)$", event["name"])
+            about = args["layer"], args.get("microbatches", ""), int(layer[1]) if layer else -1
+            ranks[process].ops[args["op"]] = (_KINDS[event["cat"]], start, end, *about)
+            spans[process, event["tid"]].append((start, end, args["op"]))
+        elif phase == "C":
+            ranks[process].counter.append((event["ts"] / MICRO, event["args"]))
+        elif phase in ("s", "f"):
+            flows[event["id"]].append((phase, event["name"], process, event["tid"], event["ts"] / MICRO))
+    for each in spans.values():
+        each.sort()
+    order = sorted(ranks)
+    groups: dict[str, list[int]] = {}
+    for process in order:
+        groups.setdefault(names[process][0], []).append(process)
+    row_of = {process: row for processes in groups.values() for row, process in enumerate(processes)}
+    links: dict[str, list[tuple[str, Place, Place]]] = defaultdict(list)
+    for ends in flows.values():
+        by_phase = {phase: (name, process, thread, time) for phase, name, process, thread, time in ends}
+        (name, source, *at_source), (_, target, *at_target) = by_phase["s"], by_phase["f"]
+        one, other = _op_at(spans[source, at_source[0]], at_source[1]), _op_at(spans[target, at_target[0]], at_target[1])
+        if one is not None and other is not None:
+            links[names[source][0]].append((name, (row_of[source], one), (row_of[target], other)))
+    for process in order:
+        ranks[process].name = names[process][1]
+    return [TraceTimeline(name, [ranks[each] for each in group], links[name]) for name, group in groups.items()]
+
+
+def _op_at(spans: Sequence[tuple[float, float, int]], time: float) -> int | None:
+    """Return the op of a thread at a moment. The spans are in order and do not overlap."""
+    place = bisect_right(spans, (time, math.inf)) - 1
+    return spans[place][2] if place >= 0 and time <= spans[place][1] else None
+
+
+def _communications(links: Sequence[tuple[str, Place, Place]]) -> list[list[Place]]:
+    """Return the members of each communication. A message is one arrow; the joins of a collective share their source."""
+    collectives: dict[Place, list[Place]] = {}
+    messages: list[list[Place]] = []
+    for name, source, target in links:
+        if name == "message":
+            messages.append([source, target])
+        else:
+            collectives.setdefault(source, [source]).append(target)
+    return [*messages, *collectives.values()]
+
+
+def _awaited(ops: Sequence[TimedOp]) -> dict[int, tuple[int, ...]]:
+    """Return the communications that a rank awaits before each op: those that end while it does not compute."""
+    waits: dict[int, tuple[int, ...]] = {}
+    ended = sorted((op.end, place) for place, op in enumerate(ops) if not op.computes and op.end > op.start)
+    clock = 0.0
+    for place, op in enumerate(ops):
+        if op.computes:
+            if op.start > clock:
+                between = ended[bisect_right(ended, (clock, len(ops))) : bisect_right(ended, (op.start, len(ops)))]
+                waits[place] = tuple(at for _, at in between if at < place)
+            clock = max(clock, op.end)
+    waits[len(ops)] = tuple(at for _, at in ended[bisect_right(ended, (clock, len(ops))) :])
+    return waits
+
+
+def _require_same(timelines: Sequence[TraceTimeline], row: int) -> None:
+    first = timelines[0]
+    for other in timelines[1:]:
+        same = len(other.ranks) == len(first.ranks)
+        if same:
+            one, two = first.ranks[row].ops, other.ranks[row].ops
+            same = all(one[at][0] is two[at][0] and one[at][3] == two[at][3] for at in one.keys() & two.keys())
+        if not same:
+            raise UserError(
+                f"the timelines {first.name!r} and {other.name!r} of this trace have different ops, so they have no "
+                "common page; write a trace of one of them"
+            )

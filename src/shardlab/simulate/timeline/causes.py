@@ -1,0 +1,260 @@
+"""Causes: why each op of a step starts when it does, and why a rank stands still, simulated and measured alike.
+
+An `Activity` has the ops of each rank in the order of its tape, with the communications that the rank awaits between
+them. `activity_of` makes one of a timeline. `find_causes` gives every op the op that it had to wait for: the compute
+before it on its rank, a communication that its rank awaits, the last member of a collective to arrive, the send of a
+message, or the communication that had its stream. Followed from op to op, they lead back to the start of the step.
+`find_gaps` lists the intervals in which ranks do not compute, each with the communication that ends it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from shardlab.language import OpKind
+from shardlab.language.ops import COMMUNICATION
+from shardlab.simulate.timeline.timeline import Event, Timeline, is_event
+
+TOLERANCE = 1e-9
+"""Share of the step below which two moments are the same."""
+
+Place = tuple[int, int]
+"""Row, and index of an op among the ops of that row in an `Activity`."""
+
+
+class Reason(Enum):
+    """Reason why an op starts no earlier.
+
+    FIRST: nothing comes before it. BUSY: its rank computed another op. WAITED: its rank waited for a communication.
+    MEMBER: another member of its communication arrived later. SENT: its message had to be sent. STREAM: another
+    communication had its stream. UNKNOWN: its rank did nothing that was recorded.
+    """
+
+    FIRST = "first"
+    BUSY = "busy"
+    WAITED = "waited"
+    MEMBER = "member"
+    SENT = "sent"
+    STREAM = "stream"
+    UNKNOWN = "unknown"
+
+
+class Cause(NamedTuple):
+    """Reason why an op starts no earlier, and the op that it waits for (None for the first op of a rank)."""
+
+    reason: Reason
+    place: Place | None = None
+
+
+class TimedOp(NamedTuple):
+    """Op of one rank that takes time.
+
+    Attributes:
+        op: its index on the tape, or in a trace.
+        kind: its kind.
+        start, end: when it starts and ends.
+        waits: communications that the rank awaits after the op before this one, as indices among the rank's ops.
+        communication: its communication, as an index (-1: it computes, or the other members are unknown).
+    """
+
+    op: int
+    kind: OpKind
+    start: float
+    end: float
+    waits: tuple[int, ...] = ()
+    communication: int = -1
+
+    @property
+    def computes(self) -> bool:
+        return self.kind not in COMMUNICATION
+
+
+class Activity(NamedTuple):
+    """Ops of all ranks in a step.
+
+    Attributes:
+        rows: for each rank its ops, in the order in which it came to them.
+        communications: members of each communication; of a message the sender, then the receiver.
+        last_waits: for each rank the communications that it awaits after its last op.
+        end: when the step ends.
+    """
+
+    rows: list[list[TimedOp]]
+    communications: list[list[Place]]
+    last_waits: list[tuple[int, ...]]
+    end: float
+
+
+class Gap(NamedTuple):
+    """Interval in which a rank does not compute.
+
+    Attributes:
+        row: the rank's row.
+        start, end: start and end of the interval.
+        awaited: the communication that ends it, as an index among the rank's ops (None: no recorded one).
+        before: the compute op that ends it (None: the step ends).
+    """
+
+    row: int
+    start: float
+    end: float
+    awaited: int | None
+    before: int | None
+
+
+def activity_of(timeline: Timeline) -> Activity:
+    """Return the ops of a timeline. Ops that were not measured are left out."""
+    rows: list[list[TimedOp]] = []
+    last_waits: list[tuple[int, ...]] = []
+    places: list[dict[int, int]] = []
+    for tape, events in zip(timeline.program.tapes, timeline.events, strict=True):
+        by_op = {event.op: event for event in events}
+        ops: list[TimedOp] = []
+        place_of: dict[int, int] = {}
+        issued: dict[int, int] = {}
+        waits: list[int] = []
+        for at, op in enumerate(tape):
+            if op.kind is OpKind.WAIT:
+                if op.handle in issued:
+                    waits.append(issued[op.handle])
+            elif is_event(op.kind) and at in by_op:
+                event: Event = by_op[at]
+                place_of[at] = len(ops)
+                if op.handle >= 0:
+                    issued[op.handle] = len(ops)
+                ops.append(TimedOp(at, op.kind, event.start, event.end, tuple(waits)))
+                waits = []
+        rows.append(ops)
+        last_waits.append(tuple(waits))
+        places.append(place_of)
+    communications: list[list[Place]] = []
+    for communication in timeline.communications:
+        members = [(row, places[row][at]) for row, _, at in communication.participants if at in places[row]]
+        for row, place in members:
+            rows[row][place] = rows[row][place]._replace(communication=len(communications))
+        communications.append(members)
+    return Activity(rows, communications, last_waits, timeline.end)
+
+
+def find_arrivals(activity: Activity) -> list[list[float]]:
+    """Return for each rank when it came to each op: the start of a compute op, the issue of a communication."""
+    arrivals: list[list[float]] = []
+    for ops in activity.rows:
+        clock, reached = 0.0, list[float]()
+        for op in ops:
+            clock = max([clock, *(ops[at].end for at in op.waits)])
+            clock = max(clock, op.start) if op.computes else clock
+            reached.append(clock)
+            clock = max(clock, op.end) if op.computes else clock
+        latest = activity.end  # a rank need not wait for a message that its link carries
+        for at in range(len(ops) - 1, -1, -1):
+            latest = min(latest, ops[at].start) if ops[at].computes else latest
+            reached[at] = min(reached[at], latest, ops[at].start)
+        arrivals.append(reached)
+    return arrivals
+
+
+def find_gaps(activity: Activity) -> Iterator[Gap]:
+    """Yield the intervals in which a rank does not compute, from the start of the step to its end."""
+    least = TOLERANCE * activity.end
+    for row, ops in enumerate(activity.rows):
+        clock, waits = 0.0, list[int]()
+        for at, op in enumerate(ops):
+            waits += op.waits
+            if op.computes:
+                if op.start > clock + least:
+                    yield Gap(row, clock, op.start, _last_awaited(ops, waits, clock, op.start + least), at)
+                clock, waits = max(clock, op.end), []
+        if activity.end > clock + least:
+            waits += activity.last_waits[row]
+            awaited = _last_awaited(ops, waits, clock, activity.end + least)
+            until = max(clock, ops[awaited].end) if awaited is not None else clock
+            if until > clock + least:
+                yield Gap(row, clock, until, awaited, None)
+            if activity.end > until + least:
+                yield Gap(row, until, activity.end, None, None)
+
+
+def find_causes(activity: Activity) -> list[list[Cause]]:
+    """Return for each op of each rank why it starts no earlier."""
+    return _Causes(activity).run()
+
+
+def _last_awaited(ops: Sequence[TimedOp], waits: Sequence[int], since: float, until: float) -> int | None:
+    """Return the awaited communication that ends last between two moments (None: none does)."""
+    ended = [at for at in waits if since < ops[at].end <= until]
+    return max(ended, key=lambda at: ops[at].end, default=None)
+
+
+class _Causes:
+    def __init__(self, activity: Activity) -> None:
+        self.activity, self.rows = activity, activity.rows
+        self.least = TOLERANCE * activity.end
+        self.arrivals = find_arrivals(activity)
+        self.ended: list[list[tuple[float, int]]] = [  # communications of each row by their ends
+            sorted((op.end, at) for at, op in enumerate(ops) if not op.computes and op.end > op.start)
+            for ops in activity.rows
+        ]
+        self.before = [list(self._compute_before(ops)) for ops in activity.rows]
+
+    def run(self) -> list[list[Cause]]:
+        return [
+            [self._on_rank(row, at) if op.computes else self._of_communication(row, at) for at, op in enumerate(ops)]
+            for row, ops in enumerate(self.rows)
+        ]
+
+    @staticmethod
+    def _compute_before(ops: Sequence[TimedOp]) -> Iterator[tuple[int | None, tuple[int, ...]]]:
+        """Yield for each op the last compute op before it, and what the rank awaits between the two."""
+        last: int | None = None
+        waits: tuple[int, ...] = ()
+        for at, op in enumerate(ops):
+            waits += op.waits
+            yield last, waits
+            if op.computes and (op.end > op.start or last is None):
+                last, waits = at, ()
+
+    def _on_rank(self, row: int, at: int) -> Cause:
+        """Return the cause of a moment at which a rank comes to an op."""
+        ops, (last, waits) = self.rows[row], self.before[row][at]
+        since = ops[last].end if last is not None else 0.0
+        arrival = self.arrivals[row][at]
+        awaited = _last_awaited(ops, waits, since, arrival + self.least)
+        if awaited is not None:
+            return Cause(Reason.WAITED, (row, awaited))
+        if last is None:
+            return Cause(Reason.FIRST if arrival <= self.least else Reason.UNKNOWN)
+        return Cause(Reason.BUSY if arrival <= since + self.least else Reason.UNKNOWN, (row, last))
+
+    def _of_communication(self, row: int, at: int) -> Cause:
+        op = self.rows[row][at]
+        members = self.activity.communications[op.communication] if op.communication >= 0 else [(row, at)]
+        if op.kind is OpKind.RECV and len(members) == 2:
+            sender = members[0]
+            sent = self.rows[sender[0]][sender[1]]
+            if sent.end <= op.start + self.least and sent.end > self.arrivals[row][at] + self.least:
+                return Cause(Reason.SENT, sender)
+            if sent.end <= op.start + self.least:  # it was sent before it was wanted
+                members = [(row, at)]
+        if op.kind is OpKind.SEND and members[1:]:
+            received = self.rows[members[1][0]][members[1][1]]
+            if received.start > op.start + self.least:  # buffered: a send starts alone
+                members = [(row, at)]
+        arrived, last = max((self.arrivals[r][a], (r, a)) for r, a in members)
+        if op.start > arrived + self.least and (before := self._on_stream(members, op.start)) is not None:
+            return Cause(Reason.STREAM, before)
+        if last != (row, at) and arrived > self.arrivals[row][at] + self.least:
+            return Cause(Reason.MEMBER, last)
+        return self._on_rank(row, at)
+
+    def _on_stream(self, members: Sequence[Place], start: float) -> Place | None:
+        """Return the communication that had a member's stream until this one started."""
+        for row, _ in members:
+            ended = self.ended[row]
+            place = bisect_right(ended, (start + self.least, len(self.rows[row]))) - 1
+            if place >= 0 and ended[place][0] >= start - self.least:
+                return row, ended[place][1]
+        return None

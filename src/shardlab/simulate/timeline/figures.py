@@ -1,0 +1,307 @@
+"""The six figures of a step that people expect beside its timeline, simulated and measured alike.
+
+1. Compute: the share of the step in which a rank computes.
+2. Exposed communication: the share in which it communicates and does not compute.
+3. Overlap: the share of its communication that runs beside compute.
+4. Idle time by cause: the share in which it does neither, by what it waits for (`IdleCause`).
+5. Bubble: that of the pipeline (`shardlab.simulate.timeline.timeline.bubble`), beside the closed form of its schedule.
+6. Straggler: the rank that computes longest, and by how much it exceeds the mean.
+
+The first four are means over ranks, and `RankFigures` has them for each rank. Compute, exposed communication and idle
+time add up to the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from statistics import fmean
+from typing import Any
+
+from shardlab.language import OpKind
+from shardlab.language.ops import COLLECTIVES, POINT_TO_POINT
+from shardlab.simulate.timeline.causes import TOLERANCE, Activity, Gap, activity_of, find_arrivals, find_gaps
+from shardlab.simulate.timeline.timeline import Timeline, bubble, covered
+
+Span = tuple[float, float]
+
+
+class IdleCause(Enum):
+    """Causes of idle time.
+
+    MESSAGE: the sender of a message that the rank awaits has not come yet, as in the bubble of a pipeline. MEMBER:
+    another member of a collective has not come yet. TRANSFER: a message is on its way, and its receive has not begun.
+    QUEUE: what it awaits is ready, and waits for a stream. ENDED: the rank has done everything, and other ranks have
+    not. UNKNOWN: nothing that was recorded; in a real run, launching ops and everything else that Python does.
+    """
+
+    MESSAGE = "waits for the sender of a message"
+    MEMBER = "waits for the last member of a collective"
+    TRANSFER = "waits for a message on its way"
+    QUEUE = "waits for a stream"
+    ENDED = "has ended"
+    UNKNOWN = "no recorded cause"
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """Times of one rank, in the unit of the timeline.
+
+    Attributes:
+        computing, exposed, idle: as in `shardlab.simulate.timeline.timeline.RankTimes`.
+        communicating: time in which a communication of the rank is under way.
+        idle_by_cause: idle time by cause, without causes that take no time.
+        waited_for: time in which other ranks stand still until this one comes.
+    """
+
+    computing: float
+    exposed: float
+    idle: float
+    communicating: float
+    idle_by_cause: dict[IdleCause, float]
+    waited_for: float
+
+    @property
+    def overlap(self) -> float:
+        """Share of the communication that runs beside compute; 1 without communication."""
+        return 1.0 - self.exposed / self.communicating if self.communicating > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The six figures of one step.
+
+    Attributes:
+        end: when the step ends, in the unit of the timeline.
+        ranks: times of each row.
+        bubble: bubble of the pipeline, from 0 to 1 (None: there is no pipeline).
+        closed_form: the bubble by the formula of the schedule (None: there is none).
+        formula: this formula in words.
+        straggler: row that computes longest.
+    """
+
+    end: float
+    ranks: list[RankFigures]
+    bubble: float | None
+    closed_form: float | None
+    formula: str
+    straggler: int
+
+    @property
+    def compute(self) -> float:
+        """Share of the step in which a rank computes, the mean over ranks."""
+        return self._share([rank.computing for rank in self.ranks])
+
+    @property
+    def exposed(self) -> float:
+        """Share of the step in which a rank communicates and does not compute, the mean over ranks."""
+        return self._share([rank.exposed for rank in self.ranks])
+
+    @property
+    def overlap(self) -> float:
+        """Share of all communication that runs beside compute; 1 without communication."""
+        communicating = sum(rank.communicating for rank in self.ranks)
+        return 1.0 - sum(rank.exposed for rank in self.ranks) / communicating if communicating > 0 else 1.0
+
+    @property
+    def idle(self) -> dict[IdleCause, float]:
+        """Share of the step in which a rank is idle, by cause, largest first, the mean over ranks."""
+        total = {cause: self._share([rank.idle_by_cause.get(cause, 0.0) for rank in self.ranks]) for cause in IdleCause}
+        return dict(sorted(((cause, share) for cause, share in total.items() if share > 0), key=lambda item: -item[1]))
+
+    @property
+    def excess(self) -> float:
+        """Time that the straggler computes beyond the mean of all ranks, as a share of the mean."""
+        mean = fmean(rank.computing for rank in self.ranks)
+        return self.ranks[self.straggler].computing / mean - 1.0 if mean else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures, for JSON. Times are in the unit of the timeline, all others are shares."""
+        return {
+            "end": self.end,
+            "compute": self.compute,
+            "exposed_communication": self.exposed,
+            "overlap": self.overlap,
+            "idle": {cause.value: share for cause, share in self.idle.items()},
+            "bubble": self.bubble,
+            "bubble_closed_form": self.closed_form,
+            "bubble_formula": self.formula,
+            "straggler": {"row": self.straggler, "excess": self.excess},
+            "ranks": [
+                {
+                    "computing": rank.computing,
+                    "exposed": rank.exposed,
+                    "idle": rank.idle,
+                    "communicating": rank.communicating,
+                    "idle_by_cause": {cause.value: time for cause, time in rank.idle_by_cause.items()},
+                    "waited_for": rank.waited_for,
+                }
+                for rank in self.ranks
+            ],
+        }
+
+    def _share(self, times: Sequence[float]) -> float:
+        return fmean(times) / self.end if times and self.end else 0.0
+
+
+def figures_of(timeline: Timeline, schedule: str = "", activity: Activity | None = None) -> Figures:
+    """Return the six figures of a timeline.
+
+    Args:
+        timeline: a simulated or a measured step.
+        schedule: name of the pipeline's schedule, for the closed form of its bubble.
+        activity: `activity_of(timeline)`, if it is known.
+    """
+    activity = activity or activity_of(timeline)
+    stages = timeline.program.mesh.sizes()["pp"]
+    formula, closed = ("", None) if stages < 2 else closed_form(timeline, schedule)
+    return figures_of_activity(activity, bubble(timeline) if stages > 1 else None, closed, formula)
+
+
+def figures_of_activity(
+    activity: Activity, bubble: float | None = None, closed: float | None = None, formula: str = ""
+) -> Figures:
+    """Return the six figures of ops, which may come from a trace.
+
+    Args:
+        bubble, closed, formula: bubble of the pipeline, its closed form, and that formula in words.
+    """
+    gaps: list[list[Gap]] = [[] for _ in activity.rows]
+    for gap in find_gaps(activity):
+        gaps[gap.row].append(gap)
+    arrivals, waited_for = find_arrivals(activity), [0.0] * len(activity.rows)
+    ranks: list[RankFigures] = []
+    for row, ops in enumerate(activity.rows):
+        work = covered((op.start, op.end) for op in ops if op.computes)
+        busy = covered((op.start, op.end) for op in ops)
+        talking = _merged([(op.start, op.end) for op in ops if not op.computes and op.end > op.start])
+        idle: dict[IdleCause, float] = defaultdict(float)
+        for gap in gaps[row]:
+            for cause, time, late in _idle_parts(activity, arrivals, gap, talking):
+                if time > TOLERANCE * activity.end:
+                    idle[cause] += time
+                if late is not None:
+                    waited_for[late] += time
+        communicating = sum(end - start for start, end in talking)
+        exposed, standing = max(0.0, busy - work), max(0.0, activity.end - busy)
+        ranks.append(RankFigures(work, exposed, standing, communicating, dict(idle), 0.0))
+    longest = max(range(len(ranks)), key=lambda row: ranks[row].computing, default=0)
+    complete = [replace(rank, waited_for=waited) for rank, waited in zip(ranks, waited_for, strict=True)]
+    return Figures(activity.end, complete, bubble, closed, formula, longest)
+
+
+def closed_form(timeline: Timeline, schedule: str) -> tuple[str, float | None]:
+    """Return the formula of a schedule's bubble in words, and its value for a timeline; without one, "" and None.
+
+    It holds for p ranks with equal stages, m microbatches, v stages on each rank, and messages that take no time. Ranks
+    compute F, B and W for a forward pass, the gradient of the input and that of the weights. The times in the formula
+    of ZB-H1 are the means of the timeline.
+
+    Sources: GPipe and 1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1. Interleaved: section 2.2.2.
+    Breadth-first: Lamy-Poirier 2022, arXiv 2211.05953, section 3. ZB-H1, ZB-H2 and ZB-V: Qi et al. 2023, arXiv
+    2401.10241, table 2 and section 6.
+    """
+    program = timeline.program
+    stages = program.mesh.sizes()["pp"]
+    microbatches = max((len(_microbatches(timeline, row)) for row in range(program.ranks)), default=0)
+    if not microbatches:
+        return "", None
+    chunks = max(len(_chunks(timeline, row)) for row in range(program.ranks))
+    p, m, v = stages, microbatches, chunks
+    match schedule:
+        case "gpipe" | "1f1b":
+            return "(p - 1) / (m + p - 1)", (p - 1) / (m + p - 1)
+        case "interleaved-1f1b" | "breadth-first":
+            return "(p - 1) / (v m + p - 1)", (p - 1) / (v * m + p - 1)
+        case "zb-h1":
+            lost, work = (p - 1) * _zb_h1_gap(timeline), m * _work(timeline)
+            return "(p - 1) (F + B - W) / (m (F + B + W) + (p - 1) (F + B - W))", lost / (work + lost)
+        case "zb-h2" | "zb-v":
+            return "0, if F = B = W and m is large enough", 0.0
+        case _:
+            return "", None
+
+
+def _idle_parts(
+    activity: Activity, arrivals: Sequence[Sequence[float]], gap: Gap, talking: Sequence[Span]
+) -> Iterator[tuple[IdleCause, float, int | None]]:
+    """Yield the idle parts of a gap: the cause, the time, and the row that the rank waits for."""
+    row = gap.row
+    if gap.awaited is None:
+        cause = IdleCause.ENDED if gap.before is None else IdleCause.UNKNOWN
+        yield cause, _quiet(talking, gap.start, gap.end), None
+        return
+    awaited = activity.rows[row][gap.awaited]
+    members = activity.communications[awaited.communication] if awaited.communication >= 0 else []
+    if awaited.kind in POINT_TO_POINT and len(members) == 2:
+        peer = next((each for each in members if each[0] != row), members[0])
+    else:
+        peer = max(members, key=lambda each: arrivals[each[0]][each[1]], default=(row, gap.awaited))
+    came = min(max(gap.start, arrivals[peer[0]][peer[1]]), gap.end)
+    starts = min(max(came, awaited.start), gap.end)
+    late = IdleCause.MEMBER if awaited.kind in COLLECTIVES else IdleCause.MESSAGE
+    yield late, _quiet(talking, gap.start, came), peer[0] if peer[0] != row else None
+    sent = activity.rows[peer[0]][peer[1]] if awaited.kind is OpKind.RECV else awaited
+    sends = min(max(came, sent.start), starts)
+    yield IdleCause.QUEUE, _quiet(talking, came, sends), None
+    yield IdleCause.TRANSFER, _quiet(talking, sends, starts), None
+    yield IdleCause.UNKNOWN, _quiet(talking, starts, gap.end), None
+
+
+def _quiet(talking: Sequence[Span], since: float, until: float) -> float:
+    """Return how much of an interval lies outside of some spans, which are in order and do not overlap."""
+    inside = sum(max(0.0, min(end, until) - max(start, since)) for start, end in _near(talking, since, until))
+    return max(0.0, until - since - inside)
+
+
+def _near(talking: Sequence[Span], since: float, until: float) -> Iterator[Span]:
+    """Yield the spans that overlap an interval."""
+    low, high = 0, len(talking)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if talking[middle][1] <= since else (low, middle)
+    for span in talking[low:]:
+        if span[0] >= until:
+            return
+        yield span
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    """Return the union of some spans as spans in order that do not overlap."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _microbatches(timeline: Timeline, row: int) -> set[int]:
+    return {event.microbatches for event in timeline.events[row] if event.kind is OpKind.FORWARD}
+
+
+def _chunks(timeline: Timeline, row: int) -> list[int]:
+    """Return the first layer of each run of adjacent layers that a rank computes, which are its model chunks."""
+    layers = sorted({event.layer for event in timeline.events[row] if event.kind is OpKind.FORWARD})
+    return [layer for layer in layers if layer - 1 not in layers]
+
+
+def _mean(timeline: Timeline, *kinds: OpKind) -> float:
+    """Return the mean time that a rank spends on one microbatch in ops of some kinds."""
+    times = [
+        sum(event.end - event.start for event in events if event.kind in kinds)
+        / max(1, len({event.microbatches for event in events if event.kind is OpKind.FORWARD}))
+        for events in timeline.events
+    ]
+    return fmean(times) if times else 0.0
+
+
+def _work(timeline: Timeline) -> float:
+    return _mean(timeline, OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
+
+
+def _zb_h1_gap(timeline: Timeline) -> float:
+    return _mean(timeline, OpKind.FORWARD, OpKind.BACKWARD_INPUT) - _mean(timeline, OpKind.BACKWARD_WEIGHT)

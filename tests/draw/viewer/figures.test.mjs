@@ -1,0 +1,32 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { script, step } from "./common.mjs";
+
+const { figureRows } = await script("figures");
+
+test("the table has the six figures", () => {
+  const labels = figureRows(step("gpipe")).map((row) => row.label);
+  for (const label of ["compute", "exposed communication", "overlap", "idle", "bubble", "closed form", "straggler"]) {
+    assert.ok(labels.includes(label), label);
+  }
+});
+
+test("shares of compute, exposed communication and idle time add up to the step", () => {
+  for (const name of ["gpipe", "fsdp", "two", "trace"]) {
+    for (const { figures } of step(name).timelines) {
+      const idle = Object.values(figures.idle).reduce((sum, share) => sum + share, 0);
+      assert.ok(Math.abs(figures.compute + figures.exposed_communication + idle - 1) < 1e-6);
+    }
+  }
+});
+
+test("a second timeline has a column and a difference, with its sign", () => {
+  const rows = figureRows(step("two"));
+  const row = rows.find((each) => each.label === "step");
+  assert.equal(row.values.length, 2);
+  assert.match(row.difference, /^\+/);
+});
+
+test("without a pipeline there is no bubble", () => {
+  assert.ok(!figureRows(step("fsdp")).some((row) => row.label === "bubble"));
+});
