@@ -10,38 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 
 from shardlab.check import ChannelModel, Checked, check, drifts_of
 from shardlab.cli.console import Report, print_path, table_of
-from shardlab.cli.options import (
-    NO_PICTURES,
-    CostsText,
-    Flag,
-    Layers,
-    MaxOps,
-    MaxSeconds,
-    Name,
-    OptionalCount,
-    PictureFlags,
-    Ranks,
-    StrategyName,
-    costs_of,
-)
+from shardlab.cli.options import NO_PICTURES, Flag, PictureFlags
 from shardlab.cli.passes import add_passes
-from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, JobFile, Layout, RecipeName, checked
+from shardlab.cli.simulate.step_options import StepOptions
 from shardlab.cli.simulate.terminal_timeline import print_strips, print_timeline
-from shardlab.cli.step_request import OPTIONS, StepRequest
-from shardlab.common.fields import COUNT, check_field
+from shardlab.cli.step_request import StepRequest
 from shardlab.common.text import counted, listed, seconds_text
 from shardlab.language import UserError, trace
-from shardlab.language.precision import Optimizer
-from shardlab.simulate.passes import Goal, PassResult, find_passes, helpful_results, run_named, run_passes
-from shardlab.simulate.timeline import TEACHING_COSTS, Timeline, bubble, simulate
+from shardlab.simulate.passes import Goal, PassResult, find_passes, helpful_results, run_passes
+from shardlab.simulate.timeline import Timeline, bubble, simulate
 from shardlab.simulate.timeline.critical_path import critical_path, path_parts
 from shardlab.simulate.timeline.memory import peak_elsewhere
 from shardlab.simulate.timeline.prices import Prices
@@ -51,78 +34,15 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.registry import StrategyEntry
 
-IN_UNIT_COSTS = ("model", "cluster", "layers", "microbatches")
-PRICED_OPTIONS = [option for options in OPTIONS.values() for option in options if option not in IN_UNIT_COSTS]
-"""Options that need a model and a cluster. Only the optimizer muon also changes a step in unit costs."""
-
 
 @dataclass(frozen=True)
-class Simulate:
+class Simulate(StepOptions):
     """Check a strategy, and simulate one step of it: its time and its memory.
 
     Times are in teaching costs, or in those of --costs: the forward pass of one microbatch through one layer takes 1,
     other passes take time by their FLOPs, updates by their elements, and communication by its bytes. With --model and
     --cluster, times are in seconds and memory is in bytes. Ranks that a plan makes identical are then simulated once.
     """
-
-    strategy: StrategyName = None
-    """Built-in name, or path/to/file.py:function. Leave it out for a plan by flags or --plan."""
-
-    ranks: Ranks = None
-    """Number of ranks."""
-
-    layers: Layers = None
-    """Number of layers of the model."""
-
-    sequence: OptionalCount = None
-    """Tokens of a sequence (default: the model's); with --model."""
-
-    microbatches: OptionalCount = None
-    """Number of microbatches in the global batch (default: 4; with --model, one for each device, or --global-batch
-    divided by --micro-batch-size)."""
-
-    model: Name = None
-    """Model such as gpt2-xl or llama3-8b, or path/to/file.py:NAME, or path/to/model.toml; with --cluster."""
-
-    cluster: Name = None
-    """Device type and number, such as h100x16, or path/to/cluster.toml; or the results of bench: local, or
-    path/to/profile.json; with --model."""
-
-    other_machine: Flag = False
-    """Accept a profile that was measured on another machine; with --cluster."""
-
-    memory: DeviceMemory = None
-    """Memory of each device that the step may use, such as 72GiB; with --cluster."""
-
-    global_batch: OptionalCount = None
-    """Sequences in a step (default: --micro-batch-size for each device of the cluster); with --model."""
-
-    micro_batch_size: OptionalCount = None
-    """Sequences of a microbatch (default: 1); with --model."""
-
-    precision: Name = None
-    """fp32, bf16, bf16-fp32-grads or fp16 (default: that of the recipe, which is bf16 or bf16-fp32-grads if the device
-    has it); with --model."""
-
-    recipe: RecipeName = None
-
-    optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
-    """Optimizer, which determines the size of the optimizer state; with --model. Without --model, only muon makes a
-    difference: it gathers directions of whole matrices."""
-
-    ema: Flag = False
-    """Keep a moving average of the weights with the optimizer state; with --model."""
-
-    costs: CostsText = None
-    """Times of ops: teaching, puzzle (those of the LLM Training Puzzles), or NAME=TIME,... Ops that are left out then
-    take no time, an unsplit backward pass takes backward_input + backward_weight, and the time of a send is spent on
-    its link, which carries any number of messages at once."""
-
-    max_ops: MaxOps = None
-    """Refuse a program with more ops in a step, over all ranks, because it may never end."""
-
-    max_seconds_per_op: MaxSeconds = None
-    """Refuse a program or a schedule that needs more CPU time until its next op, because it may loop forever."""
 
     path: Flag = False
     """Print the critical path of the step: the ops, messages and waits whose times add up to the time of the step."""
@@ -135,28 +55,17 @@ class Simulate:
 
     pictures: PictureFlags = NO_PICTURES
 
-    layout: Layout = NO_FLAGS
-
-    config: JobFile = None
-
     def run(self) -> int:
         self.pictures.check("timeline.svg")
         request = StepRequest.of(self)
-        if self._is_priced(request):
+        if self.is_priced(request):
             return self._run_priced(request)
-        costs = costs_of(self.costs) if self.costs is not None else TEACHING_COSTS
-        entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file])
-        layers = request.model_fields.get("layers", entry.default_layers(ranks, at_least=1 if self.costs else 4))
-        check_field("layers", layers, COUNT, None)
-        microbatches, matrices = request.batch.microbatches or 4, request.optimizer == "muon"
-        written = checked(entry, ranks, layers, microbatches, whole_matrices=matrices)
-        names = entry.passes_on(ranks)
-        passed = run_named(written, names, Goal(costs)) if names != "none" else []
-        proof = passed[-1].checked if passed else written
+        step = self.step_in_units(request)
+        entry, ranks, costs, passed, proof = step.entry, step.ranks, step.costs, step.passed, step.proof
         timeline = simulate(proof, costs)
         stages = self._stages(passed, partial(simulate, costs=costs))
         self._save(timeline, stages, entry.title(ranks))
-        without = _without_recompute(entry, proof, costs, names)
+        without = _without_recompute(entry, proof, costs, step.names)
         path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
         report = self._passes_report(entry.name, passed, stages, units_text)
         add_step(report, entry.name, proof, timeline, without, entry.plan and entry.plan(ranks))
@@ -195,21 +104,6 @@ class Simulate:
             self.pictures.save_each(stages, name)
         else:
             self.pictures.save(timeline, name, counters)
-
-    def _is_priced(self, request: StepRequest) -> bool:
-        if request.model and request.cluster:
-            if self.costs is not None:
-                raise UserError("--costs gives unit costs, but --cluster gives seconds; leave out one of them")
-            return True
-        if self.model or request.cluster:
-            self.layout.entry(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first
-            missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
-            raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
-        for name in PRICED_OPTIONS:
-            if (given := getattr(self, name)) and given != "muon":
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
-        return False
 
     def _run_priced(self, request: StepRequest) -> int:
         from shardlab.cli.simulate.priced import add_step, price

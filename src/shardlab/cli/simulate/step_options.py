@@ -1,0 +1,163 @@
+"""Options of a step to simulate, which `simulate` and `view` share, and the step in time units that they describe.
+
+`StepOptions` has the options. `is_priced` tells whether they ask for seconds, of which `priced.py` takes care.
+`step_in_units` traces, checks and rewrites the program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from shardlab.check import Checked
+from shardlab.cli.options import (
+    CostsText,
+    Flag,
+    Layers,
+    MaxOps,
+    MaxSeconds,
+    Name,
+    OptionalCount,
+    Ranks,
+    StrategyName,
+    costs_of,
+)
+from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, JobFile, Layout, RecipeName, checked
+from shardlab.cli.step_request import OPTIONS, StepRequest
+from shardlab.common.fields import COUNT, check_field
+from shardlab.language import UserError
+from shardlab.language.precision import Optimizer
+from shardlab.simulate.passes import Goal, PassResult, run_named
+from shardlab.simulate.timeline import TEACHING_COSTS
+from shardlab.simulate.timeline.prices import Prices
+from shardlab.strategies.registry import StrategyEntry
+
+IN_UNIT_COSTS = ("model", "cluster", "layers", "microbatches")
+PRICED_OPTIONS = [option for options in OPTIONS.values() for option in options if option not in IN_UNIT_COSTS]
+"""Options that need a model and a cluster. Only the optimizer muon also changes a step in unit costs."""
+
+
+@dataclass(frozen=True)
+class UnitStep:
+    """Step in time units.
+
+    Attributes:
+        entry, ranks: strategy, and number of its ranks.
+        costs: times of ops.
+        names: names of the passes that rewrote the program; "none" without passes.
+        passed: the program as written, and after each pass (empty: no passes were requested).
+        proof: the program in the end.
+    """
+
+    entry: StrategyEntry
+    ranks: int
+    costs: Prices
+    names: str
+    passed: list[PassResult]
+    proof: Checked
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of a step: a strategy, its sizes, and the times of its ops."""
+
+    strategy: StrategyName = None
+    """Built-in name, or path/to/file.py:function. Leave it out for a plan by flags or --plan."""
+
+    ranks: Ranks = None
+    """Number of ranks."""
+
+    layers: Layers = None
+    """Number of layers of the model."""
+
+    sequence: OptionalCount = None
+    """Tokens of a sequence (default: the model's); with --model."""
+
+    microbatches: OptionalCount = None
+    """Number of microbatches in the global batch (default: 4; with --model, one for each device, or --global-batch
+    divided by --micro-batch-size)."""
+
+    model: Name = None
+    """Model such as gpt2-xl or llama3-8b, or path/to/file.py:NAME, or path/to/model.toml; with --cluster."""
+
+    cluster: Name = None
+    """Device type and number, such as h100x16, or path/to/cluster.toml; or the results of bench: local, or
+    path/to/profile.json; with --model."""
+
+    other_machine: Flag = False
+    """Accept a profile that was measured on another machine; with --cluster."""
+
+    memory: DeviceMemory = None
+    """Memory of each device that the step may use, such as 72GiB; with --cluster."""
+
+    global_batch: OptionalCount = None
+    """Sequences in a step (default: --micro-batch-size for each device of the cluster); with --model."""
+
+    micro_batch_size: OptionalCount = None
+    """Sequences of a microbatch (default: 1); with --model."""
+
+    precision: Name = None
+    """fp32, bf16, bf16-fp32-grads or fp16 (default: that of the recipe, which is bf16 or bf16-fp32-grads if the device
+    has it); with --model."""
+
+    recipe: RecipeName = None
+
+    optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
+    """Optimizer, which determines the size of the optimizer state; with --model. Without --model, only muon makes a
+    difference: it gathers directions of whole matrices."""
+
+    ema: Flag = False
+    """Keep a moving average of the weights with the optimizer state; with --model."""
+
+    costs: CostsText = None
+    """Times of ops: teaching, puzzle (those of the LLM Training Puzzles), or NAME=TIME,... Ops that are left out then
+    take no time, an unsplit backward pass takes backward_input + backward_weight, and the time of a send is spent on
+    its link, which carries any number of messages at once."""
+
+    max_ops: MaxOps = None
+    """Refuse a program with more ops in a step, over all ranks, because it may never end."""
+
+    max_seconds_per_op: MaxSeconds = None
+    """Refuse a program or a schedule that needs more CPU time until its next op, because it may loop forever."""
+
+    layout: Layout = NO_FLAGS
+
+    config: JobFile = None
+
+    def is_priced(self, request: StepRequest) -> bool:
+        """Tell whether the step is in seconds.
+
+        Raises:
+            UserError: if one of a model and a cluster is missing, or an option needs both.
+        """
+        if request.model and request.cluster:
+            if self.costs is not None:
+                raise UserError("--costs gives unit costs, but --cluster gives seconds; leave out one of them")
+            return True
+        if self.model or request.cluster:
+            self.layout.entry(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first
+            missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
+            raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
+        for name in PRICED_OPTIONS:
+            if (given := getattr(self, name)) and given != "muon":
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
+        return False
+
+    def step_in_units(self, request: StepRequest) -> UnitStep:
+        """Trace and check the program, and run its passes.
+
+        Raises:
+            UserError, Refused: as `checked` does.
+        """
+        costs = costs_of(self.costs) if self.costs is not None else TEACHING_COSTS
+        entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file])
+        layers = request.model_fields.get("layers", entry.default_layers(ranks, at_least=1 if self.costs else 4))
+        check_field("layers", layers, COUNT, None)
+        microbatches, matrices = request.batch.microbatches or 4, request.optimizer == "muon"
+        written = checked(entry, ranks, layers, microbatches, whole_matrices=matrices)
+        names = entry.passes_on(ranks)
+        passed = run_named(written, names, Goal(costs)) if names != "none" else []
+        return UnitStep(entry, ranks, costs, names, passed, passed[-1].checked if passed else written)
