@@ -30,7 +30,7 @@ test("the chain of a backward pass leads through the messages to the last rank",
   const op = opNamed(model, 0, "backward 0 (layer 0)", words.opName);
   const links = words.chainOf(model, timeline, op);
   assert.match(links[0].sentence, /^Rank 0 waited for receive 0 from rank 1 \(layer 1\), which ended at /);
-  assert.match(links[1].sentence, /^The message was sent by rank 1 from /);
+  assert.match(links[1].sentence, /^The sender, rank 1, came to it at /);
   assert.match(links[2].sentence, /^Rank 1 computed backward 0 \(layer 1\) until /);
   assert.ok(links.some((link) => link.op >= 0 && model.rowOf[link.op] === 3));
 });

@@ -23,8 +23,8 @@ export const KINDS = {
   pink: ["#e2a7c8", "#eebad6"],
   cream: ["#cbb677", "#ddcc77"],
   rose: ["#cc6677", "#dd7788"],
-  slate: ["#57606a", "#d9e0e6"],
-  "light slate": ["#c4ccd4", "#7d8894"],
+  slate: ["#6e7781", "#d9e0e6"],
+  "light slate": ["#c8d0d8", "#7d8894"],
   olive: ["#6f7a1e", "#a3ad4a"],
   "light olive": ["#bfc777", "#ccd392"],
 };

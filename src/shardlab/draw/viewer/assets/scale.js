@@ -46,7 +46,7 @@ export function showMoment(view, time) {
 /** Keep a view inside the step. */
 export function inside(view) {
   const span = view.to - view.from;
-  if (span >= view.end) return { ...view, from: 0, to: view.end };
+  if (span >= view.end * (1 - 1e-12)) return { ...view, from: 0, to: view.end };
   const from = Math.min(Math.max(0, view.from), view.end - span);
   return { ...view, from, to: from + span };
 }

@@ -81,12 +81,19 @@ function linkOf(model, timeline, op) {
   const sentences = {
     busy: () => `${capital(here)} computed ${name} until ${until}.`,
     waited: () => `${capital(here)} waited for ${name}, which ended at ${until}.`,
-    member: () => `The last member to come was ${there}, at ${at(timeline.reached?.[cause] ?? timeline.starts[cause])}.`,
+    member: () => memberSentence(model, cause, there, at(timeline.reached?.[cause] ?? timeline.starts[cause])),
     sent: () => `The message was sent by ${there} from ${at(timeline.starts[cause])} to ${until}.`,
     stream: () => `Its stream was taken by ${name} of ${there} until ${until}.`,
     unknown: () => `After ${name} (until ${until}), ${here} did nothing that was recorded.`,
   };
   return { op: cause, sentence: sentences[model.reasonOf(timeline, op)]() };
+}
+
+function memberSentence(model, cause, there, time) {
+  const { send, recv } = model.header.special;
+  if (model.columns.kind[cause] === send) return `The sender, ${there}, came to it at ${time}.`;
+  if (model.columns.kind[cause] === recv) return `The receiver, ${there}, came to it at ${time}.`;
+  return `The last member to come was ${there}, at ${time}.`;
 }
 
 /** Why an op starts no earlier: links from cause to cause, back to the start of the step. */
