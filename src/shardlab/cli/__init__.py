@@ -40,6 +40,7 @@ from shardlab.cli.simulate.command import Simulate
 from shardlab.cli.train.command import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
+from shardlab.cli.view.command import View
 from shardlab.common.errors import suggest_name
 from shardlab.common.user_code import trace_limits
 from shardlab.language import Refused, UserError
@@ -63,6 +64,7 @@ class Command(Protocol):
 COMMANDS: dict[str, type[Command]] = {
     "strategies": Strategies,
     "simulate": Simulate,
+    "view": View,
     "schedule": ScheduleCommand,
     "passes": PassesCommand,
     "collectives": Collectives,

@@ -35,7 +35,7 @@ from shardlab.train.history import VALIDATION
 
 if TYPE_CHECKING:
     from shardlab.check import Checked
-    from shardlab.simulate.predict.workload import Workload
+    from shardlab.simulate.predict.estimate import Estimate
     from shardlab.simulate.timeline import Timeline
     from shardlab.simulate.timeline.measured import Measured
     from shardlab.train.history import PastRun
@@ -120,39 +120,22 @@ class Compare:
 
     def _beside_prediction(self, folder: Path) -> int:
         """Compare one run with its prediction."""
-        trace = read_trace(folder)
-
-        from shardlab.train.job import job_from_dict
-
-        job = job_from_dict(trace.job)
-        checked = job.checked()
-        measured = trace.measured(checked)
-        workload = self._workload(job)
-        estimate = estimate_of(checked, workload.prices, workload.kept_sizes) if workload else None
-        limit = broken_limit(workload) if workload else ""
+        run = traced_run(folder, self.cluster, self.recipe, other_machine=self.other_machine)
+        measured, estimate = run.measured, run.estimate
         predicted = estimate.timeline() if estimate else None
         comparison = compare(
             measured, predicted, [max(memory.before) for memory in estimate.memory] if estimate else None
         )
-        self._draw(predicted, measured, job)
+        self._draw(predicted, measured, run.job)
         shown = {"measured": (measured.timeline, measured.counters)}
         if self.pictures.trace and estimate and predicted:
             shown = {"predicted": (predicted, memory_counters(estimate.traced, estimate.times)), **shown}
         self.pictures.save_trace(shown)
         if self.json:
-            print_json(as_json(trace.job, checked, comparison, measured, limit))
+            print_json(as_json(run.settings, run.checked, comparison, measured, run.limit))
         else:
-            print_comparison(comparison, f"{job.title} on {counted(job.ranks, 'rank')}", self.pictures.files, limit)
+            print_comparison(comparison, run.title, self.pictures.files, run.limit)
         return 0
-
-    def _workload(self, job: Job) -> Workload | None:
-        """Return the workload to predict, or None if no cluster is given and this machine was not measured."""
-        if self.cluster is None and not default_path().exists():
-            return None
-        name = self.cluster or "local"
-        cluster = cluster_called(name, other_machine=self.other_machine)
-        cluster.require(job.ranks)
-        return workload_of(job, cluster, self.recipe)
 
     def _draw(self, predicted: Timeline | None, measured: Measured, job: Job) -> None:
         if self.pictures.svg is None:
@@ -162,6 +145,57 @@ class Compare:
         timelines = {**({"predicted": predicted} if predicted else {}), "measured": measured.timeline}
         with writing("--svg", self.pictures.svg):
             save_comparison(timelines, self.pictures.svg, f"{job.title}: one optimizer step", self.pictures.color_by)
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """Traced run of `shardlab train`, with its prediction.
+
+    Attributes:
+        settings, job: what was trained, as written in the trace and as a job.
+        checked: the program that ran.
+        measured: its measurement.
+        estimate: the prediction (None: no cluster is given, and this machine was not measured).
+        limit: limit of the recipe's framework that the plan exceeds ("": none).
+    """
+
+    settings: dict[str, Any]
+    job: Job
+    checked: Checked
+    measured: Measured
+    estimate: Estimate | None
+    limit: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.job.title} on {counted(self.job.ranks, 'rank')}"
+
+
+def traced_run(folder: Path, cluster: str | None, recipe: str | None, *, other_machine: bool) -> TracedRun:
+    """Return a traced run and its prediction.
+
+    Args:
+        folder: folder of the run.
+        cluster, recipe: names of the cluster and the recipe of the prediction (None: this machine, and Shardlab's own).
+        other_machine: whether a profile of another machine is accepted.
+
+    Raises:
+        UserError: if there is no trace that can be read, or no such cluster or recipe.
+    """
+    trace = read_trace(folder)
+
+    from shardlab.train.job import job_from_dict
+
+    job = job_from_dict(trace.job)
+    checked = job.checked()
+    measured = trace.measured(checked)
+    if cluster is None and not default_path().exists():
+        return TracedRun(trace.job, job, checked, measured, None, "")
+    found = cluster_called(cluster or "local", other_machine=other_machine)
+    found.require(job.ranks)
+    workload = workload_of(job, found, recipe)
+    estimate = estimate_of(checked, workload.prices, workload.kept_sizes)
+    return TracedRun(trace.job, job, checked, measured, estimate, broken_limit(workload))
 
 
 def run_figures(run: PastRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

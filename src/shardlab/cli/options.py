@@ -60,6 +60,7 @@ OWN_MARKS = (
     b"Creator\0shardlab",  # PNG
     b"/Creator (shardlab)",  # PDF
     b"# written by shardlab plan: ",  # TOML
+    b'<meta name="generator" content="shardlab">',  # HTML
 )
 """Marks by which Shardlab recognizes its own files. One of them is near the beginning or the end of each file."""
 

@@ -53,5 +53,5 @@ def test_the_joined_script_is_one_module_that_node_can_parse(tmp_path: Path) -> 
 def test_a_script_comes_after_those_that_it_imports() -> None:
     for place, name in enumerate(SCRIPTS):
         for line in asset(f"{name}.js").splitlines():
-            if " from \"./" in line:
+            if ' from "./' in line:
                 assert line.partition('from "./')[2].removesuffix('.js";') in SCRIPTS[:place], f"{name}: {line}"

@@ -19,9 +19,6 @@ from shardlab.draw.viewer.columns import encode
 SCRIPTS = ("model", "scale", "layout", "colors", "words", "figures", "values", "paint", "viewer", "start")
 """Scripts of a page, each after those that it imports."""
 
-MARK = '<meta name="generator" content="shardlab">'
-"""Mark by which commands recognize a page of Shardlab."""
-
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) )", re.MULTILINE)
 

@@ -129,11 +129,9 @@ def trace_tables(title: str, note: str, timelines: Sequence[TraceTimeline]) -> b
     columns, texts = Columns(), Numbering[str]()
     first = timelines[0]
     texts("")
-    ops: dict[str, list[int]] = {
-        name: [] for name in ("kind", "layer", "modelLayer", "text", "first", "communication")
-    }
+    ops: dict[str, list[int]] = {name: [] for name in ("kind", "layer", "modelLayer", "text", "first", "communication")}
     starts = [0]
-    for row, rank in enumerate(first.ranks):
+    for row in range(len(first.ranks)):
         count = max(max(each.ranks[row].ops, default=-1) for each in timelines if row < len(each.ranks)) + 1
         about = {at: op for each in timelines if row < len(each.ranks) for at, op in each.ranks[row].ops.items()}
         _require_same(timelines, row)
@@ -204,7 +202,10 @@ def _timelines(events: Sequence[Mapping[str, Any]]) -> list[TraceTimeline]:
     for ends in flows.values():
         by_phase = {phase: (name, process, thread, time) for phase, name, process, thread, time in ends}
         (name, source, *at_source), (_, target, *at_target) = by_phase["s"], by_phase["f"]
-        one, other = _op_at(spans[source, at_source[0]], at_source[1]), _op_at(spans[target, at_target[0]], at_target[1])
+        one, other = (
+            _op_at(spans[source, at_source[0]], at_source[1]),
+            _op_at(spans[target, at_target[0]], at_target[1]),
+        )
         if one is not None and other is not None:
             links[names[source][0]].append((name, (row_of[source], one), (row_of[target], other)))
     for process in order:
@@ -219,7 +220,7 @@ def _op_at(spans: Sequence[tuple[float, float, int]], time: float) -> int | None
 
 
 def _communications(links: Sequence[tuple[str, Place, Place]]) -> list[list[Place]]:
-    """Return the members of each communication. A message is one arrow; the joins of a collective share their source."""
+    """Return the members of each communication: a message is one arrow, and joins of a collective share a source."""
     collectives: dict[Place, list[Place]] = {}
     messages: list[list[Place]] = []
     for name, source, target in links:

@@ -1,0 +1,229 @@
+"""`shardlab view`: write an interactive page of a step as one HTML file, and print its figures.
+
+`View.run` finds out what it is to show: a step that `shardlab simulate` would simulate (`_simulated`), a traced run
+(`_run`), or a trace (`_trace`). Each gives the packed tables of the page and the figures of its timelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from shardlab.cli.compare import traced_run
+from shardlab.cli.console import print_path
+from shardlab.cli.options import Flag, NewFile, check_new_file, writing
+from shardlab.cli.simulate.command import sizes_text
+from shardlab.cli.simulate.step_options import StepOptions
+from shardlab.cli.step_request import StepRequest
+from shardlab.cli.view.report import figures_report
+from shardlab.common.text import counted
+from shardlab.language import UserError
+from shardlab.simulate.timeline import simulate
+from shardlab.simulate.timeline.critical_path import critical_path
+from shardlab.simulate.timeline.figures import Figures
+from shardlab.simulate.timeline.run import Clocks, element_counters, memory_counters
+
+if TYPE_CHECKING:
+    from shardlab.draw.viewer.source_lines import SourcePlace
+    from shardlab.draw.viewer.step_tables import Step
+    from shardlab.simulate.timeline.prices import Traced
+    from shardlab.strategies.registry import StrategyEntry
+
+DEFAULT_PAGE = Path("view.html")
+
+MOST_OPS = 1_000_000
+"""Largest number of ops of a page, which then has some ten megabytes."""
+
+MOST_LINES = 300_000
+"""Largest number of ops whose lines are looked up."""
+
+RUN_OPTIONS = ("cluster", "recipe", "other_machine")
+"""Options that a traced run has, for its prediction."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a page shows.
+
+    Attributes:
+        title, note: title of the page, and a sentence below it.
+        packed: the tables of the page.
+        timelines: the figures of each timeline by name, and whether they are in seconds.
+    """
+
+    title: str
+    note: str
+    packed: bytes
+    timelines: Mapping[str, Figures]
+    in_seconds: bool
+
+
+@dataclass(frozen=True)
+class View(StepOptions):
+    """Write an interactive page of a step: one HTML file without a server, and print the figures of the step.
+
+    The page has the timeline of all ranks with zoom, memory by category, what each op reads, makes and waits for, and
+    the critical path. A step is given as for simulate. Of a run that was traced (shardlab train --trace), the
+    prediction is shown above the measurement.
+    """
+
+    strategy: Annotated[
+        str | None,
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="STRATEGY|RUN|TRACE|JOB", help_behavior_hint=""),
+    ] = None
+    """Built-in name, or path/to/file.py:function; folder of a traced run; trace.json, which --trace wrote; or job.toml.
+    Leave it out for a plan by flags or --plan."""
+
+    out: NewFile = None
+    """Write the page into this file (default: view.html; none with --json)."""
+
+    force: Flag = False
+    """Replace a file that Shardlab did not write."""
+
+    json: Flag = False
+    """Print only JSON: the figures of the step."""
+
+    def run(self) -> int:
+        out = self.out or (None if self.json else DEFAULT_PAGE)
+        check_new_file("--out", out, DEFAULT_PAGE.name, force=self.force)
+        shown = self._shown()
+        if out is not None:
+            from shardlab.draw.viewer.page import save_page
+
+            with writing("--out", out):
+                save_page(shown.packed, shown.title, out)
+        report = figures_report(shown.title, shown.note, shown.timelines, in_seconds=shown.in_seconds)
+        if out is not None:
+            report.data["page"] = str(out)
+            report.line()
+            report.draw(lambda console: print_path(console, "page", out))
+        report.show(json=self.json)
+        return 0
+
+    def _shown(self) -> Shown:
+        path = Path(self.strategy) if self.strategy is not None else None
+        if path is None or self.strategy is None:
+            return self._simulated()
+        if path.is_dir():
+            return self._run(path)
+        if path.suffix == ".json":
+            return self._trace(path)
+        if path.suffix == ".toml":
+            if self.config is not None:
+                raise UserError(f"both {path} and --config {self.config} are given; give one of them")
+            return replace(self, strategy=None, config=path)._simulated()
+        if path.is_file() and path.suffix != ".py":
+            advice = f"; a schedule is given as --pp N --schedule {path}" if path.suffix == ".csv" else ""
+            raise UserError(
+                f"{path} is no strategy (file.py:function), run (a folder), trace (.json) or job (.toml){advice}"
+            )
+        return self._simulated()
+
+    def _simulated(self) -> Shown:
+        """Simulate a step."""
+        request = StepRequest.of(self)
+        step = self._in_seconds(request) if self.is_priced(request) else self._in_units(request)
+        return _shown_step(step)
+
+    def _in_units(self, request: StepRequest) -> Step:
+        from shardlab.draw.viewer.step_tables import ShownTimeline, Step
+
+        step = self.step_in_units(request)
+        _require_few_ops(step.proof)
+        times = Clocks(step.proof, step.costs).run()
+        shown = ShownTimeline(
+            "", simulate(step.proof, step.costs), element_counters(step.proof, times), critical_path(step.proof, times)
+        )
+        return Step(
+            step.entry.title(step.ranks),
+            sizes_text(step.proof),
+            step.proof,
+            [shown],
+            _schedule_of(step.entry, step.ranks),
+            _lines_of(step.entry, step.proof),
+        )
+
+    def _in_seconds(self, request: StepRequest) -> Step:
+        from shardlab.cli.simulate.priced import price
+        from shardlab.draw.viewer.step_tables import ShownTimeline, Step
+
+        result = price(request)
+        estimate, ranks = result.estimate, result.workload.mesh.world
+        traced = estimate.traced
+        _require_few_ops(traced)
+        counters = memory_counters(traced, estimate.times)
+        shown = ShownTimeline("", estimate.timeline(), counters, critical_path(traced, estimate.times))
+        title = f"{result.entry.title(ranks)} of {request.model} on {request.cluster}"
+        note = f"{result.workload.mesh}, {counted(result.workload.microbatches, 'microbatch')}"
+        schedule = _schedule_of(result.entry, ranks)
+        return Step(title, note, traced, [shown], schedule, _lines_of(result.entry, traced), result.notes)
+
+    def _run(self, folder: Path) -> Shown:
+        """Show a traced run below its prediction."""
+        from shardlab.draw.viewer.step_tables import ShownTimeline, Step
+
+        self._refuse_step_options(f"{folder} is a run", RUN_OPTIONS)
+        run = traced_run(folder, self.cluster, self.recipe, other_machine=self.other_machine)
+        _require_few_ops(run.checked)
+        measured, remarks = run.measured, [f"incomplete: {sentence}" for sentence in run.measured.missing]
+        timelines = [ShownTimeline("measured", measured.timeline, measured.counters)]
+        if run.estimate is not None:
+            counters = memory_counters(run.estimate.traced, run.estimate.times)
+            path = critical_path(run.estimate.traced, run.estimate.times)
+            timelines.insert(0, ShownTimeline("predicted", run.estimate.timeline(), counters, path))
+        else:
+            remarks.append("there is no prediction, because this machine is not measured yet; give --cluster")
+        remarks += [run.limit] if run.limit else []
+        entry = run.job.entry
+        schedule, lines = _schedule_of(entry, run.job.ranks), _lines_of(entry, run.checked)
+        return _shown_step(Step(run.title, str(folder), run.checked, timelines, schedule, lines, remarks))
+
+    def _trace(self, path: Path) -> Shown:
+        from shardlab.draw.viewer.trace_file import read_trace_file, trace_tables
+
+        self._refuse_step_options(f"{path} is a trace", ())
+        timelines = read_trace_file(path)
+        packed = trace_tables(path.stem, str(path), timelines)
+        return Shown(path.stem, str(path), packed, {each.name: each.figures() for each in timelines}, in_seconds=True)
+
+    def _refuse_step_options(self, what: str, but: tuple[str, ...]) -> None:
+        """Refuse options of a step, which a run and a trace have already."""
+        kept = {"strategy", "out", "force", "json", *but}
+        for each in fields(self):
+            if each.name not in kept and getattr(self, each.name) != each.default:
+                flag = "a plan" if each.name == "layout" else f"--{each.name.replace('_', '-')}"
+                raise UserError(f"{what}, which has its own step; leave out {flag}")
+
+
+def _shown_step(step: Step) -> Shown:
+    from shardlab.draw.viewer.step_tables import step_tables
+
+    figures = {each.name: found for each, found in zip(step.shown, step.figures(), strict=True)}
+    return Shown(step.title, step.note, step_tables(step), figures, step.shown[0].timeline.in_seconds)
+
+
+def _schedule_of(entry: StrategyEntry, ranks: int) -> str:
+    return entry.plan(ranks).schedule_name if entry.plan is not None else ""
+
+
+def _lines_of(entry: StrategyEntry, traced: Traced) -> list[list[SourcePlace | None]]:
+    """Return the lines of a program that wrote its ops; none if ranks are folded, or there are too many ops."""
+    from shardlab.draw.viewer.source_lines import source_lines
+
+    program = traced.program
+    if program.ranks != program.mesh.world or sum(map(len, program.tapes)) > MOST_LINES:
+        return []
+    return source_lines(entry.program, program)
+
+
+def _require_few_ops(traced: Traced) -> None:
+    ops = sum(map(len, traced.program.tapes))
+    if ops > MOST_OPS:
+        raise UserError(
+            f"{ops:,} ops are too many for a page of at most {MOST_OPS:,}; take fewer ranks, layers or microbatches"
+        )

@@ -1,0 +1,63 @@
+"""Report of `shardlab view`: the six figures of each timeline, as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rich.text import Text
+
+from shardlab.cli.console import Report, table_of
+from shardlab.cli.simulate.command import units_text
+from shardlab.common.text import seconds_text
+from shardlab.simulate.timeline.figures import Figures, IdleCause
+
+
+def figures_report(title: str, note: str, timelines: Mapping[str, Figures], *, in_seconds: bool) -> Report:
+    """Return the figures of one or several timelines; of two, also the difference.
+
+    Args:
+        title, note: title of the step, and a sentence about it.
+        timelines: figures by the name of the timeline.
+        in_seconds: whether times are seconds, rather than units.
+    """
+    report = Report(title=title, unit="seconds" if in_seconds else "units")
+    report.data["timelines"] = [{"name": name, **each.as_dict()} for name, each in timelines.items()]
+    report.line(Text.assemble((title, "bold cyan"), "  ", (note, "dim")), wrap=False)
+    report.line()
+    every = list(timelines.values())
+    several = len(every) > 1
+    table = table_of("", *([*timelines, "difference"] if several else [""]))
+    table.show_header = several
+    time_text = seconds_text if in_seconds else units_text
+
+    def add(label: str, values: list[float | None], text: Callable[[float], str] = _percent) -> None:
+        cells = ["-" if value is None else text(value) for value in values]
+        first, last = values[0], values[-1]
+        if several:
+            known = first is not None and last is not None
+            cells.append(_signed(last - first, text) if known and first is not None and last is not None else "")
+        table.add_row(label, *cells)
+
+    add("step", [each.end for each in every], time_text)
+    add("compute", [each.compute for each in every])
+    add("exposed communication", [each.exposed for each in every])
+    add("overlap of communication", [each.overlap for each in every])
+    add("idle", [sum(each.idle.values()) for each in every])
+    for cause in IdleCause:
+        if any(cause in each.idle for each in every):
+            add(f"  {cause.value}", [each.idle.get(cause, 0.0) for each in every])
+    if any(each.bubble is not None for each in every):
+        add("bubble", [each.bubble for each in every])
+        if every[0].closed_form is not None:
+            add(f"  {every[0].formula}", [each.closed_form for each in every])
+    add(f"straggler: row {every[-1].straggler}, beyond the mean", [each.excess for each in every])
+    report.draw(lambda console: console.print(table))
+    return report
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _signed(difference: float, text: Callable[[float], str]) -> str:
+    return f"{'-' if difference < 0 else '+'}{text(abs(difference))}"
