@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from shardlab.common.errors import TooDeep, UserError, why_unreadable
 from shardlab.common.files import parse_document
@@ -85,6 +85,15 @@ class TraceTimeline:
     def figures(self) -> Figures:
         """Return the six figures; without a program, no bubble."""
         return figures_of_activity(self.activity())
+
+
+class FlowEnd(NamedTuple):
+    """End of an arrow in a trace: the name of the arrow, and the process, the thread and the moment of this end."""
+
+    name: str
+    process: int
+    thread: int
+    time: float
 
 
 def read_trace_file(path: Path) -> list[TraceTimeline]:
@@ -173,7 +182,7 @@ def _timelines(events: Sequence[Mapping[str, Any]]) -> list[TraceTimeline]:
     names: dict[int, tuple[str, str]] = {}
     ranks: dict[int, TracedRank] = defaultdict(TracedRank)
     spans: dict[tuple[int, int], list[tuple[float, float, int]]] = defaultdict(list)
-    flows: dict[int, list[tuple[str, str, int, int, float]]] = defaultdict(list)
+    flows: dict[int, dict[str, FlowEnd]] = defaultdict(dict)
     for event in events:
         phase, process = event["ph"], event["pid"]
         if phase == "M" and event["name"] == "process_name":
@@ -190,7 +199,7 @@ def _timelines(events: Sequence[Mapping[str, Any]]) -> list[TraceTimeline]:
         elif phase == "C":
             ranks[process].counter.append((event["ts"] / MICRO, event["args"]))
         elif phase in ("s", "f"):
-            flows[event["id"]].append((phase, event["name"], process, event["tid"], event["ts"] / MICRO))
+            flows[event["id"]][phase] = FlowEnd(event["name"], process, event["tid"], event["ts"] / MICRO)
     for each in spans.values():
         each.sort()
     order = sorted(ranks)
@@ -200,14 +209,11 @@ def _timelines(events: Sequence[Mapping[str, Any]]) -> list[TraceTimeline]:
     row_of = {process: row for processes in groups.values() for row, process in enumerate(processes)}
     links: dict[str, list[tuple[str, Place, Place]]] = defaultdict(list)
     for ends in flows.values():
-        by_phase = {phase: (name, process, thread, time) for phase, name, process, thread, time in ends}
-        (name, source, *at_source), (_, target, *at_target) = by_phase["s"], by_phase["f"]
-        one, other = (
-            _op_at(spans[source, at_source[0]], at_source[1]),
-            _op_at(spans[target, at_target[0]], at_target[1]),
-        )
+        source, target = ends["s"], ends["f"]
+        one, other = (_op_at(spans[end.process, end.thread], end.time) for end in (source, target))
         if one is not None and other is not None:
-            links[names[source][0]].append((name, (row_of[source], one), (row_of[target], other)))
+            places = (row_of[source.process], one), (row_of[target.process], other)
+            links[names[source.process][0]].append((source.name, *places))
     for process in order:
         ranks[process].name = names[process][1]
     return [TraceTimeline(name, [ranks[each] for each in group], links[name]) for name, group in groups.items()]
