@@ -2,7 +2,7 @@
 
 Read `timeline.py` first: it lays out a page. `rows.py` decides what the rows and boxes of a page are, `panels.py` draws
 them, their legend and the memory, and `canvas.py` has the page and its colours. `trace_events.py` writes the same
-timelines for trace viewers. `values.py` draws tensors, for the puzzles.
+timelines for trace viewers. `values.py` draws tensors, for the puzzles. `viewer` makes interactive pages.
 
 The package itself is callable: `shardlab.draw(...)` draws a step or a value (see `shardlab.api`).
 """

@@ -24,7 +24,12 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) )", re
 
 
 def save_page(packed: bytes, title: str, path: Path) -> None:
-    """Write a page, whole or not at all."""
+    """Write a page, whole or not at all.
+
+    Args:
+        packed, title: as for `page_html`.
+        path: the file.
+    """
     with atomic_file(path) as part:
         part.write_text(page_html(packed, title), encoding="utf-8")
 

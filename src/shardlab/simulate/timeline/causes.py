@@ -88,7 +88,7 @@ class Activity(NamedTuple):
     end: float
 
 
-class Gap(NamedTuple):
+class ComputeGap(NamedTuple):
     """Interval in which a rank does not compute.
 
     Attributes:
@@ -157,7 +157,7 @@ def find_arrivals(activity: Activity) -> list[list[float]]:
     return arrivals
 
 
-def find_gaps(activity: Activity) -> Iterator[Gap]:
+def find_gaps(activity: Activity) -> Iterator[ComputeGap]:
     """Yield the intervals in which a rank does not compute, from the start of the step to its end."""
     least = TOLERANCE * activity.end
     for row, ops in enumerate(activity.rows):
@@ -166,16 +166,16 @@ def find_gaps(activity: Activity) -> Iterator[Gap]:
             waits += op.waits
             if op.computes:
                 if op.start > clock + least:
-                    yield Gap(row, clock, op.start, _last_awaited(ops, waits, clock, op.start + least), at)
+                    yield ComputeGap(row, clock, op.start, _last_awaited(ops, waits, clock, op.start + least), at)
                 clock, waits = max(clock, op.end), []
         if activity.end > clock + least:
             waits += activity.last_waits[row]
             awaited = _last_awaited(ops, waits, clock, activity.end + least)
             until = max(clock, ops[awaited].end) if awaited is not None else clock
             if until > clock + least:
-                yield Gap(row, clock, until, awaited, None)
+                yield ComputeGap(row, clock, until, awaited, None)
             if activity.end > until + least:
-                yield Gap(row, until, activity.end, None, None)
+                yield ComputeGap(row, until, activity.end, None, None)
 
 
 def find_causes(activity: Activity) -> list[list[Cause]]:

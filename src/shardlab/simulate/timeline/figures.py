@@ -22,7 +22,7 @@ from typing import Any
 
 from shardlab.language import OpKind
 from shardlab.language.ops import COLLECTIVES, POINT_TO_POINT
-from shardlab.simulate.timeline.causes import TOLERANCE, Activity, Gap, activity_of, find_arrivals, find_gaps
+from shardlab.simulate.timeline.causes import TOLERANCE, Activity, ComputeGap, activity_of, find_arrivals, find_gaps
 from shardlab.simulate.timeline.timeline import Timeline, bubble, covered
 
 Span = tuple[float, float]
@@ -168,7 +168,7 @@ def figures_of_activity(
     Args:
         bubble, closed, formula: bubble of the pipeline, its closed form, and that formula in words.
     """
-    gaps: list[list[Gap]] = [[] for _ in activity.rows]
+    gaps: list[list[ComputeGap]] = [[] for _ in activity.rows]
     for gap in find_gaps(activity):
         gaps[gap.row].append(gap)
     arrivals, waited_for = find_arrivals(activity), [0.0] * len(activity.rows)
@@ -225,7 +225,7 @@ def closed_form(timeline: Timeline, schedule: str) -> tuple[str, float | None]:
 
 
 def _idle_parts(
-    activity: Activity, arrivals: Sequence[Sequence[float]], gap: Gap, talking: Sequence[Span]
+    activity: Activity, arrivals: Sequence[Sequence[float]], gap: ComputeGap, talking: Sequence[Span]
 ) -> Iterator[tuple[IdleCause, float, int | None]]:
     """Yield the idle parts of a gap: the cause, the time, and the row that the rank waits for."""
     row = gap.row
