@@ -74,7 +74,7 @@ def _seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
     """Return seconds of the passes on the last pipeline rank, with the bubble and what they do not hide."""
     plan, each, pp = line.plan, _microbatches(costs, line), line.plan.mesh.pp
     head = 0.0 if costs.problem.recipe.defaults.stages == "cost" else layers.head
-    bubble = SPLIT_BUBBLE if plan.schedule_name.startswith(("zb", "dual")) else 1.0
+    bubble = SPLIT_BUBBLE if plan.schedule_name.startswith(("zb", "v-", "dual")) else 1.0
     slots = each + bubble * (pp - 1) / (plan.stages_per_rank or 1)
     passes = slots * ((layers.seconds - head) / pp + head)
     before, beside = _data_parallel_seconds(costs, line, layers)

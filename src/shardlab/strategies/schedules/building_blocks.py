@@ -50,7 +50,7 @@ def v_half(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> It
 
 
 def v_min(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """V-Min: every rank holds at most (ranks + 4) // 3 microbatches, and two thirds of the bubble of 1F1B.
+    """V-Min: every rank holds at most (ranks + 4) // 3 microbatches, and has two thirds of the bubble of 1F1B.
 
     The bubble holds if forward pass and both halves of the backward pass take the same time. Otherwise it may grow with
     the number of microbatches.
@@ -79,9 +79,8 @@ def _orders(block: Block, memory: int, ranks: int, microbatches: int) -> tuple[t
         _add_weight_halves(timetable)
         _remove_late_weight_halves(timetable)  # input halves, for which other ranks wait, may take their slots
     first, *_, last = block(0, ranks)
-    steady = range(
-        last, first + PERIOD * (microbatches - 1)
-    )  # rank 0 has its first gradient and still new microbatches
+    # Steady phase: rank 0 has its first gradient, and still starts microbatches.
+    steady = range(last, first + PERIOD * (microbatches - 1))
     _move_earlier(timetables, steady, 2 * memory)
     for timetable in timetables:
         _add_weight_halves(timetable)
