@@ -44,6 +44,7 @@ async def tied_embeddings(rank: Rank) -> None:
     # half = rank.coordinate("dp_shard") if stage == 0 else 1 - rank.coordinate("dp_shard")
     # END SOLUTION
     weights = sorted({rank.weight_of(l) for l in layers})
+    shared = {0} & {rank.weight_of(rank.layers[-1])}  # the embedding, if the model is tied
     for l in weights:
         rank.weights[l] = rank.load_weight(l)
         rank.opt_states[l] = rank.load_opt_state(l, shard=half, of=2)
@@ -74,11 +75,11 @@ async def tied_embeddings(rank: Rank) -> None:
     for l in weights:
         # BEGIN SOLUTION
         gradient = await rank.reduce_scatter(rank.grad_weights.pop(l), axis="dp_shard")
-        if l == 0:
+        if l in shared:
             gradient = await rank.all_reduce(gradient, axis="pp")
         # START
         # gradient = rank.grad_weights.pop(l)
-        # if l == 0:
+        # if l in shared:
         #     gradient = await rank.all_reduce(gradient, axis="pp")
         # gradient = await rank.reduce_scatter(gradient, axis="dp_shard")
         # END SOLUTION
@@ -123,7 +124,7 @@ EXERCISE = Exercise(
         ),
         Mistake(
             "the uses are not summed",
-            ('        if l == 0:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n', ""),
+            ('        if l in shared:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n', ""),
             "as the embedding are missing|as the head are missing",
             "one weight, two uses: the embedding's gradient is on stage 0 and the head's on stage 1.",
         ),
@@ -131,9 +132,9 @@ EXERCISE = Exercise(
             "the whole gradient crosses the stages",
             (
                 '        gradient = await rank.reduce_scatter(rank.grad_weights.pop(l), axis="dp_shard")\n'
-                '        if l == 0:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n',
+                '        if l in shared:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n',
                 "        gradient = rank.grad_weights.pop(l)\n"
-                '        if l == 0:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n'
+                '        if l in shared:\n            gradient = await rank.all_reduce(gradient, axis="pp")\n'
                 '        gradient = await rank.reduce_scatter(gradient, axis="dp_shard")\n',
             ),
             "too much is sent",
@@ -141,7 +142,10 @@ EXERCISE = Exercise(
         ),
         Mistake(
             "every layer is reduced along the pipeline",
-            ("        if l == 0:\n            gradient = await", "        if l >= 0:\n            gradient = await"),
+            (
+                "        if l in shared:\n            gradient = await",
+                "        if l in weights:\n            gradient = await",
+            ),
             r"all_reduce\(grad_weights\[[12]\]",
             "layers 1 and 2 are on one stage each; nobody meets this rank there.",
         ),
@@ -156,7 +160,7 @@ EXERCISE = Exercise(
         "Write down, for each of the four ranks, which half of E it has an optimizer state of.",
         "Give half i to coordinate i along `dp_shard` on both stages. Then the two ranks of a pipeline have the same "
         "half, and can sum it along `pp`.",
-        '`half = rank.coordinate("dp_shard")`. First `reduce_scatter(..., axis="dp_shard")`, then for layer 0 '
+        '`half = rank.coordinate("dp_shard")`. First `reduce_scatter(..., axis="dp_shard")`, then for the shared layer '
         '`all_reduce(gradient, axis="pp")`.',
     ),
 )
