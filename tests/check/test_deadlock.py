@@ -26,6 +26,7 @@ from tests.support.refusing import refuses
 BUFFERED, IN_ORDER, RENDEZVOUS, QUEUED_PER_PAIR, QUEUED = ChannelModel
 
 REMEDY = " Let every op come on all of its ranks, and in one order."
+RECEIVES_REMEDY = " Let one of them send first, or let each send and receive at once with rank.exchange."
 """How every deadlock's message ends."""
 
 
@@ -65,7 +66,7 @@ def test_two_ranks_that_both_receive_first_are_a_deadlock_while_tracing() -> Non
     assert str(deadlock.value) == (
         "deadlock: rank 0 waits in recv of grad_weights[0] of microbatch 1 from rank 1; "
         "rank 1 waits in recv of grad_weights[0] of microbatch 0 from rank 0."
-        f"{REMEDY}"
+        f"{RECEIVES_REMEDY}"
     )
 
 
@@ -87,7 +88,7 @@ def test_two_tapes_that_both_receive_first_are_a_deadlock_in_the_check() -> None
     assert str(deadlock.value) == (
         "deadlock: rank 0 waits in recv from rank 1 of grad_weights[0] of microbatch 1; "
         "rank 1 waits in recv from rank 0 of grad_weights[0] of microbatch 0."
-        f"{REMEDY}"
+        f"{RECEIVES_REMEDY}"
     )
 
 
@@ -101,7 +102,7 @@ def test_a_ring_of_receives_names_every_rank_of_the_cycle(ranks: int) -> None:
     with pytest.raises(Deadlock) as deadlock:
         trace(ring, ranks, 1, 1)
     waits = [f"rank {rank} waits in recv from rank {(rank + 1) % ranks}" for rank in range(ranks)]
-    assert str(deadlock.value) == f"deadlock: {'; '.join(waits)}.{REMEDY}"
+    assert str(deadlock.value) == f"deadlock: {'; '.join(waits)}.{RECEIVES_REMEDY}"
 
 
 def test_a_collective_and_a_receive_that_wait_for_each_other_name_both() -> None:

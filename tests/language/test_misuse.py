@@ -124,6 +124,11 @@ def test_an_await_of_a_plain_call_is_to_be_left_out(strategy: Any) -> None:
     assert error.remedy.startswith("leave out `await`")
 
 
+def test_wrong_arguments_are_those_of_the_ranks_verb() -> None:
+    error = refused(lambda rank: cast(Any, rank).forward(0), "the program raised")
+    assert "TypeError: rank.forward() missing 2 required positional arguments" in error.given
+
+
 def test_handles_are_awaited_one_by_one() -> None:
     assert "one by one" in refusal(gathers_with_asyncio).remedy
 

@@ -160,7 +160,7 @@ def short_paths() -> Generator[None]:
         file, _, number = refusal.line.rpartition(":")
         if file:
             refusal.line = f"{display_path(file)}:{number}"
-            refusal.source = linecache.getline(file, int(number)).strip()
+            refusal.source = refusal.source or linecache.getline(file, int(number)).strip()
         raise
 
 

@@ -1,9 +1,9 @@
 """Refusals of expressions that torch has and a rank does not: they name the verb to write instead.
 
-`ValueMisuse` is a base class of values: operators such as `gradient * 0.5`, and attributes such as `value.grad`.
-`HandleMisuse` is the same for handles, which have to be awaited first. `refuse_attribute` refuses an unknown verb or
-store of a rank, and lists those that exist, the nearest first. Type checkers do not see these methods, so they still
-report the expressions.
+`ValueMisuse` is a base class of values with operators such as `gradient * 0.5`. `HandleMisuse` is the same for handles,
+which have to be awaited first. Type checkers do not see these methods, so they still report the expressions.
+`why_no_attribute` explains an attribute such as `value.grad`, or a verb or store that a rank does not have: it lists
+those that exist, the nearest first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fractions import Fraction
 from numbers import Rational
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
-from shardlab.common.errors import Refused, Rule
+from shardlab.common.errors import Rule
 from shardlab.language.rules.kinds import Kind
 from shardlab.language.rules.spec import Spec
 
@@ -42,10 +42,6 @@ NEAR = 0.6
 NUMBERS = "a program is traced once, without numbers, so it must not depend on those in its tensors"
 
 
-class MissingAttribute(Refused, AttributeError):
-    """Refusal of an attribute that does not exist. `hasattr` and `getattr` with a default work as usual."""
-
-
 class RefusingRank(Protocol):
     """Interface of a rank that refuses."""
 
@@ -58,16 +54,22 @@ class RefusingHandle(Protocol):
     def refuse_use(self) -> NoReturn: ...
 
 
-def refuse_attribute(rank: int, op: int, name: str, families: Mapping[str, Sequence[str]]) -> NoReturn:
-    """Refuse an attribute that a rank does not have.
+def why_no_attribute(error: AttributeError, families: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    """Return what is wrong with an attribute of a value or a rank that does not exist, and what to write instead.
+
+    Values and ranks have no `__getattr__` that would refuse it: Python 3.11 looks up the attributes of such classes
+    twice as slowly.
 
     Args:
-        rank, op: the place of the refusal.
-        families: noun, such as "verbs", and the names of each family of attributes.
+        error: Python's error, about an attribute of a value or a rank.
+        families: nouns, such as "verbs", and the names of each family of a rank's attributes.
 
-    Raises:
-        MissingAttribute: with the nearest name, and the others of its family.
+    Returns:
+        The two halves of the sentence.
     """
+    name = str(error.name)
+    if isinstance(error.obj, ValueMisuse):
+        return f"{cast(Any, error.obj).spec} has no `{name}`", _instead_of_tensors(name)
     meant = NAME_OF.get(name.lower())
     likeness = {
         (other == meant, SequenceMatcher(None, name.lower(), other).ratio()): (noun, other)
@@ -79,9 +81,7 @@ def refuse_attribute(rank: int, op: int, name: str, families: Mapping[str, Seque
     first, others = f"did you mean rank.{nearest}? Other", [each for each in families[noun] if each != nearest]
     if near < (False, NEAR):
         first, noun, others = "the", "verbs", families["verbs"]
-    given = f"rank.{name} does not exist"
-    remedy = f"{first} {noun} are {', '.join(others)}"
-    raise MissingAttribute("unknown verb", "", given, remedy).at(rank, op)
+    return f"rank.{name} does not exist", f"{first} {noun} are {', '.join(others)}"
 
 
 class ValueMisuse:
@@ -150,22 +150,6 @@ class ValueMisuse:
             given = f"{self.spec} is a value already, and only communication is awaited"
             self.rank.refuse("awaited something else", "", given, "leave out `await`")
 
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_"):  # Python, IPython and copy look for these
-                raise AttributeError(name)
-            rank = self.rank
-            if name == "grad":
-                remedy = "rank.backward returns the gradients of the weight and of the input"
-            elif name in {"item", "tolist", "numpy", "max", "min", "mean", "isnan", "isinf", "any", "all"}:
-                remedy = NUMBERS
-            elif name in NAME_OF:
-                remedy = f"rank.{NAME_OF[name]} is the verb for it"
-            else:
-                remedy = "it has `elements`, `bytes` and `spec`, and the verbs of the rank compute with it"
-            raise MissingAttribute("unknown verb", "", f"{self.spec} has no `{name}`", remedy).at(
-                rank.index, len(rank.ops)
-            )
-
 
 class HandleMisuse:
     """Operators and attributes of a result, used on the handle that has to be awaited for it."""
@@ -179,10 +163,16 @@ class HandleMisuse:
 
         __add__ = __radd__ = __mul__ = __rmul__ = __truediv__ = __sub__ = __neg__ = __getitem__ = __iter__ = _refuse
 
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_") or name in {"cr_await", "gi_yieldfrom"}:
-                raise AttributeError(name)
-            self.refuse_use()
+
+def _instead_of_tensors(name: str) -> str:
+    """Return what to write in place of an attribute of torch's tensors."""
+    if name == "grad":
+        return "rank.backward returns the gradients of the weight and of the input"
+    if name in {"item", "tolist", "numpy", "max", "min", "mean", "isnan", "isinf", "any", "all"}:
+        return NUMBERS
+    if name in NAME_OF:
+        return f"rank.{NAME_OF[name]} is the verb for it"
+    return "it has `elements`, `bytes` and `spec`, and the verbs of the rank compute with it"
 
 
 def _refuse_product(value: Any, operation: str, other: object, by: object) -> NoReturn:

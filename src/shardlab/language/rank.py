@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any
 
 from shardlab.common.errors import UserError
 from shardlab.common.text import counted
-from shardlab.language.misuse import refuse_attribute
+from shardlab.language.misuse import why_no_attribute
 from shardlab.language.rank_communication import CommunicationVerbs
 from shardlab.language.rank_compute import ComputeVerbs
 from shardlab.language.rank_values import ValueVerbs
 from shardlab.language.rules.kinds import Kind
 from shardlab.language.tracing import TracedWorld
-from shardlab.language.values import Store, Value
+from shardlab.language.values import Handle, Store, Value
 
 MACHINERY = frozenset(
     {
-        "cause_of", "emit_wait", "end", "forget_key", "handles", "make", "ops", "refuse", "release", "require_storable",
-        "sizes",
+        "cause_of", "emit_wait", "end", "forget_key", "handles", "make", "ops", "refuse", "refuse_attribute", "release",
+        "require_storable", "sizes",
     }
 )  # fmt: skip
 """Public members of a rank that are no part of the language."""
@@ -71,12 +71,17 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         self.grad_keys_values = Store(self, Kind.GRAD_KEYS_VALUES)
         self._stores = {store.kind: store for store in vars(self).values() if isinstance(store, Store)}
 
-    if not TYPE_CHECKING:  # type checkers still report an unknown verb
+    def refuse_attribute(self, error: AttributeError) -> None:
+        """Refuse an attribute that this rank, or one of its values or handles, does not have.
 
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_") or "_stores" not in vars(self):
-                raise AttributeError(name)
-            refuse_attribute(self.index, len(self.ops), name, self._families())
+        Raises:
+            Refused: with the name of what is meant. An attribute of another object is not refused.
+        """
+        thing: Any = error.obj
+        if isinstance(thing, Handle):
+            thing.refuse_use()
+        if thing is self or isinstance(thing, Value):
+            self.refuse("unknown verb", "", *why_no_attribute(error, self._families()))
 
     def _families(self) -> dict[str, list[str]]:
         """Return the names of the rank's attributes by family, in the order of their definition."""

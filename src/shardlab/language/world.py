@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import linecache
 import re
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -37,6 +38,9 @@ NO_LOOP = ("no running event loop", "no current event loop")
 
 AWAITED_OBJECT = re.compile("object (.*) can't be used in 'await' expression")
 """Python's error for an `await` of something else."""
+
+VERB_CLASS = re.compile(r"^(\w*Verbs|Rank)\.(?=\w+\(\))")
+"""Class of a verb at the start of Python's error about its arguments."""
 
 CLOSING_TRIES = 100
 """Most awaits in `finally` clauses that are closed before a program is abandoned."""
@@ -183,7 +187,10 @@ class World:
                 rank.refuse(
                     "awaited something else", "", given, "leave out `await`: other verbs give their results at once"
                 )
-            given = f"the program raised {type(error).__name__}: {error}"
+            if isinstance(error, AttributeError):
+                rank.refuse_attribute(error)
+            message = VERB_CLASS.sub("rank.", str(error))
+            given = f"the program raised {type(error).__name__}: {message}"
             refusal = Refused("the program raised", "", given, "mend it there")
             raise refusal.at(rank.index, len(rank.ops)) from error
         if not isinstance(handle, Handle) or handle.rank is not rank:
@@ -231,7 +238,7 @@ def _refusing_dropped_coroutines() -> Generator[None, None, None]:
         name, line, _ = dropped[0]
         given = f"{name}(...) was called without `await`, so it has not run"
         refusal = Refused("not awaited", "", given, f"write `await {name}(...)`")
-        refusal.line = str(line)
+        refusal.line, refusal.source = str(line), linecache.getline(*line).strip()
         raise refusal from None
     for coroutine in dropped:
         coroutine.warn()

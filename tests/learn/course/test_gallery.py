@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from shardlab.learn.course.catalogue import CourseEntry, gallery
+from shardlab.learn.course.grading import grade
 from tests.learn.course.exercises import grade_text
 
 ROOT = Path(__file__).parents[3]
@@ -42,6 +43,13 @@ def test_the_start_has_the_bug_and_shows_no_place_to_fill_in(entry: CourseEntry,
     assert grade_text(entry, entry.start_text, tmp_path).mistake is bug
     assert "Your code here" not in entry.start_text
     assert entry.solution_text.replace(*bug.edit) == entry.start_text
+
+
+@pytest.mark.parametrize("entry", gallery(), ids=lambda entry: entry.name)
+def test_a_repaired_program_runs_on_every_backend(entry: CourseEntry) -> None:
+    result = grade(entry.exercise, entry.solution)
+    assert result.checked is not None
+    assert result.checked.backends() == ["gloo", "nccl"]
 
 
 def test_the_page_is_what_the_modules_say_today(writer: ModuleType) -> None:
