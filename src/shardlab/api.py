@@ -258,12 +258,12 @@ class ChosenPlan:
     def __str__(self) -> str:
         from rich.console import Console
 
-        from shardlab.cli.plan.report import print_choice, print_explained
+        from shardlab.cli.plan.report import PlanReport
 
-        command, choice = self.command, self.choice
-        names, how, text = (command.model or "", command.cluster or ""), command.commands_for(choice), StringIO()
-        report = print_explained if command.explain else print_choice
-        report(choice, *names, how, None, command.top, Console(file=text, highlight=False, force_jupyter=False))
+        command, choice, text = self.command, self.choice, StringIO()
+        how = command.commands_for(choice)
+        report = PlanReport(choice, command.model or "", command.cluster or "", how, command.top)
+        report.report(explain=command.explain).print(Console(file=text, highlight=False, force_jupyter=False))
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def _repr_html_(self) -> str:

@@ -10,7 +10,7 @@ from math import inf
 import pytest
 from rich.console import Console
 
-from shardlab.cli.plan.report import as_json, print_choice, print_explained, print_families, searched
+from shardlab.cli.plan.report import PlanReport, print_families, searched
 from shardlab.common.text import seconds_text
 from shardlab.common.user_code import trace_limits
 from shardlab.planner.choose import STEPS, PlanChoice, choose, find_contenders
@@ -37,12 +37,12 @@ def test_a_plan_whose_step_has_more_ops_than_are_traced_is_chosen_all_the_same()
     assert cut.answer.forecast == whole.answer.forecast
     assert (cut.answer.shares, cut.path) == (None, {})
     assert whole.path
-    told = as_json(cut, "small", "h100x4", {}, 1)
+    told = PlanReport(cut, "small", "h100x4", {}, 1).fields()
     assert told["chosen"]["shares"] == {}
     console = Console(record=True, width=80)
-    print_explained(whole, "small", "h100x4", {}, None, 1, console)
+    PlanReport(whole, "small", "h100x4", {}, 1).report(explain=True).print(console)
     assert "what the step waits for" in console.export_text()
-    print_explained(cut, "small", "h100x4", {}, None, 1, console)
+    PlanReport(cut, "small", "h100x4", {}, 1).report(explain=True).print(console)
     assert " ".join(console.export_text().split()).count("the step has more ops than are traced") == 3
 
 
@@ -53,12 +53,12 @@ def test_what_there_was_no_time_for_is_said_to_be_left_out() -> None:
     assert late.best.fits
     assert (late.alternatives, late.path, late.answer.shares) == ([], {}, None)
     console = Console(record=True, width=80)
-    print_explained(late, "small", "h100x4", {}, None, 1, console)
+    PlanReport(late, "small", "h100x4", {}, 1).report(explain=True).print(console)
     told = " ".join(console.export_text().split())
     assert "critical path the time was up" in told
     assert "the time was up: more --seconds may find a faster one" in told
     assert re.search(r"left out as time was up: an alternative \(\d+\), what the step.s time goes to \(1\)", told)
-    assert as_json(late, "small", "h100x4", {}, 1)["searched"]["left_out"] == late.missed
+    assert PlanReport(late, "small", "h100x4", {}, 1).fields()["searched"]["left_out"] == late.missed
 
 
 def test_the_report_says_how_much_was_searched_and_what_no_plan_can_undercut() -> None:
@@ -75,7 +75,7 @@ def test_the_report_says_how_much_was_searched_and_what_no_plan_can_undercut() -
 def test_the_first_screen_has_the_plan_its_figures_three_others_and_the_commands(choice: PlanChoice) -> None:
     console = Console(record=True, width=80)
     commands = {"simulate": "shardlab simulate ...", "train": "shardlab train ..."}
-    print_choice(replace(choice, error_model=None), "small", "h100x4", commands, None, 3, console)
+    PlanReport(replace(choice, error_model=None), "small", "h100x4", commands, 3).report().print(console)
     text = console.export_text()
     assert len(text.splitlines()) <= 40
     for word in ("plan ", "step time", "free", "how sure", "runners-up", "simulate it", "train it", "searched"):
@@ -102,7 +102,7 @@ def test_what_would_help_says_what_stays_as_it_is() -> None:
     """Twice the memory is planned anew; with the others the plan stays."""
     console = Console(record=True, width=80)
     for helps in ({"links": 0.023, "batch": 0.001, "memory": 0.082}, {"batch": 0.1, "memory": 0.001}, {}):
-        print_explained(replace(chosen(), helps=helps), "small", "h100x4", {}, None, 1, console)
+        PlanReport(replace(chosen(), helps=helps), "small", "h100x4", {}, 1).report(explain=True).print(console)
     told = " ".join(console.export_text().split())
     links = "twice the bandwidth between nodes +2.3% and twice the batch +0.1% tokens/s with this very plan"
     assert f"{links}; twice the memory, planned anew, +8.2%" in told

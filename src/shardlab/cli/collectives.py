@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.console import print_json, stdout_console, table_of
+from shardlab.cli.console import Report, table_of
 from shardlab.cli.options import Count, Flag
 from shardlab.common.errors import unknown_name
 from shardlab.language import Reduction, UserError
@@ -80,7 +81,7 @@ class Collectives:
     """
 
     action: tyro.conf.Positional[Literal["show"]]
-    """What to do."""
+    """The action: show."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """Name of a collective, or all."""
@@ -116,10 +117,7 @@ class Collectives:
         if shown is None:  # a rank of an existing world, but not the one that reports
             return 0
         found = {each.steps: each for each in shown}
-        if self.json:
-            print_json(self._as_json(names, found))
-        else:
-            self._print(names, found)
+        self._report(names, found).show(json=self.json)
         return 0 if all(is_same(found, name) is not False for name in names) else 1
 
     def _names(self) -> list[str]:
@@ -137,35 +135,24 @@ class Collectives:
         if not 0 <= self.root < self.ranks:
             raise UserError(f"--root {self.root}: there are ranks 0-{self.ranks - 1}; give one of them")
 
-    def _says(self, name: str) -> str:
-        return NAMES[name].format(by=self.reduction)
-
-    def _as_json(self, names: list[str], found: dict[tuple[str, ...], Shown]) -> dict[str, Any]:
-        return {
-            "ranks": self.ranks,
-            "root": self.root,
-            "reduction": self.reduction,
-            "collectives": [
-                {"name": name, "says": self._says(name), "before": found[name,].before, "after": found[name,].after}
-                for name in names
-            ],
-            "same": [
-                {"name": name, "steps": PAIRS[name], "tensors": found[PAIRS[name]].tensors, "same": same}
-                for name in names
-                if (same := is_same(found, name)) is not None
-            ],
-        }
-
-    def _print(self, names: list[str], found: dict[tuple[str, ...], Shown]) -> None:
-        console = stdout_console()
+    def _report(self, names: list[str], found: dict[tuple[str, ...], Shown]) -> Report:
+        equal: list[dict[str, Any]] = []
+        report = Report(ranks=self.ranks, root=self.root, reduction=self.reduction, collectives=[], same=equal)
         if names != ["barrier"]:
             unit = 10 if self.ranks <= 10 else 100
-            console.print(f"[dim]{unit} and {unit + 1} are elements 0 and 1 of rank 1's tensor; - is no tensor[/]\n")
+            report.line(f"[dim]{unit} and {unit + 1} are elements 0 and 1 of rank 1's tensor; - is no tensor[/]\n")
         for name in names:
+            shown, says = found[name,], NAMES[name].format(by=self.reduction)
             by = self.reduction if name in REDUCING else "sum"
-            print_shown(console, found[name,], self._says(name), self.root, by)
+            report.data["collectives"].append(
+                {"name": name, "says": says, "before": shown.before, "after": shown.after}
+            )
+            report.draw(partial(print_shown, shown=shown, says=says, root=self.root, by=by))
             if (same := is_same(found, name)) is not None:
-                print_same(console, name, found[PAIRS[name]], same=same)
+                double = found[PAIRS[name]]
+                equal.append({"name": name, "steps": PAIRS[name], "tensors": double.tensors, "same": same})
+                report.draw(partial(print_same, name=name, double=double, same=same))
+        return report
 
 
 def is_same(found: dict[tuple[str, ...], Shown], name: str) -> bool | None:

@@ -1,13 +1,13 @@
 """`shardlab compare RUN ...`: compare a traced run with its prediction, or several runs with each other.
 
-One run: `read_trace` reads the trace, `shardlab.simulate` predicts the same tapes, and `print_comparison` shows the
+One run: `read_trace` reads the trace, `shardlab.simulate` predicts the same tapes, and `comparison_report` shows the
 step, the ranks and their kinds of op. Several runs: `run_figures` and `common_steps` collect the figures of the runs,
 which need no trace, and `runs_report` shows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -16,11 +16,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.console import Report, print_json, print_path, stdout_console, table_of
+from shardlab.cli.console import Report, print_path
 from shardlab.cli.options import NO_PICTURES, Flag, PictureFlags, writing
 from shardlab.cli.plan_options import RecipeName, cluster_called
 from shardlab.cli.train.this_machine import workload_of
@@ -131,10 +129,8 @@ class Compare:
         if self.pictures.trace and estimate and predicted:
             shown = {"predicted": (predicted, memory_counters(estimate.traced, estimate.times)), **shown}
         self.pictures.save_trace(shown)
-        if self.json:
-            print_json(as_json(run.settings, run.checked, comparison, measured, run.limit))
-        else:
-            print_comparison(comparison, run.title, self.pictures.files, run.limit)
+        data = as_json(run.settings, run.checked, comparison, measured, run.limit)
+        comparison_report(comparison, run.title, data, self.pictures.files).show(json=self.json)
         return 0
 
     def _draw(self, predicted: Timeline | None, measured: Measured, job: Job) -> None:
@@ -260,40 +256,35 @@ def as_json(
     }
 
 
-def print_comparison(
-    comparison: Comparison,
-    title: str,
-    written: Sequence[Path] = (),
-    limit: str = "",
-    console: Console | None = None,
-) -> None:
-    """Print the step, the ranks and their ops.
+def comparison_report(
+    comparison: Comparison, title: str, data: Mapping[str, Any], written: Sequence[Path] = ()
+) -> Report:
+    """Return a report of the step, the ranks and their ops.
 
     Args:
+        data: all figures, from `as_json`.
         written: files that were written.
-        limit: limit of the recipe's framework that the plan exceeds ("": none).
     """
-    console = console or stdout_console()
-    console.print(Text.assemble((title, "bold cyan")), soft_wrap=True)
+    report = Report(**data)
+    report.line(Text(title, "bold cyan"), wrap=False)
     for sentence in comparison.missing:
-        console.print(Text(f"incomplete: {sentence}", "yellow"), soft_wrap=True)
-    if limit:
-        console.print(Text(f"note: {limit}", "yellow"), soft_wrap=True)
-    if comparison.step.predicted is None:
-        _print_how_to_predict(console, max(2, len(comparison.ranks)))
-    console.print()
-    console.print(_step_table(comparison))
-    console.print()
-    console.print(_op_table(comparison))
-    console.print()
-    ratio = "" if comparison.step.predicted is None else "; ratio: predicted over measured"
-    console.print(f"{NOTE}{ratio}", style="dim")
+        report.line(Text(f"incomplete: {sentence}", "yellow"), wrap=False)
+    for note in data["notes"]:
+        report.line(Text(f"note: {note}", "yellow"), wrap=False)
+    predicted = comparison.step.predicted is not None
+    if not predicted:
+        _add_how_to_predict(report, max(2, len(comparison.ranks)))
+    report.line()
+    _add_pairs(report, ("", "rank"), [*_step_rows(comparison)], predicted=predicted)
+    _add_pairs(report, ("rank", "op", "count"), [*_op_rows(comparison)], predicted=predicted)
+    report.line(f"{NOTE}{'; ratio: predicted over measured' * predicted}", "dim")
     if len(comparison.ranks) > SHOWN_RANKS:
-        console.print(Text(f"ranks 0-{SHOWN_RANKS - 1} of {len(comparison.ranks)}; --json has all", "dim"))
+        report.line(Text(f"ranks 0-{SHOWN_RANKS - 1} of {len(comparison.ranks)}; --json has all", "dim"))
     if written:
-        console.print()
+        report.line()
     for path in written:
-        print_path(console, "written to", path)
+        report.draw(partial(print_path, label="written to", path=path))
+    return report
 
 
 def runs_report(
@@ -342,59 +333,45 @@ def _cell(figure: float | None, form: str, times: float = 1.0) -> str:
     return "-" if figure is None else format(figure * times, form)
 
 
-def _print_how_to_predict(console: Console, ranks: int) -> None:
-    console.print(
-        Text("there is no prediction, because this machine is not measured yet; to measure it, run", "yellow")
-    )
+def _add_how_to_predict(report: Report, ranks: int) -> None:
+    report.line("there is no prediction, because this machine is not measured yet; to measure it, run", "yellow")
     for what in ("collectives", "compute"):
-        console.print(Text(f"  shardlab bench {what} --ranks {ranks}", "bold"), soft_wrap=True)
-    console.print(Text("or give another cluster, such as --cluster h100x8", "yellow"))
+        report.line(Text(f"  shardlab bench {what} --ranks {ranks}", "bold"), wrap=False)
+    report.line("or give another cluster, such as --cluster h100x8", "yellow")
 
 
-class _Pairs:
-    """Table of predicted and measured values, or only of measured values.
-
-    Args:
-        left: headings of the first columns, which contain words.
-        predicted: whether there is a prediction.
-    """
-
-    def __init__(self, *left: str, predicted: bool) -> None:
-        self._predicted = predicted
-        figures = ("predicted", "measured", "ratio") if predicted else ("measured",)
-        self.table = table_of(*left, *figures, words=len(left))
-
-    def add(self, *words: str, pair: Pair, times: float = 1e3, unit: str = "ms") -> None:
-        """Add a row.
-
-        Args:
-            words: cells of the first columns.
-            pair: predicted and measured value, in seconds unless `unit` is given.
-            times: factor from the values to `unit`.
-        """
-
-        def cell(figure: float | None) -> str:
-            return "-" if figure is None else f"{figure * times:,.2f} {unit}"
-
-        ratio = "-" if pair.ratio is None else f"{pair.ratio:.2f}"
-        cells = (cell(pair.predicted), cell(pair.measured), ratio) if self._predicted else (cell(pair.measured),)
-        self.table.add_row(*words, *cells)
+Row = tuple[tuple[str, ...], Pair, float, str]
+"""Row of a table of pairs: its words, a predicted and a measured value, and the factor from the values to a unit."""
 
 
-def _step_table(comparison: Comparison) -> Table:
-    pairs = _Pairs("", "rank", predicted=comparison.step.predicted is not None)
-    pairs.add("step", "all", pair=comparison.step)
-    rows = comparison.ranks[:SHOWN_RANKS]
+def _add_pairs(report: Report, headings: Sequence[str], rows: Sequence[Row], *, predicted: bool) -> None:
+    """Add a table of predicted and measured values, or only of measured values, and an empty line."""
+
+    def cell(row: Row, side: str) -> str:
+        _, pair, times, unit = row
+        figure: float | None = getattr(pair, side)
+        return "-" if figure is None else f"{figure * times:,.2f} {unit}"
+
+    columns: dict[str, Callable[[Any], str]] = {
+        heading: lambda row, at=at: row[0][at] for at, heading in enumerate(headings)
+    }
+    columns |= {side: partial(cell, side=side) for side in _SIDES[not predicted :]}
+    if predicted:
+        columns["ratio"] = lambda row: _cell(row[1].ratio, ".2f")
+    report.table(columns, rows, words=len(headings))
+    report.line()
+
+
+def _step_rows(comparison: Comparison) -> Iterator[Row]:
+    yield ("step", "all"), comparison.step, 1e3, "ms"
     for words, name in (("computes", "computing"), ("exposed communication", "exposed"), ("idle", "idle")):
-        for row in rows:
-            pairs.add(words, str(row.rank), pair=getattr(row, name))
-    for row in rows:
-        pairs.add("peak memory", str(row.rank), pair=row.memory, times=2**-20, unit="MiB")
-    return pairs.table
+        for row in comparison.ranks[:SHOWN_RANKS]:
+            yield (words, str(row.rank)), getattr(row, name), 1e3, "ms"
+    for row in comparison.ranks[:SHOWN_RANKS]:
+        yield ("peak memory", str(row.rank)), row.memory, 2**-20, "MiB"
 
 
-def _op_table(comparison: Comparison) -> Table:
-    pairs = _Pairs("rank", "op", "count", predicted=comparison.step.predicted is not None)
+def _op_rows(comparison: Comparison) -> Iterator[Row]:
     for rank in range(min(len(comparison.ranks), SHOWN_RANKS)):
         rows = [row for row in comparison.kinds if row.rank == rank]
         whole = [sum(_either(row, side) for row in rows) for side in _SIDES]
@@ -402,8 +379,7 @@ def _op_table(comparison: Comparison) -> Table:
             shares = [_either(row, side) > NEGLIGIBLE * all_ for side, all_ in zip(_SIDES, whole, strict=True)]
             if any(shares) or row.seen < row.ops:
                 count = str(row.ops) if row.seen == row.ops else f"{row.seen} of {row.ops}"
-                pairs.add(str(rank), row.kind.value.replace("_", "-"), count, pair=row.seconds)
-    return pairs.table
+                yield (str(rank), row.kind.value.replace("_", "-"), count), row.seconds, 1e3, "ms"
 
 
 def _either(row: KindRow, side: str) -> float:

@@ -28,7 +28,7 @@ from typing import IO, Annotated, Any, Union, cast, get_args, get_type_hints
 
 import tyro
 import tyro._errors as parse_errors  # pyright: ignore[reportPrivateUsage]
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -113,27 +113,33 @@ class Report:
 
     `show` renders them in the order in which they were added. The figures of facts in a row are aligned.
 
+    Args:
+        rows: rows for --json, if it prints a list instead of an object with fields.
+
     Attributes:
         data: fields for --json. Fields that the console does not show are added here.
     """
 
-    def __init__(self, **data: Any) -> None:
-        self.data = data
+    def __init__(self, rows: Sequence[Any] | None = None, /, **data: Any) -> None:
+        self.data: Any = data if rows is None else rows
         self._parts: list[Fact | Callable[[Console], object]] = []
 
-    def fact(self, label: str, text: str = "", figure: str | None = None, style: str = "", **data: Any) -> None:
+    def fact(
+        self, label: str, text: str = "", figure: str | None = None, style: str = "", indent: int = INDENT, **data: Any
+    ) -> None:
         """Add a fact.
 
         Args:
             label, figure, text: what the console shows (see `print_fact`).
             style: style of the text.
+            indent: width of the label in characters.
             data: the same for --json.
         """
-        self._parts.append(Fact(label, text, figure, style))
+        self._parts.append(Fact(label, text, figure, style, indent))
         self.data |= data
 
-    def line(self, text: Text | str = "", style: str = "", *, wrap: bool = True) -> None:
-        """Add a line for the console, which is wrapped at the width of the terminal unless `wrap` is False."""
+    def line(self, text: RenderableType = "", style: str = "", *, wrap: bool = True) -> None:
+        """Add a line or a table for the console, wrapped at the width of the terminal unless `wrap` is False."""
         self.draw(lambda console: console.print(text, style=style, soft_wrap=not wrap))
 
     def draw(self, draw: Callable[[Console], object]) -> None:
@@ -147,22 +153,35 @@ class Report:
         key: str = "",
         *,
         words: int = 1,
+        gap: int = 2,
         folded: int | None = None,
+        wrapped: int | None = None,
+        fields: Callable[[Any], Any] = lambda row: row,
+        style: Callable[[Any], str] = lambda row: "",
     ) -> None:
         """Add a table.
 
         Args:
-            columns: function that makes the cell of a row, by heading. The first `words` columns have words.
+            columns: function that makes the cell of a row, by heading. The first `words` columns have words, and so has
+                a folded one behind them.
             rows: rows, which are also the field `key` for --json ("": none).
+            gap: blanks between columns.
+            wrapped: index of a column that is wrapped at words if the terminal, or a line of 80, is too narrow.
+            fields: function that makes the fields of a row for --json.
+            style: function that returns the style of a row.
             folded: index of a column that is folded, so that no cell is cut, if the terminal is too narrow (None:
                 cells are cut).
         """
-        table = table_of(*columns, words=words)
+        table = table_of(*columns, words=words, gap=gap)
+        if wrapped is not None:
+            table.columns[wrapped].no_wrap = False
+        if folded is not None and words:
+            table.columns[folded].justify = "left"
         for row in rows:
-            table.add_row(*(cell(row) for cell in columns.values()))
+            table.add_row(*(cell(row) for cell in columns.values()), style=style(row))
         self.draw(lambda console: console.print(table) if folded is None else print_whole(console, table, folded))
         if key:
-            self.data[key] = rows
+            self.data[key] = [fields(row) for row in rows]
 
     def show(self, *, json: bool) -> None:
         """Print the report, or only its data as JSON."""
@@ -177,7 +196,10 @@ class Report:
                 )
                 continue
             for part in parts:
-                print_fact(console, part.label, part.text, part.style) if isinstance(part, Fact) else part(console)
+                if isinstance(part, Fact):
+                    print_fact(console, part.label, part.text, part.style, indent=part.indent)
+                else:
+                    part(console)
 
 
 @dataclass(frozen=True)
@@ -188,6 +210,7 @@ class Fact:
     text: str
     figure: str | None
     style: str
+    indent: int
 
 
 def print_path(console: Console, label: str, path: Path) -> None:

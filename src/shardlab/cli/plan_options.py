@@ -66,7 +66,7 @@ class PlanOptions:
     chooses a plan for this machine."""
 
     offload: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="WHAT=WHERE", help_behavior_hint="")] = None
-    """What each rank keeps on the host or the disk instead of its device: parameters, optimizer, gradients or
+    """Keep values on the host or the disk instead of each rank's device: parameters, optimizer, gradients or
     activations, such as optimizer=host activations=disk."""
 
     def given(self) -> dict[str, Any]:

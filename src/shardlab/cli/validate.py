@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.text import Text
 
-from shardlab.cli.console import print_json, stdout_console, table_of
+from shardlab.cli.console import Report
 from shardlab.cli.options import Flag
 from shardlab.cli.plan_options import RecipeName, recipe_called
 from shardlab.common.text import seconds_text
@@ -67,10 +67,7 @@ class Validate:
         results = predict_outcomes(rows, None if self.recipe is None else recipe_called(self.recipe))
         quiet = not stderr.is_terminal
         outcomes = list(track(results, "predicting", len(rows), console=stderr, transient=True, disable=quiet))
-        if self.json:
-            print_json([as_json(outcome) for outcome in outcomes])
-        else:
-            print_report(outcomes, stdout_console(), assumed=self.assumed)
+        report_of(outcomes, assumed=self.assumed).show(json=self.json)
         return 0
 
 
@@ -91,80 +88,81 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def print_report(outcomes: Sequence[Outcome], console: Console, *, assumed: bool = False) -> None:
-    """Print the errors by source, the runs with the largest errors, and the runs without a prediction.
+def report_of(outcomes: Sequence[Outcome], *, assumed: bool = False) -> Report:
+    """Return a report with the errors by source, the runs with the largest errors, and the runs without a prediction.
 
     Args:
         assumed: whether to list the assumptions about details that runs do not state.
     """
+    report = Report([as_json(outcome) for outcome in outcomes])
     for figure in FIGURES:
         if found := errors_by_source(outcomes, figure):
-            console.print(_table(FIGURES[figure][0], found), "")
+            _add_errors(report, FIGURES[figure][0], found)
     for figure in FIGURES:
         if worst := worst_errors(outcomes, figure, WORST):
-            console.print(_worst_table(figure, worst), "")
-    console.print(f"{NOTE}\n", style="dim")
-    _print_memory_verdicts(outcomes, console)
-    _print_assumed(outcomes, console, each=assumed)
-    left = [outcome for outcome in outcomes if outcome.prediction is None]
-    if left:
-        console.print(f"{len(left)} of {len(outcomes)} runs are not predicted:")
+            _add_worst(report, figure, worst)
+    report.line(f"{NOTE}\n", "dim")
+    _add_memory_verdicts(report, outcomes)
+    if runs := group_assumptions(outcomes):
+        count = sum(bool(outcome.assumed) for outcome in outcomes)
+        if assumed:
+            report.line("Assumptions about details that runs do not state:")
+            add_phrases(report, runs)
+        else:
+            report.line(f"{count} of {len(outcomes)} runs do not state all details; --assumed lists the assumptions.")
+        report.line()
+    if left := [outcome for outcome in outcomes if outcome.prediction is None]:
+        report.line(f"{len(left)} of {len(outcomes)} runs are not predicted:")
         for outcome in left:
-            console.print(f"  {outcome.id}: {outcome.reason}", highlight=False, soft_wrap=True)
+            report.line(Text(f"  {outcome.id}: {outcome.reason}"), wrap=False)
+    return report
 
 
-def _print_memory_verdicts(outcomes: Sequence[Outcome], console: Console) -> None:
-    """Print how many runs out of memory were predicted, and the runs with a wrong prediction of whether they fit."""
+def _add_memory_verdicts(report: Report, outcomes: Sequence[Outcome]) -> None:
+    """Add how many runs out of memory were predicted, and the runs with a wrong prediction of whether they fit."""
     ended = [outcome for outcome in outcomes if outcome.measured.out_of_memory and outcome.prediction is not None]
     wrong = wrong_fits(outcomes)
     if ended:
         foreseen = len(ended) - sum(outcome in wrong for outcome in ended)
-        console.print(f"{foreseen} of {len(ended)} runs that ran out of memory are predicted not to fit.")
+        report.line(f"{foreseen} of {len(ended)} runs that ran out of memory are predicted not to fit.")
     for verdict, out in (("to fit but ran out of memory", True), ("not to fit but ran", False)):
         such = [outcome for outcome in wrong if outcome.measured.out_of_memory is out]
         if such:
-            console.print(f"Said {verdict}:")
+            report.line(f"Said {verdict}:")
         for outcome in such:
             assert outcome.prediction is not None
-            console.print(f"  {outcome.id}: {outcome.prediction.bytes / GIB:.1f} GiB", highlight=False)
+            report.line(Text(f"  {outcome.id}: {outcome.prediction.bytes / GIB:.1f} GiB"))
     if ended or wrong:
-        console.print()
+        report.line()
 
 
-def _print_assumed(outcomes: Sequence[Outcome], console: Console, *, each: bool) -> None:
-    """Print the number of runs with assumptions or, if `each` is set, the assumptions with their runs."""
-    runs = group_assumptions(outcomes)
-    if not runs:
-        return
-    if not each:
-        count = sum(bool(outcome.assumed) for outcome in outcomes)
-        console.print(f"{count} of {len(outcomes)} runs do not state all details; --assumed lists the assumptions.")
-    else:
-        console.print("Assumptions about details that runs do not state:")
-        print_phrases(runs, console)
-    console.print()
-
-
-def print_phrases(runs: Mapping[str, Sequence[str]], console: Console) -> None:
-    """Print each assumption, with the number of its runs and the id of one of them."""
+def add_phrases(report: Report, runs: Mapping[str, Sequence[str]]) -> None:
+    """Add each assumption, with the number of its runs and the id of one of them."""
     for phrase, names in runs.items():
         whose = names[0] if len(names) == 1 else f"{len(names)} runs, {names[0]} and others"
-        console.print(f"  {phrase} ({whose})", markup=False, highlight=False, soft_wrap=True)
+        report.line(Text(f"  {phrase} ({whose})"), wrap=False)
 
 
-def _worst_table(figure: Figure, worst: Sequence[tuple[float, Outcome]]) -> Table:
+def _add_worst(report: Report, figure: Figure, worst: Sequence[tuple[float, Outcome]]) -> None:
     title, text = FIGURES[figure]
-    table = table_of(f"farthest off in {title}", "measured", "predicted", "error")
-    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
-    for error, outcome in worst:
-        figures = (text(getattr(each, figure)) for each in (outcome.measured, outcome.prediction))
-        table.add_row(outcome.id, *figures, f"{error:+.1%}")
-    return table
+    columns: dict[str, Callable[[Any], str]] = {
+        f"farthest off in {title}": lambda row: row[1].id,
+        "measured": lambda row: text(getattr(row[1].measured, figure)),
+        "predicted": lambda row: text(getattr(row[1].prediction, figure)),
+        "error": lambda row: f"{row[0]:+.1%}",
+    }
+    report.table(columns, worst, folded=0)
+    report.line()
 
 
-def _table(title: str, errors: dict[str, ErrorSummary]) -> Table:
-    table = table_of(title, "runs", "mean", "median", "worst", "bias")
-    for source, found in errors.items():
-        numbers = (f"{found.mean:.1%}", f"{found.median:.1%}", f"{found.worst:.1%}", f"{found.bias:+.1%}")
-        table.add_row(source, str(found.count), *numbers, style="bold" if source == "all" else "")
-    return table
+def _add_errors(report: Report, title: str, errors: dict[str, ErrorSummary]) -> None:
+    columns: dict[str, Callable[[Any], str]] = {
+        title: lambda row: row[0],
+        "runs": lambda row: str(row[1].count),
+        "mean": lambda row: f"{row[1].mean:.1%}",
+        "median": lambda row: f"{row[1].median:.1%}",
+        "worst": lambda row: f"{row[1].worst:.1%}",
+        "bias": lambda row: f"{row[1].bias:+.1%}",
+    }
+    report.table(columns, [*errors.items()], style=lambda row: "bold" if row[0] == "all" else "")
+    report.line()

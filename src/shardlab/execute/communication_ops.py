@@ -1,4 +1,4 @@
-"""What each communication op of a tape does: it starts at once and gives how to wait for it."""
+"""Communication ops of a tape: each starts at once and returns a function that waits for its result."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -63,7 +63,7 @@ def all_to_all_pieces(
 
 
 def _common(one: Spec, other: Spec) -> Spec:
-    """What two values of one tensor both hold."""
+    """Return the part of a tensor that two of its values both hold."""
     names = {index for index, _ in (*one.form.slices, *other.form.slices)}
     slices = tuple(sorted((index, one.pieces(index) & other.pieces(index)) for index in names))
     return one._replace(form=one.form.but(slices=slices), cells=one.cells & other.cells)
@@ -170,14 +170,14 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 
 def _received(state: State, op: Op) -> list[Spec]:
-    """What each member of a collective receives, in the group's order."""
+    """Return the descriptions of the values that the members of a collective receive, in the group's order."""
     checked = state.checked
     members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
     return [checked.specs[rank][checked.program.tapes[rank][at].outputs[0]] for rank, _, at in members]
 
 
 def _given(state: State, op: Op) -> list[Spec]:
-    """What each member of a collective gives, in the group's order."""
+    """Return the descriptions of the values that the members of a collective give, in the group's order."""
     checked = state.checked
     members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
     return [checked.specs[rank][checked.program.tapes[rank][at].inputs[0]] for rank, _, at in members]
@@ -214,7 +214,7 @@ def places_of(state: State, op: Op) -> list[int]:
 
 
 def _pieces(member: Spec, of: int) -> int:
-    """What a member gives, as a bit set: microbatches, or some of `of` slices of a layer."""
+    """Return the pieces that a member gives as a bit set: microbatches, or some of the `of` slices of a layer."""
     if member.kind in ROW_KINDS:
         return member.microbatches
     return member.holds.refined(of).mask
@@ -399,7 +399,7 @@ def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) ->
 
 
 def reduce_scatter_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
-    """What goes to one member lies together, in a copy."""
+    """Start several reduce_scatters as one. The parts for each member lie side by side in a copy."""
     values, group = state.values, ops[0].group
     assert group is not None
     lengths = _lengths(state, [op.outputs[0] for op in ops])

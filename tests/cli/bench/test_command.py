@@ -16,7 +16,8 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import main
-from shardlab.cli.bench.report import hidden_text, print_collectives, print_compute
+from shardlab.cli.bench.report import add_collectives, add_compute, hidden_text
+from shardlab.cli.console import Report
 from shardlab.measure.fits import KINDS, CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point, append
 from shardlab.simulate.hardware import Profile
 from tests.support.processes import PATIENCE, started
@@ -156,18 +157,19 @@ def collectives(ranks: int = 2) -> list[Point]:
 
 
 def printed(show: Callable[..., None], points: list[Point], verbose: bool = False, width: int = 80) -> list[str]:
-    text = io.StringIO()
-    show(points, verbose, Console(file=text, width=width, highlight=False))
+    text, report = io.StringIO(), Report()
+    show(report, points, verbose)
+    report.print(Console(file=text, width=width, highlight=False))
     return text.getvalue().splitlines()
 
 
 def test_collectives_are_told_on_one_screen_and_at_every_size_on_demand() -> None:
-    lines = printed(print_collectives, collectives())
+    lines = printed(add_collectives, collectives())
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     (row,) = [line.split() for line in lines if line.startswith("all_reduce")]
     assert row == ["all_reduce", "10,001", "11,049", "0.095", "10,000", "1.000", "0%", "54%"]
-    every = printed(print_collectives, collectives(), verbose=True)
+    every = printed(add_collectives, collectives(), verbose=True)
     assert sum(line.startswith("all_reduce") for line in every) == 6 + 6 + 1
     assert not [line for line in [*lines, *every] if "CS336" in line]
 
@@ -181,9 +183,9 @@ def test_layers_are_told_at_their_largest_size() -> None:
         for processes in (1, 2)
     ]
     points += [PeakPoint("float32", processes, 512, 1e10) for processes in (1, 2)]
-    lines = printed(print_compute, points)
+    lines = printed(add_compute, points)
     assert len(lines) <= 24
     assert [line.split()[:2] for line in lines if line.startswith("mlp")] == [["mlp", "512"]]
     assert not [line for line in lines if "doubtful" in line]
     slow = [replace(point, flops=1e8) if isinstance(point, PeakPoint) else point for point in points]
-    assert any("faster than the peak" in line for line in printed(print_compute, slow))
+    assert any("faster than the peak" in line for line in printed(add_compute, slow))

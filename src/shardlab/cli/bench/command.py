@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ import tyro
 from tyro.conf import subcommand
 
 from shardlab.cli.bench.strategies import BenchStrategies
-from shardlab.cli.console import print_json, print_path, stdout_console
+from shardlab.cli.console import Report, print_path
 from shardlab.cli.options import Count, Flag, NewFile, OptionalCount, check_new_file, writing
 from shardlab.common.errors import unknown_name
 from shardlab.common.text import parse_size, sizes_between
@@ -81,7 +82,7 @@ class Measuring:
         ranks: int,
         function: Callable[..., bool],
         bench: Any,
-        show: Callable[[list[Point], bool], None],
+        show: Callable[[Report, list[Point], bool], None],
         draw: Callable[[list[Point], Path], None],
     ) -> int:
         """Run a bench on ranks, save and print the points, and return the exit status.
@@ -93,7 +94,7 @@ class Measuring:
             function: `function(rank, device, bench, file)` writes points into the file, and returns whether this
                 process reports them.
             bench: sizes to measure.
-            show: function that prints the points; its second argument is --verbose.
+            show: function that adds the points to a report; its last argument is --verbose.
             draw: function that draws the points into a file.
         """
         from shardlab.measure.fits import read_points
@@ -130,7 +131,7 @@ class Measuring:
         self,
         points: list[Point],
         failure: str,
-        show: Callable[[list[Point], bool], None],
+        show: Callable[[Report, list[Point], bool], None],
         draw: Callable[[list[Point], Path], None],
     ) -> None:
         from shardlab.measure.profile import as_json, save
@@ -139,15 +140,12 @@ class Measuring:
         if self.plot is not None:
             with writing("--plot", self.plot):
                 draw(points, self.plot)
-        if self.json:
-            print_json(
-                {**as_json(points), "profile": None if where is None else str(where), "failure": failure or None}
-            )
-            return
-        show(points, self.verbose)
+        report = Report(**as_json(points), profile=None if where is None else str(where), failure=failure or None)
+        show(report, points, self.verbose)
         for what, path in (("profile", where), ("drawn in", self.plot)):
             if path is not None:
-                print_path(stdout_console(), what, path)
+                report.draw(partial(print_path, label=what, path=path))
+        report.show(json=self.json)
 
 
 def check_seconds(seconds: float) -> float:
@@ -195,7 +193,7 @@ class BenchCollectives(Measuring):
     figures."""
 
     def run(self) -> int:
-        from shardlab.cli.bench.report import print_collectives
+        from shardlab.cli.bench.report import add_collectives
         from shardlab.measure.collectives import CollectiveBench, group_sizes, measure_collectives
         from shardlab.measure.plot import plot_collectives
 
@@ -209,7 +207,7 @@ class BenchCollectives(Measuring):
         sizes = tuple(sizes_between(parse_size(self.min), parse_size(self.max), self.factor))
         seconds = check_seconds(self.seconds)
         bench = CollectiveBench(self.kinds or KINDS, sizes, group_sizes(ranks), seconds, overlap=self.overlap)
-        return self.measure(ranks, measure_collectives, bench, print_collectives, plot_collectives)
+        return self.measure(ranks, measure_collectives, bench, add_collectives, plot_collectives)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +234,7 @@ class BenchCompute(Measuring):
     """Time for which each model is trained."""
 
     def run(self) -> int:
-        from shardlab.cli.bench.report import print_compute
+        from shardlab.cli.bench.report import add_compute
         from shardlab.measure.fits import DTYPES, Shape, parse_batch
         from shardlab.measure.layers import ComputeBench, measure_compute
         from shardlab.measure.plot import plot_compute
@@ -250,4 +248,4 @@ class BenchCompute(Measuring):
             raise UserError(f"a width of {small[0]} is too small for a model with heads; give 8 or more")
         shapes = tuple(Shape(width, *parse_batch(batch)) for width in self.widths for batch in self.batches)
         bench = ComputeBench(shapes, self.dtype, self.vocab_size, seconds=check_seconds(self.seconds))
-        return self.measure(self.ranks or default_ranks(), measure_compute, bench, print_compute, plot_compute)
+        return self.measure(self.ranks or default_ranks(), measure_compute, bench, add_compute, plot_compute)

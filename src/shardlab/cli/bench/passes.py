@@ -1,7 +1,7 @@
 """`shardlab bench strategies --each-pass`: the predicted and the measured gain of each pass on each strategy.
 
 `passes_row` chooses the passes of a strategy by this machine's prices, and times the program after each of them.
-`print_passes` prints the gains.
+`add_passes` adds the gains.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.console import print_fact, table_of
+from shardlab.cli.console import Report, table_of
 from shardlab.cli.train.choose_passes import run_passes_here
 from shardlab.language import Refused, UserError
 from shardlab.language.pass_names import named_passes
@@ -57,25 +56,26 @@ def settle_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
     return replace(pair, passes=helpful_names(passed))
 
 
-def print_passes(console: Console, rows: Sequence[PassesRow], ranks: int) -> None:
-    """Print a table of gains for each size of the model."""
+def add_passes(report: Report, rows: Sequence[PassesRow], ranks: int) -> None:
+    """Add a table of gains for each size of the model."""
     for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
         mine = list(of_size)
-        console.print(f"[bold]{title}[/]\n")
+        report.line(f"[bold]{title}[/]\n")
         table = table_of("ours", "pass", "predicted", "measured", "middle half", words=2)
         for row in mine:
             for number, cells in enumerate(_cells(row)):
                 table.add_row("" if number else row.pair.name, *cells)
-        console.print(table, "")
+        report.line(table)
+        report.line()
         for row in mine:
             if row.why_not:
-                print_fact(console, row.pair.name, f"not timed: {row.why_not.splitlines()[-1]}", "yellow")
+                report.fact(row.pair.name, f"not timed: {row.why_not.splitlines()[-1]}", style="yellow")
             elif left := _left(row):
-                print_fact(console, row.pair.name, left)
-        console.print()
+                report.fact(row.pair.name, left)
+        report.line()
     assumed = any(row.device == DEVICE for row in rows)
     prices = "of cores that nobody has measured (shardlab bench does)" if assumed else "that shardlab bench measured"
-    console.print(
+    report.line(
         "[dim]gains: by how much of the step before it a pass makes it shorter\n"
         f"predicted: by prices {prices}\n"
         "measured: the median of steps beside each other, and what half of them lie between[/]"

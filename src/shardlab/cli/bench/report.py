@@ -1,7 +1,7 @@
 """Output of the benches: one screen, and with --verbose, tables of every point and every rate before it.
 
-`print_collectives` and `print_compute` print the measurements of the profile and the quality of its fit. `print_rows`
-prints the ratios of `shardlab bench strategies`, and the parts of each step.
+`add_collectives` and `add_compute` add the measurements of the profile and the quality of its fit. `add_rows` adds the
+ratios of `shardlab bench strategies`, and the parts of each step.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from statistics import median
 
-from rich.console import Console
-
-from shardlab.cli.console import print_fact, stdout_console, table_of
+from shardlab.cli.console import Report, table_of
 from shardlab.common.text import size_text
 from shardlab.measure.fits import (
     CollectivePoint,
@@ -39,19 +37,18 @@ PASSES = ("forward", "backward", "backward_input", "backward_weight", "update")
 MILLI = 1e-3
 
 
-def print_collectives(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
-    """Print a row for each collective: its times at the smallest and largest size, its bandwidth, and its fitted line.
+def add_collectives(report: Report, points: Sequence[Point], verbose: bool = False) -> None:
+    """Add a row for each collective: its times at the smallest and largest size, its bandwidth, and its fitted line.
 
     Args:
-        verbose: whether to print every size first.
+        verbose: whether to add every size first.
     """
-    console = console or stdout_console()
     measured = [point for point in points if isinstance(point, CollectivePoint)]
     beside = [point for point in points if isinstance(point, OverlapPoint)]
     fits = fit_lines(points)
     if verbose:
-        print_sizes(console, measured)
-        print_overlap(console, beside)
+        add_sizes(report, measured)
+        add_overlap(report, beside)
     sizes = sorted({point.bytes for point in measured if point.bytes} or {0})
     ends = list(dict.fromkeys(size_text(size) for size in (sizes[0], sizes[-1])))
     for ranks in sorted({point.ranks for point in measured}):
@@ -62,71 +59,70 @@ def print_collectives(points: Sequence[Point], verbose: bool = False, console: C
             hidden = [point.overlap for point in beside if (point.kind, point.ranks) == (kind, ranks)]
             overlap = hidden_text(median(hidden)) if hidden else "-"
             table.add_row(kind, *_times(mine, len(times)), *_line(fits.get((kind, ranks))), overlap)
-        console.print(table)
-        console.print()
-    print_fact(console, "us, bus GB/s", f"called alone; bandwidth at {ends[-1]}, as nccl-tests reckons it")
-    print_fact(console, "latency, GB/s", "of the line through what it adds to a step at each size; the profile has it")
-    print_fact(console, "error", "half of the sizes are nearer to that line than this")
+        report.line(table)
+        report.line()
+    report.fact("us, bus GB/s", f"called alone; bandwidth at {ends[-1]}, as nccl-tests reckons it")
+    report.fact("latency, GB/s", "of the line through what it adds to a step at each size; the profile has it")
+    report.fact("error", "half of the sizes are nearer to that line than this")
     if beside:
         text = "of what could be, beside compute (median over sizes); none: they slow each other down"
-        print_fact(console, "hidden", text)
+        report.fact("hidden", text)
     wrong = [point for point in measured if point.wrong]
     for point in wrong:
         text = f"{point.wrong} elements of {point.kind} among {point.ranks} ranks at {size_text(point.bytes)}"
-        print_fact(console, "wrong", text, "bold red")
+        report.fact("wrong", text, style="bold red")
     if not wrong:
-        print_fact(console, "results", "right at every size")
-    _print_doubts(console, fits)
+        report.fact("results", "right at every size")
+    _add_doubts(report, fits)
 
 
-def print_compute(points: Sequence[Point], verbose: bool = False, console: Console | None = None) -> None:
-    """Print the layers at the largest size as shares of the peak, the peaks, and the errors of the fitted kernels.
+def add_compute(report: Report, points: Sequence[Point], verbose: bool = False) -> None:
+    """Add the layers at the largest size as shares of the peak, the peaks, and the errors of the fitted kernels.
 
     Args:
-        verbose: whether to print every layer and every rate first.
+        verbose: whether to add every layer and every rate first.
     """
-    console = console or stdout_console()
     peaks = {(point.dtype, point.processes): point for point in points if isinstance(point, PeakPoint)}
     groups = crowds(points)
     if verbose:
         for layers in groups:
-            print_layers(console, layers, peaks)
-            print_rates(console, layers)
+            add_layers(report, layers, peaks)
+            add_rates(report, layers)
     elif groups:
         largest = max(groups[0], key=lambda point: (point.width, point.rows * point.tokens))
         shape = (largest.width, largest.rows, largest.tokens)
-        print_layers(console, [p for p in groups[0] if (p.width, p.rows, p.tokens) == shape], peaks)
+        add_layers(report, [p for p in groups[0] if (p.width, p.rows, p.tokens) == shape], peaks)
     for peak in peaks.values():
         threads = "" if peak.threads == 1 else f" on {peak.threads} threads"
         found = f"{peak.flops / GIGA:,.1f} GFLOP/s each, {peak.processes} at once{threads}, in {peak.dtype}"
-        print_fact(console, "peak", f"{found}: the fastest product of matrices, {peak.size} x {peak.size}")
+        report.fact("peak", f"{found}: the fastest product of matrices, {peak.size} x {peak.size}")
     for layers in groups:
         errors = rate_errors(layers, fit_kernels(layers))
         half = f"of {errors.points} timings half are within {errors.median:.0%} of it"
         text = f"{layers[0].processes} at once: {half}, the worst is {errors.worst:.0%} off"
-        print_fact(console, "fit", text)
+        report.fact("fit", text)
     counted = [point for point in points if isinstance(point, LayerPoint) and point.flops]
     over = [point for point in counted if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
     if over:
         text = "faster than the peak, because the machine was busy when the peak was measured; measure again"
-        print_fact(console, "doubtful", f"{len(over)} timings are {text}", "yellow")
+        report.fact("doubtful", f"{len(over)} timings are {text}", style="yellow")
 
 
-def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
-    """Print the tables of each size, and below them the pairs that were not compared."""
+def add_rows(report: Report, rows: Sequence[PairRow], ranks: int) -> None:
+    """Add the tables of each size, and below them the pairs that were not compared."""
     for title, of_size in groupby(rows, lambda row: row.size.title(ranks)):
         mine = list(of_size)
-        console.print(f"[bold]{title}[/]\n")
+        report.line(f"[bold]{title}[/]\n")
         if any(row.compared for row in mine):
-            _print_ratios(console, mine)
-            _print_parts(console, mine)
-            _print_passes(console, mine)
+            _add_ratios(report, mine)
+            _add_parts(report, mine)
+            _add_passes(report, mine)
         missing = [row for row in mine if row.compared is None]
         for row in missing:
-            print_fact(console, row.pair.name, f"not compared: {row.why_not.splitlines()[-1]}", "yellow")
+            report.fact(row.pair.name, f"not compared: {row.why_not.splitlines()[-1]}", style="yellow")
         if missing:
-            console.print()
-    console.print(
+            report.line()
+    report.line(
         "[dim]time, memory: ours over PyTorch's; middle half: of the ratios of neighbours\n"
         "memory: the most bytes of storages in a step, parameters and all\n"
         "floor: a rank's share in plain PyTorch, without communication\n"
@@ -135,8 +131,8 @@ def print_rows(console: Console, rows: Sequence[PairRow], ranks: int) -> None:
     )
 
 
-def print_sizes(console: Console, measured: Sequence[CollectivePoint]) -> None:
-    """Print every collective at every size, when it is called repeatedly."""
+def add_sizes(report: Report, measured: Sequence[CollectivePoint]) -> None:
+    """Add every collective at every size, when it is called repeatedly."""
     table = table_of("collective", "ranks", "size", "time us", "alg GB/s", "bus GB/s", "wrong", gap=1)
     for point, before in zip(measured, [None, *measured], strict=False):
         if before is not None and (before.kind, before.ranks) != (point.kind, point.ranks):
@@ -150,11 +146,12 @@ def print_sizes(console: Console, measured: Sequence[CollectivePoint]) -> None:
             *(bandwidths if point.bytes else ("-", "-")),
             f"[bold red]{point.wrong}[/]" if point.wrong else "0",
         )
-    console.print(table, "")
+    report.line(table)
+    report.line()
 
 
-def print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
-    """Print how much time every collective adds to a step that computes, and how much of it compute hides."""
+def add_overlap(report: Report, points: Sequence[OverlapPoint]) -> None:
+    """Add how much time every collective adds to a step that computes, and how much of it compute hides."""
     if not points:
         return
     table = table_of("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", gap=1)
@@ -162,8 +159,8 @@ def print_overlap(console: Console, points: Sequence[OverlapPoint]) -> None:
         times = (f"{each / MICRO:,.0f}" for each in (point.compute, point.communication, point.together))
         size = size_text(point.bytes) if point.bytes else "-"
         table.add_row(point.kind, str(point.ranks), size, *times, hidden_text(point.overlap))
-    console.print(table)
-    console.print(
+    report.line(table)
+    report.line(
         "[dim]it adds: where it is waited for between computations; beside: computed between its start and the wait\n"
         "hidden: of the shorter of the two; 0% is one after the other, and none is slower than that[/]\n"
     )
@@ -174,9 +171,9 @@ def hidden_text(share: float) -> str:
     return "none" if share < 0 else f"{min(share, 1.0):.0%}"
 
 
-def print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tuple[str, int], PeakPoint]) -> None:
-    """Print every layer that has a forward pass, at every size."""
-    console.print(
+def add_layers(report: Report, layers: Sequence[LayerPoint], peaks: dict[tuple[str, int], PeakPoint]) -> None:
+    """Add every layer that has a forward pass, at every size."""
+    report.line(
         f"[bold]{layers[0].processes} at once[/], in microseconds, and as a share of the peak; a backward pass also in "
         "halves, for the input and for the weight"
     )
@@ -203,23 +200,27 @@ def print_layers(console: Console, layers: Sequence[LayerPoint], peaks: dict[tup
                 known = point is not None and peak is not None and point.flops
                 cells.append(f"{point.flops / point.seconds / peak.flops:.0%}" if known else "-")  # pyright: ignore
         table.add_row(layer, str(width), f"{sequences} x {tokens}", *cells)
-    console.print(table, "")
+    report.line(table)
+    report.line()
 
 
-def print_rates(console: Console, layers: Sequence[LayerPoint]) -> None:
-    """Print the fitted rates of each kind of kernel, and the errors of the fit for each layer."""
+def add_rates(report: Report, layers: Sequence[LayerPoint]) -> None:
+    """Add the fitted rates of each kind of kernel, and the errors of the fit for each layer."""
     rates = fit_kernels(layers)
     table = table_of(f"fit, {layers[0].processes} at once", "dtype", "launch us", "GFLOP/s", "GB/s", words=2, gap=1)
     for (family, dtype), rate in sorted(rates.items()):
         numbers = (f"{each / GIGA:,.1f}" if each else "-" for each in (rate.flops, rate.bytes))
         table.add_row(family, dtype, f"{rate.launch / MICRO:,.1f}" if rate.launch else "-", *numbers)
-    console.print("", table, "")
+    report.line()
+    report.line(table)
+    report.line()
     errors = table_of("errors of that fit", "points", "median", "worst", gap=1)
     for (layer, op), found in sorted(errors_by_layer(layers, rates).items()):
         errors.add_row(f"{layer}, {op.replace('_', ' ')}", *_errors(found))
     errors.add_row()
     errors.add_row("all", *_errors(rate_errors(layers, rates)))
-    console.print(errors, "")
+    report.line(errors)
+    report.line()
 
 
 def _errors(errors: FitErrors) -> tuple[str, str, str]:
@@ -242,13 +243,13 @@ def _line(fitted: FittedLine | None) -> tuple[str, str, str]:
     return f"{fitted.line.alpha / MICRO:,.0f}", bandwidth, f"{fitted.errors.median:.0%}"
 
 
-def _print_doubts(console: Console, fits: dict[tuple[str, int], FittedLine]) -> None:
-    """Print each reason to doubt fitted lines, with their collectives."""
+def _add_doubts(report: Report, fits: dict[tuple[str, int], FittedLine]) -> None:
+    """Add each reason to doubt fitted lines, with their collectives."""
     several = len({ranks for _, ranks in fits}) > 1
     for reason in dict.fromkeys(fitted.doubt for fitted in fits.values() if fitted.doubt):
         keys = [key for key, fitted in fits.items() if fitted.doubt == reason]
         doubted = [f"{kind} of {ranks}" if several else kind for kind, ranks in keys]
-        print_fact(console, "doubtful", f"{', '.join(doubted)}: {reason}", "yellow")
+        report.fact("doubtful", f"{', '.join(doubted)}: {reason}", style="yellow")
 
 
 def _peak_of(point: LayerPoint, peaks: dict[tuple[str, int], PeakPoint]) -> float:
@@ -256,7 +257,7 @@ def _peak_of(point: LayerPoint, peaks: dict[tuple[str, int], PeakPoint]) -> floa
     return peak.flops if peak else float("inf")
 
 
-def _print_ratios(console: Console, rows: Sequence[PairRow]) -> None:
+def _add_ratios(report: Report, rows: Sequence[PairRow]) -> None:
     table = table_of("ours", "PyTorch's", "layers", "time", "middle half", "memory", words=2)
     for row in rows:
         if (found := row.compared) is None:
@@ -270,19 +271,20 @@ def _print_ratios(console: Console, rows: Sequence[PairRow]) -> None:
             f"{ratio.low:.2f}-{ratio.high:.2f}",
             f"{found.memory:.2f}",
         )
-    console.print(table, "")
+    report.line(table)
+    report.line()
 
 
-def _print_passes(console: Console, rows: Sequence[PairRow]) -> None:
-    """Print the passes that rewrote our programs."""
+def _add_passes(report: Report, rows: Sequence[PairRow]) -> None:
+    """Add the passes that rewrote our programs."""
     rewritten = [row.pair for row in rows if row.compared and row.pair.passes != "none"]
     for pair in rewritten:
-        print_fact(console, pair.name, f"after {pair.passes}")
+        report.fact(pair.name, f"after {pair.passes}")
     if rewritten:
-        console.print()
+        report.line()
 
 
-def _print_parts(console: Console, rows: Sequence[PairRow]) -> None:
+def _add_parts(report: Report, rows: Sequence[PairRow]) -> None:
     table = table_of("step of", "", "ms", "compute", "overhead", "waiting", "over floor", words=2)
     for row in rows:
         if (found := row.compared) is None:
@@ -291,4 +293,5 @@ def _print_parts(console: Console, rows: Sequence[PairRow]) -> None:
             cells = (median(side.seconds), *side.parts(found.floor))
             over = side.over(found.floor).median
             table.add_row(name, whose, *(f"{each / MILLI:,.1f}" for each in cells), f"{over:.2f}")
-    console.print(table, "")
+    report.line(table)
+    report.line()

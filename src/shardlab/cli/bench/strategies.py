@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from shardlab.cli.console import print_json, print_path, stdout_console
+from shardlab.cli.console import Report, print_path, stdout_console
 from shardlab.cli.options import Count, Flag, writing
 from shardlab.common.errors import find_by_name
 from shardlab.common.files import atomic_file
@@ -53,7 +53,7 @@ class BenchStrategies:
     transport: Annotated[
         Literal["shared", "gloo"] | None, tyro.conf.arg(help_behavior_hint="(default: shared where possible)")
     ] = None
-    """What both sides communicate by: shared memory between the ranks of this host, or gloo's TCP."""
+    """Transport of both sides: shared memory between the ranks of this host, or gloo's TCP."""
 
     passes: Annotated[str, tyro.conf.arg(metavar="all|none|NAME,...")] = "all"
     """Passes that rewrite our programs, with the settings that help on this machine, as in train."""
@@ -83,10 +83,8 @@ class BenchStrategies:
         if self.transport:
             flags += f" --transport {self.transport}"
         results = as_json(rows, self.ranks, self.turns, flags, load)
-        if self.json:
-            print_json(results)
-        elif rows:
-            self._print(rows)
+        if rows or self.json:
+            self._report(rows, results).show(json=self.json)
         if self.out is not None:
             self._write(self.out, results, [row for row in rows if isinstance(row, PairRow)])
         if interrupted:
@@ -115,19 +113,20 @@ class BenchStrategies:
             with writing("--out", self.out):
                 self.out.mkdir(parents=True, exist_ok=True)
 
-    def _print(self, rows: Sequence[PairRow | PassesRow]) -> None:
-        from shardlab.cli.bench.passes import print_passes
-        from shardlab.cli.bench.report import print_rows
+    def _report(self, rows: Sequence[PairRow | PassesRow], results: dict[str, Any]) -> Report:
+        from shardlab.cli.bench.passes import add_passes
+        from shardlab.cli.bench.report import add_rows
         from shardlab.measure.side_by_side.results import PairRow
 
-        console = stdout_console()
+        report = Report(**results)
         if self.each_pass:
-            print_passes(console, [row for row in rows if not isinstance(row, PairRow)], self.ranks)
+            add_passes(report, [row for row in rows if not isinstance(row, PairRow)], self.ranks)
         else:
-            print_rows(console, [row for row in rows if isinstance(row, PairRow)], self.ranks)
+            add_rows(report, [row for row in rows if isinstance(row, PairRow)], self.ranks)
             used = {row.compared.transport for row in rows if isinstance(row, PairRow) and row.compared}
             if used:
-                console.print(f"both sides communicate by {', '.join(sorted(used))}", highlight=False)
+                report.line(f"both sides communicate by {', '.join(sorted(used))}")
+        return report
 
     def _rows(self, pairs: Sequence[StrategyPair], sizes: Sequence[Size]) -> Iterator[PairRow | PassesRow]:
         from shardlab.cli.bench.passes import passes_row

@@ -18,7 +18,6 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from shardlab.cli.console import print_json, stdout_console
 from shardlab.cli.options import Count, Flag, Name, NewFile, OptionalCount, check_new_file, writing
 from shardlab.cli.plan.grade import print_grades
 from shardlab.cli.plan_options import NO_LIMITS, DeviceMemory, JobFile, Layout, RecipeName, recipe_called
@@ -170,13 +169,8 @@ class PlanCommand:
             self._require_no_search_options(self.grade)
             print_grades(self.grade, None if self.recipe is None else recipe_called(self.recipe), json=self.json)
             return 0
-        from shardlab.cli.plan.measure import (
-            commands,
-            experiments_as_json,
-            print_experiments,
-            print_ran_out,
-            read_measured,
-        )
+        from shardlab.cli.plan.measure import add_experiments, add_ran_out, commands, read_measured
+        from shardlab.cli.plan.report import PlanReport
         from shardlab.planner.error_model import choose_experiments
 
         request = StepRequest.of(self)
@@ -196,19 +190,11 @@ class PlanCommand:
         if self.out is not None:
             with writing("--out", self.out):
                 self.out.write_text(self.job_text(choice), encoding="utf-8")
-        if self.json:
-            from shardlab.cli.plan.report import as_json
-
-            told_next = {"experiments": experiments_as_json(asked, run, problem)} if self.measure else {}
-            print_json({**as_json(choice, model, cluster, how, self.top), **told_next})
-            return 0
-        from shardlab.cli.plan.report import print_choice, print_explained
-
-        report = print_explained if self.explain else print_choice
-        report(choice, model, cluster, how, self.out, self.top, stdout_console())
-        print_ran_out(choice.results, stdout_console())
+        report = PlanReport(choice, model, cluster, how, self.top, self.out).report(explain=self.explain)
+        add_ran_out(report, choice.results)
         if self.measure:
-            print_experiments(asked, run, choice, self._next_command(problem), stdout_console())
+            add_experiments(report, asked, run, choice, self._next_command(problem))
+        report.show(json=self.json)
         return 0
 
     def search(self, problem: Problem, began: float, measured: Sequence[MeasuredStep] | None = None) -> PlanChoice:

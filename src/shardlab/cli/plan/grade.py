@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
+from rich.text import Text
 
-from shardlab.cli.console import print_json, stdout_console, table_of
-from shardlab.cli.validate import print_phrases
+from shardlab.cli.console import Report
+from shardlab.cli.validate import add_phrases
 from shardlab.language import UserError
 from shardlab.planner.grade import FIRST, GradedCell, Grades, TriedPlan, group_cells, predict_plan
 from shardlab.planner.published.predict import group_assumptions, on_every_core
@@ -64,11 +66,7 @@ def print_grades(runs: Path, recipe: Recipe | None, *, json: bool) -> None:
     few = [cell for cell in cells if cell.nodes < MANY_NODES]
     groups = {f"below {MANY_NODES} nodes": few} if few and len(few) < len(cells) else {}
     grades = {name: Grades.of(some) for name, some in {**groups, "all": cells}.items()}
-    if json:
-        figures = {name: asdict(each) for name, each in grades.items()}
-        print_json({"rows": [*map(_row, seen)], "cells": [*map(_cell, cells)], "figures": figures})
-    else:
-        _print(cells, grades, seen, stdout_console())
+    _report(cells, grades, seen).show(json=json)
 
 
 def _row(each: TriedPlan) -> dict[str, Any]:
@@ -101,28 +99,38 @@ def _cell(cell: GradedCell) -> dict[str, Any]:
     }
 
 
-def _print(cells: Sequence[GradedCell], grades: dict[str, Grades], seen: Sequence[TriedPlan], console: Console) -> None:
-    table = table_of("model", "devices", "tried", "ran", "regret", f"of {FIRST}", "correlation", "chosen")
-    table.columns[-1].justify, table.columns[-1].no_wrap, table.columns[-1].overflow = "left", False, "fold"
-    for cell in cells:
-        ran = sum(each.measured is not None for each in cell.candidates)
-        correlation = "" if cell.rank_correlation is None else f"{cell.rank_correlation:.2f}"
-        shares = (f"{cell.regret:.1%}", f"{cell.regret_of_first:.1%}", correlation)
-        chosen = cell.ranking[0].id + ("" if cell.first_runs else " (crashed)") if cell.ranking else "none"
-        table.add_row(cell.model, str(cell.devices), str(len(cell.candidates)), str(ran), *shares, chosen)
-    console.print(table, "")
-    figures = table_of("", *grades)
-    for name, text in FIGURES.items():
-        figures.add_row(name, *map(text, grades.values()))
-    console.print(figures, "")
-    console.print(NOTE, style="dim")
+def _report(cells: Sequence[GradedCell], grades: dict[str, Grades], seen: Sequence[TriedPlan]) -> Report:
+    report = Report()
+    report.data["rows"] = [*map(_row, seen)]
+    columns: dict[str, Callable[[Any], str]] = {
+        "model": lambda cell: cell.model,
+        "devices": lambda cell: str(cell.devices),
+        "tried": lambda cell: str(len(cell.candidates)),
+        "ran": lambda cell: str(sum(each.measured is not None for each in cell.candidates)),
+        "regret": lambda cell: f"{cell.regret:.1%}",
+        f"of {FIRST}": lambda cell: f"{cell.regret_of_first:.1%}",
+        "correlation": lambda cell: "" if cell.rank_correlation is None else f"{cell.rank_correlation:.2f}",
+        "chosen": _chosen_text,
+    }
+    report.table(columns, cells, "cells", folded=7, fields=_cell)
+    report.line()
+    report.data["figures"] = {name: asdict(each) for name, each in grades.items()}
+    texts = [(name, *map(text, grades.values())) for name, text in FIGURES.items()]
+    report.table({name: itemgetter(at) for at, name in enumerate(["", *grades])}, texts)
+    report.line()
+    report.line(NOTE, "dim")
     refused = [each for each in seen if not each.legal]
     limited, wrong = ([each for each in refused if each.breaks_limit is limit] for limit in (True, False))
     for what, some in (("break a limit of their framework", limited), ("have numbers that make no plan", wrong)):
         if some:
-            console.print(f"{len(some)} of {len(seen)} runs {what}, such as:", style="dim")
-            console.print(f"  {some[0].id}: {some[0].reason}", style="dim", markup=False, soft_wrap=True)
+            report.line(f"{len(some)} of {len(seen)} runs {what}, such as:", "dim")
+            report.line(Text(f"  {some[0].id}: {some[0].reason}"), "dim", wrap=False)
     if assumed := group_assumptions(seen):
         open = sum(bool(each.assumed) for each in seen)
-        console.print(f"{open} of {len(seen)} runs do not state all details. Assumptions:")
-        print_phrases(assumed, console)
+        report.line(f"{open} of {len(seen)} runs do not state all details. Assumptions:")
+        add_phrases(report, assumed)
+    return report
+
+
+def _chosen_text(cell: GradedCell) -> str:
+    return cell.ranking[0].id + ("" if cell.first_runs else " (crashed)") if cell.ranking else "none"

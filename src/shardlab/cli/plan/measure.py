@@ -1,8 +1,8 @@
 """Experiments of `shardlab plan`: which plans to measure next, and what measured steps say.
 
-For `--measure N`, `commands` and `print_experiments` suggest plans whose measured times could change the choice. For
+For `--measure N`, `commands` and `add_experiments` suggest plans whose measured times could change the choice. For
 `--measured`, `read_measured` reads steps from folders of runs and from the JSON of `--measure --json`, and
-`print_measured` shows the corrected predictions. The statistics are in `shardlab.planner.error_model`.
+`add_measured` shows the corrected predictions. The statistics are in `shardlab.planner.error_model`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
-from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.console import print_fact, table_of
+from shardlab.cli.console import Report
 from shardlab.cli.train.this_machine import device_called
 from shardlab.common.files import read_file
 from shardlab.common.text import counted, seconds_text
@@ -86,27 +85,28 @@ def experiments_as_json(
     ]
 
 
-def print_experiments(
-    experiments: list[Experiment], run: list[tuple[str, Path]], choice: PlanChoice, again: str, console: Console
+def add_experiments(
+    report: Report, experiments: list[Experiment], run: list[tuple[str, Path]], choice: PlanChoice, again: str
 ) -> None:
-    """Print the suggested experiments with their reasons, and the command that reads their results."""
+    """Add the suggested experiments with their reasons, and the command that reads their results."""
     problem = choice.problem
-    console.print("\nworth running next", style="dim")
+    report.data["experiments"] = experiments_as_json(experiments, run, problem)
+    report.line("\nworth running next", "dim")
     for number, each in enumerate(experiments):
         candidate = each.outcome.candidate
-        print_fact(console, f"  {number + 1}", f"{family(candidate.plan)}, {summary(candidate)}: {each.why}", indent=4)
+        report.fact(f"  {number + 1}", f"{family(candidate.plan)}, {summary(candidate)}: {each.why}", indent=4)
         if run:
-            console.print(Text(f"    {run[number][0]}"), soft_wrap=True)
+            report.line(Text(f"    {run[number][0]}"), wrap=False)
         else:
-            print_fact(console, "", "; ".join(describe(problem, candidate)), indent=4)
+            report.fact("", "; ".join(describe(problem, candidate)), indent=4)
     if not experiments:
-        print_fact(console, "", "nothing: no other plan that may be as fast would give new information", indent=4)
+        report.fact("", "nothing: no other plan that may be as fast would give new information", indent=4)
     elif run:
         paths = shlex.join(str(folder) for _, folder in run)
-        console.print(Text(f"  then: {again} {paths}"), soft_wrap=True)
+        report.line(Text(f"  then: {again} {paths}"), wrap=False)
     else:
         name = problem.recipe.name
-        print_fact(console, "  then", f"run them in {name}, and give {again} what --json prints, with measured_seconds")
+        report.fact("  then", f"run them in {name}, and give {again} what --json prints, with measured_seconds")
 
 
 def measured_as_json(model: ErrorModel) -> dict[str, Any]:
@@ -127,32 +127,35 @@ def measured_as_json(model: ErrorModel) -> dict[str, Any]:
     return {"factors": model.factors, "plans": sorted(rows, key=lambda row: row["step_seconds"])}
 
 
-def print_measured(model: ErrorModel, top: int, console: Console) -> None:
-    """Print the measured plans and the best plans, ranked by their corrected times."""
-    table = table_of("", "after measuring", "predicted", "measured", "corrected", "sure to", words=2)
-    table.columns[1].no_wrap = False
+def add_measured(report: Report, model: ErrorModel, top: int) -> None:
+    """Add the measured plans and the best plans, ranked by their corrected times."""
+
+    def measured(at: int) -> str:
+        seconds = model.measured.get(at)
+        return "" if seconds is None else seconds_text(seconds)
+
     order = sorted(range(len(model.plans)), key=lambda at: model.seconds[at])
-    for at in [at for place, at in enumerate(order) if place <= top or at in model.measured]:
-        outcome, seconds = model.plans[at], model.measured.get(at)
-        table.add_row(
-            outcome.family,
-            summary(outcome.candidate),
-            seconds_text(outcome.seconds),
-            "" if seconds is None else seconds_text(seconds),
-            seconds_text(model.seconds[at]),
-            f"± {model.expected_errors[at]:.1%}",
-        )
-    console.print()
-    console.print(table)
+    columns: dict[str, Callable[[int], str]] = {
+        "": lambda at: model.plans[at].family,
+        "after measuring": lambda at: summary(model.plans[at].candidate),
+        "predicted": lambda at: seconds_text(model.plans[at].seconds),
+        "measured": measured,
+        "corrected": lambda at: seconds_text(model.seconds[at]),
+        "sure to": lambda at: f"± {model.expected_errors[at]:.1%}",
+    }
+    report.line()
+    report.table(
+        columns, [at for place, at in enumerate(order) if place <= top or at in model.measured], words=2, wrapped=1
+    )
     factors = ", ".join(f"{name} {factor:.2f}" for name, factor in model.factors.items())
-    console.print()
-    print_fact(console, "corrected by", f"{factors} times as long as predicted, and what alike plans took")
+    report.line()
+    report.fact("corrected by", f"{factors} times as long as predicted, and what alike plans took")
 
 
-def print_ran_out(found: Results, console: Console) -> None:
-    """Print the plans that ran out of memory when they were measured."""
+def add_ran_out(report: Report, found: Results) -> None:
+    """Add the plans that ran out of memory when they were measured."""
     for each in (each for each in found.outcomes if each.ran_out):
-        print_fact(console, "does not fit", f"{each.family}, {summary(each.candidate)}: it ran out of memory")
+        report.fact("does not fit", f"{each.family}, {summary(each.candidate)}: it ran out of memory")
 
 
 def expected_error_text(choice: PlanChoice) -> str:

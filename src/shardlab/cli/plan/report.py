@@ -1,22 +1,23 @@
 """Report of `shardlab plan`: the chosen plan on one screen, or with all reasons.
 
-`print_choice` prints the default report: the plan, its figures, the runners-up and the commands that run it.
-`print_explained` adds the mesh, the best plan of each family, the critical path, and the decisions one by one.
-`as_json` has the same content for other programs, in seconds, bytes and shares.
+`PlanReport.report` has the plan, its figures, the runners-up and the commands that run it, and with `explain` also the
+mesh, the best plan of each family, the critical path, and the decisions one by one. `PlanReport.fields` are the same
+for other programs, in seconds, bytes and shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.console import INDENT, print_fact, print_figures, print_path, table_of
-from shardlab.cli.plan.measure import expected_error_text, measured_as_json, print_measured
+from shardlab.cli.console import INDENT, Report, print_path, table_of
+from shardlab.cli.plan.measure import add_measured, expected_error_text, measured_as_json
 from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.planner.alternatives import TELLING, alternative_text
 from shardlab.planner.choose import NOTABLE
@@ -63,136 +64,178 @@ SIGNS = {
 """Letter of the memory bar for each category of memory. All else is `+`."""
 
 
-def print_choice(
-    choice: PlanChoice,
-    model: str,
-    cluster: str,
-    commands: Mapping[str, str],
-    out: Path | None,
-    top: int,
-    console: Console,
-) -> None:
-    """Print the chosen plan with its figures, the runners-up, and the commands that run it.
+@dataclass(frozen=True)
+class PlanReport:
+    """Report of a chosen plan.
 
-    Args:
+    Attributes:
+        choice: plan, with the results of the search.
         model, cluster: names of the model and the cluster.
         commands: commands that run the plan, by what they do.
-        out: file with the plan, if one was written.
         top: number of runners-up.
+        out: file with the plan, if one was written.
     """
-    _print_plan(choice, model, cluster, console)
-    if choice.error_model is not None and choice.error_model.measured:
-        print_measured(choice.error_model, top, console)
-    else:
-        print_runners_up(choice, console, top)
-    _print_end(choice, commands, out, console)
-    print_fact(console, "reasons", "--explain gives the best plan of each family and the reason for each choice")
 
+    choice: PlanChoice
+    model: str
+    cluster: str
+    commands: Mapping[str, str]
+    top: int
+    out: Path | None = None
 
-def print_explained(
-    choice: PlanChoice,
-    model: str,
-    cluster: str,
-    commands: Mapping[str, str],
-    out: Path | None,
-    top: int,
-    console: Console,
-) -> None:
-    """Print the report with all reasons. The arguments are those of `print_choice`."""
-    _print_plan(choice, model, cluster, console)
-    problem, best = choice.problem, choice.best
-    if assumed := assumed_figures(problem.workload(best.candidate)):
-        print_fact(console, "assumed", ", ".join(assumed))
-    console.print()
-    for line in draw_mesh(best.candidate.plan.mesh, problem.cluster):
-        print_fact(console, line[:NODE_WIDTH], line[NODE_WIDTH:], indent=NODE_WIDTH)
-    print_families(choice, console)
-    print_misses(choice, console)
-    if choice.error_model is not None and choice.error_model.measured:
-        print_measured(choice.error_model, top, console)
-    else:
-        print_runners_up(choice, console, top)
-    console.print()
-    print_fact(console, "critical path", path_text(choice.path) if choice.path else choice.unknown)
-    if choice.path:
-        print_fact(console, "", PATH_NOTE, style="dim")
-    for decision in explain_choice(choice):
-        console.print(f"\n{decision.question}", style="bold")
-        for line in decision.lines:
-            print_fact(console, "  -", line, indent=4)
-    console.print()
-    _print_helps(choice, console)
-    _print_end(choice, commands, out, console)
+    def report(self, *, explain: bool = False) -> Report:
+        """Return the plan with its figures, the runners-up, and the commands that run it.
 
+        Args:
+            explain: whether the console also shows the mesh, the best plan of each family, the critical path, and the
+                reason for each choice.
+        """
+        report = Report(**self.fields())
+        self._add_plan(report)
+        if explain:
+            self._add_mesh(report)
+            report.draw(partial(print_families, self.choice))
+            self._add_misses(report)
+        if self.choice.error_model is not None and self.choice.error_model.measured:
+            add_measured(report, self.choice.error_model, self.top)
+        else:
+            self._add_runners_up(report)
+        if explain:
+            self._add_reasons(report)
+        self._add_end(report)
+        if not explain:
+            report.fact("reasons", "--explain gives the best plan of each family and the reason for each choice")
+        return report
 
-def _print_plan(choice: PlanChoice, model: str, cluster: str, console: Console) -> None:
-    """Print the problem, the chosen plan and its figures."""
-    problem, best = choice.problem, choice.best
-    console.print(Text.assemble(("plan", "bold cyan"), f" of {model} on {cluster}"), soft_wrap=True)
-    batch = f"{counted(problem.sequences, 'sequence')} of {problem.model.seq_len:,} tokens"
-    console.print(f"{batch}, {problem.tokens:,} tokens a step; recipe {problem.recipe.name}\n", style="dim")
-    for number, line in enumerate(describe(problem, best.candidate)):
-        print_fact(console, "" if number else "plan", line)
-    console.print()
-    print_figures(console, figures(choice))
-    print_fact(console, "", memory_bar(choice))
-    print_fact(console, "how sure", expected_error_text(choice))
+    def fields(self) -> dict[str, Any]:
+        """Return the choice and its reasons for --json."""
+        problem, found, errors = self.choice.problem, self.choice.results, self.choice.error_model
+        tokens, workload = problem.tokens, problem.workload(self.choice.best.candidate)
+        return {
+            "model": self.model,
+            "cluster": self.cluster,
+            "recipe": problem.recipe.name,
+            "global_batch": problem.sequences,
+            "tokens": tokens,
+            "device_memory": problem.cluster.device.memory,
+            "chosen": {**_outcome(problem, self.choice.best), **_shares(self.choice.answer)},
+            "commands": dict(self.commands),
+            "families": [
+                {**_outcome(problem, outcome), **_shares(answer), "searched": outcome.family in found.searched}
+                for outcome, answer in self.choice.families
+            ],
+            "decisions": [vars(decision) for decision in explain_choice(self.choice)],
+            "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : self.top + 1]],
+            "error_on_published_runs": vars(self.choice.published_errors),
+            "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
+            "measured": measured_as_json(errors) if errors and errors.measured else None,
+            "critical_path": self.choice.path,
+            "alternatives": [
+                {
+                    "choice": each.choice,
+                    **_candidate(problem, each.candidate),
+                    **_forecast(problem, each.answer),
+                    "text": alternative_text(each, self.choice.answer, problem),
+                }
+                for each in self.choice.alternatives
+                if each.answer is not None
+            ],
+            "does_not_fit": [
+                {
+                    "family": name,
+                    "smallest_bytes": bytes,
+                    "bytes_too_many": bytes - problem.room,
+                    **_candidate(problem, candidate),
+                }
+                for name, (bytes, candidate) in found.misses().items()
+            ],
+            "would_help": self.choice.helps,
+            "searched": {
+                "estimated": found.lines,
+                "simulated": len(found.outcomes),
+                "refused": len(found.refused),
+                "seconds": found.seconds,
+                "unimproved_seconds": found.unimproved_seconds,
+                "complete": found.complete,
+                "least_seconds": workload.mfu(1.0),
+                "left_out": self.choice.missed,
+            },
+        }
 
+    def _add_plan(self, report: Report) -> None:
+        """Add the problem, the chosen plan and its figures."""
+        problem, best = self.choice.problem, self.choice.best
+        report.line(Text.assemble(("plan", "bold cyan"), f" of {self.model} on {self.cluster}"), wrap=False)
+        batch = f"{counted(problem.sequences, 'sequence')} of {problem.model.seq_len:,} tokens"
+        report.line(f"{batch}, {problem.tokens:,} tokens a step; recipe {problem.recipe.name}\n", "dim")
+        for number, line in enumerate(describe(problem, best.candidate)):
+            report.fact("" if number else "plan", line)
+        report.line()
+        for label, figure, text in figures(self.choice):
+            report.fact(label, text, figure)
+        report.fact("", memory_bar(self.choice))
+        report.fact("how sure", expected_error_text(self.choice))
 
-def as_json(choice: PlanChoice, model: str, cluster: str, commands: Mapping[str, str], top: int) -> dict[str, Any]:
-    """Return the choice and its reasons for --json. The arguments are those of `print_choice`."""
-    problem, found, errors = choice.problem, choice.results, choice.error_model
-    tokens, workload = problem.tokens, problem.workload(choice.best.candidate)
-    return {
-        "model": model,
-        "cluster": cluster,
-        "recipe": problem.recipe.name,
-        "global_batch": problem.sequences,
-        "tokens": tokens,
-        "device_memory": problem.cluster.device.memory,
-        "chosen": {**_outcome(problem, choice.best), **_shares(choice.answer)},
-        "commands": dict(commands),
-        "families": [
-            {**_outcome(problem, outcome), **_shares(answer), "searched": outcome.family in found.searched}
-            for outcome, answer in choice.families
-        ],
-        "decisions": [vars(decision) for decision in explain_choice(choice)],
-        "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : top + 1]],
-        "error_on_published_runs": vars(choice.published_errors),
-        "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
-        "measured": measured_as_json(errors) if errors and errors.measured else None,
-        "critical_path": choice.path,
-        "alternatives": [
-            {
-                "choice": each.choice,
-                **_candidate(problem, each.candidate),
-                **_forecast(problem, each.answer),
-                "text": alternative_text(each, choice.answer, problem),
-            }
-            for each in choice.alternatives
-            if each.answer is not None
-        ],
-        "does_not_fit": [
-            {
-                "family": name,
-                "smallest_bytes": bytes,
-                "bytes_too_many": bytes - problem.room,
-                **_candidate(problem, candidate),
-            }
-            for name, (bytes, candidate) in found.misses().items()
-        ],
-        "would_help": choice.helps,
-        "searched": {
-            "estimated": found.lines,
-            "simulated": len(found.outcomes),
-            "refused": len(found.refused),
-            "seconds": found.seconds,
-            "unimproved_seconds": found.unimproved_seconds,
-            "complete": found.complete,
-            "least_seconds": workload.mfu(1.0),
-            "left_out": choice.missed,
-        },
-    }
+    def _add_mesh(self, report: Report) -> None:
+        problem, best = self.choice.problem, self.choice.best
+        if assumed := assumed_figures(problem.workload(best.candidate)):
+            report.fact("assumed", ", ".join(assumed))
+        report.line()
+        for line in draw_mesh(best.candidate.plan.mesh, problem.cluster):
+            report.fact(line[:NODE_WIDTH], line[NODE_WIDTH:], indent=NODE_WIDTH)
+
+    def _add_misses(self, report: Report) -> None:
+        """Add the families of which no plan was found that fits, and how far their smallest plan is from fitting."""
+        if misses := self.choice.results.misses():
+            report.line("\nno plan found that fits", "dim")
+        for name, (bytes, _) in misses.items():
+            over = bytes_text(bytes - self.choice.problem.room, 1)
+            report.line(Text(f"  {name}: the smallest one takes {over} too many"), wrap=False)
+
+    def _add_runners_up(self, report: Report) -> None:
+        """Add the plans that are the fastest after the chosen one."""
+        best, shown = self.choice.best.seconds, self.choice.results.fitting[1 : self.top + 1]
+        if not shown:
+            return
+
+        def slower(outcome: PlanOutcome) -> str:
+            share = outcome.seconds / best - 1
+            return f"{share:.1%}{' (equal)' if share < self.choice.expected_error else ''}"
+
+        columns: dict[str, Callable[[Any], str]] = {
+            "": lambda outcome: outcome.family,
+            "runners-up": lambda outcome: summary(outcome.candidate),
+            "step": lambda outcome: seconds_text(outcome.seconds),
+            "slower by": slower,
+            "memory": lambda outcome: bytes_text(outcome.forecast.memory.total, 1),
+        }
+        report.line()
+        report.table(columns, shown, words=2, wrapped=1)
+
+    def _add_reasons(self, report: Report) -> None:
+        """Add the critical path, the reason for each choice, and what would help."""
+        choice = self.choice
+        report.line()
+        report.fact("critical path", path_text(choice.path) if choice.path else choice.unknown)
+        if choice.path:
+            report.fact("", PATH_NOTE, style="dim")
+        for decision in explain_choice(choice):
+            report.line(f"\n{decision.question}", "bold")
+            for line in decision.lines:
+                report.fact("  -", line, indent=4)
+        report.line()
+        report.fact("would help", helps_text(choice))
+
+    def _add_end(self, report: Report) -> None:
+        """Add the commands that run the plan, the extent of the search, and the file that was written."""
+        report.line()
+        for what, command in self.commands.items():
+            report.line(Text.assemble((f"{what} it".ljust(INDENT), "dim"), command), wrap=False)
+        report.fact("searched", searched(self.choice))
+        if self.choice.missed:
+            report.fact("left out", f"as time was up: {self.choice.missed}; give more --seconds")
+        if self.out is not None:
+            report.draw(partial(print_path, label="written to", path=self.out))
 
 
 def searched(choice: PlanChoice) -> str:
@@ -234,33 +277,6 @@ def print_families(choice: PlanChoice, console: Console) -> None:
     console.print(table)
 
 
-def print_runners_up(choice: PlanChoice, console: Console, top: int) -> None:
-    """Print up to `top` plans that are the fastest after the chosen one."""
-    shown = choice.results.fitting[1 : top + 1]
-    if not shown:
-        return
-    table = table_of("", "runners-up", "step", "slower by", "memory", words=2)
-    table.columns[1].no_wrap = False
-    for outcome in shown:
-        slower = outcome.seconds / choice.best.seconds - 1
-        equal = " (equal)" if slower < choice.expected_error else ""
-        memory = bytes_text(outcome.forecast.memory.total, 1)
-        table.add_row(
-            outcome.family, summary(outcome.candidate), seconds_text(outcome.seconds), f"{slower:.1%}{equal}", memory
-        )
-    console.print()
-    console.print(table)
-
-
-def print_misses(choice: PlanChoice, console: Console) -> None:
-    """Print the families of which no plan was found that fits, and how far their smallest plan is from fitting."""
-    if misses := choice.results.misses():
-        console.print("\nno plan found that fits", style="dim")
-    for name, (bytes, _) in misses.items():
-        over = bytes_text(bytes - choice.problem.room, 1)
-        console.print(f"  {name}: the smallest one takes {over} too many", highlight=False, soft_wrap=True)
-
-
 def figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
     """List the figures of the chosen plan as label, value and remark."""
     problem, best = choice.problem, choice.best
@@ -296,25 +312,14 @@ def path_text(path: dict[str, float]) -> str:
     return ", ".join([*shown, *([f"others {rest:.1%}"] if rest >= 0.0005 else [])])
 
 
-def _print_end(choice: PlanChoice, commands: Mapping[str, str], out: Path | None, console: Console) -> None:
-    """Print the commands that run the plan, the extent of the search, and the file that was written."""
-    console.print()
-    for what, command in commands.items():
-        console.print(Text.assemble((f"{what} it".ljust(INDENT), "dim"), command), soft_wrap=True)
-    print_fact(console, "searched", searched(choice))
-    if choice.missed:
-        print_fact(console, "left out", f"as time was up: {choice.missed}; give more --seconds")
-    if out is not None:
-        print_path(console, "written to", out)
-
-
-def _print_helps(choice: PlanChoice, console: Console) -> None:
+def helps_text(choice: PlanChoice) -> str:
+    """Return how much more memory, links or a larger batch would help."""
     kept = [f"{CHANGE_TEXTS[change]} {gain:+.1%}" for change, gain in choice.helps.items() if change != "memory"]
     words = [f"{' and '.join(kept)} tokens/s with this very plan"] if kept else []
     gain = choice.helps.get("memory")
     anew = "was not searched to the end" if gain is None else f"less than +{NOTABLE:.0%}" if gain < NOTABLE else ""
     words.append(f"{CHANGE_TEXTS['memory']}, planned anew, {anew or f'{gain:+.1%}'}")
-    print_fact(console, "would help", "; ".join(words))
+    return "; ".join(words)
 
 
 def _outcome(problem: Problem, outcome: PlanOutcome) -> dict[str, Any]:

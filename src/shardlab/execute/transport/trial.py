@@ -22,7 +22,7 @@ from shardlab.execute.transport.collectives import Handle, Transport, messages_w
 from shardlab.language import Reduction
 
 Part = Literal["", "whole", "piece"]
-"""What a member has: nothing, a whole tensor, or its piece of one."""
+"""Part of a tensor that a member has: nothing, all of it, or its piece."""
 
 
 class Tensors(NamedTuple):
@@ -104,7 +104,7 @@ APART = 0.02
 
 @dataclass(frozen=True)
 class Shown:
-    """What became of the ranks' tensors.
+    """Tensors of the ranks before, between and after some collectives.
 
     Attributes:
         steps: the collectives that were run, one after the other.

@@ -322,7 +322,7 @@ class PairRow:
     failed: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """All that is known of it."""
+        """Return all fields for --json."""
         model = self.size.model
         return {
             "strategy": self.pair.name,
@@ -339,10 +339,10 @@ class PairRow:
 
 
 class BenchRow(Protocol):
-    """What was found of a pair."""
+    """Result of a pair of strategies."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All that is known of it."""
+        """Return all fields for --json."""
         ...
 
 

@@ -113,7 +113,7 @@ class Kernels:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """What a framework keeps, and what a device holds for it beyond tensors (see `shardlab.simulate.predict.memory`).
+    """Activations and other memory that a framework needs (see `shardlab.simulate.predict.memory`).
 
     Attributes:
         saved: what stays for the backward pass.
@@ -254,7 +254,7 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What a framework uses where a run does not say.
+    """Values that a framework uses if a run does not give them.
 
     Attributes:
         vocab_size: tokens: those of GPT-2's tokenizer.
