@@ -49,21 +49,21 @@ def told(asked: Problem) -> str:
             "h100x32",
             512,
             {"ep": 4},
-            "--ep 4 deals experts to ranks, and this model has none; leave it out",
+            "no plan under the limits --ep 4 can be run: the mesh has ep 4, which cuts mixtures of experts, but",
         ),
         (
             "llama3-8b",
             "h100x8",
             128,
             {"dp_shard": 4, "dp_replicate": 4},
-            "--dp-replicate 4 --dp-shard 4 are 16 ranks, which do not divide 8 devices; give sizes whose product does",
+            "no mesh of 8 devices, which are all used, has --dp-shard 4 --dp-replicate 4; the sizes of its axes",
         ),
         (
             "gpt2",
             "h100x128",
             512,
             {"pp": 64},
-            "--pp 64 is more than 25, the most stages that 12 layers make; give fewer",
+            "no plan under the limits --pp 64 can be run: 24 half-blocks of 12 blocks, and the head, do not reach 64",
         ),
         (
             "llama3-8b",
@@ -83,23 +83,25 @@ def test_an_axis_that_cannot_be_is_the_reason(
 def test_limits_that_leave_devices_over_are_the_reason() -> None:
     asked = problem("llama3-8b", "h100x32", 512, most={"tp": 1, "pp": 1, "cp": 1}, dp_shard=2, dp_replicate=2)
     assert told(asked) == (
-        "--dp-shard 2 --dp-replicate 2 --max-tp 1 --max-pp 1 --max-cp 1 leave 4 ranks at most, and there are 32 "
-        "devices, which are all used; give others"
+        "no mesh of 32 devices, which are all used, has --dp-shard 2 --dp-replicate 2 --max-tp 1 --max-pp 1 --max-cp "
+        "1; the sizes of its axes multiply to 32: give others, or another number of devices"
     )
 
 
 def test_microbatches_that_do_not_divide_the_batch_are_the_reason() -> None:
     assert told(problem("llama3-8b", "h100x32", 512, size=3)) == (
-        "--micro-batch-size 3 does not divide 512 sequences; give a size that does, or a --global-batch that is a "
-        "multiple of 3"
+        "no plan divides 32 devices and 512 sequences under the limits --micro-batch-size 3: every plan has at least 1 "
+        "data-parallel rank, and ranks share a batch evenly in microbatches of 3; give a --global-batch that is a "
+        "multiple of 3, or other limits"
     )
 
 
 def test_microbatches_larger_than_a_ranks_share_are_the_reason() -> None:
     asked = problem("llama3-8b", "h100x32", 512, size=32, dp_shard=32)
     assert told(asked) == (
-        "16 of 512 sequences for each of 32 data-parallel ranks, the fewest of any plan, are no whole microbatches of "
-        "32; give a --micro-batch-size that divides 16, or a --global-batch that is a multiple of 1024"
+        "no plan divides 32 devices and 512 sequences under the limits --dp-shard 32 --micro-batch-size 32: every plan "
+        "has at least 32 data-parallel ranks, and ranks share a batch evenly in microbatches of 32; give a "
+        "--global-batch that is a multiple of 1024, or other limits"
     )
     assert has_plan(replace(asked, sequences=1024))
     assert has_plan(replace(asked, limits=replace(asked.limits, micro_batch_size=16)))
@@ -111,7 +113,7 @@ def test_a_batch_that_is_too_small_is_the_reason_and_the_advice_helps(devices: i
     asked = problem("gpt2", f"h100x{devices}", sequences)
     assert told(asked) == (
         f"no plan divides {devices:,} devices and {sequences} sequences: every plan has at least {least} data-parallel "
-        f"ranks, which share a batch evenly; give a --global-batch that is a multiple of {least}, or fewer devices"
+        f"ranks, and ranks share a batch evenly; give a --global-batch that is a multiple of {least}, or fewer devices"
     )
     assert has_plan(replace(asked, sequences=least))
 

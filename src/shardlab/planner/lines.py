@@ -206,7 +206,7 @@ def _is_usual(problem: Problem, mesh: Mesh) -> bool:
         "tp": mesh.tp in WHOLE_NODE_TP and mesh.tp <= node,
         "pp": mesh.pp <= max(16, _least_pp(problem)),
         "cp": mesh.cp == 1 or (mesh.cp <= 16 and model.seq_len // mesh.cp >= SEED_SEQUENCE),
-        "ep": not isinstance(model, MoE) or (mesh.ep <= 8 and model.experts % mesh.ep == 0),
+        "ep": mesh.ep == 1 or not isinstance(model, MoE) or (mesh.ep <= 8 and model.experts % mesh.ep == 0),
     }
     return all(fits or axis in limits.fixed for axis, fits in usual.items())
 

@@ -50,22 +50,20 @@ LEAST_SEQUENCE = 1024
 def meshes(problem: Problem) -> Iterator[Mesh]:
     """Every mesh of all devices among whose data-parallel ranks the batch divides, with these all on `dp_shard`."""
     limits, model, devices = problem.limits, problem.model, problem.cluster.size
+    mixes = isinstance(model, MoE) or "ep" in limits.fixed  # the code that runs plans refuses the latter
     data_fixed = {"dp_shard", "dp_replicate"} & set(limits.fixed)
     for pp in divisors(devices):
         for tp in divisors(devices // pp):
             for cp in divisors(devices // pp // tp):
-                for ep in divisors(devices // pp // tp // cp) if isinstance(model, MoE) else (1,):
+                for ep in divisors(devices // pp // tp // cp) if mixes else (1,):
                     mesh = Mesh(pp=pp, dp_shard=devices // pp // tp // cp // ep, cp=cp, tp=tp, ep=ep)
                     sizes = {axis: size for axis, size in mesh.sizes().items() if not axis.startswith("dp_")}
                     if not all(limits.allows(axis, size) for axis, size in sizes.items()):
                         continue
                     if data_fixed and not any(splits(problem, mesh.dp_shard)):
                         continue
-                    if problem.sequences % (mesh.dp_shard * ep) or pp > 2 * model.layers + 1:
-                        continue
-                    if not cuts_sequences(problem, cp):
-                        continue
-                    yield mesh
+                    if problem.sequences % (mesh.dp_shard * ep) == 0 and cuts_sequences(problem, cp):
+                        yield mesh
 
 
 def cuts_sequences(problem: Problem, cp: int) -> bool:
