@@ -27,7 +27,7 @@ CODE_LINES = {
     "learn": 5200,
     "measure": 2200,
     "models": 3670,
-    "planner": 3020,
+    "planner": 2900,
     "simulate": 6570,
     "strategies": 2570,
     "train": 8460,

@@ -3,26 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from shardlab.common.errors import UserError
 from shardlab.language import Mesh
-from shardlab.planner.problem import SHARES, Candidate, PlanShape, Problem, blocks_of
+from shardlab.language.precision import Precision
+from shardlab.planner.problem import SHARES, Candidate, Problem, plan_layers
 from shardlab.planner.space import (
     SHARDED,
     divisors,
+    is_legal,
     layers_of_stages,
-    legal,
     meshes,
     recomputed_blocks,
     splits,
     stage_counts,
 )
-from shardlab.strategies.plan.plan import Context, Plan
+from shardlab.strategies.plan.plan import Context, Plan, Recompute
+from shardlab.strategies.plan.rank_plan import ModelLayers
 from shardlab.strategies.schedules import SCHEDULES, Schedule
 
 Axes = tuple[str, ...]
+
+
+WORDS: dict[str | tuple[int, ...], Recompute] = {"selective": "selective", "full": "full"}
+"""Recomputation that is the same for every number of stages."""
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """What the time of a microbatch's own passes depends on.
+
+    Attributes:
+        mesh: the ranks; those of the data-parallel axes are all on `dp_shard`.
+        micro_batch_size: sequences of a microbatch.
+        precision: in which numbers.
+        sequence_parallel, context, ulysses_degree, stripes: as in a plan.
+        recompute: which share of blocks is computed again, of `SHARES`; or "selective", or blocks by number.
+    """
+
+    mesh: Mesh
+    micro_batch_size: int
+    precision: Precision
+    sequence_parallel: bool = False
+    context: Context = "ring"
+    ulysses_degree: int | None = None
+    recompute: str | tuple[int, ...] = "none"
+    stripes: int | None = None
+
+    @property
+    def candidate(self) -> Candidate:
+        """The candidate that shards nothing, of one pipeline stage if blocks by number are computed again.
+
+        Raises:
+            UserError: the mesh does not go together with the rest.
+        """
+        plan = Plan(
+            self.mesh,
+            sequence_parallel=self.sequence_parallel,
+            context=self.context,
+            ulysses_degree=self.ulysses_degree,
+            recompute=WORDS.get(self.recompute, "none"),
+            stripes=self.stripes,
+        )
+        return Candidate(plan, self.micro_batch_size, self.precision)
+
+
+def shape_of(line: Candidate) -> PlanShape:
+    """Return the shape of a line's plans."""
+    plan, mesh = line.plan, line.plan.mesh
+    return PlanShape(
+        replace(mesh, dp_replicate=1, dp_shard=mesh.dp_replicate * mesh.dp_shard),
+        line.micro_batch_size,
+        line.precision,
+        plan.sequence_parallel,
+        plan.context,
+        plan.ulysses_degree,
+        "selective" if plan.recompute == "selective" else "none",
+        plan.stripes,
+    )
+
+
+def blocks_of(problem: Problem, shape: PlanShape) -> ModelLayers:
+    """The model in the layers of a shape's plans."""
+    again = "selective" if shape.recompute == "selective" else "none"
+    return plan_layers(problem.model, replace(shape.candidate.plan, recompute=again))
 
 
 def shapes(problem: Problem) -> Iterator[PlanShape]:
@@ -64,7 +130,8 @@ def candidates(problem: Problem, shape: PlanShape) -> Iterator[Candidate]:
 def candidates_of_pipeline(problem: Problem, shape: PlanShape, plan: Plan) -> Iterator[Candidate]:
     """Every candidate of a shape's plan that shards nothing yet, and that the recipe's framework runs."""
     for each in sharded(problem, plan):
-        if (candidate := legal(problem, shape, each)) is not None:
+        candidate = Candidate(each, shape.micro_batch_size, shape.precision)
+        if is_legal(problem, candidate):
             yield candidate
 
 
@@ -112,7 +179,7 @@ def _usual(mesh: Mesh, fixed: Container[str]) -> Iterator[tuple[Axes, Axes, Axes
 
 def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
     """The plans of a shape with every schedule and number of stages, that shard nothing; `follows` knows the legal."""
-    model, limits, pp = blocks_of(problem, shape).layers, problem.limits, shape.mesh.pp
+    model, limits, pp = blocks_of(problem, shape), problem.limits, shape.mesh.pp
     bare = shape.candidate.plan
     base = replace(bare, layers_per_stage=layers_of_stages(problem, bare))
     for schedule in limits.tried("schedule", tuple(SCHEDULES) if pp > 1 else ("1f1b",)):
@@ -130,7 +197,7 @@ def pipelined(problem: Problem, shape: PlanShape) -> Iterator[Plan]:
 def follows(problem: Problem, shape: PlanShape, plan: Plan) -> bool:
     """Whether a plan's schedule can be followed with as many microbatches as there are."""
     each = problem.sequences // (plan.data_ranks * shape.micro_batch_size)
-    units = blocks_of(problem, shape).layers.pipeline_units
+    units = blocks_of(problem, shape).pipeline_units
     try:
         plan.steps(units, few_of(each, shape.mesh.pp) * plan.data_ranks)
     except UserError:
@@ -147,6 +214,6 @@ def few_of(each: int, pp: int) -> int:
 def divides(problem: Problem, shape: PlanShape) -> bool:
     """Whether `Plan` and the code that cuts models accept a shape."""
     try:
-        return bool(shape.candidate) and bool(blocks_of(problem, shape))
-    except (UserError, AssertionError):
+        return bool(blocks_of(problem, shape))
+    except UserError:
         return False

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardlab.planner.lines import every_line, seeds, shape_of, shares_of, with_share
+from shardlab.planner.lines import every_line, seeds, shares_of, with_share
 from shardlab.planner.problem import Candidate, Limits, Problem, family
-from tests.planner.enumeration import candidates
+from tests.planner.enumeration import candidates, shape_of
 from tests.planner.problems import every_candidate, problem
 from tests.planner.test_space import FIXED, LLAMA
 

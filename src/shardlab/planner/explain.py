@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab.common.text import bytes_text, counted, memory_text, seconds_text
-from shardlab.language import Mesh
 from shardlab.planner.alternatives import Topic, alternative_text
 from shardlab.planner.choose import PlanChoice
 from shardlab.planner.pass_costs import PassCosts
-from shardlab.planner.problem import PlanShape
+from shardlab.planner.problem import Candidate
 from shardlab.simulate.predict.memory import model_state, zero_plan
+from shardlab.strategies.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def _state(choice: PlanChoice) -> list[str]:
     if devices > 1:
         shown = ", ".join(f"ZeRO-{stage} {bytes_text(sum(zero[stage]), 1)}" for stage in (1, 2, 3))
         lines.append(f"shared over {devices:,} devices: {shown} on each")
-    costs, shape = PassCosts(problem), PlanShape(Mesh(), 1, precision)
-    none, full = costs.of(shape, "none"), costs.of(shape, "full")
+    costs, alone = PassCosts(problem), Candidate(Plan(), 1, precision)
+    none, full = costs.of(alone, "none"), costs.of(alone, "full")
     lines.append(
         f"a sequence of {problem.model.seq_len:,} tokens keeps {bytes_text(none.kept, 1)} of activations, and "
         f"{bytes_text(none.logits, 1)} at the loss; {bytes_text(full.kept + full.block, 1)} if every block "

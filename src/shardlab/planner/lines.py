@@ -21,14 +21,14 @@ from shardlab.common.errors import UserError
 from shardlab.language import Mesh
 from shardlab.language.precision import Precision
 from shardlab.models.architectures import MoE
-from shardlab.planner.problem import SHARES, Candidate, PlanShape, Problem, blocks_of, identical_blocks
+from shardlab.planner.problem import SHARES, Candidate, Problem, plan_layers
 from shardlab.planner.space import (
     MODEL_AXES,
     SHARDED,
     cuts_sequences,
     divisors,
+    is_legal,
     layers_of_stages,
-    legal,
     meshes,
     recomputed_blocks,
     splits,
@@ -58,27 +58,12 @@ def with_share(problem: Problem, line: Candidate, share: str) -> Candidate | Non
     """Return the candidate of a line that recomputes a share of the blocks (None: the share is all of few blocks)."""
     if share == "none":
         return line
-    model = blocks_of(problem, shape_of(line)).layers
+    model = plan_layers(problem.model, line.plan)
     try:
         blocks = recomputed_blocks(share, model, line.plan.bounds(model.pipeline_units))
         return replace(line, plan=replace(line.plan, recompute=blocks))
     except UserError:
         return None
-
-
-def shape_of(line: Candidate) -> PlanShape:
-    """Return the shape of a line's plans."""
-    plan, mesh = line.plan, line.plan.mesh
-    return PlanShape(
-        replace(mesh, dp_replicate=1, dp_shard=mesh.dp_replicate * mesh.dp_shard),
-        line.micro_batch_size,
-        line.precision,
-        plan.sequence_parallel,
-        plan.context,
-        plan.ulysses_degree,
-        "selective" if plan.recompute == "selective" else "none",
-        plan.stripes,
-    )
 
 
 def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **words: Any) -> Candidate | None:
@@ -125,13 +110,11 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
         plan = Plan(mesh, **(words | limits.fields))
         plan = replace(plan, **({"layers_per_stage": layers_of_stages(problem, plan)} | limits.fields))
         candidate = Candidate(plan, size, precision)
-        if identical_blocks(problem.model, mesh, apart=plan.attention_apart, ulysses=plan.ulysses) is None:
-            return None
-        plan.bounds(blocks_of(problem, shape_of(candidate)).layers.pipeline_units)  # the stages divide
+        plan.bounds(plan_layers(problem.model, plan).pipeline_units)  # the model and its stages divide
         cut = {*plan.shard_parameters, *plan.shard_gradients, *plan.shard_optimizer}
         if any(getattr(mesh, axis) == 1 for axis in cut):  # of a fixed field
             return None
-        return legal(problem, shape_of(candidate), plan)
+        return candidate if is_legal(problem, candidate) else None
     except UserError:
         return None
 

@@ -16,8 +16,9 @@ from shardlab.common.errors import UserError
 from shardlab.language import Group, Kind, OpKind, Sizes
 from shardlab.language.mesh import group_of
 from shardlab.models import Model
-from shardlab.planner.problem import Candidate, PlanShape, Problem, blocks_of, identical_blocks
+from shardlab.planner.problem import Candidate, Problem, plan_layers
 from shardlab.simulate.predict.prices import ClusterPrices, backward_input
+from shardlab.strategies.plan.plan import Plan, Recompute
 from shardlab.strategies.plan.rank_plan import Completion, Keeps, LayerPlan, model_layers
 from shardlab.strategies.plan.resolve import resolve
 
@@ -48,43 +49,53 @@ class LayerCosts(NamedTuple):
 
 
 class PassCosts:
-    """Costs of the layers of a problem's plan shapes. Each is computed once."""
+    """Costs of the layers of a problem's plans. Each is computed once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._costs: dict[Any, LayerCosts] = {}
         self._kernels: dict[Any, Any] = {}
-        self._resolved: dict[Any, tuple[Sizes, Mapping[int, LayerPlan]]] = {}
+        self._layers: dict[Any, Mapping[int, LayerPlan]] = {}
         self._prices: dict[Any, ClusterPrices] = {}
 
-    def of(self, shape: PlanShape, recompute: str) -> LayerCosts:
-        """Return the costs of a shape's layers.
+    def of(self, line: Candidate, recompute: Recompute) -> LayerCosts:
+        """Return the costs of a line's layers.
 
         Args:
-            shape: the shape. Its own recomputation counts only if it is "selective".
+            line: the line. Its own recomputation counts only if it is "selective".
             recompute: "none", "selective" or "full".
         """
-        mesh = shape.mesh
+        plan, mesh = line.plan, line.plan.mesh
         key = (
-            (mesh.pp > 1, mesh.tp, mesh.cp, mesh.ep, shape.micro_batch_size, shape.precision.name),
-            (shape.sequence_parallel, shape.recompute == "selective", recompute, shape.context, shape.ulysses_degree),
-            shape.stripes,
+            (mesh.pp > 1, mesh.tp, mesh.cp, mesh.ep, line.micro_batch_size, line.precision.name),
+            (plan.sequence_parallel, plan.recompute == "selective", recompute, plan.context, plan.ulysses_degree),
+            plan.stripes,
         )
         if key not in self._costs:
-            self._costs[key] = self._compute(shape, recompute)
+            self._costs[key] = self._compute(line, recompute)
         return self._costs[key]
 
-    def _compute(self, shape: PlanShape, recompute: str) -> LayerCosts:
+    def _compute(self, line: Candidate, recompute: Recompute) -> LayerCosts:
         """Resolve a plan of one pipeline stage, and price each of its layers."""
-        mesh, blocks = replace(shape.mesh, pp=1, dp_shard=1), blocks_of(self.problem, shape)
-        model = blocks.short
-        alone = replace(shape, mesh=mesh, recompute="none").candidate
-        sizes, layers = self._sizes_and_layers(shape, replace(alone.plan, recompute=recompute))
-        kept_sizes = self.problem.recipe.memory.kept_sizes(
-            model, sizes, shape.micro_batch_size, mesh.tp if shape.sequence_parallel else 1
+        workload, plan = self.problem.workload(line), line.plan
+        alike, model = workload.repeated.alike[:-1], workload.sample.cut
+        alone = Plan(
+            replace(plan.mesh, pp=1, dp_replicate=1, dp_shard=1),
+            sequence_parallel=plan.sequence_parallel,
+            context=plan.context,
+            ulysses_degree=plan.ulysses_degree,
+            recompute=recompute,
+            stripes=plan.stripes,
         )
+        sizes, mesh = workload.sample.sizes, plan.mesh
+        cut = mesh.pp > 1, mesh.tp, mesh.cp, mesh.ep
+        key = cut, plan.sequence_parallel, line.precision.name, recompute, plan.stripes
+        if key not in self._layers:  # no matter how large a microbatch is
+            self._layers[key] = resolve(alone, sizes, mesh.ep, 0).layers
+        layers = self._layers[key]
+        kept_sizes = workload.sample.kept_sizes
         cuts = model_layers(sizes).pipeline_cuts
-        prices = LayerPrices(shape, model, self.cluster_prices(alone), sizes, layers, self._kernels)
+        prices = LayerPrices(line, model, self.cluster_prices(replace(line, plan=alone)), sizes, layers, self._kernels)
         forward: list[float] = []
         backward: list[float] = []
         for layer in range(model.layers):
@@ -98,42 +109,23 @@ class PassCosts:
             forward.append(before + passes[0] + awaited)
             backward.append(passes[1] + beside)
         kept = [prices.kept(kept_sizes, layer, layers[layer].keeps) for layer in range(model.layers)]
-        whole = blocks.all([prices.kept(kept_sizes, layer, "all") for layer in range(model.layers)])
-        again = blocks.layers.recomputable if recompute == "full" else ()
+        whole = [prices.kept(kept_sizes, layer, "all") for layer in alike]
+        again = plan_layers(self.problem.model, plan).recomputable if recompute == "full" else ()
         weights = [sizes.weights[layer] / model.run(layer).slices for layer in range(model.layers)]
         return LayerCosts(
-            *(sum(blocks.all(each)) for each in (forward, backward, kept)),
+            *(sum(each[layer] for layer in alike) for each in (forward, backward, kept)),
             block=max((sum(whole[block.start : block.stop]) for block in again), default=0.0),
             head=forward[-1] + backward[-1],
             logits=2 * prices.activation_bytes(kept_sizes, model.layers),
-            weights=sum(blocks.all(weights)),
+            weights=sum(weights[layer] for layer in alike),
         )
 
     def cluster_prices(self, candidate: Candidate) -> ClusterPrices:
         """Return the prices of a candidate's ops, whatever its layers are."""
         key = (candidate.plan.mesh, candidate.precision.name)
         if key not in self._prices:
-            blocks = identical_blocks(self.problem.model, candidate.plan.mesh)
-            assert blocks is not None, "candidates are of models that divide"
-            self._prices[key] = replace(self.problem, model=blocks.whole).workload(candidate).prices
+            self._prices[key] = self.problem.workload(candidate).sample.prices
         return self._prices[key]
-
-    def _sizes_and_layers(self, shape: PlanShape, plan: Any) -> tuple[Sizes, Mapping[int, LayerPlan]]:
-        """Return the sizes of a shape's values, and its layers as a rank runs them.
-
-        Only the sizes depend on the size of a microbatch.
-        """
-        mesh, model, size = shape.mesh, blocks_of(self.problem, shape).short, shape.micro_batch_size
-        cut = mesh.pp > 1, mesh.tp, mesh.cp, mesh.ep
-        key = cut, shape.sequence_parallel, shape.precision.name, plan.recompute, shape.stripes
-        if key not in self._resolved:
-            elements = model.sizes(1, shape.precision.bytes(Kind.ACTIVATION))
-            sizes = plan.counted(shape.precision.sizes(elements, self.problem.optimizer))
-            self._resolved[key] = sizes, resolve(plan, sizes, mesh.ep, 0).layers
-        sizes, layers = self._resolved[key]
-        whole = model.sizes(size, shape.precision.bytes(Kind.ACTIVATION))
-        batch = "activations", "saved", "queries", "keys_values", "residual"
-        return replace(sizes, **{name: getattr(whole, name) for name in batch}), layers
 
 
 GATHER = Completion("all_gather", "tp")
@@ -141,38 +133,38 @@ GATHER = Completion("all_gather", "tp")
 
 
 class LayerPrices:
-    """Seconds and bytes of the layers of one shape on one microbatch.
+    """Seconds and bytes of the layers of one line on one microbatch.
 
     Args:
-        shape: the shape.
-        model: a model with the same kinds of layers, cut for the shape.
+        line: the line.
+        model: a model with the same kinds of layers, cut for the line.
         prices: prices of kernels and collectives.
         sizes: sizes of the model's values.
         layers: the layers as a rank runs them.
-        known: cache that all shapes of a problem share.
+        known: cache that all lines of a problem share.
     """
 
     def __init__(
         self,
-        shape: PlanShape,
+        line: Candidate,
         model: Model,
         prices: ClusterPrices,
         sizes: Sizes,
         layers: Mapping[int, LayerPlan],
         known: dict[Any, Any],
     ) -> None:
-        self.shape, self.model, self.prices, self.sizes, self.layers = shape, model, prices, sizes, layers
-        self.mesh, self._known = shape.mesh, known
+        self.line, self.model, self.prices, self.sizes, self.layers = line, model, prices, sizes, layers
+        self.plan, self.mesh, self._known = line.plan, line.plan.mesh, known
         self._tokens = model.seq_len // self.mesh.cp
         self._contexts, self._signatures = self.mesh.group(0, "cp").ranks, sizes.signatures
 
     def seconds(self, layer: int) -> tuple[float, float]:
         """Return seconds of a layer's forward and backward pass; the last layer's includes the loss."""
         run, last = self.model.run(layer), layer == self.model.layers - 1
-        mesh, shape = self.mesh, self.shape
+        mesh, line, plan = self.mesh, self.line, self.plan
         key = (run.name, run.cut, run.layout.numel, run.attend is None, len(run.steps), last, mesh.tp, mesh.cp, mesh.ep)
-        key = (*key, shape.micro_batch_size, shape.sequence_parallel, shape.precision.name, layer == 0)
-        key = (*key, shape.context, shape.ulysses_degree) if run.attend is not None else key
+        key = (*key, line.micro_batch_size, plan.sequence_parallel, line.precision.name, layer == 0)
+        key = (*key, plan.context, plan.ulysses_degree) if run.attend is not None else key
         if key not in self._known:
             self._known[key] = self._price(layer)
         return self._known[key]
@@ -196,9 +188,9 @@ class LayerPrices:
             return 0.0
         if keeps == "input":  # with the residual stream, if blocks are cut in halves
             residual = sizes.residual * sizes.element_bytes[Kind.RESIDUAL] if self._signatures[layer].carries else 0.0
-            sliced = (mesh.tp if self.shape.sequence_parallel else 1) * mesh.cp
+            sliced = (mesh.tp if self.plan.sequence_parallel else 1) * mesh.cp
             return self.activation_bytes(sizes, layer) + residual / sliced
-        shared = (mesh.tp if run.cut or self.shape.sequence_parallel else 1) * mesh.cp
+        shared = (mesh.tp if run.cut or self.plan.sequence_parallel else 1) * mesh.cp
         saved = sizes.saved[layer] * sizes.element_bytes[Kind.SAVED] / shared
         if run.attend is not None:  # attention is an op of its own
             for elements, kind in ((sizes.queries, Kind.QUERIES), (sizes.keys_values, Kind.KEYS_VALUES)):
@@ -215,7 +207,7 @@ class LayerPrices:
             return 0.0
         gathered = GATHER in self.layers[activation - 1].completions.output
         heads = self.model.run(activation - 1).attend is not None
-        sliced = heads or activation == self.model.layers or (self.shape.sequence_parallel and not gathered)
+        sliced = heads or activation == self.model.layers or (self.plan.sequence_parallel and not gathered)
         bytes = sizes.activations[activation] * sizes.element_bytes[Kind.ACTIVATION]
         return bytes / (self.mesh.tp if sliced else 1) / self.mesh.cp
 
@@ -231,9 +223,9 @@ class LayerPrices:
         return self._known[key]
 
     def _price(self, layer: int) -> tuple[float, float]:
-        run, size, recipe = self.model.run(layer), self.shape.micro_batch_size, self.prices.recipe
+        run, size, recipe = self.model.run(layer), self.line.micro_batch_size, self.prices.recipe
         tokens = self.model.seq_len if self._has_whole_sequences(layer) else self._tokens
-        tokens //= self.mesh.tp if self.shape.sequence_parallel and not run.cut else 1
+        tokens //= self.mesh.tp if self.plan.sequence_parallel and not run.cut else 1
         if "expert" in run.cut:  # whose tokens come from all ranks of ep
             size *= self.mesh.ep
         kernels = recipe.kernels.run(self.model.kernels(layer, size, tokens, run.slices))
@@ -248,9 +240,9 @@ class LayerPrices:
 
     def _attention(self, layer: int, slices: int) -> tuple[float, float]:
         """Return seconds of attention's passes, on as many blocks of keys and values as come in."""
-        degree = self.shape.ulysses_degree or (self.mesh.cp if self.shape.context == "ulysses" else 1)
-        queries, pieces = self._tokens * degree, self.mesh.cp // degree if self.shape.context == "ring" else 1
-        keys, size = self.model.seq_len // pieces, self.shape.micro_batch_size
+        degree = self.plan.ulysses
+        queries, pieces = self._tokens * degree, self.mesh.cp // degree if self.plan.context == "ring" else 1
+        keys, size = self.model.seq_len // pieces, self.line.micro_batch_size
         recipe, cp = self.prices.recipe.kernels, self.mesh.cp
         seen = 0.5 * (1 + recipe.cp_imbalance * (cp - 1) / cp)  # by the busiest rank
         attended = recipe.run(self.model.attend_kernels(layer, size, queries, keys, seen, slices * degree))
@@ -285,7 +277,7 @@ class LayerPrices:
                 (self.sizes.activations[layer + 1], Kind.GRAD_ACTIVATION),
             )
         )
-        if hops > 1 and self.shape.context == "all_gather":
+        if hops > 1 and self.plan.context == "all_gather":
             forward += self._collective(OpKind.ALL_GATHER, hops * keys_values, ring)
             backward += self._collective(OpKind.ALL_GATHER, hops * keys_values, ring)
             backward += self._collective(OpKind.REDUCE_SCATTER, hops * grad_keys_values, ring)

@@ -1,15 +1,14 @@
 """Problems of the planner: a model, a cluster and a batch, with the limits that a user sets.
 
-`Problem` and `Limits` are the input, and `Candidate` is a plan with its microbatch and precision. `PlanShape` is the
-part of a candidate that decides the time of a microbatch's passes. `family` names the kind of a plan in tables.
-`IdenticalBlocks` represents a model by three blocks, since all blocks in the middle are identical.
+`Problem` and `Limits` are the input, and `Candidate` is a plan with its microbatch and precision. `family` names the
+kind of a plan in tables. `plan_layers` cuts a model into the layers of a plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from shardlab.common.errors import UserError
@@ -21,7 +20,7 @@ from shardlab.models.cutting import Repeated, sampled
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.recipe import OWN, Recipe
 from shardlab.simulate.predict.workload import Workload
-from shardlab.strategies.plan.plan import Context, Plan, Recompute
+from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import ModelLayers, model_layers
 
 T = TypeVar("T")
@@ -162,57 +161,6 @@ class Problem:
 SHARES = {"none": 0.0, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "7/8": 0.875, "full": 1.0}
 """Shares of a stage's blocks that are computed again."""
 
-WORDS: dict[str | tuple[int, ...], Recompute] = {"selective": "selective", "full": "full"}
-"""Recomputation that is the same for every number of stages."""
-
-
-@dataclass(frozen=True)
-class PlanShape:
-    """What the time of a microbatch's own passes depends on.
-
-    Attributes:
-        mesh: the ranks; those of the data-parallel axes are all on `dp_shard`.
-        micro_batch_size: sequences of a microbatch.
-        precision: in which numbers.
-        sequence_parallel, context, ulysses_degree, stripes: as in a plan.
-        recompute: which share of blocks is computed again, of `SHARES`; or "selective", or blocks by number.
-    """
-
-    mesh: Mesh
-    micro_batch_size: int
-    precision: Precision
-    sequence_parallel: bool = False
-    context: Context = "ring"
-    ulysses_degree: int | None = None
-    recompute: str | tuple[int, ...] = "none"
-    stripes: int | None = None
-
-    @property
-    def candidate(self) -> Candidate:
-        """The candidate that shards nothing, of one pipeline stage if blocks by number are computed again.
-
-        Raises:
-            UserError: the mesh does not go together with the rest.
-        """
-        plan = Plan(
-            self.mesh,
-            sequence_parallel=self.sequence_parallel,
-            context=self.context,
-            ulysses_degree=self.ulysses_degree,
-            recompute=WORDS.get(self.recompute, "none"),
-            stripes=self.stripes,
-        )
-        return Candidate(plan, self.micro_batch_size, self.precision)
-
-
-def blocks_of(problem: Problem, shape: PlanShape) -> IdenticalBlocks:
-    """The model in the layers of a shape's plans."""
-    ulysses = shape.ulysses_degree or (shape.mesh.cp if shape.context == "ulysses" else 1)
-    found = identical_blocks(problem.model, shape.mesh, apart=shape.recompute == "selective", ulysses=ulysses)
-    assert found is not None, "shapes are of models that divide"
-    return found
-
-
 ORDER = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "HSDP")
 """The families of data parallelism alone, in the order of a table; others follow."""
 
@@ -247,44 +195,18 @@ def family_order(name: str) -> tuple[int, str]:
     return (known[-1] if known else len(ORDER) + name.count("+"), name)
 
 
-class IdenticalBlocks:
-    """A model in the layers of a plan.
-
-    Args:
-        model: whole.
-        mesh: whose tp, cp and ep cut it, and the blocks of a tied model if it has pp.
-        apart, ulysses: as `cut_for` takes them.
-
-    Attributes:
-        whole, short: the same model with three blocks, and what it is when it is cut.
+def plan_layers(model: Blocks, plan: Plan) -> ModelLayers:
+    """Return the layers into which a plan cuts a model, represented by three of its blocks.
 
     Raises:
-        UserError: when the model does not divide.
+        UserError: if the model does not divide.
     """
-
-    def __init__(self, model: Blocks, mesh: Mesh, apart: bool, ulysses: int) -> None:
-        self.whole = sampled(model)
-        self.short = cut_for(self.whole, mesh, planned=True, attention_apart=apart, ulysses=ulysses)
-        self._repeated = Repeated(self.short, model.layers - self.whole.layers)
-
-    def all(self, known: Sequence[T]) -> list[T]:
-        """Extend a list with an entry for each layer of the short model to all layers of the whole one."""
-        return [known[layer] for layer in self._repeated.alike[:-1]]
-
-    @cached_property
-    def layers(self) -> ModelLayers:
-        """The whole model's layers, as a plan needs to know them."""
-        return model_layers(self._repeated.sizes(self.short.sizes(1, 1)))
+    mesh = Mesh(pp=min(plan.mesh.pp, 2), cp=plan.mesh.cp, tp=plan.mesh.tp, ep=plan.mesh.ep)
+    return _plan_layers(model, mesh, plan.attention_apart, plan.ulysses)
 
 
 @lru_cache(maxsize=256)
-def _alike(model: Any, mesh: Mesh, apart: bool, ulysses: int) -> IdenticalBlocks | None:
-    try:
-        return IdenticalBlocks(model, mesh, apart, ulysses)
-    except UserError:
-        return None
-
-
-def identical_blocks(model: Blocks, mesh: Mesh, *, apart: bool = False, ulysses: int = 1) -> IdenticalBlocks | None:
-    """The model in the layers of plans on a mesh; None: the code that cuts models does not accept it."""
-    return _alike(model, Mesh(pp=min(mesh.pp, 2), cp=mesh.cp, tp=mesh.tp, ep=mesh.ep), apart or mesh.cp > 1, ulysses)
+def _plan_layers(model: Blocks, mesh: Mesh, attention_apart: bool, ulysses: int) -> ModelLayers:
+    few = sampled(model)
+    cut = cut_for(few, mesh, planned=True, attention_apart=attention_apart, ulysses=ulysses)
+    return model_layers(Repeated(cut, model.layers - few.layers).sizes(cut.sizes(1, 1)))

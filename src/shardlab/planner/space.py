@@ -33,7 +33,7 @@ from typing import Any
 from shardlab.common.errors import UserError
 from shardlab.language import Mesh
 from shardlab.models.architectures import MoE
-from shardlab.planner.problem import SHARES, Candidate, PlanShape, Problem, identical_blocks
+from shardlab.planner.problem import SHARES, Candidate, Problem, plan_layers
 from shardlab.simulate.predict.memory_advice import broken_limit
 from shardlab.simulate.predict.recipe import stages_by_cost
 from shardlab.strategies.plan.plan import Plan
@@ -73,10 +73,9 @@ def cuts_sequences(problem: Problem, cp: int) -> bool:
     return not problem.recipe.defaults.lacks("cp") and problem.model.seq_len >= cp * LEAST_SEQUENCE
 
 
-def legal(problem: Problem, shape: PlanShape, plan: Plan) -> Candidate | None:
-    """A shape's candidate with a plan, if the limits allow it and the recipe's framework runs it."""
-    candidate = Candidate(plan, shape.micro_batch_size, shape.precision)
-    return candidate if problem.limits.allow(plan) and not broken_limit(problem.workload(candidate)) else None
+def is_legal(problem: Problem, candidate: Candidate) -> bool:
+    """Return whether the limits allow a candidate and the recipe's framework runs it."""
+    return problem.limits.allow(candidate.plan) and not broken_limit(problem.workload(candidate))
 
 
 Axes = tuple[str, ...]
@@ -107,8 +106,7 @@ def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
         return problem.limits.fixed["layers_per_stage"]
     if plan.mesh.pp == 1 or problem.recipe.defaults.stages == "even":
         return ()
-    found = identical_blocks(problem.model, plan.mesh, apart=plan.attention_apart, ulysses=plan.ulysses)
-    return stages_by_cost(problem.model, plan.mesh.pp, halves=bool(found and found.layers.blocks))
+    return stages_by_cost(problem.model, plan.mesh.pp, halves=bool(plan_layers(problem.model, plan).blocks))
 
 
 def stage_counts(layers: int, pp: int) -> tuple[int, ...]:
