@@ -42,7 +42,10 @@ class StagePrices(FakePrices):
 
 @pytest.mark.parametrize("blocks", [0.0, 1.0])
 @pytest.mark.parametrize("ends", [(1.0, 1.0), (1.0, 1.5), (0.7, 0.7)])
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("1f1b", 1), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2)],
+)
 def test_a_few_microbatches_tell_the_time_of_many(
     schedule: str, chunks: int, ends: tuple[float, float], blocks: float
 ) -> None:

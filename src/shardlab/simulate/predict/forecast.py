@@ -145,7 +145,7 @@ class CompressedReplay:
 EXTRA_BLOCKS = (0, 4, None)
 """How many more identical blocks a replay keeps if with fewer its steps are not periodic (None: all)."""
 
-STEADY_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
+STEADY_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 """Schedules that repeat themselves once the pipeline is full, and whose memory stays the same from then on."""
 
 
@@ -168,7 +168,7 @@ def microbatches_to_replay(plan: Plan, each: int) -> tuple[int, int]:
     ranks, schedule = plan.mesh.pp, plan.schedule_name
     if schedule not in STEADY_SCHEDULES:
         return each, 0
-    full = max(2, (3 if schedule.startswith("zb") else 1) * ranks)
+    full = max(2, (3 if schedule.startswith(("zb", "v-")) else 1) * ranks)
     more = 2 * ranks if schedule == "interleaved-1f1b" else ranks
     few = full + (each - full) % more
     return (few, more) if 2 * few + more < each else (each, 0)
