@@ -90,7 +90,8 @@ def finding(entry: CourseEntry) -> str:
         file = Path(folder) / f"{entry.name}.py"
         file.write_text(entry.start_text, encoding="utf-8")
         result = grade(entry.exercise, getattr(load_module(file), entry.name))
-    return " ".join(result.finding.replace(f"{folder}/", "").split())
+    text = " ".join(result.finding.replace(f"{folder}/", "").split())
+    return text if result.stage == "refused" else f"The program is right, but {text}"
 
 
 def block(text: str) -> str:

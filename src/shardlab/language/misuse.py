@@ -48,12 +48,6 @@ class RefusingRank(Protocol):
     def refuse(self, rule: Rule, about: str, given: str, remedy: str) -> NoReturn: ...
 
 
-class RefusingHandle(Protocol):
-    """Interface of a handle that refuses to be used as its result."""
-
-    def refuse_use(self) -> NoReturn: ...
-
-
 def why_no_attribute(error: AttributeError, families: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     """Return what is wrong with an attribute of a value or a rank that does not exist, and what to write instead.
 
@@ -85,7 +79,7 @@ def why_no_attribute(error: AttributeError, families: Mapping[str, Sequence[str]
 
 
 class ValueMisuse:
-    """Operators and attributes of tensors that a value does not have."""
+    """Operators of tensors that a value does not have."""
 
     __slots__ = ()
 
@@ -152,7 +146,7 @@ class ValueMisuse:
 
 
 class HandleMisuse:
-    """Operators and attributes of a result, used on the handle that has to be awaited for it."""
+    """Operators of a result, used on the handle that has to be awaited for it."""
 
     __slots__ = ()
 
@@ -171,7 +165,7 @@ def _instead_of_tensors(name: str) -> str:
     if name in {"item", "tolist", "numpy", "max", "min", "mean", "isnan", "isinf", "any", "all"}:
         return NUMBERS
     if name in NAME_OF:
-        return f"rank.{NAME_OF[name]} is the verb for it"
+        return f"rank.{NAME_OF[name]} is what a program writes for it"
     return "it has `elements`, `bytes` and `spec`, and the verbs of the rank compute with it"
 
 
@@ -179,8 +173,7 @@ def _refuse_product(value: Any, operation: str, other: object, by: object) -> No
     spec: Spec = value.spec
     if spec.kind not in GRADIENTS:
         remedy = "layers compute with it, and only gradients are multiplied, by rank.scale"
-    elif isinstance(by, Rational | float) and by:
-        factor = Fraction(by).limit_denominator(1000)
+    elif isinstance(by, Rational | float) and (factor := Fraction(by).limit_denominator(1000)):
         text = str(factor) if factor.denominator == 1 else f"Fraction({factor.numerator}, {factor.denominator})"
         remedy = (
             f"write rank.scale(value, {text}) if it is meant. Gradients are shares of the step's mean already, and "

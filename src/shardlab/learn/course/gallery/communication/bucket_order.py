@@ -1,9 +1,9 @@
 """Bug 117: ranks reduce their layers in different orders.
 
-ZeRO stage 2 reduces gradients as they become ready. In a model whose forward pass ran
-its parts in another order on some ranks, gradients became ready in another order too.
-The ranks then reduced gradients of different parameters with each other, and nothing
-failed: the numbers were wrong.
+ZeRO stage 2 reduces gradients as they become ready, and assumes that this is in the
+same order on all ranks. In a model that ran its parts in another order on some ranks,
+it was not. The first reduction of one rank then met the first of the other, which was
+for other parameters. Nothing failed, and the gradients were wrong.
 
     rank 0: all-reduce layer 1, then layer 0
     rank 1: all-reduce layer 0, then layer 1        the first meets the first

@@ -8,8 +8,7 @@ matrix. Their local slices were all-reduced as they were, which adds unrelated e
     copy B:  rank 2 [ second half ]  rank 3 [ first half ]      0 + 2, 1 + 3: wrong
 
 The program has two replicas in place of the two stages. The second one keeps its slices
-in the opposite order. Memory would allow a whole gradient for a moment. Find the bug
-and mend it.
+in the opposite order. There is memory for a whole gradient. Find the bug and mend it.
 """
 
 from shardlab.language import Mesh, Rank

@@ -1,16 +1,16 @@
 """Bug 107: two copies of a tied embedding drift apart.
 
 The embedding and the head of a GPT share one matrix. In a pipeline, the first stage has
-a copy for the look-up, and the last stage has one for the logits. A user compared the
-two during training, and they were no longer equal.
+a copy for the look-up, and the last stage has one for the logits. A user printed the
+two during training with a pipeline, and they were no longer equal.
 
     stage 0: look-up  -> gradient of one use      |
     stage 1: logits   -> gradient of the other    |  the update wants both
 
 Each stage has the gradient of its own use. Both copies need the sum of the two, or they
-become two different matrices. How it came about in Megatron-LM, the thread does not
-say. The program shows the usual way: nothing is summed between the stages. Find the bug
-and mend it.
+become two different matrices. The report shows that the copies differ, and not why. The
+program shows the usual reason: nothing is summed between the stages. Find the bug and
+mend it.
 """
 
 from shardlab.language import Mesh, Rank, Sizes, Value
