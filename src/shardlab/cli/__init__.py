@@ -31,6 +31,7 @@ from shardlab.cli.doctor import Doctor, SmokeTest
 from shardlab.cli.evaluate import Eval
 from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch, Submit
+from shardlab.cli.learn.command import Learn
 from shardlab.cli.listings import Recipes, ScheduleCommand, Strategies
 from shardlab.cli.options import option_names
 from shardlab.cli.passes import PassesCommand
@@ -86,6 +87,7 @@ COMMANDS: dict[str, type[Command]] = {
     "plan": PlanCommand,
     "bench": Bench,
     "compare": Compare,
+    "learn": Learn,
 }
 """All subcommands, in the order of the help."""
 

@@ -70,12 +70,12 @@ class CourseEntry:
 
 def course() -> tuple[CourseEntry, ...]:
     """Return the exercises of the course in their order, without the gallery."""
-    return tuple(entry for entry in _all_entries() if not entry.in_gallery)
+    return tuple(entry for entry in all_entries() if not entry.in_gallery)
 
 
 def gallery() -> tuple[CourseEntry, ...]:
     """Return the bugs of the gallery in their order."""
-    return tuple(entry for entry in _all_entries() if entry.in_gallery)
+    return tuple(entry for entry in all_entries() if entry.in_gallery)
 
 
 def find(name: int | str) -> CourseEntry:
@@ -84,7 +84,7 @@ def find(name: int | str) -> CourseEntry:
     Raises:
         UserError: if there is none. The message suggests the nearest name.
     """
-    entries = _all_entries()
+    entries = all_entries()
     wanted = str(name).strip().lower().replace("-", "_")
     for entry in entries:
         if wanted in (entry.name.lower(), str(entry.exercise.number)):
@@ -93,7 +93,8 @@ def find(name: int | str) -> CourseEntry:
 
 
 @cache
-def _all_entries() -> tuple[CourseEntry, ...]:
+def all_entries() -> tuple[CourseEntry, ...]:
+    """Return the exercises of the course, then the bugs of the gallery."""
     entries = [entry for package in PACKAGES for entry in _entries_of(package)]
     return tuple(sorted(entries, key=lambda entry: entry.exercise.number))
 

@@ -12,14 +12,17 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from shardlab.check import Checked, check
+from shardlab.check import Checked
+from shardlab.check import check as check_program
 from shardlab.common.user_code import never_awaited
 from shardlab.language import Kind, Refused, UserError, trace
 from shardlab.language.precision import find_precision
+from shardlab.learn.course.catalogue import find as find_exercise
 from shardlab.learn.course.exercise import Exercise, Mistake
 from shardlab.learn.puzzles.calls import dropped_coroutine
 from shardlab.learn.puzzles.grader import Puzzle, checked_strategy
 from shardlab.learn.puzzles.grader import find as find_puzzle
+from shardlab.learn.puzzles.values import timeline_picture
 from shardlab.models import find_model
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.passes import apply_passes
@@ -97,12 +100,16 @@ class ExerciseGrade:
         return self.stage == "passed"
 
     @property
-    def verdict(self) -> str:
-        """The result in one sentence, and if it is not passed, one thing to look at next."""
+    def finding_text(self) -> str:
+        """The result in one sentence."""
         if self.passed:
             return "Passed."
-        opening = {"refused": "Wrong: ", "technique": "Correct, but ", "goals": "Correct, but "}[self.stage]
-        return f"{opening}{self.finding}" + (f"\nLook at this next: {self.advice}" if self.advice else "")
+        return f"{'Wrong: ' if self.stage == 'refused' else 'Correct, but '}{self.finding}"
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence, and if it is not passed, one thing to look at next."""
+        return self.finding_text + (f"\nLook at this next: {self.advice}" if self.advice else "")
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return the rows of the comparison: name, value reached, goal ("": none)."""
@@ -114,9 +121,26 @@ class ExerciseGrade:
         pairs = zip(names, figures, (goals.time, goals.memory, goals.sent), strict=True)
         return [(name, _number(value), _number(goal)) for name, value, goal in pairs if value is not None]
 
+    def _repr_svg_(self) -> str | None:
+        if self.timeline is None:
+            return None  # a notebook then shows the text
+        note = (
+            f"{self.verdict} {'; '.join(f'{name} {value}, goal {goal or None}' for name, value, goal in self.rows())}."
+        )
+        return timeline_picture(self.timeline, f"Exercise {self.exercise.number}: {self.exercise.title}", note).svg
+
     def __repr__(self) -> str:
         rows = [f"  {name:<15}{value:>14}   goal {goal or '-':>14}" for name, value, goal in self.rows()]
         return "\n".join([f"Exercise {self.exercise.number}: {self.exercise.title}", *rows, self.verdict])
+
+
+def check(exercise: int | str, solution: Any) -> ExerciseGrade:
+    """Grade a solution of an exercise, given by its number or name. A notebook shows the result as a picture.
+
+    Raises:
+        UserError: for an exercise that does not exist.
+    """
+    return grade(find_exercise(exercise).exercise, solution)
 
 
 def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
@@ -130,13 +154,18 @@ def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
     with never_awaited() as dropped:
         try:
             result = _graded(exercise, solution)
-        except (Refused, UserError) as refusal:
-            result = _failed(exercise, "refused", str(refusal))
+        except (Refused, UserError) as error:
+            result = refused(exercise, error)
     if dropped and result.stage == "refused":  # this is the likelier reason
         return _failed(exercise, "refused", str(dropped_coroutine(dropped[0].name, dropped[0].line)))
     for coroutine in dropped:
         coroutine.warn()
     return result
+
+
+def refused(exercise: Exercise, error: Refused | UserError) -> ExerciseGrade:
+    """Return the grade of a wrong solution, or of a file that cannot be run."""
+    return _failed(exercise, "refused", str(error))
 
 
 def _graded(exercise: Exercise, solution: Any) -> ExerciseGrade:
@@ -168,7 +197,7 @@ def _checked(exercise: Exercise, solution: Any) -> Checked:
     entry = plan_entry(exercise, _schedule_plan(exercise, solution) if exercise.kind == "schedule" else _plan(solution))
     ranks = exercise.mesh.world
     sizes = entry.puzzle(ranks, exercise.layers) if isinstance(exercise.layers, int) else exercise.layers
-    checked = check(trace(entry.program, entry.grid(ranks), sizes, exercise.microbatches))
+    checked = check_program(trace(entry.program, entry.grid(ranks), sizes, exercise.microbatches))
     return apply_passes(checked, entry.passes_on(ranks))
 
 

@@ -1,0 +1,250 @@
+"""`shardlab learn`: write the exercises, watch the current one, and check, explain and train solutions.
+
+Each subcommand is a dataclass. `Watch` is the one that runs without a name: it grades the current exercise's file at
+each save. All but `Init` work in the course folder, which is the working directory.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+from tyro.conf import subcommand
+
+from shardlab.cli.console import stdout_console
+from shardlab.cli.learn.show import list_report, print_grade, results_report
+from shardlab.cli.learn.train import STEPS, train_and_verify
+from shardlab.cli.options import Count, Flag
+from shardlab.common.errors import UserError
+from shardlab.common.text import counted
+from shardlab.learn.course.catalogue import CourseEntry, all_entries, course, gallery
+from shardlab.learn.course.folder import HINTS, CourseFolder
+from shardlab.learn.course.notebooks import write_notebooks
+
+ExerciseName = Annotated[
+    str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", help_behavior_hint="(default: the current one)")
+]
+"""Name, number or file of an exercise; None for the current one."""
+
+POLL_SECONDS = 0.3
+"""Seconds between two looks at the file that is watched."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """Write the exercises into a folder."""
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
+    """New folder."""
+
+    notebook: Flag = False
+    """Write a notebook for each exercise as well."""
+
+    def run(self) -> int:
+        folder = CourseFolder.create(self.folder)
+        written = f"{counted(len(course()), 'exercise')} and {counted(len(gallery()), 'bug')} to find"
+        if self.notebook:
+            write_notebooks(folder)
+            written += ", with notebooks in notebooks/"
+        first = folder.find(None)
+        console = stdout_console()
+        console.print(Text(f"{self.folder}: {written}"), soft_wrap=True)
+        console.print(Text(f"next: cd {self.folder}, open {first.name}.py in an editor, and run shardlab learn"))
+        return 0
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Grade the file of an exercise now and at each save: check it, draw it, compare it with its goals.
+
+    If standard output is not a terminal, the file is graded once.
+    """
+
+    exercise: ExerciseName = None
+    """Exercise to watch."""
+
+    def run(self) -> int:
+        folder = CourseFolder.open(Path())
+        entry = folder.find(self.exercise)
+        console = stdout_console()
+        if not sys.stdout.isatty():
+            return 0 if _grade(console, folder, entry) else 1
+        try:
+            while True:
+                stamp = _stamp(folder.file(entry))
+                console.clear()
+                passed = _grade(console, folder, entry)
+                if passed and self.exercise is None and folder.current != entry.name:
+                    entry = folder.find(None)
+                file = folder.file(entry)
+                stamp = _stamp(file) if passed else stamp
+                console.print()
+                console.print(Text(f"waiting for the next save of {file} (Ctrl-C ends; shardlab learn hint)", "dim"))
+                while _stamp(file) in (stamp, None):
+                    time.sleep(POLL_SECONDS)
+        except KeyboardInterrupt:
+            return 0
+
+
+@dataclass(frozen=True)
+class Hint:
+    """Print a hint for an exercise. There are three, and each call prints one more."""
+
+    exercise: ExerciseName = None
+    """Exercise that the hint is for."""
+
+    def run(self) -> int:
+        folder = CourseFolder.open(Path())
+        entry = folder.find(self.exercise)
+        number, _ = folder.next_hint(entry)
+        console = stdout_console()
+        for shown in range(number):
+            label = (f"hint {shown + 1} of {HINTS}  ", "dim")
+            console.print(Text.assemble(label, entry.exercise.hints[shown]))
+        return 0
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Write the start of an exercise again. Your file is kept beside it."""
+
+    exercise: ExerciseName = None
+    """Exercise to start again."""
+
+    def run(self) -> int:
+        folder = CourseFolder.open(Path())
+        entry = folder.find(self.exercise)
+        copy = folder.reset(entry)
+        kept = f"; your file is now {copy}" if copy else ""
+        stdout_console().print(Text(f"{folder.file(entry)} is as it was at the start{kept}"), soft_wrap=True)
+        return 0
+
+
+@dataclass(frozen=True)
+class ListExercises:
+    """List the exercises, and which of them are passed."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        folder = CourseFolder.open(Path())
+        list_report(folder, all_entries()).show(json=self.json)
+        return 0
+
+
+@dataclass(frozen=True)
+class CheckAll:
+    """Grade the files of all exercises. The exit status is 1 if one is not passed."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        folder = CourseFolder.open(Path())
+        grades = [folder.grade(entry) for entry in all_entries()]
+        results_report(grades).show(json=self.json)
+        return 0 if all(grade.passed for grade in grades) else 1
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Print the reference solution of an exercise that is passed."""
+
+    exercise: ExerciseName = None
+    """Exercise whose solution is printed."""
+
+    def run(self) -> int:
+        folder = CourseFolder.open(Path())
+        entry = folder.find(self.exercise)
+        _require_passed(folder, entry)
+        print(entry.solution_text, end="")
+        return 0
+
+
+@dataclass(frozen=True)
+class TrainWithSolution:
+    """Train a small GPT on processes with your program, and verify it against one device.
+
+    The exercise must be passed. Predicted and measured time and memory are shown side by side.
+    """
+
+    exercise: ExerciseName = None
+    """Exercise whose program is used. Default: the one that was passed last."""
+
+    steps: Count = STEPS
+    """Number of training steps."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        folder = CourseFolder.open(Path())
+        if self.exercise is None and not folder.passed:
+            raise UserError("no exercise is passed yet, so there is nothing to train with; solve one first")
+        entry = folder.find(folder.passed[-1] if self.exercise is None else self.exercise)
+        _require_passed(folder, entry)
+        grade = folder.grade(entry)
+        if not grade.passed:
+            raise UserError(f"{folder.file(entry)} has changed and is not passed any more: {grade.finding}")
+        return train_and_verify(entry, folder.file(entry), self.steps, json=self.json)
+
+
+@dataclass(frozen=True)
+class Learn:
+    """Learn parallel training by exercises that are checked, drawn, timed and run."""
+
+    what: Annotated[
+        Annotated[Watch, subcommand("watch", prefix_name=False)]
+        | Annotated[Init, subcommand("init", prefix_name=False)]
+        | Annotated[Hint, subcommand("hint", prefix_name=False)]
+        | Annotated[Reset, subcommand("reset", prefix_name=False)]
+        | Annotated[ListExercises, subcommand("list", prefix_name=False)]
+        | Annotated[CheckAll, subcommand("check-all", prefix_name=False)]
+        | Annotated[Solution, subcommand("solution", prefix_name=False)]
+        | Annotated[TrainWithSolution, subcommand("run", prefix_name=False)],
+        tyro.conf.arg(name=""),
+    ] = field(default_factory=Watch)
+
+    @property
+    def json(self) -> bool:
+        """Whether the subcommand prints JSON, also about a refusal."""
+        return bool(getattr(self.what, "json", False))
+
+    def run(self) -> int:
+        return self.what.run()
+
+
+def _grade(console: Console, folder: CourseFolder, entry: CourseEntry) -> bool:
+    """Grade the file of an exercise and print the result; if it is passed, say what comes next."""
+    grade = folder.grade(entry)
+    print_grade(console, grade, str(folder.file(entry)))
+    if not grade.passed:
+        return False
+    following = folder.find(None)
+    console.print(Text(f"Train a GPT with it: shardlab learn run {entry.name}"))
+    if following.name in folder.passed:
+        console.print("All exercises are passed.")
+    else:
+        console.print(Text(f"Next: {folder.file(following)}, exercise {following.exercise.number}"), soft_wrap=True)
+    return True
+
+
+def _require_passed(folder: CourseFolder, entry: CourseEntry) -> None:
+    if entry.name not in folder.passed:
+        raise UserError(f"{entry.name} is not passed yet; solve it first, and `shardlab learn hint {entry.name}` helps")
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is saved; None while there is no file."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,134 @@
+"""Output of `shardlab learn`: the grade of a solution with its picture and goals, and the list of exercises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from shardlab.cli.console import Report
+from shardlab.cli.simulate.terminal_timeline import print_timeline
+from shardlab.common.text import counted
+from shardlab.learn.course.catalogue import CourseEntry
+from shardlab.learn.course.folder import CourseFolder
+from shardlab.learn.course.grading import ExerciseGrade
+from shardlab.simulate.timeline.prices import rank_of
+
+RANK_WIDTH = 4
+"""Width of a rank's number in characters."""
+
+
+def print_grade(console: Console, grade: ExerciseGrade, place: str) -> None:
+    """Print a grade: title, picture, figures beside their goals, the verdict, and one thing to look at next.
+
+    Args:
+        place: the student's file.
+    """
+    console.print()
+    console.print(Text.assemble((title_of(grade), "bold cyan"), (f"  {place}", "dim")), soft_wrap=True)
+    if grade.timeline is not None:
+        timeline = grade.timeline
+        memory = [f"{peak:,}" for peak in timeline.peak_memory_by_rank]
+        console.print()
+        columns = [("peak memory", memory)]
+        print_timeline(console, timeline, lambda row: rank_of(timeline.program, row), columns, RANK_WIDTH)
+    if rows := grade.rows():
+        console.print()
+        width = max(len(text) for row in rows for text in row[1:])
+        for name, value, goal in rows:
+            label = f"{name:<16}"
+            console.print(Text.assemble((label, "dim"), f"{value:>{width}}", ("   goal ", "dim"), goal or "none"))
+    if grade.published is not None and grade.passed:
+        console.print(Text(published_text(grade), "dim"))
+    console.print()
+    console.print(Text(grade.finding_text, "green" if grade.passed else "yellow"))
+    if grade.advice:
+        console.print(Text.assemble(("Look at this next: ", "bold"), grade.advice))
+
+
+def title_of(grade: ExerciseGrade) -> str:
+    """Return the number and the title of a grade's exercise."""
+    return f"Exercise {grade.exercise.number}: {grade.exercise.title}"
+
+
+def published_text(grade: ExerciseGrade) -> str:
+    """Return the figures under the puzzles' costs, beside the published ones; both of these if the first are wrong."""
+    assert grade.published is not None
+    puzzle, steps, memory = grade.published
+    text = (
+        f"LLM Training Puzzles, puzzle {puzzle.number}, in its costs: {steps:g} steps, {memory:,} elements; published "
+        f"targets: {puzzle.target_steps:g} and {puzzle.target_memory:,}"
+    )
+    if puzzle.target_steps < puzzle.known_steps or puzzle.target_memory < puzzle.known_memory:
+        text += f", which the published solution misses: {puzzle.known_steps:g} and {puzzle.known_memory:,}"
+    return text
+
+
+def grade_fields(grade: ExerciseGrade) -> dict[str, Any]:
+    """Return a grade for --json."""
+    goals = grade.exercise.goals
+    return {
+        "number": grade.exercise.number,
+        "name": grade.exercise.name,
+        "passed": grade.passed,
+        "stage": grade.stage,
+        "finding": grade.finding,
+        "mistake": grade.mistake.name if grade.mistake else None,
+        "advice": grade.advice,
+        "figures": grade.figures._asdict() if grade.figures else None,
+        "goals": {"time": goals.time, "memory": goals.memory, "sent": goals.sent, "source": goals.source},
+    }
+
+
+def list_report(folder: CourseFolder, entries: Iterable[CourseEntry]) -> Report:
+    """Return the list of exercises with their progress."""
+    rows = [
+        {
+            "number": entry.exercise.number,
+            "name": entry.name,
+            "title": entry.exercise.title,
+            "file": str(folder.file(entry)),
+            "passed": entry.name in folder.passed,
+            "current": entry.name == folder.current,
+            "hints": folder.hints.get(entry.name, 0),
+            "seen_in": entry.exercise.seen_in or None,
+        }
+        for entry in entries
+    ]
+    report = Report(current=folder.current)
+    report.table(
+        {
+            "": lambda row: str(row["number"]),
+            "exercise": lambda row: row["name"],
+            "state": lambda row: "passed" if row["passed"] else "current" if row["current"] else "",
+            "title": lambda row: Text(row["title"]),
+            "hints": lambda row: str(row["hints"] or ""),
+        },
+        rows,
+        "exercises",
+        words=4,
+        folded=3,
+    )
+    return report
+
+
+def results_report(grades: Sequence[ExerciseGrade]) -> Report:
+    """Return the results of all files."""
+    report = Report()
+    rows = [grade_fields(grade) for grade in grades]
+    report.table(
+        {
+            "exercise": lambda row: row["name"],
+            "result": lambda row: "passed" if row["passed"] else "not passed",
+            "finding": lambda row: Text(row["finding"]),
+        },
+        rows,
+        "exercises",
+        words=3,
+        folded=2,
+    )
+    passed = sum(grade.passed for grade in grades)
+    report.fact("passed", f"{passed} of {counted(len(grades), 'exercise')}", passed=passed)
+    return report

@@ -1,0 +1,215 @@
+"""`shardlab learn run`: train a small GPT with a student's program, verify it, and compare prediction and measurement.
+
+The prediction is the timeline of the exercise's costs for this model. Its unit of time is taken from the run: the time
+of the forward passes. So it says how long the step takes if everything else costs what the course says. `shardlab
+compare` predicts from the measured profile of this machine.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from shardlab.cli.console import Report
+from shardlab.common.errors import UserError
+from shardlab.common.fields import as_flags
+from shardlab.common.files import write_atomically
+from shardlab.common.text import counted
+from shardlab.common.user_code import load_module
+from shardlab.language import Mesh, OpKind
+from shardlab.learn.course.catalogue import CourseEntry
+from shardlab.planner.describe import chosen_fields
+from shardlab.simulate.timeline import Timeline, simulate
+from shardlab.simulate.timeline.measured import Measured, Pair, compare, read_trace
+from shardlab.simulate.timeline.memory import memory_in_bytes
+
+if TYPE_CHECKING:
+    from shardlab.check import Checked
+
+MOST_PROCESSES = 16
+"""Most ranks of a training on this machine. Each is a process."""
+
+FEWER_RANKS = 4
+"""Ranks of a data-parallel plan that has more than `MOST_PROCESSES`."""
+
+STEPS = 20
+"""Default number of training steps. The first ones warm up and are not measured."""
+
+HIDDEN_SIZE = 64
+"""Width of the model that is trained."""
+
+
+def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) -> int:
+    """Train with the program of a passed exercise, verify it against one device, and report.
+
+    Args:
+        entry: the exercise.
+        file: the student's file.
+        steps: number of training steps.
+        json: print only the report, as JSON.
+
+    Returns:
+        The exit status: 1 if the numbers are not those of one device.
+
+    Raises:
+        UserError: if the exercise has more ranks than this machine should start.
+    """
+    from shardlab.cli.train.from_python import command_from
+    from shardlab.cli.verify import Verify
+
+    words, ranks = strategy_words(entry, file)
+    layers = entry.exercise.layers if isinstance(entry.exercise.layers, int) else None
+    size: dict[str, Any] = {
+        "layers": layers,
+        "microbatches": ranks * entry.exercise.microbatches // entry.exercise.mesh.world,
+    }
+    folder = _new_folder(file.parent / "runs", entry.name)
+    options = {**size, "hidden_size": HIDDEN_SIZE, "steps": steps, "out": folder}
+    training = [*_with_strategy_flag(words), "--trace", *as_flags(options).split()]
+    command = [sys.executable, "-m", "shardlab", "train", *training]
+    status = subprocess.run(command, stdout=sys.stderr if json else None, check=False).returncode
+    if status:
+        return status
+    verification = command_from("verify", words, size)
+    assert isinstance(verification, Verify)
+    verified = verification.compare()
+    assert verified is not None, "the ranks are processes of this machine"
+    report = comparison_report(folder)
+    report.line()
+    verdict = verified.verdict
+    what = "the numbers are those of one device" if verdict.ok else "the numbers are NOT those of one device"
+    errors = f"float64, largest error of loss, gradients and weights {max(verdict.all):.1e}"
+    report.fact("verified", f"{what} ({errors})", style="green" if verdict.ok else "red", verified=verdict.ok)
+    report.line(f"every op of every rank: shardlab compare {folder}", "dim")
+    report.data |= {"exercise": entry.name, "ranks": ranks, "folder": str(folder)}
+    report.show(json=json)
+    return 0 if verdict.ok else 1
+
+
+def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
+    """Return the words of a command line that name a student's program, and its number of ranks.
+
+    Raises:
+        UserError: if there are too many ranks.
+    """
+    exercise = entry.exercise
+    ranks = exercise.mesh.world
+    if exercise.cluster:
+        raise UserError(f"{entry.name} chooses a plan for a cluster; this machine cannot run it")
+    if exercise.kind == "plan":
+        plan = getattr(load_module(file), entry.name)()
+        if ranks > MOST_PROCESSES and plan.mesh == Mesh(dp_shard=ranks):
+            ranks = FEWER_RANKS
+            plan = replace(plan, mesh=Mesh(dp_shard=ranks))
+        words = (as_flags(chosen_fields(plan)) or "--dp-shard 1").split()
+    elif exercise.kind == "schedule":
+        stages = ["--stages-per-rank", str(exercise.stages_per_rank)] if exercise.stages_per_rank > 1 else []
+        words = [*as_flags(exercise.mesh.used).split(), "--schedule", f"{file}:{entry.name}", *stages]
+    else:
+        words = [f"{_with_mesh(entry, file)}:{entry.name}", "--ranks", str(ranks)]
+    if ranks > MOST_PROCESSES:
+        raise UserError(f"{entry.name} has {ranks} ranks, and at most {MOST_PROCESSES} processes are started here")
+    return words, ranks
+
+
+def _with_strategy_flag(words: list[str]) -> list[str]:
+    """Return the words for `train`, which names a strategy by a flag."""
+    return words if words[0].startswith("-") else ["--strategy", *words]
+
+
+def _with_mesh(entry: CourseEntry, file: Path) -> Path:
+    """Return a file with the student's program and its mesh: the student's own, if the default mesh is right."""
+    mesh = entry.exercise.mesh
+    if mesh == Mesh(dp_shard=mesh.world):
+        return file
+    axes = ", ".join(f"{axis}={size}" for axis, size in mesh.used.items())
+    text = file.read_text(encoding="utf-8")
+    text += f"\n\nfrom shardlab.language import Mesh\n\n\ndef {entry.name}_mesh(ranks):\n    return Mesh({axes})\n"
+    copy = file.parent / "runs" / file.name
+    copy.parent.mkdir(exist_ok=True)
+    write_atomically(copy, text)
+    return copy
+
+
+def _new_folder(runs: Path, name: str) -> Path:
+    """Return the path of a folder for a run that does not exist yet."""
+    number = 1
+    while (folder := runs / f"{name}-{number}").exists():
+        number += 1
+    return folder
+
+
+def comparison_report(folder: Path) -> Report:
+    """Return a report of the predicted and the measured step of a traced run."""
+    from shardlab.train.job import job_from_dict
+
+    trace = read_trace(folder)
+    checked = job_from_dict(trace.job).checked()
+    measured = trace.measured(checked)
+    predicted, unit = predicted_timeline(checked, measured)
+    memory = [max(each.before) for each in memory_in_bytes(checked)]
+    result = compare(measured, predicted, memory)
+    ranks = result.ranks
+    rows = [
+        {"what": "step", "unit": "ms", **_pair(result.step, 1e3)},
+        *(
+            {"what": what, "unit": "ms", **_mean_pair([getattr(row, name) for row in ranks], 1e3)}
+            for what, name in (("computes", "computing"), ("waits for communication", "exposed"), ("idle", "idle"))
+        ),
+        {"what": "peak memory", "unit": "MiB", **_pair(max((row.memory for row in ranks), key=_measured), 2**-20)},
+    ]
+    report = Report()
+    report.line()
+    report.table(
+        {
+            f"{counted(len(ranks), 'rank')}, {counted(len(measured.steps), 'step')}": lambda row: row["what"],
+            "predicted": lambda row: _cell(row["predicted"], row["unit"]),
+            "measured": lambda row: _cell(row["measured"], row["unit"]),
+        },
+        rows,
+        "comparison",
+    )
+    unit_ms = f"{unit * 1e3:.3g} ms"
+    note = f"predicted: in the costs of the course, with the measured forward passes as the unit, {unit_ms}; "
+    report.line(f"{note}computes, waits and idle: means over the ranks", "dim")
+    return report
+
+
+def predicted_timeline(checked: Checked, measured: Measured) -> tuple[Timeline, float]:
+    """Return the timeline in seconds that the costs of the course predict, and the seconds of their unit of time."""
+    timeline = simulate(checked)
+    units = seconds = 0.0
+    for events, times in zip(timeline.events, measured.seconds, strict=True):
+        for event in events:
+            if event.kind is OpKind.FORWARD and event.op in times:
+                units += event.end - event.start
+                seconds += times[event.op]
+    if not units or not seconds:
+        raise UserError("no forward pass was measured; train more steps")
+    unit = seconds / units
+    events = [
+        [event._replace(start=event.start * unit, end=event.end * unit) for event in each] for each in timeline.events
+    ]
+    return Timeline(timeline.program, events, in_seconds=True), unit
+
+
+def _pair(pair: Pair, times: float) -> dict[str, float | None]:
+    figures = {"predicted": pair.predicted, "measured": pair.measured}
+    return {name: None if figure is None else figure * times for name, figure in figures.items()}
+
+
+def _mean_pair(pairs: list[Pair], times: float) -> dict[str, float | None]:
+    predicted = fmean(pair.predicted or 0.0 for pair in pairs)
+    return _pair(Pair(predicted, fmean(_measured(pair) for pair in pairs)), times)
+
+
+def _measured(pair: Pair) -> float:
+    return pair.measured or 0.0
+
+
+def _cell(figure: float | None, unit: str) -> str:
+    return "-" if figure is None else f"{figure:,.2f} {unit}"

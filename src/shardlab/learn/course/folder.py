@@ -1,0 +1,214 @@
+"""Folder of a student: a file for each exercise, and the progress.
+
+`CourseFolder.create` writes the folder, `CourseFolder.open` reads it. A folder of another version of Shardlab is
+migrated when it is opened: exercises that are new get their file, and a file that the student has not touched is
+replaced if its start has changed. Files with a student's work are never written, except by `reset`, which keeps a copy.
+`grade_file` grades a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from shardlab.common.errors import Refused, UserError, why_unreadable
+from shardlab.common.files import write_atomically
+from shardlab.common.user_code import find_member, load_module, run_stepwise
+from shardlab.learn.course import catalogue
+from shardlab.learn.course.catalogue import CourseEntry, all_entries
+from shardlab.learn.course.grading import ExerciseGrade, grade, refused
+
+PROGRESS = "progress.json"
+"""Name of the file with the progress."""
+
+FORMAT = 1
+"""Version of that file. A file with a larger number was written by a later Shardlab."""
+
+HINTS = 3
+"""Number of hints of an exercise."""
+
+
+@dataclass
+class CourseFolder:
+    """Folder of a student.
+
+    Attributes:
+        path: the folder.
+        current: name of the exercise that is being solved.
+        passed: names of the exercises that are passed.
+        hints: number of hints that were shown, by the name of the exercise.
+        starts: hash of the start that was written into each file, by the name of the exercise.
+        others: fields of the progress that this version does not know, which are kept.
+    """
+
+    path: Path
+    current: str
+    passed: list[str] = field(default_factory=lambda: [])
+    hints: dict[str, int] = field(default_factory=lambda: {})
+    starts: dict[str, str] = field(default_factory=lambda: {})
+    others: dict[str, Any] = field(default_factory=lambda: {})
+
+    @classmethod
+    def create(cls, path: Path) -> CourseFolder:
+        """Write the exercises into a folder. Files that are there already stay.
+
+        Raises:
+            UserError: if there is a course in it already, or it cannot be written.
+        """
+        if (path / PROGRESS).exists():
+            raise UserError(f"{path} has a course in it; go on with `shardlab learn` there, or name another folder")
+        folder = cls(path, all_entries()[0].name)
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is a file; name a new folder")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            folder._write_starts()
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror or error}); name another folder") from error
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> CourseFolder:
+        """Read a folder, and migrate it if another version of Shardlab has written it.
+
+        Raises:
+            UserError: if it is not a folder with a course, or its progress cannot be read.
+        """
+        file = path / PROGRESS
+        if not file.is_file():
+            where = "this folder is" if path == Path() else f"{path} is"
+            raise UserError(f"{where} not a course folder; make one: shardlab learn init course, then cd course")
+        try:
+            read = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read: {why_unreadable(error)}") from error
+        except ValueError as error:
+            remedy = f"delete it, then `shardlab learn init {path}` writes a new one and keeps your files"
+            raise UserError(f"{file} is damaged ({error}); {remedy}") from None
+        folder = cls._from_json(path, read)
+        try:
+            folder._write_starts()
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror or error})") from error
+        return folder
+
+    def file(self, entry: CourseEntry) -> Path:
+        """Return the path of an exercise's file."""
+        return (self.path / "gallery" if entry.in_gallery else self.path) / f"{entry.name}.py"
+
+    def find(self, name: str | None) -> CourseEntry:
+        """Return an exercise by its name, its number or its file; the current one for None.
+
+        Raises:
+            UserError: if there is none. The message suggests the nearest name.
+        """
+        return catalogue.find(self.current if name is None else Path(name).stem if name.endswith(".py") else name)
+
+    def next_hint(self, entry: CourseEntry) -> tuple[int, str]:
+        """Return the number and the text of the next hint, and remember that it was shown. The last one is repeated."""
+        number = min(self.hints.get(entry.name, 0) + 1, HINTS)
+        self.hints[entry.name] = number
+        self.save()
+        return number, entry.exercise.hints[number - 1]
+
+    def reset(self, entry: CourseEntry) -> Path | None:
+        """Write the start of an exercise again.
+
+        Returns:
+            The copy of the student's file, which is kept beside it; None if there was nothing to keep.
+        """
+        file, copy = self.file(entry), None
+        if file.exists() and file.read_text(encoding="utf-8", errors="replace") != entry.start_text:
+            numbers = range(1, 1 + len(list(file.parent.glob(f"{entry.name}.py.*"))) + 1)
+            copy = next(each for n in numbers if not (each := file.with_name(f"{file.name}.{n}")).exists())
+            file.rename(copy)
+        self._write_start(entry)
+        self.save()
+        return copy
+
+    def grade(self, entry: CourseEntry) -> ExerciseGrade:
+        """Grade the file of an exercise, and remember if it is passed.
+
+        If the current exercise is passed, the next one that is not becomes the current one.
+        """
+        result = grade_file(entry, self.file(entry))
+        if result.passed and entry.name not in self.passed:
+            self.passed.append(entry.name)
+        if result.passed and entry.name == self.current:
+            left = [each for each in all_entries() if each.name not in self.passed]
+            later = [each for each in left if each.exercise.number > entry.exercise.number]
+            self.current = (later or left or [entry])[0].name
+        if result.passed:
+            self.save()
+        return result
+
+    def save(self) -> None:
+        """Write the progress. An interrupted write leaves the old one."""
+        known = {
+            "format": FORMAT,
+            "current": self.current,
+            "passed": self.passed,
+            "hints": self.hints,
+            "starts": self.starts,
+        }
+        write_atomically(self.path / PROGRESS, json.dumps(self.others | known, indent=2) + "\n")
+
+    @classmethod
+    def _from_json(cls, path: Path, read: object) -> CourseFolder:
+        """Return the folder of a progress, whose wrong fields count as missing: a student may have edited it."""
+        given = cast(dict[str, Any], read) if isinstance(read, dict) else {}
+        known = {entry.name for entry in all_entries()}
+
+        def table(name: str, kind: type) -> dict[str, Any]:
+            values = given.get(name)
+            items = cast(dict[str, Any], values).items() if isinstance(values, dict) else ()
+            return {key: value for key, value in items if isinstance(value, kind)}
+
+        passed = given.get("passed")
+        names = [name for name in cast(list[Any], passed) if isinstance(name, str)] if isinstance(passed, list) else []
+        current = given.get("current")
+        if current not in known:
+            left = [entry.name for entry in all_entries() if entry.name not in names]
+            current = (left or [all_entries()[0].name])[0]
+        hints = {name: min(max(0, number), HINTS) for name, number in table("hints", int).items()}
+        others = {name: value for name, value in given.items() if name not in cls.__dataclass_fields__}
+        return cls(path, cast(str, current), names, hints, table("starts", str), others)
+
+    def _write_starts(self) -> None:
+        """Write the start of each exercise that has no file, or whose file is an older start that nobody has edited."""
+        changed = not (self.path / PROGRESS).exists()
+        for entry in all_entries():
+            file, written = self.file(entry), self.starts.get(entry.name)
+            if file.exists():
+                text = file.read_bytes()
+                if _hash(text) != written or _hash(entry.start_text.encode()) == written:
+                    continue
+            self._write_start(entry)
+            changed = True
+        if changed:
+            self.save()
+
+    def _write_start(self, entry: CourseEntry) -> None:
+        file = self.file(entry)
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, entry.start_text)
+        self.starts[entry.name] = _hash(entry.start_text.encode())
+
+
+def grade_file(entry: CourseEntry, path: Path) -> ExerciseGrade:
+    """Grade a student's file. A file that is missing, cannot be run or never ends is refused like a wrong program."""
+    try:
+        if not path.is_file():
+            raise UserError(f"{path} does not exist; write it again: shardlab learn reset {entry.name}")
+        module = run_stepwise(lambda: load_module(path), lambda: 0, lambda: f"the end of {path.name}")
+        solution = find_member(module, path, entry.name, ("function", "functions"), callable)
+    except (Refused, UserError) as error:
+        return refused(entry.exercise, error)
+    return grade(entry.exercise, solution)
+
+
+def _hash(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()

@@ -1,0 +1,156 @@
+"""shardlab learn: what each subcommand prints, its exit status, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+from shardlab.learn.course.catalogue import all_entries, find
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> Path:
+    """A new course folder, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["learn", "init", "course"]) == 0
+    said = capsys.readouterr().out
+    assert "next: cd course, open one_rank.py in an editor, and run shardlab learn" in said
+    monkeypatch.chdir(tmp_path / "course")
+    return tmp_path / "course"
+
+
+def solve(name: str) -> None:
+    """Write the solution of an exercise into its file in the working directory."""
+    Path(f"{name}.py").write_text(find(name).solution_text)
+
+
+def test_without_a_terminal_the_current_exercise_is_graded_once(course: Path, capsys: Captured) -> None:
+    assert main(["learn"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("\nExercise 0: One rank, in the least memory  one_rank.py\n")
+    assert "FFFF" in said
+    assert "peak memory     4,718,592   goal 2,621,440" in said
+    assert "Correct, but activations[2] stays in memory after its last use." in said
+    assert said.count("Look at this next: ") == 1
+
+
+def test_a_passed_exercise_shows_the_published_figures_and_what_comes_next(course: Path, capsys: Captured) -> None:
+    solve("one_rank")
+    assert main(["learn"]) == 0
+    said = capsys.readouterr().out
+    assert "Passed.\nTrain a GPT with it: shardlab learn run one_rank\nNext: grad_accum.py, exercise 1\n" in said
+    text = " ".join(said.split())
+    assert "published targets: 17 and 2,600,000, which the published solution misses: 16.5 and 2,621,440" in text
+
+
+def test_hints_are_printed_one_more_at_each_call(course: Path, capsys: Captured) -> None:
+    for count in (1, 2, 3, 3):
+        assert main(["learn", "hint", "ddp"]) == 0
+        assert capsys.readouterr().out.count("of 3") == count
+
+
+def test_the_list_shows_the_progress(course: Path, capsys: Captured) -> None:
+    solve("one_rank")
+    assert main(["learn"]) == 0
+    capsys.readouterr()
+    assert main(["learn", "list"]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:3] == [["0", "one_rank", "passed"], ["1", "grad_accum", "current"]]
+    assert main(["learn", "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["current"] == "grad_accum"
+    assert [row["name"] for row in listed["exercises"]] == [entry.name for entry in all_entries()]
+
+
+def test_all_files_are_checked_and_the_status_says_whether_all_pass(course: Path, capsys: Captured) -> None:
+    solve("ddp")
+    Path("fsdp.py").write_text("async def fsdp(:")
+    assert main(["learn", "check-all", "--json"]) == 1
+    results = {row["name"]: row for row in json.loads(capsys.readouterr().out)["exercises"]}
+    assert results["ddp"]["passed"]
+    assert results["ddp"]["figures"]["sent"] == 786_432
+    assert "fsdp.py:1 cannot be run: SyntaxError" in results["fsdp"]["finding"]
+    assert results["one_rank"]["mistake"] == "the output stays after the loss"
+
+
+def test_the_solution_is_shown_only_after_passing(course: Path, capsys: Captured) -> None:
+    assert main(["learn", "solution", "ddp"]) == 2
+    assert "ddp is not passed yet; solve it first" in capsys.readouterr().err
+    solve("ddp")
+    assert main(["learn", "watch", "ddp"]) == 0
+    capsys.readouterr()
+    assert main(["learn", "solution", "ddp"]) == 0
+    assert capsys.readouterr().out == find("ddp").solution_text
+
+
+def test_a_reset_says_where_the_old_file_is(course: Path, capsys: Captured) -> None:
+    Path("ddp.py").write_text("mine")
+    assert main(["learn", "reset", "ddp"]) == 0
+    assert "ddp.py is as it was at the start; your file is now ddp.py.1" in capsys.readouterr().out
+    assert Path("ddp.py.1").read_text() == "mine"
+
+
+def test_notebooks_are_written_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["learn", "init", "course", "--notebook"]) == 0
+    assert (tmp_path / "course" / "notebooks" / "ddp.ipynb").is_file()
+
+
+def test_a_save_is_graded_and_the_next_exercise_follows(
+    course: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a terminal, until Ctrl-C. A file that an editor replaces is missing for a moment."""
+    saves: list[Callable[[], object]] = [
+        lambda: Path("one_rank.py").write_text("async def one_rank(:"),
+        lambda: Path("one_rank.py").unlink(),
+        lambda: None,
+        lambda: solve("one_rank"),
+        lambda: solve("grad_accum"),
+    ]
+
+    def sleep(seconds: float) -> None:
+        if not saves:
+            raise KeyboardInterrupt
+        saves.pop(0)()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert main(["learn"]) == 0
+    said = capsys.readouterr().out
+    order = ["activations[2]", "SyntaxError", "Passed.", "the next save of grad_accum.py", "Passed.", "ddp.py"]
+    at = 0
+    for words in order:
+        at = said.index(words, at) + 1
+
+
+REFUSED: dict[tuple[str, ...], str] = {
+    ("hint", "ddq"): "there is no exercise 'ddq'; did you mean ddp?",
+    ("run", "ddp"): "ddp is not passed yet; solve it first",
+    ("run",): "no exercise is passed yet, so there is nothing to train with",
+    ("init", "."): ". has a course in it; go on with `shardlab learn` there",
+    ("init", "ddp.py"): "ddp.py is a file; name a new folder",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_a_wrong_request_gets_one_sentence(words: tuple[str, ...], course: Path, capsys: Captured) -> None:
+    assert main(["learn", *words]) == 2
+    said = capsys.readouterr().err
+    assert REFUSED[words] in said
+    assert said.count("\n") == 1
+
+
+def test_outside_of_a_course_folder_the_way_in_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["learn"]) == 2
+    assert "make one: shardlab learn init course, then cd course" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""The folder of a student: its files, its progress, and folders of other versions."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardlab.language import UserError
+from shardlab.learn.course import catalogue
+from shardlab.learn.course import folder as folders
+from shardlab.learn.course.catalogue import CourseEntry, all_entries, find
+from shardlab.learn.course.folder import PROGRESS, CourseFolder, grade_file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CourseFolder:
+    """A new course folder."""
+    return CourseFolder.create(tmp_path / "course")
+
+
+def progress(folder: CourseFolder) -> dict[str, Any]:
+    return json.loads((folder.path / PROGRESS).read_text())
+
+
+def solve(folder: CourseFolder, name: str) -> CourseEntry:
+    """Write the solution of an exercise into its file."""
+    entry = find(name)
+    folder.file(entry).write_text(entry.solution_text)
+    return entry
+
+
+def test_a_new_folder_has_the_start_of_every_exercise(folder: CourseFolder) -> None:
+    for entry in all_entries():
+        assert folder.file(entry).read_text() == entry.start_text
+    assert progress(folder)["current"] == "one_rank"
+
+
+def test_a_folder_with_a_course_is_not_written_again(folder: CourseFolder) -> None:
+    with pytest.raises(UserError, match="has a course in it"):
+        CourseFolder.create(folder.path)
+
+
+def test_files_that_are_there_stay_when_a_course_is_written(tmp_path: Path) -> None:
+    (tmp_path / "ddp.py").write_text("mine")
+    CourseFolder.create(tmp_path)
+    assert (tmp_path / "ddp.py").read_text() == "mine"
+
+
+def test_a_folder_without_a_course_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a course folder; make one: shardlab learn init course"):
+        CourseFolder.open(tmp_path)
+
+
+def test_a_damaged_progress_can_be_replaced_without_losing_a_file(folder: CourseFolder) -> None:
+    solve(folder, "ddp")
+    (folder.path / PROGRESS).write_text('{"format": 1, "cur')
+    with pytest.raises(UserError, match=r"is damaged .* delete it, then `shardlab learn init"):
+        CourseFolder.open(folder.path)
+    (folder.path / PROGRESS).unlink()
+    CourseFolder.create(folder.path)
+    assert (folder.path / "ddp.py").read_text() == find("ddp").solution_text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[], {"current": 3, "passed": "ddp", "hints": {"ddp": "two"}, "starts": 1}, {"current": "gone", "hints": []}],
+)
+def test_a_progress_with_wrong_fields_is_read_as_far_as_it_goes(folder: CourseFolder, wrong: object) -> None:
+    (folder.path / PROGRESS).write_text(json.dumps(wrong))
+    opened = CourseFolder.open(folder.path)
+    assert (opened.current, opened.passed, opened.hints) == ("one_rank", [], {})
+
+
+def test_a_passed_exercise_is_remembered_and_the_next_one_follows(folder: CourseFolder) -> None:
+    assert folder.grade(solve(folder, "one_rank")).passed
+    assert CourseFolder.open(folder.path).passed == ["one_rank"]
+    assert CourseFolder.open(folder.path).current == "grad_accum"
+
+
+def test_an_exercise_that_is_passed_out_of_turn_does_not_change_the_current_one(folder: CourseFolder) -> None:
+    assert folder.grade(solve(folder, "ddp")).passed
+    assert CourseFolder.open(folder.path).current == "one_rank"
+
+
+def test_hints_come_one_after_the_other_and_the_last_is_repeated(folder: CourseFolder) -> None:
+    entry = find("ddp")
+    assert [folder.next_hint(entry) for _ in range(4)] == [
+        *enumerate(entry.exercise.hints, 1),
+        (3, entry.exercise.hints[2]),
+    ]
+    assert CourseFolder.open(folder.path).hints == {"ddp": 3}
+
+
+def test_a_reset_keeps_every_version_of_the_students_file(folder: CourseFolder) -> None:
+    entry = find("ddp")
+    assert folder.reset(entry) is None
+    for text in ("first", "second"):
+        folder.file(entry).write_text(text)
+        copy = folder.reset(entry)
+        assert copy is not None
+        assert copy.read_text() == text
+        assert folder.file(entry).read_text() == entry.start_text
+
+
+def test_a_folder_of_an_older_version_gets_new_exercises_and_new_starts(
+    folder: CourseFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A student's file is never written, and a file that nobody has edited follows its exercise."""
+    folder.file(find("ddp")).write_text("mine")
+    folder.file(find("fsdp")).unlink()
+    later = [replace(entry, text=entry.text.replace('"""', '"""Now: ', 1)) for entry in all_entries()]
+    monkeypatch.setattr(folders, "all_entries", lambda: tuple(later))
+    opened = CourseFolder.open(folder.path)
+    assert folder.file(find("ddp")).read_text() == "mine"
+    assert folder.file(find("fsdp")).read_text().startswith('"""Now: ')
+    assert folder.file(find("one_rank")).read_text().startswith('"""Now: ')
+    assert CourseFolder.open(folder.path).starts == opened.starts
+
+
+def test_a_folder_of_a_later_version_keeps_what_this_one_does_not_know(folder: CourseFolder) -> None:
+    known = progress(folder)
+    later = {**known, "format": 9, "medals": ["gold"], "passed": ["flying_pipeline"], "hints": {"flying_pipeline": 2}}
+    (folder.path / PROGRESS).write_text(json.dumps(later))
+    opened = CourseFolder.open(folder.path)
+    opened.grade(solve(opened, "ddp"))
+    written = progress(folder)
+    assert written["medals"] == ["gold"]
+    assert written["passed"] == ["flying_pipeline", "ddp"]
+    assert written["hints"] == {"flying_pipeline": 2}
+
+
+def test_exercises_are_found_by_name_number_and_file(folder: CourseFolder) -> None:
+    assert folder.find("9") is folder.find("fsdp") is folder.find("fsdp.py") is folder.find("FSDP") is find(9)
+    with pytest.raises(UserError, match="there is no exercise 'fspd'; did you mean fsdp"):
+        folder.find("fspd")
+
+
+BROKEN = {
+    "def ddp(:": r"ddp\.py:1 cannot be run: SyntaxError",
+    "import no_such_module": r"ddp\.py:1 cannot be run: ModuleNotFoundError",
+    "x = 1": r"ddp\.py has no function 'ddp'",
+    "async def ddp(rank):\n    while True:\n        pass\n": r"ddp\.py:[23]: .* has not come within",
+    "while True:\n    pass\n": r"ddp\.py:[12]: the end of ddp\.py has not come within .* let the loop end",
+    "async def ddp(rank):\n    raise KeyError('typo')\n": r"ddp\.py:2: .* the program raised KeyError: 'typo'",
+    "def ddp(rank):\n    pass\n": "ddp is not a strategy: write it as `async def ddp",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_file_that_cannot_be_graded_is_refused_in_a_sentence(text: str, folder: CourseFolder) -> None:
+    entry = find("ddp")
+    folder.file(entry).write_text(text)
+    result = grade_file(entry, folder.file(entry))
+    assert result.stage == "refused"
+    assert re.search(BROKEN[text], result.finding), result.finding
+    assert "\n" not in result.finding
+
+
+def test_a_missing_file_is_refused_in_a_sentence(folder: CourseFolder) -> None:
+    entry = find("ddp")
+    folder.file(entry).unlink()
+    assert "does not exist; write it again: shardlab learn reset ddp" in grade_file(entry, folder.file(entry)).finding
+
+
+def test_the_catalogue_names_the_nearest_exercise() -> None:
+    with pytest.raises(UserError, match="did you mean ring_all_reduce"):
+        catalogue.find("ring_allreduce")
