@@ -25,7 +25,6 @@ from shardlab.common.errors import UserError
 from shardlab.common.text import counted
 from shardlab.learn.course.catalogue import CourseEntry, all_entries, course, gallery
 from shardlab.learn.course.folder import HINTS, CourseFolder
-from shardlab.learn.course.notebooks import write_notebooks
 
 ExerciseName = Annotated[
     str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", help_behavior_hint="(default: the current one)")
@@ -50,7 +49,7 @@ class Init:
         folder = CourseFolder.create(self.folder)
         written = f"{counted(len(course()), 'exercise')} and {counted(len(gallery()), 'bug')} to find"
         if self.notebook:
-            write_notebooks(folder)
+            folder.write_notebooks()
             written += ", with notebooks in notebooks/"
         first = folder.find(None)
         console = stdout_console()

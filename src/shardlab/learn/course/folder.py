@@ -3,11 +3,12 @@
 `CourseFolder.create` writes the folder, `CourseFolder.open` reads it. A folder of another version of Shardlab is
 migrated when it is opened: exercises that are new get their file, and a file that the student has not touched is
 replaced if its start has changed. Files with a student's work are never written, except by `reset`, which keeps a copy.
-`grade_file` grades a file.
+`grade_file` grades a file, and `notebook` makes a starter notebook of an exercise.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ PROGRESS = "progress.json"
 
 FORMAT = 1
 """Version of that file. A file with a larger number was written by a later Shardlab."""
+
+NOTEBOOKS = "notebooks"
+"""Name of the folder of the notebooks."""
 
 HINTS = 3
 """Number of hints of an exercise."""
@@ -145,6 +149,14 @@ class CourseFolder:
             self.save()
         return result
 
+    def write_notebooks(self) -> None:
+        """Write a starter notebook for each exercise. Notebooks that are there already stay."""
+        (self.path / NOTEBOOKS).mkdir(exist_ok=True)
+        for entry in all_entries():
+            path = self.path / NOTEBOOKS / f"{entry.name}.ipynb"
+            if not path.exists():
+                write_atomically(path, json.dumps(notebook(entry), indent=1) + "\n")
+
     def save(self) -> None:
         """Write the progress. An interrupted write leaves the old one."""
         known = {
@@ -208,6 +220,30 @@ def grade_file(entry: CourseEntry, path: Path) -> ExerciseGrade:
     except (Refused, UserError) as error:
         return refused(entry.exercise, error)
     return grade(entry.exercise, solution)
+
+
+def notebook(entry: CourseEntry) -> dict[str, Any]:
+    """Return the notebook of an exercise, in Jupyter's format 4.5."""
+    call = f'from shardlab.learn.course import check\n\ncheck("{entry.name}", {entry.name})'
+    cells = [
+        _cell("statement", "markdown", f"```text\n{entry.statement}\n```"),
+        _cell("start", "code", _without_docstring(entry.start_text)),
+        _cell("check", "code", call),
+    ]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    return {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+
+
+def _cell(name: str, kind: str, text: str) -> dict[str, Any]:
+    cell: dict[str, Any] = {"cell_type": kind, "id": name, "metadata": {}, "source": text.splitlines(keepends=True)}
+    return cell | ({"execution_count": None, "outputs": []} if kind == "code" else {})
+
+
+def _without_docstring(text: str) -> str:
+    """Return a start without the statement, which is in a cell of its own."""
+    statement = ast.parse(text).body[0]
+    return "".join(text.splitlines(keepends=True)[statement.end_lineno :]).strip()
 
 
 def _hash(text: bytes) -> str:

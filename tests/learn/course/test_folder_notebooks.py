@@ -11,8 +11,7 @@ import pytest
 
 from shardlab.learn.course import ExerciseGrade
 from shardlab.learn.course.catalogue import CourseEntry, course, find
-from shardlab.learn.course.folder import CourseFolder
-from shardlab.learn.course.notebooks import notebook, write_notebooks
+from shardlab.learn.course.folder import CourseFolder, notebook
 
 
 def run(cells: list[dict[str, Any]], folder: Path) -> Any:
@@ -50,11 +49,11 @@ def test_a_notebook_with_the_solution_is_passed_and_drawn(tmp_path: Path) -> Non
 
 def test_notebooks_are_written_once(tmp_path: Path) -> None:
     folder = CourseFolder.create(tmp_path / "course")
-    write_notebooks(folder)
+    folder.write_notebooks()
     paths = sorted((tmp_path / "course" / "notebooks").glob("*.ipynb"))
     assert len(paths) >= len(course())
     read = json.loads(paths[0].read_text())
     assert (read["nbformat"], read["nbformat_minor"]) == (4, 5)
     paths[0].write_text("mine")
-    write_notebooks(folder)
+    folder.write_notebooks()
     assert paths[0].read_text() == "mine"
