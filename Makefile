@@ -6,12 +6,13 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 # Without bytecode each worker, and each process that tests start, would compile all again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: attack chaos check help train test gpu verify-all clean
+.PHONY: attack chaos check docs help train test gpu verify-all clean
 
 help:
 	@echo "make train   train a small GPT with fully sharded data parallelism on four processes"
 	@echo "make test    lint, types and all tests"
 	@echo "make check   lint, types and the fast tests, for whoever edits"
+	@echo "make docs    a site of the pages of docs/, in build/site"
 	@echo "make gpu     the tests and measurements that need a GPU"
 	@echo "make verify-all"
 	@echo "             every strategy and pair of strategies against one device, and all that the tests sample"
@@ -32,6 +33,10 @@ check: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pytest -m 'not gpu and not slow and not thorough'
+
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
 
 gpu: .venv/installed
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch sees no GPU here')"
@@ -62,6 +67,12 @@ chaos: .venv/installed
 	rm -rf .venv && "$$python" -m venv .venv
 	$(PIP) torch
 	$(PIP) -e '.[data,logging,test]'
+	@touch $@
+
+# Only for `make docs`, so that nobody else waits for it.
+.venv/docs: .venv/installed docs/site.py
+	$(PIP) -e '.[docs]'
+	$(BIN)/python docs/site.py
 	@touch $@
 
 clean:

@@ -219,15 +219,16 @@ def parts(svg: Path) -> tuple[list[str], list[float]]:
 
 def test_links_lead_somewhere() -> None:
     for page, text in TEXTS.items():
-        for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", text):
-            assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+        for target, anchor in re.findall(r"\]\((?!\w+:)([^)#]*)(?:#([^)]+))?\)", text):
+            path = Path(os.path.normpath((ROOT / page).parent / target)) if target else ROOT / page
+            assert path.exists(), f"{page}: {target}"
+            assert not anchor or anchor in anchors(path), f"{page}: {target}#{anchor}"
 
 
-def test_the_index_names_every_page() -> None:
-    index = TEXTS["docs/README.md"]
-    for page in PAGES[1:]:
-        name = page.relative_to(DOCS).as_posix()
-        assert name == "README.md" or f"({name})" in index, name
+def anchors(page: Path) -> list[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_prose_is_wrapped() -> None:
