@@ -33,7 +33,7 @@ def test_the_bubble_is_the_zero_bubble_papers(name: str, row: Row, capsys: Captu
     """Schedules take the settings by turns, so that each has few and many ranks and microbatches."""
     facts = facts_of(capsys, name, row, "--costs", as_option(row.times))
     assert facts["layers"] == row.ranks
-    assert round(facts["bubble"], 4) == row.rates[name]
+    assert round(facts["bubble_with_communication"], 4) == row.rates[name]
 
 
 @pytest.mark.parametrize("row", QUICK[::6])
@@ -41,13 +41,13 @@ def test_interleaved_comes_near_with_equal_stages(row: Row, capsys: Captured) ->
     name, stages = "interleaved-1f1b", row.layers_per_rank
     facts = facts_of(capsys, name, row, "--stages-per-rank", str(stages), "--costs", as_option(row.times, stages))
     assert facts["layers"] == stages * row.ranks
-    assert facts["bubble"] == pytest.approx(row.rates[name], abs=0.004)
+    assert facts["bubble_with_communication"] == pytest.approx(row.rates[name], abs=0.004)
 
 
 def test_flags_change_the_plan_of_a_name(capsys: Captured) -> None:
     costs = "forward=18.522,backward_input=18.086,backward_weight=9.337,send=0.601"
     assert main(["simulate", "zb-h1", "--pp", "8", "--microbatches", "24", "--costs", costs, "--json"]) == 0
-    assert round(json.loads(capsys.readouterr().out)["bubble"], 4) == 0.1585
+    assert round(json.loads(capsys.readouterr().out)["bubble_with_communication"], 4) == 0.1585
 
 
 def test_costs_left_out_are_0(capsys: Captured) -> None:
@@ -56,8 +56,13 @@ def test_costs_left_out_are_0(capsys: Captured) -> None:
 
 
 def test_the_report_of_a_pipeline_names_its_bubble(capsys: Captured) -> None:
+    free = "between a rank's first and last pass; 42.86% with"
     assert main(["simulate", "gpipe", "--costs", "forward=1,backward_input=1,backward_weight=1"]) == 0
-    assert "bubble             42.86%" in capsys.readouterr().out  # (p - 1) / (m + p - 1)
+    assert f"bubble             42.86%  {free}" in capsys.readouterr().out  # (p - 1) / (m + p - 1)
+    assert main(["simulate", "gpipe"]) == 0
+    out = capsys.readouterr().out
+    assert "bubble             42.86%" in out
+    assert free not in out
     assert main(["simulate", "fsdp"]) == 0
     assert "bubble" not in capsys.readouterr().out
 

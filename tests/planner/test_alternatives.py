@@ -86,9 +86,9 @@ def test_shares_below_nothing_are_said_to_be_nothing() -> None:
     one = Candidate(Plan(Mesh(dp_shard=2)), 1, find_precision("bf16"))
     made = answer_request(asked, Query(one, shares=True))
     assert isinstance(made, Answer)
-    chosen = replace(made, shares=StepShares({"compute": 1.0004, "bubble": -0.0004}))
-    other = replace(made, shares=StepShares({"compute": 0.891, "bubble": 0.109 + 0.002}))
-    assert alternative_text(Alternative("speed", "", one, other), chosen, asked).endswith("(bubble 0.0% → 11.1%)")
+    chosen = replace(made, shares=StepShares({"compute": 1.0004, "idle": -0.0004}))
+    other = replace(made, shares=StepShares({"compute": 0.891, "idle": 0.109 + 0.002}))
+    assert alternative_text(Alternative("speed", "", one, other), chosen, asked).endswith("(idle 0.0% → 11.1%)")
 
 
 def test_a_plan_found_with_as_many_ranks_along_an_axis_is_named_where_it_is_faster() -> None:

@@ -45,8 +45,8 @@ def test_what_all_measured_plans_share_leaves_the_ranking_as_it_was(factor: floa
         (DDP, 1.0, {}),
         (ZERO_1, 1.001, {"all-gather on dp_shard": 0.02}),
         (TP, 1.01, {"all-reduce on tp": 0.3}),
-        (PP, 1.02, {"bubble": 0.4}),
-        (GPIPE, 1.0201, {"bubble": 0.4}),
+        (PP, 1.02, {"idle": 0.4}),
+        (GPIPE, 1.0201, {"idle": 0.4}),
     ]
     found = error_model_of(plans, {at: factor * plans[at][1] for at in ran})
     assert found.seconds == pytest.approx([factor * seconds for _, seconds, _ in plans])
@@ -62,7 +62,7 @@ def test_what_measured_plans_do_not_share_is_shrunk_around_what_they_do() -> Non
 
 
 def test_one_measured_step_corrects_all_by_the_same_factor_and_stands_for_itself() -> None:
-    plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.2, {"all-reduce on tp": 0.2}), (PP, 1.1, {"bubble": 0.3})]
+    plans: list[Row] = [(DDP, 1.0, {}), (TP, 1.2, {"all-reduce on tp": 0.2}), (PP, 1.1, {"idle": 0.3})]
     found = error_model_of(plans, {0: 1.1})
     assert found.seconds[0] == 1.1
     for seconds, (_, predicted, _) in zip(found.seconds[1:], plans[1:], strict=True):
@@ -79,7 +79,7 @@ def test_several_measured_steps_tell_which_part_was_predicted_wrongly() -> None:
 
 
 def test_what_is_like_a_measured_plan_is_surer_than_what_is_not() -> None:
-    rest: list[Row] = [(ZERO_1, 1.0, {"all-gather on dp_shard": 0.01}), (PP, 1.0, {"bubble": 0.4})]
+    rest: list[Row] = [(ZERO_1, 1.0, {"all-gather on dp_shard": 0.01}), (PP, 1.0, {"idle": 0.4})]
     found = error_model_of([D, *rest], {0: 1.0})
     assert found.expected_errors[0] < found.expected_errors[1] < found.expected_errors[2]
 
@@ -97,7 +97,7 @@ NEAR: list[Row] = [
     (DDP, 1.0, {}),
     (ZERO_1, 1.001, {}),
     (TP, 1.01, {"all-reduce on tp": 0.2}),
-    (PP, 1.02, {"bubble": 0.3}),
+    (PP, 1.02, {"idle": 0.3}),
 ]
 
 
@@ -127,7 +127,7 @@ def test_what_was_measured_is_not_run_again() -> None:
 
 
 def test_plans_that_do_the_same_are_run_once() -> None:
-    assert len(plans(error_model_of([NEAR[0], (PP, 1.02, {"bubble": 0.3}), (GPIPE, 1.02, {"bubble": 0.3})]), 3)) == 2
+    assert len(plans(error_model_of([NEAR[0], (PP, 1.02, {"idle": 0.3}), (GPIPE, 1.02, {"idle": 0.3})]), 3)) == 2
 
 
 # How sure a prediction is said to be: by the published runs that are most like it.

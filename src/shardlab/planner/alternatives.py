@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shardlab.common.errors import UserError
 from shardlab.common.fields import as_flags
 from shardlab.common.text import bytes_text
-from shardlab.planner.describe import summary
+from shardlab.planner.describe import COMPUTE, IDLE, summary
 from shardlab.planner.lines import change_line
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.results import PlanOutcome
@@ -229,6 +229,6 @@ def _why(answer: Answer, chosen: Answer) -> str:
     name = max(sorted(apart), key=lambda name: abs(apart[name]))
     if abs(apart[name]) < TELLING:
         return ""
-    what = "compute" if name == "compute" else "bubble" if name == "bubble" else f"exposed {name}"
+    what = name if name in (COMPUTE, IDLE) else f"exposed {name}"
     before, after = (max(0.0, share) for share in (ours.get(name, 0.0), theirs.get(name, 0.0) * times))  # of rounding
     return f" ({what} {before:.1%} → {after:.1%})"

@@ -215,7 +215,7 @@ def _particulars(plan: Plan) -> dict[str, bool]:
     }
 
 
-COMPUTE, BUBBLE = "compute", "bubble"
+COMPUTE, IDLE = "compute", "idle"
 
 UNTRACED = "the step has more ops than are traced"
 """Why there are no shares of a step that has a forecast."""
@@ -229,7 +229,7 @@ class StepShares:
     """Shares of a step's time, the mean over ranks; together they make 1.
 
     Attributes:
-        parts: of each part, the largest first: "compute", "bubble", "all_gather on tp".
+        parts: of each part, the largest first: "compute", "idle", "all_gather on tp".
     """
 
     parts: dict[str, float]
@@ -300,5 +300,5 @@ def _seconds(estimate: Estimate) -> dict[str, float]:
     parts[COMPUTE] = estimate.compute_share * estimate.step
     for (kind, axis), share in estimate.exposed.items():
         parts[f"{kind.replace('_', '-')} on {axis}"] += share * estimate.step
-    parts[BUBBLE] = estimate.bubble_share * estimate.step
+    parts[IDLE] = estimate.idle_share * estimate.step
     return dict(parts)

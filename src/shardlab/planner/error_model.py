@@ -34,7 +34,7 @@ from shardlab.common.fields import read_value
 from shardlab.common.files import load_table
 from shardlab.common.text import counted
 from shardlab.planner.alternatives import TELLING
-from shardlab.planner.describe import BUBBLE, COMPUTE, StepShares, chosen_fields, summary
+from shardlab.planner.describe import COMPUTE, IDLE, StepShares, chosen_fields, summary
 from shardlab.planner.problem import Candidate, Problem, family
 from shardlab.planner.results import PlanOutcome, Results
 from shardlab.planner.workers import Query, TimedQueries, Workers, forecast_query
@@ -194,8 +194,8 @@ class ErrorModel:
 
 
 def _part(name: str) -> str:
-    """Return the part of an entry of the shares. The bubble counts as compute, since it is that of other ranks."""
-    return COMPUTE if name in (COMPUTE, BUBBLE) else f"communication{name[name.rindex(' on ') :]}"
+    """Return the part of an entry of the shares. Idle time counts as compute, since it is that of other ranks."""
+    return COMPUTE if name in (COMPUTE, IDLE) else f"communication{name[name.rindex(' on ') :]}"
 
 
 COMPUTING = ("schedule", "stages_per_rank", "sequence_parallel", "recompute", "context", "ulysses_degree")

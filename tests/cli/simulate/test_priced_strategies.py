@@ -49,7 +49,7 @@ def test_json_has_the_figures_of_the_step(arguments: tuple[str, ...], capsys: Ca
     assert facts["tokens"] == facts["microbatches"] * facts["micro_batch_size"] * 1024
     assert facts["tokens_per_second"] == pytest.approx(facts["tokens"] / step)
     assert facts["mfu"] == pytest.approx(facts["model_flops"] / (step * ranks * 989.4e12))
-    shares = (facts["compute_share"], facts["exposed_share"], facts["bubble_share"])
+    shares = (facts["compute_share"], facts["exposed_share"], facts["idle_share"])
     assert sum(shares) == pytest.approx(1)
     peaks = facts["peak_memory_by_rank"]
     assert facts["peak_memory"] == max(peak["bytes"] for peak in peaks) <= facts["device_memory"]
@@ -144,7 +144,7 @@ def test_the_report_names_every_figure(width: int) -> None:
     report.print(Console(file=stream, width=width, highlight=False))
     text = stream.getvalue()
     assert text.isascii()
-    for label in ("step time", "tokens/s", "MFU", "compute", "exposed", "bubble", "peak memory", "ops", "rank"):
+    for label in ("step time", "tokens/s", "MFU", "compute", "exposed", "idle", "peak memory", "ops", "rank"):
         assert f"\n{label}" in text or f"\n  {label}" in text
     rows = [line for line in text.splitlines() if line.endswith("MiB") and line.strip()[0].isdigit()]
     assert len(rows) == 1

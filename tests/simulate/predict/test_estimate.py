@@ -31,11 +31,11 @@ def of_program(name: str, ranks: int, layers: int, microbatches: int, prices: Fa
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_moment_of_a_rank_is_compute_exposed_communication_or_bubble(name: str) -> None:
+def test_every_moment_of_a_rank_is_compute_exposed_communication_or_idle(name: str) -> None:
     entry = STRATEGIES[name]
     found = of_program(name, entry.ranks, entry.default_layers(entry.ranks), 4)
-    assert found.compute_share + found.exposed_share + found.bubble_share == pytest.approx(1)
-    assert min(found.compute_share, *found.exposed.values(), found.bubble_share) >= 0
+    assert found.compute_share + found.exposed_share + found.idle_share == pytest.approx(1)
+    assert min(found.compute_share, *found.exposed.values(), found.idle_share) >= 0
 
 
 async def awaits_at_once(rank: Rank) -> None:
@@ -54,7 +54,7 @@ def test_communication_that_compute_waits_for_is_exposed_by_kind_and_axis() -> N
     assert found.step == 4 + reduction  # forward, loss, backward, update
     assert found.exposed == {("all_reduce", "dp_shard"): reduction / found.step}
     assert found.compute_share == 4 / found.step
-    assert found.bubble_share == pytest.approx(0)
+    assert found.idle_share == pytest.approx(0)
 
 
 async def one_is_idle(rank: Rank) -> None:
@@ -72,14 +72,14 @@ def test_a_rank_that_does_nothing_holds_nothing() -> None:
     found = estimate(check(trace(one_is_idle, 2, 1, 2)), FakePrices())
     assert found.peaks[1].bytes == 0
     assert found.peaks[1].cause == "a rank without ops"
-    assert found.bubble_share == pytest.approx(0.5)
+    assert found.idle_share == pytest.approx(0.5)
 
 
-def test_waiting_for_others_is_bubble_and_not_exposed() -> None:
+def test_waiting_for_others_is_idle_time_and_not_exposed() -> None:
     found = of_program("gpipe", 4, 4, 8, FakePrices(start=-0.5))  # an activation is half a MiB: messages take no time
     assert found.exposed_share == pytest.approx(0, abs=1e-6)
-    assert found.bubble_share == pytest.approx(1 - found.compute_share, abs=1e-6)
-    assert found.bubble_share > 0.2
+    assert found.idle_share == pytest.approx(1 - found.compute_share, abs=1e-6)
+    assert found.idle_share > 0.2
 
 
 def test_messages_are_told_by_the_axis_along_which_they_go() -> None:

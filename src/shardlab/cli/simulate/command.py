@@ -18,13 +18,14 @@ from shardlab.check import ChannelModel, Checked, check, drifts_of
 from shardlab.cli.console import Report, print_path, table_of
 from shardlab.cli.options import NO_PICTURES, Flag, PictureFlags
 from shardlab.cli.passes import add_passes
+from shardlab.cli.simulate.priced import add_bubble
 from shardlab.cli.simulate.step_options import StepOptions
 from shardlab.cli.simulate.terminal_timeline import print_strips, print_timeline
 from shardlab.cli.step_request import StepRequest
 from shardlab.common.text import counted, listed, seconds_text
 from shardlab.language import UserError, trace
 from shardlab.simulate.passes import Goal, PassResult, find_passes, helpful_results, run_passes
-from shardlab.simulate.timeline import Timeline, bubble, simulate
+from shardlab.simulate.timeline import Timeline, bubble, schedule_bubble, simulate
 from shardlab.simulate.timeline.critical_path import critical_path, path_parts
 from shardlab.simulate.timeline.memory import peak_elsewhere
 from shardlab.simulate.timeline.prices import Prices
@@ -68,7 +69,7 @@ class Simulate(StepOptions):
         without = _without_recompute(entry, proof, costs, step.names)
         path = path_parts(proof, critical_path(proof, Clocks(proof, costs).run())) if self.path else {}
         report = self._passes_report(entry.name, passed, stages, units_text)
-        add_step(report, entry.name, proof, timeline, without, entry.plan and entry.plan(ranks))
+        add_step(report, entry.name, proof, timeline, costs, without, entry.plan and entry.plan(ranks))
         if self.pictures.svg is not None:
             report.line()
             report.draw(partial(print_path, label="drawn in", path=self.pictures.svg))
@@ -129,6 +130,7 @@ def add_step(
     name: str,
     checked: Checked,
     timeline: Timeline,
+    costs: Prices,
     without: Timeline | None = None,
     plan: Plan | None = None,
 ) -> None:
@@ -136,6 +138,7 @@ def add_step(
 
     Args:
         name: name of the strategy.
+        costs: the costs of the timeline.
         without: timeline of the same plan without recomputation, if the plan recomputes.
         plan: plan of the strategy, if it has one.
     """
@@ -147,9 +150,8 @@ def add_step(
     report.line()
     report.fact("steps", "when the last op starts", units_text(timeline.steps), steps=timeline.steps)
     report.fact("end", "when the last op ends", units_text(timeline.end), end=timeline.end)
-    report.data["bubble"] = bubble(timeline)
-    if program.mesh.sizes()["pp"] > 1:
-        report.fact("bubble", "of the time between a rank's first and last pass", f"{bubble(timeline):.2%}")
+    if program.mesh.pp > 1:
+        add_bubble(report, schedule_bubble(checked, costs), bubble(timeline))
     peak, by_rank = timeline.peak_memory, timeline.peak_memory_by_rank
     fullest = [rank for rank, live in enumerate(by_rank) if live == peak]
     text = f"elements, on rank{'s' * (len(fullest) > 1)} {listed(fullest)}"

@@ -25,6 +25,7 @@ from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, pe
 from shardlab.common.user_code import max_ops
 from shardlab.language import Mesh, Sizes, UserError
 from shardlab.simulate.predict.memory import uncounted_memory
+from shardlab.simulate.timeline import bubble, schedule_bubble
 from shardlab.simulate.timeline.prices import rank_of, stands_for
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry
@@ -204,8 +205,10 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
         {"kind": kind, "axis": axis, "share": share, "seconds": share * step}
         for (kind, axis), share in estimate.exposed.items()
     ]
-    share = estimate.bubble_share
-    report.fact("bubble", "a rank waits for others, or has ended", f"{share:.1%}", bubble_share=share)
+    share = estimate.idle_share
+    report.fact("idle", "a rank waits for others, or has ended", f"{share:.1%}", idle_share=share)
+    if workload.mesh.pp > 1:
+        add_bubble(report, schedule_bubble(estimate.traced, workload.prices), bubble(estimate.timeline()))
     text = f"of tensors, on rank {peak.rank}: {peak.cause}"
     report.fact("peak memory", text, bytes_text(peak.bytes), peak_memory=peak.bytes)
     report.fact("", _parts_text(peak.bytes, peak.by_category), "")
@@ -230,6 +233,12 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
         report.draw(partial(_print_ranks, result=result))
     for path in written:
         report.draw(partial(print_path, label="written to", path=path))
+
+
+def add_bubble(report: Report, free: float, share: float) -> None:
+    """Add the bubble of a pipeline, and the larger share that it has with the time of communication."""
+    text = f"between a rank's first and last pass; {share:.2%} with communication"
+    report.fact("bubble", text, f"{free:.2%}", bubble=free, bubble_with_communication=share)
 
 
 def _require_backend(entry: StrategyEntry, proof: Checked, cluster: str) -> Checked:

@@ -1,7 +1,7 @@
 """Estimate of a step: figures of its replay in seconds and bytes.
 
 `estimate` replays a traced program. An `Estimate` gives the step's duration, the shares of compute, exposed
-communication and bubble, and the memory peak (`Peak`) of each rank.
+communication and idle time, and the memory peak (`Peak`) of each rank.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Estimate:
     def compute_share(self) -> float:
         """Share of the step in which compute runs, the mean over ranks.
 
-        Together with the shares of exposed communication and of the bubble it makes 1.
+        Together with the shares of exposed communication and of idle time it makes 1.
         """
         busy = 0.0
         for row, tape in enumerate(self.traced.program.tapes):
@@ -111,7 +111,7 @@ class Estimate:
         return sum(self.exposed.values())
 
     @property
-    def bubble_share(self) -> float:
+    def idle_share(self) -> float:
         """Share of the step in which a rank waits until other ranks have arrived, or has ended."""
         return max(0.0, 1.0 - self.compute_share - self.exposed_share) if self.step else 0.0
 

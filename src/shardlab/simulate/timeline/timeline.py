@@ -1,7 +1,7 @@
 """Timeline of a step: when each op ran, and how much memory was live. Simulation and measurement both produce it.
 
-`Timeline` and its `Event`s come first, then figures that are computed from it: the bubble of a pipeline, the shares of
-a rank's time (`rank_times`), and the messages and bytes that ranks send (`traffic`).
+`Timeline` and its `Event`s come first, then figures that are computed from it: the shares of a rank's time
+(`rank_times`), and the messages and bytes that ranks send (`traffic`). `bubble.py` has the bubble of a pipeline.
 """
 
 from __future__ import annotations
@@ -90,22 +90,6 @@ class Timeline:
 def is_event(kind: OpKind) -> bool:
     """Tell whether ops of a kind are events; WAIT and FREE are not."""
     return kind not in BOOKKEEPING
-
-
-def bubble(timeline: Timeline) -> float:
-    """Return a pipeline's bubble: (cost - work) / cost, from 0 to 1 (Qi et al. 2023, arXiv 2401.10241, section 5.3).
-
-    The cost is the time from the start of a rank's first pass to the end of its last, on the rank where it is longest.
-    The work is the time of all passes of the busiest rank, m (F + B + W) if all ranks have equal work. Updates and
-    communication count only as far as passes wait for them.
-    """
-    passes = [[e for e in events if e.kind.value in _PASSES] for events in timeline.events]
-    cost = max((max(e.end for e in each) - min(e.start for e in each) for each in passes if each), default=0.0)
-    work = max((sum(e.end - e.start for e in each) for each in passes), default=0.0)
-    return round((cost - work) / cost, 9) if cost else 0.0
-
-
-_PASSES = frozenset({"forward", "recompute", "backward", "backward_input", "backward_weight"})
 
 
 class RankTimes(NamedTuple):
