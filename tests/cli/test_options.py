@@ -56,7 +56,7 @@ def test_costs_left_out_are_0(capsys: Captured) -> None:
 
 
 def test_the_report_of_a_pipeline_names_its_bubble(capsys: Captured) -> None:
-    free = "between a rank's first and last pass; 42.86% with"
+    free = "from first to last pass; 42.86% with communication"
     assert main(["simulate", "gpipe", "--costs", "forward=1,backward_input=1,backward_weight=1"]) == 0
     assert f"bubble             42.86%  {free}" in capsys.readouterr().out  # (p - 1) / (m + p - 1)
     assert main(["simulate", "gpipe"]) == 0

@@ -59,8 +59,8 @@ class CommunicationVerbs(Tracer):
     def send(self, value: Value, *, to: int) -> Handle[None]:
         """Send a value to another rank.
 
-        On NCCL and gloo awaiting the handle waits for the peer's receive; among ranks that share memory, and in unit
-        costs, a send ends by itself.
+        On NCCL and gloo awaiting the handle waits for the peer's receive; among ranks that share memory, and in a
+        simulation without a cluster, a send ends by itself.
 
         Args:
             to: the receiver's number.

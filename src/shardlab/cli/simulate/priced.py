@@ -237,7 +237,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
 
 def add_bubble(report: Report, free: float, share: float) -> None:
     """Add the bubble of a pipeline, and the larger share that it has with the time of communication."""
-    text = f"between a rank's first and last pass; {share:.2%} with communication"
+    text = f"from first to last pass; {share:.2%} with communication"
     report.fact("bubble", text, f"{free:.2%}", bubble=free, bubble_with_communication=share)
 
 
