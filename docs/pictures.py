@@ -37,7 +37,8 @@ from shardlab.strategies.plan.context_parallel import slices_of_rank
 from shardlab.strategies.schedules import SCHEDULES
 
 FOLDER = Path(__file__).parent / "pictures"
-TIMELINE = ["simulate", "--pp", "4", "--schedule", "zb-v"]
+EQUAL_PASSES = "forward=1,backward_input=1,backward_weight=1"
+TIMELINE = ["simulate", "--pp", "4", "--schedule", "zb-v", "--microbatches", "8", "--costs", EQUAL_PASSES]
 
 RANK, RANKS = 1, 4
 """Whose gradient is drawn."""

@@ -21,7 +21,7 @@ CODE_LINES = {
     "check": 2280,
     "cli": 6750,
     "common": 830,
-    "draw": 1690,
+    "draw": 1710,
     "execute": 3785,
     "language": 4415,
     "learn": 5500,

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import EngFormatter
+from numpy.typing import NDArray
 
 from shardlab.common.text import byte_unit, bytes_text
 from shardlab.draw.canvas import (
@@ -64,10 +66,13 @@ STRIPE = 0.3
 """Height of a stripe along the edge of a box, as a share of the height of the box."""
 
 LINKED_ROWS = 32
-"""Largest number of rows of a picture with a line from each send to its receive."""
+"""Largest number of rows of a picture with an arrow from each send to its receive."""
+
+HEAD = 3.5
+"""Length of the head of a message's arrow in points."""
 
 LOSS_WIDTH = 0.025
-"""Least width of a loss in inches. In unit costs, the loss takes no time."""
+"""Least width of a loss in inches. In teaching costs, the loss takes no time."""
 
 Boxes = dict[tuple[str, str, bool], list[Box]]
 """Boxes by colour, hatch, and whether they are drawn without an edge."""
@@ -80,6 +85,9 @@ KEY = (10.0, 24.0, 29.0)
 
 VISIBLE_STEP = 1.0
 """Least distance in points of two steps that can be told apart."""
+
+Vertices = NDArray[np.float64]
+"""Points of a path, of the shape (points, 2)."""
 
 Curve = tuple[tuple[float, int], ...]
 """Step curve: pairs of a time and the number of elements that are live from then on."""
@@ -426,16 +434,32 @@ def _letters(panel: Panel, row: Row, event: Event) -> str:
 
 
 def _draw_messages(axes: Axes, panel: Panel) -> None:
-    """Draw a line from the end of each send to the start of its receive."""
+    """Draw an arrow from each send to its receive: from end to start, or beside a transfer that both share."""
     place_of = {row.row: place + (MIDDLE + BOTTOM) / 2 for place, row in enumerate(panel.rows)}
     vertices: list[tuple[float, float]] = []
     for sent, received in messages(panel.timeline):
-        inside = panel.start <= sent.end and received.start <= panel.end
+        start, end = (sent.end, received.start) if sent.end <= received.start else (sent.start, received.end)
+        inside = panel.start <= start and end <= panel.end
         if inside and sent.rank in place_of and received.rank in place_of:
-            vertices += [(sent.end, place_of[sent.rank]), (received.start, place_of[received.rank])]
+            vertices += [(start, place_of[sent.rank]), (end, place_of[received.rank])]
     if vertices:
-        path = Path(vertices, [Path.MOVETO, Path.LINETO] * (len(vertices) // 2))
-        axes.add_artist(PathPatch(path, facecolor="none", edgecolor=FAINT, linewidth=min(0.7, 0.02 * panel.height)))
+        path = Path(*_arrows(axes, vertices))
+        width = min(0.7, 0.02 * panel.height)
+        axes.add_artist(PathPatch(path, facecolor=FAINT, edgecolor=FAINT, linewidth=width, joinstyle="miter"))
+
+
+def _arrows(axes: Axes, vertices: Sequence[tuple[float, float]]) -> tuple[Vertices, Sequence[int]]:
+    """Return vertices and codes of a path with an arrow for each two vertices, whose head is a triangle."""
+    points = axes.transData.transform(vertices).reshape(-1, 2, 2)
+    tail, tip = points[:, 0], points[:, 1]
+    along = tip - tail
+    along /= np.maximum(np.linalg.norm(along, axis=1, keepdims=True), 1e-9)
+    across = along[:, ::-1] * [1, -1]
+    length = HEAD * axes.figure.dpi / 72
+    sides = [tip - length * along + side * length / 3 * across for side in (-1, 1)]
+    corners = axes.transData.inverted().transform(np.stack([tail, tip, *sides, tip], axis=1).reshape(-1, 2))
+    codes = [Path.MOVETO, *[Path.LINETO] * 4]
+    return corners, [int(code) for code in codes] * len(points)
 
 
 def _write_key(axes: Axes, timeline: Timeline, groups: list[list[Row]], width: float) -> None:

@@ -15,13 +15,15 @@ from shardlab.simulate.timeline import (
     Event,
     Timeline,
     bubble,
+    live_memory,
     schedule_bubble,
     simulate,
 )
+from shardlab.simulate.timeline.prices import Messages
+from shardlab.simulate.timeline.run import Clocks, timeline_of
 from shardlab.strategies import STRATEGIES, Plan
 from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.schedules import SCHEDULES
-from tests.simulate.timeline.fakes import FakePrices
 from tests.simulate.timeline.runs import run
 from tests.strategies.action_clock import PassTimes, cost
 
@@ -110,4 +112,13 @@ def test_free_communication_does_not_change_it_and_communication_adds_to_it() ->
     for prices in (TEACHING_COSTS, PUZZLE_COSTS):
         assert schedule_bubble(program, prices) == pytest.approx(3 / 11)
         assert bubble(simulate(program, prices)) > 0.28
-    assert schedule_bubble(program, FakePrices(contention=0.5)) == pytest.approx(3 / 11)
+    assert bubble(timeline_of(program, Clocks(program, Rendezvous()).run(), live_memory(program))) > 0.28
+    assert schedule_bubble(program, Rendezvous()) == pytest.approx(3 / 11)
+
+
+class Rendezvous(Costs):
+    """Costs with messages that wait for their receives."""
+
+    @property
+    def messages(self) -> Messages:
+        return "rendezvous"

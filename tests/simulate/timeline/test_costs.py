@@ -15,7 +15,7 @@ from shardlab.models import GPT
 from shardlab.models.cutting import cut
 from shardlab.simulate.timeline import TEACHING_COSTS, Timeline, simulate
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.plan import Plan, ReduceAt
 from shardlab.strategies.plan.program import program_from_plan
 from tests.simulate.timeline.runs import ROWS, SQUARE, events
 
@@ -213,3 +213,15 @@ def test_messages_by_hand_take_as_long_as_the_collective(name: str, ranks: int) 
     ends = [run(reducing(each, shard), ranks, 2, ranks).end for each in (collective, by_hand)]
     assert ends[0] == pytest.approx(ends[1])
     assert ends[0] > simulate(check(trace(reducing(collective, shard), ranks, 2, ranks)), FREE_MESSAGES).end
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("reduce_at", ["layer", "step"])
+@pytest.mark.parametrize("mesh", [Mesh(pp=2, dp_shard=2), Mesh(pp=2, dp_shard=3), Mesh(pp=4, dp_replicate=2)])
+def test_identical_replicas_have_identical_timelines(mesh: Mesh, reduce_at: ReduceAt, schedule: str) -> None:
+    plan = Plan(mesh, schedule, reduce_at=reduce_at)
+    timeline = run(program_from_plan(plan), mesh, 4, 12)
+    times = [[(event.start, event.end) for event in events] for events in timeline.events]
+    replicas = mesh.dp_shard * mesh.dp_replicate
+    for first in range(0, mesh.world, replicas):
+        assert times[first : first + replicas] == [times[first]] * replicas

@@ -65,7 +65,8 @@ class EventLoop(Generic[C]):
         self._waits: dict[int, StartEnd] = {}
         self.pending: dict[C, PendingCommunication] = {}
         self._tie = count()
-        self._heap: list[tuple[float, int, int, C | None]] = []  # time, tie, row that goes on or -1, communication
+        # time, turn, tie, row that goes on or -1, communication
+        self._heap: list[tuple[float, int, int, int, C | None]] = []
 
     @abstractmethod
     def advance(self, row: int, now: float) -> None:
@@ -80,7 +81,7 @@ class EventLoop(Generic[C]):
         for row in range(len(self.at)):
             self.stop(row, 0, 0.0)
         while self._heap:
-            now, _, row, communication = heapq.heappop(self._heap)
+            now, _, _, row, communication = heapq.heappop(self._heap)
             if communication is None:
                 self.advance(row, now)
             else:
@@ -89,7 +90,12 @@ class EventLoop(Generic[C]):
 
     def push(self, ready: float, communication: C) -> None:
         """Start a communication at a moment, or once its streams are free."""
-        heapq.heappush(self._heap, (ready, next(self._tie), -1, communication))
+        heapq.heappush(self._heap, (ready, self.turn(communication), next(self._tie), -1, communication))
+
+    def turn(self, communication: C) -> int:
+        """Return the place of a communication among those that are ready at the same time; rows that go on have 0."""
+        del communication
+        return 0
 
     def join(self, communication: C, members: int, row: int, clock: float) -> PendingCommunication:
         """Join a row to a communication of several members. It is ready when the last one has arrived."""
@@ -106,7 +112,7 @@ class EventLoop(Generic[C]):
     def stop(self, row: int, at: int, clock: float) -> None:
         """Let a row go on at an op when its time has come."""
         self.at[row], self.clocks[row] = at, clock
-        heapq.heappush(self._heap, (clock, next(self._tie), row, None))
+        heapq.heappush(self._heap, (clock, 0, next(self._tie), row, None))
 
     def wait(self, row: int, at: int, clock: float, times: StartEnd) -> None:
         """Let a row wait at an op until a communication has started."""
@@ -116,7 +122,7 @@ class EventLoop(Generic[C]):
         """Let a row go on if it waits for a communication that has started."""
         if self._waits.get(row) is times:
             del self._waits[row]
-            heapq.heappush(self._heap, (max(self.clocks[row], now), next(self._tie), row, None))
+            heapq.heappush(self._heap, (max(self.clocks[row], now), 0, next(self._tie), row, None))
 
     def waited_until(self, row: int, clock: float, start: float, end: float, lag: Lag) -> float:
         """Return when a row computes again after it has waited for a communication, and log that it stood still."""

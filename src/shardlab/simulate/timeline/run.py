@@ -215,6 +215,12 @@ class Clocks(EventLoop[int]):
             self._receive(number)
         return [PENDING, PENDING]
 
+    def turn(self, communication: int) -> int:
+        """Return the place of an op in its tape if messages share links with collectives, so that replicas agree."""
+        if not self._duplex:
+            return 0
+        return 1 + max(op for _, _, op in self._traced.communications[communication].participants)
+
     def start(self, communication: int, ready: float) -> None:
         self.pending.pop(communication, None)
         about = self._traced.communications[communication]
