@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from shardlab.cli import COMMANDS, main
-from shardlab.cli.listings import print_strategies, sent_by
+from shardlab.cli.listings import print_strategies, sends_text
 from shardlab.simulate.predict.recipe import recipes
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.schedules import SCHEDULES
@@ -33,8 +33,8 @@ def test_the_table_says_of_every_strategy_what_it_splits_sends_and_keeps_and_fit
     for entry in STRATEGIES.values():
         assert entry.name in text
         assert entry.memory in text
-        assert str(sent_by(entry)) in " ".join(text.split()) or width == 160
-    assert "sends 2.25 W in 24 collectives" in text or width == 160
+        assert sends_text(entry) in " ".join(text.split()) or width == 160
+    assert "sends 3 (n - 1) / n W: 2.25 W in 24 collectives" in text or width == 160
     assert "fsdp is the page to read" in " ".join(text.split()), "how it differs from zero-3"
 
 
@@ -45,6 +45,7 @@ def test_json_lists_the_same_alone(capsys: Captured) -> None:
     assert all(set(row) == {"name", "splits", "sends", "keeps", "source"} for row in rows.values())
     assert all(row["keeps"] and row["source"] and row["splits"] for row in rows.values())
     assert rows["ddp"]["sends"]["weights"] == 1.5
+    assert rows["ddp"]["sends"]["formula"] == "2 * (n - 1) / n * W"
     assert rows["gpipe"]["sends"]["messages"] == rows["gpipe"]["sends"]["activations"] == 16
     assert rows["single"]["sends"]["bytes"] == 0
 

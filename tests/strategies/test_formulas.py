@@ -107,9 +107,12 @@ def test_a_rank_holds_the_activations_that_the_page_says(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=names)
-def test_a_page_says_of_weights_what_the_listing_says(row: Row) -> None:
+def test_a_page_has_the_formulas_of_the_listing(row: Row) -> None:
     """`shardlab strategies` prints the listing; tests/strategies/test_formulas.py holds it to the tapes."""
-    assert row["a rank keeps"] == STRATEGIES[row["strategy"].split()[0]].memory
+    name, *flags = row["strategy"].split()
+    assert row["a rank keeps"] == STRATEGIES[name].memory
+    if not flags:
+        assert row["a rank sends"] == STRATEGIES[name].sends
 
 
 def test_every_built_in_strategy_has_a_row() -> None:
@@ -129,20 +132,19 @@ ON_THEIR_WAY = 3.01
 UNITS = {"W": Kind.WEIGHT, "G": Kind.GRAD_WEIGHT, "O": Kind.OPT_STATE}
 
 
-def checked(name: str) -> Checked:
+def checked(name: str, ranks: int = 0, microbatches: int = 16) -> Checked:
     entry = STRATEGIES[name]
-    mesh = entry.grid(entry.ranks)
-    return check(
-        trace(entry.program, mesh, entry.puzzle(entry.ranks, LAYERS if mesh.tp == mesh.cp == 1 else BLOCKS), 16)
-    )
+    mesh = entry.grid(ranks or entry.ranks)
+    sizes = entry.puzzle(mesh.world, LAYERS if mesh.tp == mesh.cp == 1 else BLOCKS)
+    return check(trace(entry.program, mesh, sizes, microbatches))
 
 
-def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0) -> float:
+def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0, ranks: int = 0) -> float:
     """Evaluate a formula in layers, counting only this unit; `experts` of the layers are experts.
 
     "D + E/n of W, G and O" says of each unit what is kept of its dense layers D and of its experts E.
     """
-    mesh = STRATEGIES[name].grid(STRATEGIES[name].ranks)
+    mesh = STRATEGIES[name].grid(ranks or STRATEGIES[name].ranks)
     names = {
         "n": mesh.world,
         "p": mesh.pp,
@@ -159,15 +161,18 @@ def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0) ->
     return float(eval(each, {"__builtins__": {}}, names))
 
 
+@pytest.mark.parametrize(("times", "microbatches"), [(1, 16), (2, 32)])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_rank_keeps_as_much_as_the_formula_says(name: str) -> None:
-    program = checked(name)
+def test_a_rank_keeps_as_much_as_the_formula_says(name: str, times: int, microbatches: int) -> None:
+    """On the default ranks of the strategy, and on twice as many if it takes them."""
+    ranks = STRATEGIES[name].ranks * (times if STRATEGIES[name].ranks > 1 else 1)
+    program = checked(name, ranks, microbatches)
     sizes = program.program.sizes
     layer, layers = sizes.weights[0], sum(sizes.weights) / sizes.weights[0]
     experts = sum("expert" in its.cut for its in sizes.signatures)
     for unit, kind in UNITS.items():
         peak = max(max(memory) for memory in live_memory(program, [kind])) / layer
-        kept = formula(name, unit, layers, experts)
+        kept = formula(name, unit, layers, experts, ranks)
         assert kept <= peak <= kept + ON_THEIR_WAY, unit
 
 

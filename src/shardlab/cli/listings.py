@@ -42,11 +42,15 @@ WIDE = 132
 """Width of a terminal from which a strategy takes one or two lines. In a narrower one, it takes three or more."""
 
 NOTES = (
-    f"sends   the rank that sends most, in a step of {LAYERS} layers and {MICROBATCHES} microbatches, on 4 ranks "
-    "(tensor-parallel: 2, 3d and 4d: 8); W is the size of all weights, A that of a microbatch's activation between two "
-    "layers",
-    "keeps   of weights W, gradients G and optimizer state O, with n ranks, p of them along the pipeline with v stages "
-    "each, s along dp_shard and t along tp; activations come on top, and for a while up to three whole layers",
+    "sends   the rank that sends most in a step: a formula, and its value in the example below; W is the size of all "
+    "weights, D of those that are no experts, A that of a microbatch's activation between two layers; there are L "
+    "layers (or blocks, if layers are cut) and m microbatches, k of them for each of the d data-parallel ranks",
+    "keeps   of weights W, gradients G and optimizer state O; activations come on top, and for a while up to three "
+    "whole layers",
+    "ranks   n in all: p along the pipeline with v stages each, r along dp_replicate, s along dp_shard, t along tp, c "
+    "along cp, e along ep",
+    f"example {LAYERS} layers and {MICROBATCHES} microbatches on 4 ranks (tensor-parallel and column-parallel: 2, 3d "
+    "and 4d: 8)",
     "zero-3  keeps what fsdp keeps: fsdp is the page to read, which waits for every collective; zero-3 is the plan to "
     "use, which overlaps them with compute, microbatch by microbatch",
 )
@@ -197,6 +201,12 @@ def sent_by(entry: StrategyEntry) -> Sent:
     return Sent(most, most.weights / 4 / sum(sizes.weights), most.activations / 4 / sizes.activations[0])
 
 
+def sends_text(entry: StrategyEntry) -> str:
+    """Return the formula of what a rank sends, without signs of multiplication, and its value in the example."""
+    sent = sent_by(entry)
+    return f"{entry.sends.replace(' * ', ' ')}: {sent}" if sent.traffic.bytes else str(sent)
+
+
 def strategy_as_json(entry: StrategyEntry) -> dict[str, Any]:
     """Return a strategy's row for --json."""
     sent = sent_by(entry)
@@ -212,6 +222,7 @@ def strategy_as_json(entry: StrategyEntry) -> dict[str, Any]:
             "bytes": round(sent.traffic.bytes),
             "weights": round(sent.weights, 9),
             "activations": round(sent.activations, 9),
+            "formula": entry.sends,
         },
         "keeps": entry.memory,
         "source": entry.source,
@@ -230,7 +241,7 @@ def print_strategies(console: Console) -> None:
     else:
         table.add_column("")
     for entry in STRATEGIES.values():
-        cells = [entry.splits, str(sent_by(entry)), entry.memory, entry.source]
+        cells = [entry.splits, sends_text(entry), entry.memory, entry.source]
         if not wide:
             facts = f"{cells[0]}\nsends {cells[1]}\nkeeps {cells[2]}\n"
             cells = [Text.assemble(facts, (entry.source, "dim"))]

@@ -20,38 +20,55 @@ from shardlab.common.errors import unknown_name
 from shardlab.language import Mesh, UserError
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import DECLARED, Preset, StrategyEntry, preset
-from shardlab.strategies.schedules import SCHEDULES
+from shardlab.strategies.schedules import SCHEDULES, Schedule
 
 ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
 SHARD = ("dp_shard",)
 ALL_DATA = ("dp_shard", "dp_replicate")
 
 
-@preset("the batch and optimizer state", "W + G + O/n", f"{ZERO}, stage 1")
+@preset("the batch and optimizer state", "W + G + O/n", f"{ZERO}, stage 1", sends="2 * (n - 1) / n * W")
 def zero_1(ranks: int) -> Plan:
     """Shard the optimizer state."""
     return Plan(Mesh(dp_shard=ranks), shard_optimizer=SHARD)
 
 
-@preset("the batch, gradients and optimizer state", "W + (G + O)/n", f"{ZERO}, stage 2")
+@preset(
+    "the batch, gradients and optimizer state", "W + (G + O)/n", f"{ZERO}, stage 2", sends="(k + 1) * (n - 1) / n * W"
+)
 def zero_2(ranks: int) -> Plan:
     """Shard the gradients and the optimizer state."""
     return Plan(Mesh(dp_shard=ranks), shard_gradients=SHARD, shard_optimizer=SHARD)
 
 
-@preset("as fsdp, with microbatches", "(W + G + O)/n", f"{ZERO}, stage 3")
+@preset(
+    "as fsdp, with microbatches",
+    "(W + G + O)/n",
+    f"{ZERO}, stage 3",
+    sends="(3 * k - (2 * k - 1) / L) * (n - 1) / n * W",
+)
 def zero_3(ranks: int) -> Plan:
     """Shard weights, gradients and optimizer state."""
     return _fully_sharded(Mesh(dp_shard=ranks))
 
 
-@preset("the batch; all else within each of two replicas", "(W + G + O)/s", "Zhao et al. 2023, arXiv 2304.11277")
+@preset(
+    "the batch; all else within each of two replicas",
+    "(W + G + O)/s",
+    "Zhao et al. 2023, arXiv 2304.11277",
+    sends="((3 * k - (2 * k - 1) / L) * (s - 1) / s + 2 * (r - 1) / r / s) * W",
+)
 def hsdp(ranks: int) -> Plan:
     """Shard everything within each half of the ranks. The halves are replicas; they reduce gradients once a step."""
     return _fully_sharded(_two_replicas(ranks))
 
 
-@preset("as hsdp; optimizer state over all ranks", "(W + G)/s + O/n", "Levanter, issue 325")
+@preset(
+    "as hsdp; optimizer state over all ranks",
+    "(W + G)/s + O/n",
+    "Levanter, issue 325",
+    sends="((3 * k - (2 * k - 1) / L) * (s - 1) / s + 2 * (r - 1) / r / s) * W",
+)
 def partially_sharded(ranks: int) -> Plan:
     """Shard weights and gradients as `hsdp` does, and the optimizer state over all ranks."""
     return Plan(_two_replicas(ranks), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=ALL_DATA)
@@ -62,30 +79,54 @@ def pipeline_preset(schedule: str) -> Preset:
     return lambda ranks: Plan(Mesh(pp=ranks), schedule)
 
 
+def messages_of(schedule: Schedule) -> str:
+    """Return the formula of the activations and gradients that the rank sends that sends most.
+
+    Stages in a loop pass from the last rank to the first, and stages in a V stay on the rank where it turns.
+    """
+    if schedule.stages_per_rank is None:
+        return "2 * v * m * A"
+    return "min(2, p - 1) * m * A" if schedule.stages_per_rank == 1 else "min(2, p - 1) * v * m * A"
+
+
 for schedule in SCHEDULES.values():
     preset(
         f"the layers{'' if schedule.stages_per_rank == 1 else ', in loops'}; the batch over time",
         "(W + G + O)/p",
         schedule.source,
+        sends=messages_of(schedule),
         name=schedule.name,
     )(pipeline_preset(schedule.name))
 
 
-@preset("the layers, and all that fsdp splits", "W/p + (W + G + O)/n", "LLM Training Puzzles, puzzle 7")
+@preset(
+    "the layers, and all that fsdp splits",
+    "W/p + (W + G + O)/n",
+    "LLM Training Puzzles, puzzle 7",
+    sends="(1 + k) * (s - 1) / s * W / p + min(2, p - 1) * k * A",
+)
 def pipeline_fsdp(ranks: int) -> Plan:
     """Run a GPipe pipeline of fully sharded stages. The mesh is as square as the number of ranks allows."""
     return _fully_sharded(_square(ranks), "gpipe")
 
 
 @preset(
-    "the layers, in loops, and all that fsdp splits", "W/(p*v) + (W + G + O)/n", "Lamy-Poirier 2022, arXiv 2211.05953"
+    "the layers, in loops, and all that fsdp splits",
+    "W/(p*v) + (W + G + O)/n",
+    "Lamy-Poirier 2022, arXiv 2211.05953",
+    sends="((2 * v - 1) / v + k) * (s - 1) / s * W / p + (2 * v - 1) * k * A",
 )
 def breadth_first_fsdp(ranks: int) -> Plan:
     """Run a breadth-first pipeline of fully sharded stages. A stage gathers its weights once for all microbatches."""
     return _fully_sharded(_square(ranks), "breadth-first")
 
 
-@preset("the sequences", "W + G + O", "Liu et al. 2023, arXiv 2310.01889")
+@preset(
+    "the sequences",
+    "W + G + O",
+    "Liu et al. 2023, arXiv 2310.01889",
+    sends="2 * (3 * c - 2) / c * L * m * A + 2 * (c - 1) / c * W",
+)
 def context_parallel(ranks: int) -> Plan:
     """Split every sequence over the ranks. Keys and values travel around a ring."""
     return Plan(Mesh(cp=ranks))
@@ -95,6 +136,7 @@ def context_parallel(ranks: int) -> Plan:
     "the batch, the layers and their matrices",
     "(W + G + O)/(p*t)",
     "Narayanan et al. 2021, arXiv 2104.04473",
+    sends="((4 * L / p + 1) * 2 * (t - 1) / t + 2) * k * A + 2 * (d - 1) / d * W / (p * t)",
     ranks=8,
     name="3d",
 )
@@ -109,6 +151,7 @@ def three_dimensional(ranks: int) -> Plan:
     "as 3d, and sequences between the matrices",
     "(W + G + O)/(p*t)",
     "Korthikanti et al. 2022, arXiv 2205.05198",
+    sends="((4 * L / p + 1) * 2 * (t - 1) / t + 2 / t) * k * A + 2 * (d - 1) / d * W / (p * t)",
     ranks=8,
     name="4d",
 )

@@ -10,6 +10,7 @@ from shardlab.strategies.registry import built_in, tensor_parallel_mesh
 
 @built_in(
     "the columns of every matrix",
+    sends="(3 * L - 2) * (t - 1) / t * m * A",
     keeps="(W + G + O)/t",
     source="Stanford CS336, spring 2025, lecture 8",
     mesh=tensor_parallel_mesh,

@@ -4,7 +4,9 @@ from shardlab.language import Handle, Rank, Value
 from shardlab.strategies.registry import built_in
 
 
-@built_in("the batch", keeps="W + G + O", source="Li et al. 2020, arXiv 2006.15704", order=3)
+@built_in(
+    "the batch", sends="2 * (n - 1) / n * W", keeps="W + G + O", source="Li et al. 2020, arXiv 2006.15704", order=3
+)
 async def ddp(rank: Rank) -> None:
     """All-reduce each layer's gradient while the backward pass computes the layer below."""
     last = len(rank.layers)

@@ -6,6 +6,7 @@ from shardlab.strategies.registry import built_in
 
 @built_in(
     "the batch, weights, gradients and optimizer state",
+    sends="3 * (n - 1) / n * W",
     keeps="(W + G + O)/n",
     source="Rajbhandari et al. 2020, arXiv 1910.02054, stage 3",
     order=5,

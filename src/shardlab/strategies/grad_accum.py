@@ -6,6 +6,7 @@ from shardlab.strategies.registry import built_in, one_device_mesh
 
 @built_in(
     "nothing; the batch over time",
+    sends="0",
     keeps="W + G + O",
     source="LLM Training Puzzles, puzzle 1",
     mesh=one_device_mesh,

@@ -7,7 +7,14 @@ from shardlab.language import Rank
 from shardlab.strategies.registry import built_in, pipeline_mesh
 
 
-@built_in("the layers", keeps="(W + G + O)/p", source="LLM Training Puzzles, puzzle 5", mesh=pipeline_mesh, order=9)
+@built_in(
+    "the layers",
+    sends="min(2, p - 1) * m * A",
+    keeps="(W + G + O)/p",
+    source="LLM Training Puzzles, puzzle 5",
+    mesh=pipeline_mesh,
+    order=9,
+)
 async def pipeline(rank: Rank) -> None:
     """Send activations up the ranks and their gradients down. Only one rank works at a time."""
     stage = rank.stage_layers()

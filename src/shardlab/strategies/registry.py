@@ -81,6 +81,9 @@ class StrategyEntry:
             state; of a mixture, D is the dense layers and E the experts. There are n ranks: p along the pipeline with v
             stages each, s along dp_shard, t along tp. The formula leaves out activations and one or two gathered
             layers.
+        sends: formula of what the rank sends that sends most, in Python: of all weights W, of which D are dense, and of
+            a microbatch's activation A. There are L layers (of cut models, blocks) and m microbatches, k of them for
+            each of d data-parallel ranks. There are r ranks along dp_replicate, c along cp and e along ep.
         order: position in listings. The nine programs have 1 to 9, a user's programs 50, and plans 100.
         passes: names of the passes that rewrite the program (None: those of the plan, if any); see `Plan.passes`.
     """
@@ -96,6 +99,7 @@ class StrategyEntry:
     columns: bool = False
     order: int = 0
     passes: str | None = None
+    sends: str = ""
 
     def __post_init__(self) -> None:
         named_passes("none" if self.passes is None else self.passes)
@@ -187,6 +191,7 @@ DECLARED: list[StrategyEntry] = []
 def built_in(
     splits: str,
     *,
+    sends: str,
     keeps: str,
     source: str,
     mesh: Callable[[int], Mesh] = data_parallel_mesh,
@@ -202,17 +207,20 @@ def built_in(
 
     def declare(program: Strategy) -> Strategy:
         name = program.__name__.replace("_", "-")
-        DECLARED.append(StrategyEntry(name, program, splits, source, mesh, ranks, None, keeps, columns, order))
+        entry = StrategyEntry(name, program, splits, source, mesh, ranks, None, keeps, columns, order, sends=sends)
+        DECLARED.append(entry)
         return program
 
     return declare
 
 
-def preset(splits: str, keeps: str, source: str, *, ranks: int = 4, name: str = "") -> Callable[[Preset], Preset]:
+def preset(
+    splits: str, keeps: str, source: str, *, sends: str, ranks: int = 4, name: str = ""
+) -> Callable[[Preset], Preset]:
     """Declare a function from a number of ranks to a plan as a built-in strategy.
 
     Args:
-        splits, keeps, source, ranks: as for `built_in`.
+        splits, keeps, source, sends, ranks: as for `built_in`.
         name: name of the strategy (empty: that of the function).
     """
 
@@ -220,8 +228,11 @@ def preset(splits: str, keeps: str, source: str, *, ranks: int = 4, name: str = 
         async def strategy(rank: Rank) -> None:
             await program_from_plan(plan(rank.world))(rank)
 
+        def mesh(ranks: int) -> Mesh:
+            return plan(ranks).mesh
+
         called = name or plan.__name__.replace("_", "-")
-        entry = StrategyEntry(called, strategy, splits, source, lambda n: plan(n).mesh, ranks, plan, keeps, order=100)
+        entry = StrategyEntry(called, strategy, splits, source, mesh, ranks, plan, keeps, order=100, sends=sends)
         DECLARED.append(entry)
         return plan
 

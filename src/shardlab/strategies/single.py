@@ -4,7 +4,15 @@ from shardlab.language import Rank
 from shardlab.strategies.registry import built_in, one_device_mesh
 
 
-@built_in("nothing", keeps="W + G + O", source="LLM Training Puzzles, puzzle 0", mesh=one_device_mesh, ranks=1, order=1)
+@built_in(
+    "nothing",
+    sends="0",
+    keeps="W + G + O",
+    source="LLM Training Puzzles, puzzle 0",
+    mesh=one_device_mesh,
+    ranks=1,
+    order=1,
+)
 async def single(rank: Rank) -> None:
     """Train on one rank. Further ranks would only repeat the same step."""
     last = len(rank.layers)

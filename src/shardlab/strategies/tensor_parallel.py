@@ -9,6 +9,7 @@ from shardlab.strategies.registry import built_in, tensor_parallel_mesh
 
 @built_in(
     "the matrices of every layer",
+    sends="2 * (2 * L + 1) * 2 * (t - 1) / t * m * A",
     keeps="(W + G + O)/t",
     source="Shoeybi et al. 2019, arXiv 1909.08053",
     mesh=tensor_parallel_mesh,

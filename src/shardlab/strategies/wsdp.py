@@ -5,7 +5,11 @@ from shardlab.strategies.registry import built_in
 
 
 @built_in(
-    "the batch, weights and optimizer state", keeps="G + (W + O)/n", source="LLM Training Puzzles, puzzle 3", order=4
+    "the batch, weights and optimizer state",
+    sends="4 * (n - 1) / n * W",
+    keeps="G + (W + O)/n",
+    source="LLM Training Puzzles, puzzle 3",
+    order=4,
 )
 async def wsdp(rank: Rank) -> None:
     """All-gather each layer just before its use and free it afterwards. All-reduce the gradients; update the slice."""
