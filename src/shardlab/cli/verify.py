@@ -25,7 +25,7 @@ from shardlab.cli.options import Count, Flag, MaxOps, MaxSeconds, Norm, Optional
 from shardlab.cli.plan_options import NO_FLAGS, JobFile, Layout, job_source
 from shardlab.cli.simulate.command import add_drifts
 from shardlab.common.text import counted
-from shardlab.language import UserError
+from shardlab.language import OpKind, UserError
 from shardlab.language.precision import Optimizer
 from shardlab.train.config import BatchConfig
 from shardlab.train.config_sources import batch_of
@@ -41,12 +41,21 @@ DEFAULT_BATCH = BatchConfig(microbatches=4, micro_batch_size=2)
 
 
 class Verification(NamedTuple):
-    """Result of a comparison: what ran, its program, the norm to which gradients were clipped, and the verdict."""
+    """Result of a comparison.
+
+    Attributes:
+        job: what ran.
+        proof: its program.
+        clip: the norm to which gradients were clipped (None: they were not).
+        verdict: the differences from one device.
+        with_casts: those of a run in float32, for a program whose casts are off in float64 (None: not run).
+    """
 
     job: Job
     proof: Checked
     clip: float | None
     verdict: Verdict
+    with_casts: Verdict | None
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class Verify:
 
     The error of a layer is max|a - b| / max|b| over all its parameters, and the largest error counts. Up to 1e-12 is
     ok. In another precision, the strategy may be at most twice as far from one device in float64 as one device in that
-    precision is.
+    precision is. Casts of a program are off in float64, so a program that casts runs in float32 as well.
     """
 
     strategy: StrategyName = None
@@ -155,8 +164,10 @@ class Verify:
             want_compilable(proof, device_type(ranks))
         clip = clip_for(proof, self.clip)
         with failures_as_exit(exits=exits):
-            verdict = verify(job, self.steps, clip, self.compile)
-        return None if verdict is None else Verification(job, proof, clip, verdict)
+            verdict, with_casts = verify(job, self.steps, clip, self.compile), None
+            if job.precision == "fp64" and has_casts(proof):
+                with_casts = verify(replace(job, precision="fp32"), self.steps, clip, self.compile)
+        return None if verdict is None else Verification(job, proof, clip, verdict, with_casts)
 
     def run(self) -> int:
         if self.all:
@@ -166,7 +177,7 @@ class Verify:
             return 0
         from shardlab.train.verification.cases import TOLERANCE
 
-        job, proof, clip, verdict = result
+        job, proof, clip, verdict, with_casts = result
         report = Report(
             strategy=job.name, ranks=job.ranks, layers=job.model.layers, microbatches=job.microbatches, clip=clip
         )
@@ -185,6 +196,8 @@ class Verify:
         answer, style = ("yes, each", "green") if verdict.ok else ("no, not each", "red")
         report.fact("ok", f"{answer} {limit}", style=style)
         report.data |= {**asdict(verdict), "tolerance": TOLERANCE, "ok": verdict.ok}
+        if with_casts is not None:
+            add_lossy_run(report, with_casts)
         add_drifts(report, proof)
         report.show(json=self.json)
         return 0 if verdict.ok else 1
@@ -209,6 +222,22 @@ class Verify:
         else:
             print_tables(results, seconds, stdout_console())
         return 0 if all(result.ok for result in results) else 1
+
+
+def has_casts(checked: Checked) -> bool:
+    """Return whether a program casts values to another dtype, which may round them."""
+    return any(op.kind is OpKind.CAST for tape in checked.program.tapes for op in tape)
+
+
+def add_lossy_run(report: Report, verdict: Verdict) -> None:
+    """Add the errors of a program with casts in float32, in which it casts as it is written."""
+    assert verdict.exact is not None
+    assert verdict.one_device is not None
+    report.fact("casts", "are off in float64; a run in float32, with casts:")
+    report.data["with_casts"] = {"precision": "fp32", **asdict(verdict.exact)}
+    pairs = zip(verdict.exact.all, verdict.one_device.all, strict=True)
+    for name, (error, alone) in zip(("loss_error", "gradient_error", "weight_error"), pairs, strict=True):
+        report.fact(name, f"from float64; one device in float32 {alone:.2e}", f"{error:.2e}")
 
 
 def as_json(results: Sequence[CaseResult], seconds: float) -> dict[str, Any]:

@@ -91,6 +91,23 @@ def test_verify_warns_of_replicas_that_may_drift(monkeypatch: pytest.MonkeyPatch
     assert "drift" not in capsys.readouterr().out
 
 
+def test_a_program_with_casts_is_verified_in_float32_as_well(warm: WarmStarts) -> None:
+    """Float64 turns the casts off. With them, gradients have the 8 bits of bfloat16."""
+    program = f"{ROOT}/examples/gradients_in_half.py:gradients_in_half"
+    words = ["-m", "shardlab", "verify", program, "--ranks", "2", "--steps", "1", "--layers", "2"]
+    done = warm.run([*words, "--json"])
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["gradient_error"] < 1e-12
+    assert result["with_casts"]["precision"] == "fp32"
+    assert 2**-13 < result["with_casts"]["gradient_error"] < 2**-5
+    shown = warm.run(words).stdout
+    assert "casts           are off in float64; a run in float32, with casts:" in shown
+    assert shown.count("gradient_error") == 2
+    done = warm.run(["-m", "shardlab", "verify", "ddp", "--ranks", "2", "--steps", "1", "--json"])
+    assert "with_casts" not in json.loads(done.stdout)
+
+
 def test_verify_clips_to_the_norm_that_is_given_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     clips: list[float | None] = []
 
