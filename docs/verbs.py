@@ -27,7 +27,7 @@ docstrings by [verbs.py](verbs.py): `python docs/verbs.py` writes it again.
 
 A verb is one of three kinds. What computes is a plain call. What communicates or copies starts at once and returns a
 *handle*: `await` waits for its result. So `await rank.all_gather(w)` blocks, while `handle = rank.all_gather(w)`, other
-work and `w = await handle` overlap. `batch_p2p` is a context manager.
+work and `w = await handle` overlap. `batch_p2p` is a context manager, and `update_shard` a coroutine, which you await.
 
 Every verb refuses wrong use at the line that is wrong, with the rank and the op: a value that was freed, that belongs
 to another rank or that is still a handle; a layer or an axis that does not exist. The other reasons stand with each
@@ -56,7 +56,7 @@ GROUPS = {
     "Places": "group coordinate share stage_layers weight_of store",
     "Loading": "load_weights load_weight load_opt_state load_batch zero_gradient",
     "Passes of layers": "forward loss loss_stats backward backward_input backward_weight attend attend_backward",
-    "Sums and updates": "add accumulate wants_norm norm wants_direction direction update",
+    "Sums and updates": "add accumulate wants_norm norm wants_direction direction update update_shard",
     "Slices and numbers": "slice concatenate scale tokens cast",
     "Collectives": "all_reduce all_gather reduce_scatter all_to_all broadcast scatter gather reduce barrier",
     "Messages": "send recv exchange batch_p2p",
@@ -137,6 +137,8 @@ def kind(method: Callable[..., Any]) -> str:
     """What a call returns."""
     if is_context(method):
         return "context manager"
+    if inspect.iscoroutinefunction(method):
+        return "`await` it at once"
     return "call with a handle" if "Handle" in str(inspect.signature(method).return_annotation) else "plain call"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,8 +12,9 @@ import pytest
 
 from shardlab.common.files import read_file, require_regular_file
 from shardlab.common.user_code import find_member, load_module, require_ops, trace_limits
-from shardlab.language import ExpectedValue, Holds, Kind, Mesh, OpKind, Rank, UserError, World, trace
+from shardlab.language import ExpectedValue, Holds, Kind, Mesh, OpKind, Rank, Sizes, UserError, World, trace
 from shardlab.language.values import Value
+from shardlab.strategies import STRATEGIES
 from tests.language.tapes import alone, refusal, refused, sentence, together
 from tests.support.refusing import Told, refuses, tells, told
 
@@ -409,3 +411,29 @@ def test_an_unusable_file_is_refused_in_a_sentence(
     with pytest.raises(UserError) as caught:
         call(tmp_path / name)
     assert str(caught.value) == sentence.format(path=tmp_path / name)
+
+
+# A head that is tied to the embedding, and updates of slices.
+
+
+TIED = Sizes.half_blocks(1, tied=True)
+
+
+def test_the_key_of_a_tied_head_names_the_embeddings_weight() -> None:
+    def lines(rank: Rank) -> None:
+        rank.weights[0] = rank.load_weight(0)
+        assert rank.weights[rank.layers[-1]] is rank.weights[0]
+        assert rank.layers[-1] not in rank.weights
+        del rank.weights[0]
+        with pytest.raises(KeyError):
+            rank.weights[rank.layers[-1]]
+
+    alone(lines, layers=TIED)
+
+
+@pytest.mark.parametrize(("ranks", "muon", "gathers"), [(1, True, 0), (2, False, 0), (2, True, 4)])
+def test_an_update_of_a_slice_gathers_directions_for_whole_matrices(ranks: int, muon: bool, gathers: int) -> None:
+    sizes = replace(Sizes.puzzle(4), whole_matrices=muon)
+    tape = trace(STRATEGIES["wsdp"].program, ranks, sizes, 2).tapes[0]
+    assert sum(op.kind is OpKind.DIRECTION for op in tape) == gathers
+    assert sum(op.kind is OpKind.ALL_GATHER for op in tape) == 2 * 4 + gathers

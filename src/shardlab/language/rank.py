@@ -33,7 +33,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
     - `rank_compute.ComputeVerbs`: plain calls. A layer's passes (`forward`, `backward`, `backward_input`,
       `backward_weight`), attention between slices (`attend`, `attend_backward`), the loss (`loss`, `loss_stats`), and
       the step from gradients to new weights (`add`, `norm`, `direction`, `update`; `wants_norm` and `wants_direction`
-      say what the optimizer needs).
+      say what the optimizer needs). `update_shard` updates a layer in the stores.
     - `rank_communication.CommunicationVerbs`: each returns a handle to `await`. Messages (`send`, `recv`, `exchange`,
       `batch_p2p`) and collectives (`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `scatter`,
       `gather`, `reduce`, `barrier`).
@@ -44,7 +44,8 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
     Attributes:
         weighted_layers: layers with a weight of their own: all but a head that is tied to the embedding.
         signatures: the values that each layer takes and makes.
-        weights, opt_states, activations, grad_activations, grad_weights, directions, scalars, residuals,
+        weights: the store of weights. The key of a head that is tied to the embedding names the embedding's weight.
+        opt_states, activations, grad_activations, grad_weights, directions, scalars, residuals,
             grad_residuals, routing, grad_routing, stats, queries, keys_values, grad_queries, grad_keys_values: the
             stores, a program's only memory.
     """
@@ -53,7 +54,8 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         super().__init__(index, world)
         self.weighted_layers = [layer for layer in self.layers if self.sizes.weight_of(layer) == layer]
         self.signatures = self.sizes.signatures
-        self.weights = Store(self, Kind.WEIGHT)
+        own = self.weighted_layers
+        self.weights = Store(self, Kind.WEIGHT, {l: self.weight_of(l) for l in self.layers if l not in own})
         self.opt_states = Store(self, Kind.OPT_STATE)
         self.activations = Store(self, Kind.ACTIVATION)
         self.grad_activations = Store(self, Kind.GRAD_ACTIVATION)
@@ -137,6 +139,25 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         """
         layer, sums = self._read(gradient, "accumulate").layer, self.grad_weights
         sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
+
+    async def update_shard(self, layer: int, norm: Value | None = None, *, axis: str | None = None) -> None:
+        """Update `weights[layer]` and `opt_states[layer]`, whole or a slice, by `grad_weights[layer]`, which ends.
+
+        An optimizer that updates whole matrices, such as Muon, needs the direction of the slices of all ranks. It is
+        gathered if the optimizer state is a slice.
+
+        Args:
+            norm: as for `update`.
+            axis: axis of the mesh along which the layer is cut (None: the whole world).
+
+        Raises:
+            Refused: as `update` does.
+        """
+        gradient, state, direction = self.grad_weights[layer], self.opt_states[layer], None
+        if self.wants_direction(layer) and not state.spec.holds.complete:
+            direction = await self.all_gather(self.direction(layer, gradient, state, norm), axis=axis)
+        gradient, weight = self.grad_weights.pop(layer), self.weights[layer]
+        self.weights[layer], self.opt_states[layer] = self.update(layer, gradient, weight, state, norm, direction)
 
     def _divide(self, numbers: range, noun: str, axis: str | None) -> range:
         """Return this rank's part of some numbers, which are divided evenly among the ranks along an axis."""

@@ -109,10 +109,15 @@ class MissingKey(Refused, KeyError):
 
 
 class Store(MutableMapping[Hashable, Value]):
-    """One of a rank's stores. Two keys may name one value, which is freed when its last key is deleted."""
+    """One of a rank's stores. Two keys may name one value, which is freed when its last key is deleted.
 
-    def __init__(self, rank: TracedRank, kind: Kind) -> None:
+    Args:
+        shared: keys that name the value of another key while they have none of their own.
+    """
+
+    def __init__(self, rank: TracedRank, kind: Kind, shared: Mapping[Hashable, Hashable] | None = None) -> None:
         self._rank = rank
+        self._shared = shared or {}
         self.kind = kind
         self.name: str = kind.value
         self._values: dict[Hashable, Value] = {}
@@ -121,6 +126,8 @@ class Store(MutableMapping[Hashable, Value]):
         try:
             return self._values[key]
         except KeyError:
+            if key in self._shared:
+                return self[self._shared[key]]
             raise self._missing(key) from None
 
     def __setitem__(self, key: Hashable, value: Value) -> None:

@@ -48,9 +48,4 @@ async def column_parallel(rank: Rank) -> None:
         else:
             rank.grad_weights[l], gradient, *residual = rank.backward(l, x, (gradient, *residual), rank.weights[l])
     for l in rank.layers:
-        direction = None
-        if rank.wants_direction(l) and rank.signatures[l].sliced:  # Muon orthogonalizes whole matrices
-            direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l]), axis="tp")
-        rank.weights[l], rank.opt_states[l] = rank.update(
-            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], direction=direction
-        )
+        await rank.update_shard(l, axis="tp")

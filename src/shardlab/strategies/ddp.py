@@ -15,13 +15,13 @@ async def ddp(rank: Rank) -> None:
     rank.activations[0] = rank.load_batch(rank.share())
 
     for l in rank.layers:
-        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[rank.weight_of(l)])
+        rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
     reductions: dict[int, Handle[Value]] = {}
     for l in reversed(rank.layers):
         grad_weight, rank.grad_activations[l] = rank.backward(
-            l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[rank.weight_of(l)]
+            l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]
         )
         if l + 1 in reductions:  # one reduction in flight at a time bounds the memory
             rank.accumulate(await reductions.pop(l + 1))

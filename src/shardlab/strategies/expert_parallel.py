@@ -35,7 +35,7 @@ async def expert_parallel(rank: Rank) -> None:
             rank.activations[l + 1] = await rank.all_to_all(results)
         else:
             inputs = rank.activations[l], *residual
-            rank.activations[l + 1], *residual = rank.forward(l, inputs, rank.weights[rank.weight_of(l)])
+            rank.activations[l + 1], *residual = rank.forward(l, inputs, rank.weights[l])
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
     residual = []
@@ -46,7 +46,7 @@ async def expert_parallel(rank: Rank) -> None:
             rank.grad_weights[l], gradient = rank.backward(l, x, gradient, rank.weights[l])
             rank.grad_activations[l] = await rank.all_to_all(gradient)
         else:
-            gradients = rank.backward(l, x, (gradient, *residual), rank.weights[rank.weight_of(l)])
+            gradients = rank.backward(l, x, (gradient, *residual), rank.weights[l])
             grad_weight, rank.grad_activations[l], *residual = gradients
             rank.accumulate(await rank.all_reduce(grad_weight))
 

@@ -19,12 +19,12 @@ async def fsdp(rank: Rank) -> None:
     rank.activations[0] = rank.load_batch(rank.share())
 
     for l in rank.layers:
-        full = await rank.all_gather(rank.weights[rank.weight_of(l)])
+        full = await rank.all_gather(rank.weights[l])
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], full)
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
     for l in reversed(rank.layers):
-        full = await rank.all_gather(rank.weights[rank.weight_of(l)])
+        full = await rank.all_gather(rank.weights[l])
         grad_weight, rank.grad_activations[l] = rank.backward(
             l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), full
         )
@@ -35,9 +35,4 @@ async def fsdp(rank: Rank) -> None:
         squares = [rank.norm(l, rank.grad_weights[l]) for l in rank.weighted_layers]
         rank.scalars["norm"] = norm = await rank.all_reduce(sum(squares[1:], squares[0]))
     for l in rank.weighted_layers:
-        direction = None
-        if rank.wants_direction(l):  # Muon orthogonalizes whole matrices
-            direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l], norm))
-        rank.weights[l], rank.opt_states[l] = rank.update(
-            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], norm, direction
-        )
+        await rank.update_shard(l, norm)

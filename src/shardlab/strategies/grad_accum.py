@@ -22,11 +22,11 @@ async def grad_accum(rank: Rank) -> None:
     for m in rank.microbatches:
         rank.activations[0] = rank.load_batch([m])
         for l in rank.layers:
-            rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[rank.weight_of(l)])
+            rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
         rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
         for l in reversed(rank.layers):
             grad_weight, rank.grad_activations[l] = rank.backward(
-                l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[rank.weight_of(l)]
+                l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), rank.weights[l]
             )
             rank.accumulate(grad_weight)
         del rank.grad_activations[0]

@@ -30,7 +30,7 @@ async def tensor_parallel(rank: Rank) -> None:
 
     residual: list[Value] = []
     for l in rank.layers:
-        weight = rank.weights[rank.weight_of(l)]
+        weight = rank.weights[l]
         if rank.signatures[l].sliced:
             terms = rank.forward(l, rank.activations[l], weight)
             rank.activations[l + 1] = await rank.all_reduce(terms, axis="tp") if l < last else terms
@@ -42,7 +42,7 @@ async def tensor_parallel(rank: Rank) -> None:
     gradient = rank.loss(rank.activations.pop(last + 1), stats)  # for this rank's slice of the vocabulary
     residual = []
     for l in reversed(rank.layers):
-        x, weight = rank.activations.pop(l), rank.weights[rank.weight_of(l)]
+        x, weight = rank.activations.pop(l), rank.weights[l]
         if rank.signatures[l].sliced:
             grad_weight, terms = rank.backward(l, x, gradient, weight)
             rank.accumulate(grad_weight)
@@ -51,9 +51,4 @@ async def tensor_parallel(rank: Rank) -> None:
             grad_weight, gradient, *residual = rank.backward(l, x, (gradient, *residual), weight)
             rank.accumulate(grad_weight)
     for l in rank.weighted_layers:
-        direction = None
-        if rank.wants_direction(l) and rank.signatures[l].sliced:  # Muon orthogonalizes whole matrices
-            direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l]), axis="tp")
-        rank.weights[l], rank.opt_states[l] = rank.update(
-            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], direction=direction
-        )
+        await rank.update_shard(l, axis="tp")

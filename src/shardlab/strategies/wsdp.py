@@ -19,20 +19,16 @@ async def wsdp(rank: Rank) -> None:
     rank.activations[0] = rank.load_batch(rank.share())
 
     for l in rank.layers:
-        full = await rank.all_gather(rank.weights[rank.weight_of(l)])
+        full = await rank.all_gather(rank.weights[l])
         rank.activations[l + 1] = rank.forward(l, rank.activations[l], full)
     rank.grad_activations[last] = rank.loss(rank.activations.pop(last))
 
     for l in reversed(rank.layers):
-        full = await rank.all_gather(rank.weights[rank.weight_of(l)])
+        full = await rank.all_gather(rank.weights[l])
         grad_weight, rank.grad_activations[l] = rank.backward(
             l, rank.activations.pop(l), rank.grad_activations.pop(l + 1), full
         )
         rank.accumulate(grad_weight)
     for l in rank.weighted_layers:
-        rank.grad_weights[l], direction = await rank.all_reduce(rank.grad_weights.pop(l)), None
-        if rank.wants_direction(l):  # Muon orthogonalizes whole matrices
-            direction = await rank.all_gather(rank.direction(l, rank.grad_weights[l], rank.opt_states[l]))
-        rank.weights[l], rank.opt_states[l] = rank.update(
-            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l], direction=direction
-        )
+        rank.grad_weights[l] = await rank.all_reduce(rank.grad_weights.pop(l))
+        await rank.update_shard(l)

@@ -20,7 +20,7 @@ from shardlab.cli.console import Report
 from shardlab.cli.simulate.command import add_step
 from shardlab.draw.canvas import layer_color
 from shardlab.language import OpKind, trace
-from shardlab.simulate.timeline import simulate
+from shardlab.simulate.timeline import TEACHING_COSTS, simulate
 from shardlab.strategies import STRATEGIES
 from tests.check import right_programs
 
@@ -179,7 +179,7 @@ def report(width: int, name: str = "fsdp", ranks: int = 4) -> list[str]:
     checked = check(program)
     text = io.StringIO()
     shown = Report()
-    add_step(shown, name, checked, simulate(checked))
+    add_step(shown, name, checked, simulate(checked), TEACHING_COSTS)
     shown.print(Console(file=text, width=width, highlight=False))
     return text.getvalue().splitlines()
 
