@@ -4,7 +4,7 @@
 2. Exposed communication: the share in which it communicates and does not compute.
 3. Overlap: the share of its communication that runs beside compute.
 4. Idle time by cause: the share in which it does neither, by what it waits for (`IdleCause`).
-5. Bubble: that of the pipeline (`shardlab.simulate.timeline.timeline.bubble`), beside the closed form of its schedule.
+5. Bubble: that of the pipeline (`shardlab.simulate.timeline.bubble`), beside the closed form of its schedule.
 6. Straggler: the rank that computes longest, and by how much it exceeds the mean.
 
 The first four are means over ranks, and `RankFigures` has them for each rank. Compute, exposed communication and idle
@@ -22,8 +22,9 @@ from typing import Any
 
 from shardlab.language import OpKind
 from shardlab.language.ops import COLLECTIVES, POINT_TO_POINT
+from shardlab.simulate.timeline.bubble import bubble
 from shardlab.simulate.timeline.causes import TOLERANCE, Activity, ComputeGap, activity_of, find_arrivals, find_gaps
-from shardlab.simulate.timeline.timeline import Timeline, bubble, covered
+from shardlab.simulate.timeline.timeline import Timeline, covered
 
 Span = tuple[float, float]
 
