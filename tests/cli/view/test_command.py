@@ -59,7 +59,7 @@ def test_the_times_are_those_of_simulate(capsys: pytest.CaptureFixture[str]) -> 
         (timeline,) = found["timelines"]
         assert timeline["end"] == simulated["end"]
         if timeline["bubble"] is not None:
-            assert timeline["bubble"] == simulated["bubble"]
+            assert timeline["bubble"] == simulated["bubble_with_communication"]
 
 
 def test_with_json_a_page_is_written_only_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ export function figureRows(model) {
   add("idle", all.map(idle), percent, "A rank neither computes nor communicates, of the step.");
   for (const cause of causes) add(cause, all.map((each) => each.idle[cause] ?? 0), percent, "", true);
   if (all.some((each) => each.bubble !== null)) {
-    add("bubble", all.map((each) => each.bubble), percent, "Of the pipeline.");
+    add("bubble with communication", all.map((each) => each.bubble), percent, "Of the pipeline.");
     if (all[0].bubble_closed_form !== null) {
       add("closed form", all.map((each) => each.bubble_closed_form), percent, all[0].bubble_formula, true);
     }
