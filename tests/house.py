@@ -28,8 +28,8 @@ CODE_LINES = {
     "measure": 2200,
     "models": 3670,
     "planner": 2900,
-    "simulate": 6570,
-    "strategies": 2570,
+    "simulate": 6640,
+    "strategies": 2630,
     "train": 8460,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
