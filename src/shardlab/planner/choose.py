@@ -139,15 +139,46 @@ def choose(
     ).run()
     timed = TimedQueries(problem, workers, began + budget.seconds)
     model = None if measured is None or not (found.best or ran) else fit_errors(found, ran, error, timed)
-    best = found.best
-    if best is None:
+    if found.best is None:
         raise UserError(explain_no_fit(problem, found))
+    return _give_reasons(problem, workers, found, found.best, timed, budget, model)
+
+
+def _give_reasons(
+    problem: Problem,
+    workers: Workers,
+    found: Results,
+    best: PlanOutcome,
+    timed: TimedQueries,
+    budget: Budget,
+    model: ErrorModel | None,
+) -> PlanChoice:
+    """Ask why the best plan is the best and what would help, the most important questions first."""
     own = timed.ask(Query(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
     more = [timed.ask(Query(best.candidate), change) for change in doubled]
     near = nearest_alternatives(problem, best.candidate, timed, found.fitting)
     rows = sorted(found.families().values(), key=lambda each: family_order(each.family))
+    helps = _gain_of_memory(problem, workers, best, timed, budget)
     others = [each for each in rows if each.candidate != best.candidate and each.family in found.searched]
+    coming = {each.family: timed.ask(Query(each.candidate, each.forecast, shares=True)) for each in others}
+    reasons = add_shares(near, timed)
+    answer = timed.answer(own, "what the step's time goes to") or Answer(best.forecast, None)
+    workload, path = problem.workload(best.candidate), dict[str, float]()
+    if timed.left > trace_seconds(workload):
+        path = trace_or_none(lambda: path_seconds(workload)) or {}
+    studied = {name: timed.answer(future, LIMITS) for name, future in coming.items()} | {best.family: answer}
+    for change, future in zip(doubled, more, strict=True):
+        if (study := timed.answer(future, "what would help")) is not None:
+            helps[change] = (2 if change == "batch" else 1) * best.forecast.seconds / study.forecast.seconds - 1
+    families = [(each, studied.get(each.family) or Answer(each.forecast, None)) for each in rows]
+    return PlanChoice(problem, found, best, answer, families, path, reasons(), helps, str(timed), model)
+
+
+def _gain_of_memory(
+    problem: Problem, workers: Workers, best: PlanOutcome, timed: TimedQueries, budget: Budget
+) -> dict[Change, float]:
+    """Return the gain from twice the memory, by a search for a notably faster plan (empty: the time was too short)."""
     roomy = Search(
         problem,
         workers,
@@ -155,23 +186,9 @@ def choose(
         change="memory",
         best=(1 - NOTABLE) * best.forecast.seconds,
     ).run()
-    coming = [timed.ask(Query(each.candidate, each.forecast, shares=True)) for each in others]
-    reasons = add_shares(near, timed)
-    answer = timed.answer(own, "what the step's time goes to") or Answer(best.forecast, None)
-    workload, path = problem.workload(best.candidate), dict[str, float]()
-    if timed.left > trace_seconds(workload):
-        path = trace_or_none(lambda: path_seconds(workload)) or {}
-    studied = {each.family: timed.answer(future, LIMITS) for each, future in zip(others, coming, strict=True)}
-    helps: dict[Change, float] = {}
-    for change, future in zip(doubled, more, strict=True):
-        if (study := timed.answer(future, "what would help")) is not None:
-            helps[change] = (2 if change == "batch" else 1) * best.forecast.seconds / study.forecast.seconds - 1
     least = min([best.forecast.seconds, *(each.seconds for each in roomy.fitting)])
-    if roomy.complete or least < best.forecast.seconds:
-        helps["memory"] = best.forecast.seconds / least - 1
-    answers = {best.family: answer, **{name: study for name, study in studied.items() if study}}
-    families_found = [(each, answers.get(each.family) or Answer(each.forecast, None)) for each in rows]
-    return PlanChoice(problem, found, best, answer, families_found, path, reasons(), helps, str(timed), model)
+    known = roomy.complete or least < best.forecast.seconds
+    return {"memory": best.forecast.seconds / least - 1} if known else {}
 
 
 MOST = 6
