@@ -15,7 +15,6 @@ from shardlab.simulate.timeline.event_loop import (
     IdleLog,
     IdlePattern,
     StartEnd,
-    waited_until,
 )
 
 
@@ -69,25 +68,26 @@ def idle_log(*intervals: tuple[float, float]) -> IdleLog:
     return log
 
 
-STOOD = idle_log((1.0, 2.0))
-"""A rank that has computed since 2."""
+def stood() -> IdleLog:
+    """A rank that has computed since 2."""
+    return idle_log((1.0, 2.0))
 
 
 @pytest.mark.parametrize(("most", "until"), [(9.0, 7.5), (1.0, 7.0)])
 def test_a_rank_that_waits_loses_a_share_of_what_it_computed_and_no_more_than_the_most(
     most: float, until: float
 ) -> None:
-    assert waited_until(STOOD, 5.0, 4.0, 6.0, 0.0, Lag(0.5, most)) == until
+    assert stood().wait(5.0, 4.0, 6.0, 0.0, Lag(0.5, most)) == until
 
 
 def test_what_was_over_before_costs_the_part_that_is_not_hidden() -> None:
-    assert waited_until(STOOD, 5.0, 3.0, 4.0, 0.0, Lag(0.5, 9.0)) == 5.0
-    assert waited_until(STOOD, 5.0, 3.0, 4.0, 0.0, Lag(0.5, 9.0, hidden=0.5)) == 5.75
-    assert waited_until(idle_log(), 5.0, 5.0, 5.0, 0.0, Lag(0.5, 9.0, hidden=0.5)) == 5.0
+    assert stood().wait(5.0, 3.0, 4.0, 0.0, Lag(0.5, 9.0)) == 5.0
+    assert stood().wait(5.0, 3.0, 4.0, 0.0, Lag(0.5, 9.0, hidden=0.5)) == 5.75
+    assert idle_log().wait(5.0, 5.0, 5.0, 0.0, Lag(0.5, 9.0, hidden=0.5)) == 5.0
 
 
 def test_what_is_computed_beside_communication_takes_longer() -> None:
-    assert waited_until(STOOD, 5.0, 1.5, 6.0, 0.5) == 6.0 + 0.5 * 3.0
+    assert stood().wait(5.0, 1.5, 6.0, 0.5) == 6.0 + 0.5 * 3.0
 
 
 @given(st.lists(st.lists(st.integers(1, 5), min_size=2, max_size=6), max_size=5), st.integers(0, 80))

@@ -124,13 +124,6 @@ class EventLoop(Generic[C]):
             del self._waits[row]
             heapq.heappush(self._heap, (max(self.clocks[row], now), 0, next(self._tie), row, None))
 
-    def waited_until(self, row: int, clock: float, start: float, end: float, lag: Lag) -> float:
-        """Return when a row computes again after it has waited for a communication, and log that it stood still."""
-        end = waited_until(self.idle[row], clock, start, end, self.contention, lag)
-        if end > clock:
-            self.idle[row].append(clock, end)
-        return end
-
 
 class IdlePattern(NamedTuple):
     """Intervals of a pass in which its rank's compute stands still, in order.
@@ -195,25 +188,24 @@ class IdleLog:
             return self._totals[number - 1] + pattern.seconds_before(moment - end)
         return self._totals[number] - (end - moment if end > moment else 0.0)
 
+    def wait(self, clock: float, start: float, end: float, contention: float, lag: Lag = NO_LAG) -> float:
+        """Return when the rank computes again after a WAIT, and add the interval until then.
 
-def waited_until(idle: IdleLog, clock: float, start: float, end: float, contention: float, lag: Lag = NO_LAG) -> float:
-    """Return when a rank computes again after a WAIT, if communication takes time from compute.
-
-    Args:
-        idle: intervals in which the rank stood still before.
-        clock: when it arrives at the WAIT.
-        start, end: start and end of the communication.
-        contention, lag: see `Prices`. Copies have no lag, since no ranks wait for each other.
-    """
-    again = clock if clock > end else end
-    if end <= start:
+        Args:
+            clock: when it arrives at the WAIT.
+            start, end: start and end of the communication.
+            contention, lag: see `Prices`. Copies have no lag, since no ranks wait for each other.
+        """
+        again = clock if clock > end else end
+        if end > start:
+            if contention:
+                until = clock if clock < end else end
+                if until > start:
+                    computed = until - start - self.seconds_before(until) + self.seconds_before(start)
+                    if computed > 0:
+                        again += contention * computed
+            if lag.most:
+                again += lag.seconds(clock - self.until, hidden=end <= clock)
+        if again > clock:
+            self.append(clock, again)
         return again
-    if contention:
-        until = clock if clock < end else end
-        if until > start:
-            computed = until - start - idle.seconds_before(until) + idle.seconds_before(start)
-            if computed > 0:
-                again += contention * computed
-    if lag.most:
-        again += lag.seconds(clock - idle.until, hidden=end <= clock)
-    return again

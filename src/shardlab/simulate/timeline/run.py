@@ -173,7 +173,7 @@ class Clocks(EventLoop[int]):
                 if self.slows:
                     issued = handle_op[handle]
                     lag = NO_LAG if communications[communication_of[handle]].stream is COPY else self.lag
-                    end = self.waited_until(row, clock, starts[issued], end, lag)
+                    end = self.idle[row].wait(clock, starts[issued], end, self.contention, lag)
                 if end > clock:
                     idle.append(Idle(handle_op[handle], clock, end))
                     clock = end

@@ -218,7 +218,7 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
                 if isinstance(entry, AwaitMessage):
                     started.pop(place)
                 if self.slows:
-                    end = self.waited_until(row, clock, start, end, self.lag)
+                    end = self.idle[row].wait(clock, start, end, self.contention, self.lag)
                 if end > clock:
                     clock = end
             else:
