@@ -141,25 +141,20 @@ def choose(
     model = None if measured is None or not (found.best or ran) else fit_errors(found, ran, error, timed)
     if found.best is None:
         raise UserError(explain_no_fit(problem, found))
-    return _give_reasons(problem, workers, found, found.best, timed, budget, model)
+    return _give_reasons(found, found.best, timed, budget, model)
 
 
 def _give_reasons(
-    problem: Problem,
-    workers: Workers,
-    found: Results,
-    best: PlanOutcome,
-    timed: TimedQueries,
-    budget: Budget,
-    model: ErrorModel | None,
+    found: Results, best: PlanOutcome, timed: TimedQueries, budget: Budget, model: ErrorModel | None
 ) -> PlanChoice:
     """Ask why the best plan is the best and what would help, the most important questions first."""
+    problem = timed.problem
     own = timed.ask(Query(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
     more = [timed.ask(Query(best.candidate), change) for change in doubled]
     near = nearest_alternatives(problem, best.candidate, timed, found.fitting)
     rows = sorted(found.families().values(), key=lambda each: family_order(each.family))
-    helps = _gain_of_memory(problem, workers, best, timed, budget)
+    helps = _gain_of_memory(best, timed, budget)
     others = [each for each in rows if each.candidate != best.candidate and each.family in found.searched]
     coming = {each.family: timed.ask(Query(each.candidate, each.forecast, shares=True)) for each in others}
     reasons = add_shares(near, timed)
@@ -175,13 +170,11 @@ def _give_reasons(
     return PlanChoice(problem, found, best, answer, families, path, reasons(), helps, str(timed), model)
 
 
-def _gain_of_memory(
-    problem: Problem, workers: Workers, best: PlanOutcome, timed: TimedQueries, budget: Budget
-) -> dict[Change, float]:
+def _gain_of_memory(best: PlanOutcome, timed: TimedQueries, budget: Budget) -> dict[Change, float]:
     """Return the gain from twice the memory, by a search for a notably faster plan (empty: the time was too short)."""
     roomy = Search(
-        problem,
-        workers,
+        timed.problem,
+        timed.workers,
         budget=Budget(min(ROOMY_SHARE * budget.seconds, timed.left / 2), ROOMY_SHARE * budget.forecasts),
         change="memory",
         best=(1 - NOTABLE) * best.forecast.seconds,

@@ -187,12 +187,13 @@ class TimedQueries:
         until: deadline in seconds of `time.monotonic`. After it nothing is asked, and no answer is awaited.
 
     Attributes:
+        problem, workers: as given.
         missed: number of answers that were left out, by subject.
     """
 
     def __init__(self, problem: Problem, workers: Workers, until: float = math.inf) -> None:
         self.problem = problem
-        self._workers, self._until = workers, until
+        self.workers, self._until = workers, until
         self.missed = Counter[str]()
 
     @property
@@ -203,7 +204,7 @@ class TimedQueries:
     def ask(self, query: Query, change: Change = "") -> Future[Answer | None] | None:
         """Ask a query (None: there is too little time)."""
         takes = trace_seconds(self.problem.workload(query.candidate)) if query.shares else 0.0
-        return self._workers.submit(partial(forecast_query, query), change) if self.left > takes else None
+        return self.workers.submit(partial(forecast_query, query), change) if self.left > takes else None
 
     def answer(self, coming: Future[Answer | None] | None, about: str) -> Answer | None:
         """Wait for an answer (None: the plan is not possible, or the time is over).
