@@ -99,6 +99,9 @@ SLOW = (
 )
 """Beginnings of the paths of tests that take long in all, although few of them start ranks."""
 
+LONGEST = ("test_readme.py", "test_types.py")
+"""Files whose tests take longest, over a minute of one core each."""
+
 # The machine is noisy, so there is no deadline; results repeat. `make verify-all` draws three times as many examples.
 settings.register_profile("shardlab", deadline=None, derandomize=True, max_examples=examples(100))
 settings.load_profile("shardlab")
@@ -117,19 +120,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if f"{place}/".startswith(SLOW) else None
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests, and deal the files whose tests start ranks to two workers: one alone would end long after."""
+    """Mark slow tests, and begin with the files that take longest, so that no worker waits for another in the end."""
     for item in items:
         shares_processes = {"ranks", "warm"} & set(getattr(item, "fixturenames", ()))
         place = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
-        if shares_processes or item.get_closest_marker("xdist_group") or place.startswith(SLOW):
+        if shares_processes or item.get_closest_marker("starts_ranks") or place.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.path.name != "test_types.py")  # the longest of the tests by themselves comes first
-    starting = [item for item in items if item.get_closest_marker("xdist_group")]
-    files = list(dict.fromkeys(item.path for item in starting))
-    for item in starting:
-        item.add_marker(pytest.mark.xdist_group("even" if files.index(item.path) % 2 == 0 else "odd"))
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.hookimpl(trylast=True)

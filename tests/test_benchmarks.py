@@ -22,7 +22,7 @@ from tests.test_readme import recipe
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 
 
 Run = Callable[[str], subprocess.CompletedProcess[str]]

@@ -36,7 +36,7 @@ def accepted() -> list[Outcome]:
     return [each for each in outcomes if each.what == "accepted"]
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_accepted_computes_one_device_s_numbers(
     ranks: Callable[[int], Ranks], tmp_path: Path, accepted: list[Outcome], count: int

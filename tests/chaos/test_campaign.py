@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.campaign import Campaign, Found, campaign
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 
 
 def played(options: Campaign, folder: Path) -> Found:

@@ -60,7 +60,7 @@ def test_right_programs_pass_and_give_one_devices_numbers(name: str) -> None:
         assert (1, 0) in groups
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_on_processes_its_numbers_are_those_of_one_device(ranks: World, name: str) -> None:
     _, mesh, _, model = PROGRAMS[name]

@@ -20,7 +20,7 @@ from shardlab.train.job import Job
 from tests.support.ranks import Ranks
 from tests.train.checkpoint.runs import saving_run, trained
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 Captured = pytest.CaptureFixture[str]
 MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)

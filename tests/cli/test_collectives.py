@@ -23,7 +23,7 @@ def test_every_collective_that_is_run_is_described() -> None:
     assert {step for steps in PAIRS.values() for step in steps} <= set(CALLS)
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_what_real_processes_did_is_printed_in_the_order_of_ranks(capsys: Captured) -> None:
     assert main(["collectives", "show", "all_reduce", "--ranks", "2"]) == 0
     printed, _ = capsys.readouterr()
@@ -44,7 +44,7 @@ def test_what_real_processes_did_is_printed_in_the_order_of_ranks(capsys: Captur
     ]
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_all_of_them_as_json(capsys: Captured) -> None:
     assert main(["collectives", "show", "all", "--ranks", "2", "--root", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

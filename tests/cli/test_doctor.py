@@ -13,7 +13,7 @@ import pytest
 from shardlab.cli import main
 from tests.support.processes import PATIENCE
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 Captured = pytest.CaptureFixture[str]
 
 

@@ -17,7 +17,7 @@ from shardlab.train.evaluate import TextJob
 from tests.support.tokenizer_files import dropping
 from tests.train.huggingface.folders import random_run
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 Captured = pytest.CaptureFixture[str]
 TEXT = b"one sentence after the other, none of which is long. " * 9
 

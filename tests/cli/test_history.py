@@ -161,7 +161,7 @@ def test_a_folder_that_is_none_of_a_run_is_one_sentence(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 @pytest.mark.parametrize(
     ("flags", "ended", "why"),
     [("--steps 2", "finished", ""), ("--steps 9 --learning-rate 1e30", "failed", "is not finite")],

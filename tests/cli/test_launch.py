@@ -16,7 +16,7 @@ from shardlab.cli import main
 from shardlab.train.launch.environment import usable_cpus
 from tests.support.processes import PATIENCE, started
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 Captured = pytest.CaptureFixture[str]
 
 WORLD = """

@@ -37,7 +37,7 @@ from tests.support.ranks import Ranks
 from tests.support.warm import WarmStarts
 from tests.train.checkpoint.runs import saving_run, trained
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 Captured = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from shardlab.train.data import Corpus
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 
 MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)

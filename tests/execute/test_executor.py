@@ -161,7 +161,7 @@ def live_tensors_after_a_step(rank: int, strategy: Strategy, ranks: int) -> list
     return sorted({specs[number].kind.value for number, value in enumerate(values) if value is not None})
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 @pytest.mark.parametrize(
     "strategy",
     [*(STRATEGIES[name].program for name in ("ddp", "fsdp", "wsdp")), user_programs.zero_1, user_programs.split_fsdp],
@@ -202,7 +202,7 @@ def elements_in_buffers(rank: int) -> tuple[list[int], list[int]]:
     return held, expected
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_gathered_weights_have_memory_from_their_gather_to_their_free_and_no_longer(ranks: World) -> None:
     for held, expected in ranks(2).call(elements_in_buffers):
         assert held == expected
@@ -221,7 +221,7 @@ def moved_by_tiny_steps(rank: int) -> float:
     return float((torch.cat([*executor.state.kept.values()]) - before).abs().max())
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_a_copy_that_was_rounded_on_its_way_does_not_round_what_is_kept(ranks: World) -> None:
     assert max(ranks(2).call(moved_by_tiny_steps)) < 1e-7
 

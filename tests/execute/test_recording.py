@@ -19,7 +19,7 @@ from shardlab.execute.recording import HostStopwatch
 from tests.support.processes import PATIENCE
 from tests.support.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 
 
 def watched(rank: int) -> list[tuple[str, bool, bool]]:

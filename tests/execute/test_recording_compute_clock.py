@@ -73,7 +73,7 @@ def offset(rank: int) -> ClockOffset:
     return clock_offset(rank, 2, torch.device("cpu"))
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_processes_of_one_host_have_one_clock(ranks: Callable[[int], Ranks]) -> None:
     first, second = ranks(2).call(offset)
     assert first == ClockOffset(0.0, 0.0)

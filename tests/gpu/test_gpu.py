@@ -21,7 +21,7 @@ from shardlab.train.batches import Batches
 from shardlab.train.data.corpus import Corpus
 from shardlab.train.job import Job
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("gpus")]
+pytestmark = [pytest.mark.gpu, pytest.mark.starts_ranks, pytest.mark.usefixtures("gpus")]
 
 ONE_RANK = "--dp-shard 1"
 

@@ -12,7 +12,7 @@ from shardlab.measure.fits import KINDS, CollectivePoint, OverlapPoint, read_poi
 from tests.measure import jobs
 from tests.support.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 MeasuringRanks = Callable[[int], Ranks]
 
 

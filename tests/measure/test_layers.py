@@ -30,7 +30,7 @@ HALVES = {"embedding", "norm", "attention", "mlp", "head"}
 PASSES = {"forward", "backward", "backward_input", "backward_weight"}
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_every_pass_of_every_layer_is_measured_alone_and_together(ranks: MeasuringRanks, tmp_path: Path) -> None:
     bench = ComputeBench((Shape(16, 2, 8),), vocab_size=32, seconds=1e-4)
     assert ranks(2).call(jobs.compute, bench, tmp_path / "points") == [True, False]

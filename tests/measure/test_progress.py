@@ -20,7 +20,7 @@ def raced(rank: int, jobs: list[Job], turns: Race) -> list[float]:
     return race_rank(rank, torch.device("cpu"), jobs, turns)
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_the_shorter_step_is_found_and_all_ranks_know(ranks: Callable[[int], Ranks]) -> None:
     """One job has sixteen times as many microbatches, so that no noise hides which is shorter."""
     model = GPT(layers=2, hidden_size=32, heads=2, seq_len=16)

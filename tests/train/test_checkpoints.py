@@ -31,7 +31,7 @@ from shardlab.train.tracing import RampedExecutor
 from tests.support.ranks import Ranks
 from tests.train.checkpoint.runs import saving_run, trained
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 JOB = Job("fsdp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2)
 

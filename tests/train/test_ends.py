@@ -27,7 +27,7 @@ from shardlab.common.text import counted
 from tests.support.processes import PATIENCE, until
 from tests.support.warm import WarmProcess, WarmStarts
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30

@@ -20,7 +20,7 @@ from tests.support.ranks import Ranks
 from tests.support.thorough import sampled
 from tests.train.verify_cases import DROPPING, DROPS, TIED
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 COUNT = 5

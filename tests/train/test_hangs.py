@@ -23,7 +23,7 @@ from shardlab.train.launch.ranks import run_ranks
 from tests.support.warm import WarmStarts
 from tests.train import faulty
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 3.0

@@ -51,7 +51,7 @@ from tests.support.ranks import Ranks
 from tests.train import user_programs
 from tests.train.jobs import run_of, train_by_ticks, train_plainly
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 MODEL = GPT(layers=4, hidden_size=16, heads=2, seq_len=16)
 

@@ -40,7 +40,7 @@ from tests.support.thorough import examples, sampled
 from tests.train.jobs import run_of, train_plainly
 from tests.train.verify_cases import ROOTED
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, bias=False, ffn_hidden_size=2048)
@@ -284,7 +284,7 @@ CASES: dict[str, Job] = {
 SAMPLE = {"zero-1", "tp+fsdp", "ep", "a whole stage", "split backward passes", "a tied embedding"}
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 @pytest.mark.parametrize("name", sampled(CASES, SAMPLE.__contains__))
 def test_the_numbers_are_those_of_one_device_that_freezes_the_same_blocks(ranks: World, name: str) -> None:
     job = CASES[name]

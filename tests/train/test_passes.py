@@ -83,7 +83,7 @@ def job_for(strategy: str) -> Job:
     return Job(load(strategy).for_job(2), 2, 4, replace(MODEL, layers=layers), 2, "fp64", passes="none")
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 @pytest.mark.parametrize("strategy", FORCED, ids=lambda name: name.rpartition(":")[2])
 def test_passes_change_no_bit(ranks: World, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks add in one order only, so that even buckets do not round otherwise. All passes are forced."""
@@ -177,7 +177,7 @@ def test_a_pass_that_cannot_apply_is_refused_before_anything_is_trained() -> Non
 # What lies elsewhere, and collectives that run as one, give one device's numbers on real processes.
 
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 OFFLOADED = GPT(layers=3, hidden_size=32, heads=4, seq_len=16)
 
 

@@ -29,7 +29,7 @@ from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.support.thorough import sampled
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 ALONE = {case.row: case for case in named_cases()}

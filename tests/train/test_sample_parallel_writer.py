@@ -24,7 +24,7 @@ from tests.support.thorough import sampled
 from tests.train.test_evaluate import JOBS, batches_of, is_in_sample
 from tests.train.verify_cases import DROPS
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 PROMPT = [1, 2, 3]

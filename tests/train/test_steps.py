@@ -29,7 +29,7 @@ from shardlab.train.verification.cases import SHARDINGS
 from tests.support.ranks import Ranks
 from tests.train.jobs import run_of
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 JOB = Job("ddp", 2, 4, GPT(layers=2, hidden_size=16, heads=2, seq_len=8), 2)
 

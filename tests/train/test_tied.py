@@ -27,7 +27,7 @@ from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
 from tests.train.tied_plans import CPU, trained, verdict
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 ENDS, HALVES, FOUR = Plan(Mesh(pp=2)), Plan(Mesh(pp=2), "zb-h1"), Plan(Mesh(pp=4))
 """The embedding's copy is on the first stage and the head's on the last."""

@@ -43,7 +43,7 @@ from tests.support.ranks import Ranks
 from tests.train import jobs
 from tests.train.jobs import run_of, train_plainly
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 MODEL = GPT(layers=4, hidden_size=32, heads=2, seq_len=16)
 TRACING = Tracing(warm_up=1, timed=3, measured=1)

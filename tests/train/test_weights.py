@@ -39,7 +39,7 @@ from tests.support.processes import files_of_at_most
 from tests.support.ranks import Ranks
 from tests.train.tied_plans import batches_of
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 MODEL = GPT(layers=3, hidden_size=16, heads=2, seq_len=8, vocab_size=51)

@@ -19,7 +19,7 @@ def gathered(rank: int) -> RunningWorld:
     return RunningWorld.gather(rank, torch.device("cpu"), Mesh(dp_shard=2))
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_every_rank_knows_all_places(ranks: Callable[[int], Ranks]) -> None:
     here, there = ranks(2).call(gathered)
     assert here == there
@@ -32,7 +32,7 @@ def seen(rank: int, folders: list[Path]) -> str:
     return ranks_without_folder(folders[rank], 0.2)
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_a_folder_that_is_not_the_same_one_for_all_is_named_on_every_rank(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

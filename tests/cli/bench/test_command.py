@@ -22,7 +22,7 @@ from shardlab.measure.fits import KINDS, CollectivePoint, LayerPoint, OverlapPoi
 from shardlab.simulate.hardware import Profile
 from tests.support.processes import PATIENCE, started
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 Captured = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[3]
 TINY = ["--min", "64", "--max", "256", "--seconds", "0.0001"]

@@ -13,7 +13,7 @@ from shardlab.measure.side_by_side import results
 from shardlab.measure.side_by_side.results import Comparison, PairRow, Side, Size, StrategyPair
 from tests.measure.side_by_side.jobs import TINY
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 Captured = pytest.CaptureFixture[str]
 COMPARE = "shardlab.measure.side_by_side.sides.compare_rank"
 SIDES = Side([1.0, 2.0], [0.5, 0.5], 90), Side([2.0, 4.0], [0.5, 0.5], 100), Side([1.0, 2.0], [0.25, 0.25], 50)

@@ -14,7 +14,7 @@ from shardlab.cli.plan.measure import OUT_OF_MEMORY
 from shardlab.measure.profile import this_machine
 from tests.cli.test_plan_options_cluster import profile_of
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 
 MODEL = """
 model = "gpt"

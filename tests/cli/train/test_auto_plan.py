@@ -142,7 +142,7 @@ def test_where_plans_fail_to_take_turns_the_one_that_is_predicted_fastest_is_tak
     assert "plans were not measured (rank 1 failed; MemoryError); --plan auto chooses " in capsys.readouterr().err
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_a_run_whose_plans_took_turns_is_trained_and_goes_on_with_its_plan_and_microbatches(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

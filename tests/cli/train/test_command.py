@@ -21,7 +21,7 @@ from shardlab.train.verification.cases import SMALL_NORM, Verdict
 from tests.support.processes import PATIENCE, free_port
 from tests.support.warm import WarmStarts
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 Captured = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[3]
 

@@ -16,7 +16,7 @@ from shardlab.language.rules.layer_rules import rules_of
 from shardlab.language.rules.spec import Space, form_of
 from tests.support.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from shardlab.measure.fits import CollectivePoint
 from shardlab.train.verification.cases import Verdict
 from tests.support.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 
 GOOD = SmokeResult(
     [SmokeRun("ddp", Verdict(0.0, 1e-15, 0, 1e-15, 1), [])],

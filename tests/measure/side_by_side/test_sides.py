@@ -12,7 +12,7 @@ from tests.measure.side_by_side import jobs
 from tests.support.ranks import Ranks
 from tests.support.thorough import sampled
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 Worlds = Callable[[int], Ranks]
 
 

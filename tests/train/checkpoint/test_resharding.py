@@ -127,7 +127,7 @@ def test_a_rank_of_four_reads_a_quarter(tmp_path: Path) -> None:
 # A run that goes on under another plan, or in other numbers, goes on as it would have, to rounding.
 
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
 SMALL = GPT(layers=4, hidden_size=16, heads=2, seq_len=8)
 OTHER_PLANS_PLANS: dict[str, tuple[str | Plan, int]] = {

@@ -27,7 +27,7 @@ from tests.support.ranks import PRELOAD
 from tests.support.warm import WarmStarts
 from tests.train import jobs
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.starts_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ def policies(rank: int, device: torch.device) -> dict[str, int]:
     return {name: policy for name, policy in found.items() if "gloo" in name} | {"own": os.sched_getscheduler(0)}
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_no_thread_of_a_rank_takes_the_core_from_another() -> None:
     found = run_ranks(2, policies)
     assert len(found) > 1

@@ -34,7 +34,7 @@ from tests.train.verify_cases import BY_HAND, SAMPLE, TABLE, Verified, sharded_p
 
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
-on_ranks = pytest.mark.xdist_group("ranks")
+on_ranks = pytest.mark.starts_ranks
 
 
 def on_a_rank(rank: int, job: Job, steps: int, clip: float | None, uneven: bool) -> Verdict | None:
@@ -232,7 +232,7 @@ def test_the_table_has_every_strategy_and_every_sharding_on_every_pipeline() -> 
             assert places[row, column] == {2, 3, 4}
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_a_case_that_cannot_run_is_a_result_too(ranks: World) -> None:
     good = Case("none", "ddp", "ddp", 2, 2, 2)
     results = ranks(2).call(verify_cases, CPU, [replace(good, microbatches=3), good], 1)[0]
