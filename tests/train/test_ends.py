@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,8 +243,9 @@ def test_a_command_does_not_collect_all_of_torch_before_it_ends() -> None:
 
 STEPS = 20
 TRAIN = ["train", "--steps", str(STEPS), "--hidden-size", "16", "--seq-len", "16", "--log-every", "1"]
-SOON = "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=1"
-"""How soon torchrun misses a host, and goes on without it: after 6 s, in which a busy machine lets each agent speak."""
+SOON = "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=6"
+"""How soon torchrun misses a host, and goes on without it: after 6 s, in which a busy machine lets each agent speak.
+As long does the first agent wait for the second."""
 
 
 class Agents:
@@ -277,6 +279,11 @@ class Agents:
         assert select.select([rank], [], [], PATIENCE)[0], "the rank of an agent that was killed goes on"
         os.close(rank)
         (self.folder / "lost").touch()
+
+    @property
+    def ended(self) -> bool:
+        """Whether an agent has ended."""
+        return any(agent.poll() is not None for agent in self.agents)
 
     @property
     def output(self) -> str:
@@ -328,7 +335,9 @@ def test_a_run_that_loses_a_host_goes_on_with_the_ranks_that_are_left(
 ) -> None:
     run = tmp_path / "run"
     agents.start(*TRAIN, *plan, "--save-every", "5", "--out", str(run))
-    until(lambda: ranks_of(run) == 2 and list(run.glob("checkpoints/step-??????")), lambda: agents.output)
+    saves = partial(run.glob, "checkpoints/step-??????")
+    until(lambda: agents.ended or (ranks_of(run) == 2 and list(saves())), lambda: agents.output)
+    assert not agents.ended, agents.output
     agents.lose(1)
     assert agents.agents[0].wait(PATIENCE) == 0, agents.output
     assert "resumed after step" in agents.output

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import shardlab
 from shardlab.common.errors import UserError
 from shardlab.strategies.ddp import ddp
 from shardlab.train.steps import Callback
+from tests.support.warm import WarmStarts
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,9 +45,11 @@ print(summary.steps, summary.interrupted, summary.saved)
 """
 
 
-def test_a_script_without_a_guard_trains_with_a_callback_of_its_own_and_goes_on(tmp_path: Path) -> None:
+def test_a_script_without_a_guard_trains_with_a_callback_of_its_own_and_goes_on(
+    warm: WarmStarts, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = warm.run(["mine.py"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["4 True 4", "5 False 5"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
