@@ -86,6 +86,12 @@ class PlanOptions:
             every["passes"] = with_offload(every["passes"], words)
         return {field: value for field, value in every.items() if value is not None}
 
+    def values(self) -> dict[str, Any]:
+        """Return the sizes of axes and the values of a plan's fields that flags give."""
+        types, given = field_types(Plan), self.given()
+        given.pop("plan", None)
+        return {name: words if name in AXES else types[name].of_words(words) for name, words in given.items()}
+
     @property
     def names_mesh(self) -> bool:
         """Whether an axis of the mesh is given."""

@@ -22,12 +22,11 @@ from shardlab.cli.options import Count, Flag, Name, NewFile, OptionalCount, chec
 from shardlab.cli.plan.grade import print_grades
 from shardlab.cli.plan_options import NO_LIMITS, DeviceMemory, JobFile, Layout, RecipeName, recipe_called
 from shardlab.cli.step_request import StepRequest
-from shardlab.common.fields import as_flags, field_types
+from shardlab.common.fields import as_flags
 from shardlab.common.files import as_toml
 from shardlab.common.text import counted, seconds_text
-from shardlab.language import AXES, UserError
+from shardlab.language import UserError
 from shardlab.language.precision import Optimizer
-from shardlab.strategies.plan.plan import Plan
 
 if TYPE_CHECKING:
     from shardlab.planner.choose import PlanChoice
@@ -252,12 +251,9 @@ class PlanCommand:
     def _limits(self) -> Limits:
         from shardlab.planner.problem import Limits
 
-        fixed = self.layout.given()
-        types = field_types(Plan)
-        fixed = {name: value if name in AXES else types[name].of_words(value) for name, value in fixed.items()}
         names = [name.removeprefix("max_") for name in vars(self) if name.startswith("max_")]
         most = {name: size for name in names if (size := getattr(self, f"max_{name}")) is not None}
-        return Limits(fixed, most, self.micro_batch_size)
+        return Limits(self.layout.values(), most, self.micro_batch_size)
 
     def commands_for(self, choice: PlanChoice) -> dict[str, str]:
         """Return the commands that simulate and train the chosen plan. Plans of another framework are not trained."""

@@ -22,9 +22,8 @@ from shardlab.cli.plan_options import PlanOptions, cluster_called
 from shardlab.cli.train.choose_passes import settle_passes
 from shardlab.cli.train.this_machine import choose_on_first_rank, cluster_here
 from shardlab.common.errors import Refused
-from shardlab.common.fields import field_types
 from shardlab.common.text import counted, seconds_text
-from shardlab.language import AXES, Mesh, UserError
+from shardlab.language import Mesh, UserError
 from shardlab.language.precision import find_precision
 from shardlab.measure.progress import Race
 from shardlab.simulate.hardware import Cluster
@@ -215,9 +214,7 @@ def _fixed_fields(layout: PlanOptions) -> dict[str, Any]:
     """
     if "freeze" in layout.given():
         raise UserError("--plan auto plans a training of all blocks; leave out --freeze, or give a plan by flags")
-    types = field_types(Plan)
-    given = {name: value for name, value in layout.given().items() if name not in ("plan", "passes")}
-    return {name: value if name in AXES else types[name].of_words(value) for name, value in given.items()}
+    return {name: value for name, value in layout.values().items() if name != "passes"}
 
 
 def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, measure: bool, tell: bool) -> str:
