@@ -197,32 +197,32 @@ def predict(
     Raises:
         UserError: for an unknown name, or sizes that do not fit. A step that does not fit into memory is predicted.
     """
-    from shardlab.cli.options import sequences_of_step
-    from shardlab.cli.plan_options import cluster_called, recipe_called
-    from shardlab.cli.step_request import default_precision
-    from shardlab.language.precision import find_precision
-    from shardlab.models import find_model
+    from shardlab.cli.step_request import StepRequest
     from shardlab.simulate.predict.forecast import forecast
     from shardlab.simulate.predict.workload import Workload
     from shardlab.strategies.load import load
     from shardlab.train.config import BatchConfig
 
-    if isinstance(cluster, str):
-        cluster = cluster_called(cluster, other_machine=False, memory=memory)
-    model = find_model(model) if isinstance(model, str) else model
-    entry = load(plan)
+    request = StepRequest(
+        model,
+        cluster,
+        batch=BatchConfig(global_batch=global_batch, micro_batch_size=micro_batch_size),
+        tokens_per_step=None if tokens_per_step is None else str(tokens_per_step),
+        precision=precision,
+        optimizer=optimizer,
+        recipe=recipe,
+        memory=memory,
+    )
+    entry, devices = load(plan), request.found_cluster
     if entry.plan is None:
         raise UserError(f"{plan} is a program without a plan; give a plan, such as zero-3, or simulate the program")
-    layout = entry.plan(cluster.size)
-    cluster.require(layout.mesh.world)
-    found = recipe_called(recipe)
-    numbers = find_precision(precision or default_precision(found, cluster.device))
-    if tokens_per_step is not None:
-        global_batch = sequences_of_step(str(tokens_per_step), global_batch, model.seq_len, cluster.size)
-    microbatches, size = BatchConfig(global_batch=global_batch, micro_batch_size=micro_batch_size).cut(
-        cluster.size, layout.data_ranks
+    layout = entry.plan(devices.size)
+    devices.require(layout.mesh.world)
+    numbers, *_ = request.precisions
+    batch = request.cut_batch(layout.data_ranks)
+    workload = Workload(
+        layout, request.found_model, devices, *batch, numbers, recipe=request.found_recipe, optimizer=optimizer
     )
-    workload = Workload(layout, model, cluster, microbatches, size, numbers, recipe=found, optimizer=optimizer)
     return _prediction(workload, forecast(workload))
 
 

@@ -22,6 +22,7 @@ from shardlab.train.config_sources import ConfigSource, batch_of, merge_fields, 
 
 if TYPE_CHECKING:
     from shardlab.models import Blocks
+    from shardlab.planner.problem import Limits, Problem
     from shardlab.simulate.hardware import Cluster
     from shardlab.simulate.hardware.device import Device
     from shardlab.simulate.predict.recipe import Recipe
@@ -43,7 +44,7 @@ class StepRequest:
     """Training step of a model on a cluster. None stands for a value that is not given.
 
     Attributes:
-        model, cluster: names of the model and the cluster.
+        model, cluster: the model and the cluster, or their names.
         strategy: name of the strategy (default: that of the file, or a plan by flags).
         layout: flags of a plan.
         ranks: number of ranks (default: the plan's, or all devices).
@@ -59,8 +60,8 @@ class StepRequest:
         file: job file, for its plan.
     """
 
-    model: str | None = None
-    cluster: str | None = None
+    model: str | Blocks | None = None
+    cluster: str | Cluster | None = None
     strategy: str | None = None
     layout: PlanOptions = NO_FLAGS
     ranks: int | None = None
@@ -110,6 +111,8 @@ class StepRequest:
             UserError: if there is no such cluster, or its devices have less memory.
         """
         assert self.cluster is not None
+        if not isinstance(self.cluster, str):
+            return self.cluster
         return cluster_called(self.cluster, other_machine=self.other_machine, memory=self.memory)
 
     @cached_property
@@ -122,6 +125,8 @@ class StepRequest:
         from shardlab.models.named import find_model, with_written
 
         assert self.model is not None
+        if not isinstance(self.model, str):
+            return self.model
         return with_written(find_model(self.model), self.model_fields, self.model)
 
     @cached_property
@@ -149,7 +154,7 @@ class StepRequest:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in the global batch of a step to plan.
+        """Number of sequences in the global batch.
 
         Raises:
             UserError: if options contradict each other, or the tokens are not a whole number of sequences.
@@ -161,7 +166,7 @@ class StepRequest:
         return sequences_of_step(self.tokens_per_step, sequences, length, devices)
 
     def cut_batch(self, data_ranks: int | None) -> tuple[int, int]:
-        """Return the number of microbatches of a step to simulate, and the number of sequences in each.
+        """Return the number of microbatches of a step, and the number of sequences in each.
 
         Args:
             data_ranks: number of data-parallel ranks that divide the microbatches (None: the strategy is not a plan).
@@ -169,7 +174,19 @@ class StepRequest:
         Raises:
             UserError: if options contradict each other, or the batch does not divide.
         """
-        return self.batch.cut(self.found_cluster.size, data_ranks)
+        batch = replace(self.batch, global_batch=self.sequences) if self.tokens_per_step else self.batch
+        return batch.cut(self.found_cluster.size, data_ranks)
+
+    def problem(self, limits: Limits) -> Problem:
+        """Return the problem of choosing a plan for this step.
+
+        Args:
+            limits: plans to choose from.
+        """
+        from shardlab.planner.problem import Problem
+
+        model, cluster, recipe = self.found_model, self.found_cluster, self.found_recipe
+        return Problem(model, cluster, self.sequences, self.precisions, recipe, self.optimizer, limits)
 
     def as_tables(self, plan: Plan, precision: str, sequences: int, micro_batch_size: int) -> dict[str, dict[str, Any]]:
         """Return the tables of a job file with which `simulate`, `verify` and `train` run a plan for this request.

@@ -177,8 +177,8 @@ class PlanCommand:
         if self.force and self.out is None:
             raise UserError("--force replaces the file of --out; give --out FILE, or leave it out")
         check_new_file("--out", self.out, "plan.toml", force=self.force)
-        assert request.model is not None
-        assert request.cluster is not None
+        assert isinstance(request.model, str)
+        assert isinstance(request.cluster, str)
         model, cluster = request.model, request.cluster
         measured = read_measured(self.measured, problem, model, cluster)
         wanted = measured if self.measured or self.measure else None
@@ -230,23 +230,13 @@ class PlanCommand:
         Raises:
             UserError: for unknown names, and values that contradict each other.
         """
-        from shardlab.planner.problem import Problem
-
         request = request or StepRequest.of(self)
         if request.model is None or request.cluster is None:
             missing = "--model, such as llama3-8b" if request.model is None else "--cluster, such as h100x32"
             raise UserError(f"a plan is for a model on a cluster; give {missing}")
         if not self.seconds > 0:
             raise UserError(f"--seconds {self.seconds:g} is not a time; give a number above 0")
-        return Problem(
-            request.found_model,
-            request.found_cluster,
-            request.sequences,
-            request.precisions,
-            request.found_recipe,
-            request.optimizer,
-            self._limits(),
-        )
+        return request.problem(self._limits())
 
     def _limits(self) -> Limits:
         from shardlab.planner.problem import Limits

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab.cli.plan_options import PlanOptions, cluster_called
+from shardlab.cli.step_request import StepRequest
 from shardlab.cli.train.choose_passes import settle_passes
 from shardlab.cli.train.this_machine import choose_on_first_rank, cluster_here
 from shardlab.common.errors import Refused
 from shardlab.common.text import counted, seconds_text
 from shardlab.language import Mesh, UserError
-from shardlab.language.precision import find_precision
 from shardlab.measure.progress import Race
 from shardlab.simulate.hardware import Cluster
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
-from shardlab.train.config import TrainingConfig
+from shardlab.train.config import BatchConfig, TrainingConfig
 from shardlab.train.config_sources import ConfigSource, merge_fields, plan_settings, resolve_config
 from shardlab.train.data import parse_sources
 from shardlab.train.job import Job
@@ -226,21 +226,21 @@ def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, me
     """
     from shardlab.planner.choose import choose, find_contenders, least_seconds
     from shardlab.planner.describe import describe, summary
-    from shardlab.planner.problem import Candidate, Limits, Problem, family
+    from shardlab.planner.problem import Candidate, Limits, family
     from shardlab.planner.workers import workers
 
     cluster = _cluster(ranks)
     cluster.require(ranks)
     if cluster.nodes == 1:
         cluster = replace(cluster, per_node=ranks)
-    problem = Problem(
+    request = StepRequest(
         config.model,
         cluster,
-        config.train.microbatches * config.train.micro_batch_size,
-        (find_precision(config.precision.precision),),
+        batch=BatchConfig(global_batch=config.train.microbatches * config.train.micro_batch_size),
+        precision=config.precision.precision,
         optimizer=config.optimizer.optimizer,
-        limits=Limits(_fixed_fields(layout)),
     )
+    problem = request.problem(Limits(_fixed_fields(layout)))
     with workers(problem, 1) as processes:
         choice = choose(problem, processes, measured=() if measure else None, families=False)
     seconds = MEASURING_SHARE * config.train.steps * choice.best.seconds - SETUP_SECONDS
