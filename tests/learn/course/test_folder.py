@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from shardlab.language import UserError
-from shardlab.learn.course import catalogue
 from shardlab.learn.course import folder as folders
 from shardlab.learn.course.catalogue import CourseEntry, all_entries, find
 from shardlab.learn.course.folder import PROGRESS, CourseFolder, grade_file
@@ -165,8 +164,3 @@ def test_a_missing_file_is_refused_in_a_sentence(folder: CourseFolder) -> None:
     entry = find("ddp")
     folder.file(entry).unlink()
     assert "does not exist; write it again: shardlab learn reset ddp" in grade_file(entry, folder.file(entry)).finding
-
-
-def test_the_catalogue_names_the_nearest_exercise() -> None:
-    with pytest.raises(UserError, match="did you mean ring_all_reduce"):
-        catalogue.find("ring_allreduce")
