@@ -46,6 +46,12 @@ def test_a_program_of_too_many_ranks_is_refused(tmp_path: Path) -> None:
         strategy_words(many, file)
 
 
+def test_what_no_model_here_has_is_not_trained(tmp_path: Path) -> None:
+    for name in ("tied_embeddings", "choose_plan"):
+        with pytest.raises(UserError, match=f"{name} "):
+            strategy_words(*solved(name, tmp_path))
+
+
 @pytest.mark.xdist_group("ranks")
 def test_a_passed_program_trains_and_is_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

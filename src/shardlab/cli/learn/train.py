@@ -62,11 +62,7 @@ def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) 
     from shardlab.cli.verify import Verify
 
     words, ranks = strategy_words(entry, file)
-    layers = entry.exercise.layers if isinstance(entry.exercise.layers, int) else None
-    size: dict[str, Any] = {
-        "layers": layers,
-        "microbatches": ranks * entry.exercise.microbatches // entry.exercise.mesh.world,
-    }
+    size = _model_size(entry) | {"microbatches": ranks * entry.exercise.microbatches // entry.exercise.mesh.world}
     folder = _new_folder(file.parent / "runs", entry.name)
     options = {**size, "hidden_size": HIDDEN_SIZE, "steps": steps, "out": folder}
     training = [*_with_strategy_flag(words), "--trace", *as_flags(options).split()]
@@ -94,12 +90,14 @@ def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
     """Return the words of a command line that name a student's program, and its number of ranks.
 
     Raises:
-        UserError: if there are too many ranks.
+        UserError: if there are too many ranks, or it is not for a model that can be trained here.
     """
     exercise = entry.exercise
     ranks = exercise.mesh.world
     if exercise.cluster:
         raise UserError(f"{entry.name} chooses a plan for a cluster; this machine cannot run it")
+    if not isinstance(exercise.layers, int) and exercise.layers.tied and not exercise.layers.blocks:
+        raise UserError(f"{entry.name} ties whole layers over several stages; no model that can be trained here does")
     if exercise.kind == "plan":
         plan = getattr(load_module(file), entry.name)()
         if ranks > MOST_PROCESSES and plan.mesh == Mesh(dp_shard=ranks):
@@ -114,6 +112,14 @@ def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
     if ranks > MOST_PROCESSES:
         raise UserError(f"{entry.name} has {ranks} ranks, and at most {MOST_PROCESSES} processes are started here")
     return words, ranks
+
+
+def _model_size(entry: CourseEntry) -> dict[str, Any]:
+    """Return the options of a model that is cut as the exercise's is."""
+    layers = entry.exercise.layers
+    if isinstance(layers, int):
+        return {"layers": layers}
+    return {"layers": layers.block_count} | ({"tied": True} if layers.tied else {})
 
 
 def _with_strategy_flag(words: list[str]) -> list[str]:

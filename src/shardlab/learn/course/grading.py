@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from shardlab.check import Checked
@@ -28,7 +29,8 @@ from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.passes import apply_passes
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.workload import Workload
-from shardlab.simulate.timeline import PUZZLE_COSTS, Timeline, simulate, traffic
+from shardlab.simulate.timeline import PUZZLE_COSTS, TEACHING_COSTS, Timeline, simulate, traffic
+from shardlab.simulate.timeline.run import Clocks
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 from shardlab.strategies.schedules import Schedule
@@ -290,19 +292,33 @@ def _failed(exercise: Exercise, stage: Stage, finding: str, result: ExerciseGrad
     """Return the grade of a solution that fails, with the advice of the mistake that the finding shows."""
     known = (mistake for mistake in exercise.mistakes if re.search(mistake.shows, finding))
     mistake = next(known, None)
-    advice = mistake.advice if mistake else _general_advice(stage, finding)
-    result = result or ExerciseGrade(exercise, stage)
-    return replace(result, stage=stage, finding=finding, mistake=mistake, advice=advice)
+    result = replace(result or ExerciseGrade(exercise, stage), stage=stage, finding=finding, mistake=mistake)
+    return replace(result, advice=mistake.advice if mistake else _general_advice(result))
 
 
-def _general_advice(stage: Stage, finding: str) -> str:
+def _general_advice(result: ExerciseGrade) -> str:
     """Return the advice for a finding that no mistake of the exercise shows. A refusal and a technique say it."""
-    if stage != "goals":
+    if result.stage != "goals" or result.checked is None or result.timeline is None:
         return ""
-    if "too slow" in finding:
-        return "find the gaps in the picture; what does a rank wait for there, and could it compute meanwhile?"
-    if "memory" in finding:
-        return "which values are alive at the peak, and which of them does no later line read?"
+    checked, events = result.checked, [event for events in result.timeline.events for event in events]
+    if "too slow" in result.finding:
+        idle = Clocks(checked, TEACHING_COSTS).run().idle
+        lengths = [
+            (rank, each.op, round(each.until - each.since, 6)) for rank, waits in enumerate(idle) for each in waits
+        ]
+        rank, op, longest = max(lengths, key=itemgetter(2), default=(0, 0, 0.0))  # the first of equal ones
+        if not longest:
+            return "no rank waits for communication. Which passes are computed more often than they have to be?"
+        return (
+            f"rank {rank} stands still longest for {checked.program.tapes[rank][op]}: {longest:.3g}. Can that start "
+            "earlier, or the rank compute meanwhile?"
+        )
+    if "memory" in result.finding:
+        fullest = max(events, key=lambda event: event.memory)
+        return (
+            f"rank {fullest.rank} holds most when {checked.program.tapes[fullest.rank][fullest.op]} starts. Which of "
+            "the values that it holds then does no later line read?"
+        )
     return "which values does a rank send more often, or larger, than another rank needs them?"
 
 

@@ -17,7 +17,7 @@ from itertools import groupby
 
 from shardlab.check import Checked
 from shardlab.language import Kind, Op, OpKind, Spec
-from shardlab.language.ops import COLLECTIVES, COMMUNICATION
+from shardlab.language.ops import COLLECTIVES
 from shardlab.learn.course.exercise import Technique
 from shardlab.simulate.timeline import Timeline
 
@@ -273,21 +273,6 @@ def runs_on(backend: str, sentence: str) -> Technique:
 
 
 @cache
-def splits_layers(sentence: str) -> Technique:
-    """Require a pipeline: no layer is computed on two ranks."""
-
-    def found(checked: Checked) -> str:
-        owners: dict[int, int] = {}
-        for rank in _ranks(checked):
-            for op in checked.program.tapes[rank]:
-                if op.kind is OpKind.FORWARD and owners.setdefault(op.layer, rank) != rank:
-                    return f"layer {op.layer} on ranks {owners[op.layer]} and {rank}"
-        return ""
-
-    return _technique(found, sentence)
-
-
-@cache
 def computes_at_most(layers: int, sentence: str) -> Technique:
     """Limit the layers of which a rank computes forward passes: those of its stage. `{found}` is the largest number."""
 
@@ -337,21 +322,6 @@ def microbatches_each(most: int, sentence: str) -> Technique:
         return str(largest) if largest > most else ""
 
     return _technique(found, sentence)
-
-
-@cache
-def busy_at_least(share: float, sentence: str) -> Technique:
-    """Require a share of the step's time in which the busiest rank computes. `{found}` is the share."""
-
-    def technique(_: Checked, timeline: Timeline) -> str:
-        busy = max(
-            sum(event.end - event.start for event in events if event.kind not in COMMUNICATION)
-            for events in timeline.events
-        )
-        reached = busy / timeline.end if timeline.end else 0.0
-        return "" if reached >= share else sentence.format(found=f"{reached:.0%}")
-
-    return technique
 
 
 def _technique(found: Callable[[Checked], str], sentence: str) -> Technique:

@@ -1,0 +1,133 @@
+"""Grading a solution of an exercise: the order of the checks, and the one thing to look at next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardlab.language import Mesh, Rank, UserError
+from shardlab.learn.course import check
+from shardlab.learn.course.catalogue import find
+from shardlab.learn.course.exercise import Exercise, Goals
+from shardlab.learn.course.grading import elements_sent, grade
+from shardlab.strategies import Plan
+from shardlab.strategies import find as find_strategy
+from shardlab.strategies.schedules import Action, Backward, Forward, Schedule
+from tests.learn.course.exercises import grade_text
+
+DDP = find("ddp")
+
+
+def bare(name: str, **changes: object) -> Exercise:
+    """An exercise without techniques and mistakes."""
+    return replace(find(name).exercise, techniques=(), mistakes=(), **changes)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_built_in_strategies_pass_where_they_are_the_technique() -> None:
+    assert check("fsdp", find_strategy("fsdp").program).passed
+    assert check(8, find_strategy("wsdp").program).passed
+    for name in ("wsdp", "pipeline", "gpipe"):
+        assert not check(name, find_strategy("fsdp").program).passed
+
+
+def test_an_unknown_exercise_is_refused() -> None:
+    with pytest.raises(UserError, match="there is no exercise 'fsdq'; did you mean fsdp"):
+        check("fsdq", find_strategy("fsdp").program)
+
+
+def test_a_slow_program_is_told_where_it_stands_still_longest() -> None:
+    slow = grade(bare("fsdp_prefetch", goals=Goals("a test", time=1.0)), find("fsdp").solution)
+    assert slow.stage == "goals"
+    assert slow.finding == "too slow: time 24.24, goal 1"
+    assert slow.advice.startswith("rank 0 stands still longest for all_gather(layer 0) on world: 0.33.")
+
+
+def test_a_slow_program_without_waits_is_told_that_it_computes_too_much() -> None:
+    slow = grade(bare("one_rank", goals=Goals("a test", time=1.0)), find("one_rank").solution)
+    assert slow.advice.startswith("no rank waits for communication.")
+
+
+def test_a_large_program_is_told_where_its_memory_is_fullest() -> None:
+    large = grade(bare("one_rank", goals=Goals("a test", memory=1)), find("one_rank").solution)
+    assert large.finding == "too much memory: 2,621,440, goal 1"
+    assert large.advice.startswith("rank 0 holds most when loss(layer 2) starts.")
+
+
+def test_all_goals_that_are_missed_are_named() -> None:
+    missed = grade(bare("ddp", goals=Goals("a test", time=1, memory=1, sent=1)), DDP.solution)
+    assert missed.finding.count(";") == 2
+    assert "too much is sent: 786,432, goal 1" in missed.finding
+    assert [row[0] for row in missed.rows()] == ["time", "peak memory", "elements sent"]
+
+
+def test_a_coroutine_that_is_not_awaited_is_named(tmp_path: Path) -> None:
+    text = DDP.solution_text.replace(
+        "gradient = await rank.all_reduce", "helper(rank)\n        gradient = rank.all_reduce"
+    )
+    result = grade_text(DDP, text + "\n\nasync def helper(rank):\n    pass\n", tmp_path)
+    assert result.stage == "refused"
+    assert "helper(...) was called without `await`, so it has not run" in result.finding
+
+
+def test_a_frozen_layer_is_refused() -> None:
+    async def frozen(rank: Rank) -> None:
+        for l in rank.layers:
+            rank.weights[l] = rank.load_weight(l)
+        rank.activations[0] = rank.load_batch(rank.share())
+        for l in rank.layers:
+            rank.activations[l + 1] = rank.forward(l, rank.activations[l], rank.weights[l])
+        rank.loss(rank.activations[len(rank.layers)])
+
+    assert not grade(DDP.exercise, frozen).passed
+
+
+def test_a_schedule_may_be_a_generator_or_have_a_placement() -> None:
+    def one_at_a_time(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
+        for i in range(microbatches):
+            yield Forward(rank, i)
+            yield Backward(rank, i)
+
+    exercise = bare("one_f_one_b", goals=Goals("a test", time=1e6))
+    assert grade(exercise, one_at_a_time).passed
+    assert grade(exercise, Schedule("mine", one_at_a_time)).passed
+
+
+def test_a_schedule_that_never_ends_is_stopped_at_its_line() -> None:
+    def endless(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
+        while True:
+            yield Forward(rank, 0)
+
+    result = grade(bare("one_f_one_b"), endless)
+    assert result.stage == "refused"
+    assert "goes on after" in result.finding
+
+
+def test_something_else_than_a_schedule_or_a_plan_is_refused() -> None:
+    assert "is not a schedule; write it as a generator" in grade(bare("one_f_one_b"), print).finding
+    assert "the function returned None; return a Plan" in grade(bare("buckets"), lambda: None).finding
+    assert "the solution is not a function" in grade(bare("buckets"), 3).finding
+    few = grade(bare("buckets"), lambda: Plan(Mesh(dp_shard=4)))
+    assert few.finding == "the plan is for 4 ranks; give one for 64"
+
+
+def test_a_plan_that_does_not_fit_the_cluster_is_refused() -> None:
+    exercise = find("choose_plan").exercise
+    result = grade(replace(exercise, mistakes=()), lambda: Plan(Mesh(dp_shard=exercise.mesh.world)))
+    assert result.stage == "refused"
+    assert "GiB" in result.finding
+
+
+def test_what_is_sent_is_counted_as_rings_send_it() -> None:
+    result = grade(DDP.exercise, DDP.solution)
+    assert result.checked is not None
+    assert elements_sent(result.checked) == 2 * 3 * 512 * 512 * 2 // 4
+
+
+def test_a_wrong_grade_has_no_picture_and_a_right_one_has_its_verdict() -> None:
+    assert check("ddp", print)._repr_svg_() is None
+    picture = check("ddp", DDP.solution)._repr_svg_()
+    assert picture is not None
+    assert "Passed." in picture
