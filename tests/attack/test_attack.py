@@ -109,7 +109,7 @@ def test_a_statement_that_cannot_be_done_is_the_program_s_own_mistake() -> None:
     job = replace(subject.job, script=Script(script.mesh, lines), microbatches=microbatches)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Subject, "job", job)
-        assert ask(subject, judged=False, drawn=False).rule == "the program raised"
+        assert ask(subject, judged=False, drawn=False).rule == "no operator"
 
 
 class FakeRanks:
