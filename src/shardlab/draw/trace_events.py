@@ -3,7 +3,7 @@
 The format is the JSON of Google's "Trace Event Format",
 docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (also
 perfetto.dev/docs/getting-started/other-formats), with complete events "X", metadata "M", flows "s" and "f", and
-counters "C". Times are in microseconds. In unit costs, a unit is shown as a second.
+counters "C". Times are in microseconds. A time unit is shown as a second.
 
 Each rank is a process, and each of its streams is a thread. Spans of one thread may not overlap
 (perfetto.dev/docs/faq), so ops of a stream that overlap are put on further threads, its lanes.

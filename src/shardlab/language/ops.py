@@ -46,7 +46,7 @@ class Price(Enum):
     """Quantity on which the time of an op depends.
 
     MICROBATCH: the work on each of its microbatches. OP: the op itself. BYTES: the bytes that a device moves; none in
-    unit costs. NOTHING: the op takes no time.
+    time units. NOTHING: the op takes no time.
     """
 
     MICROBATCH = "microbatch"

@@ -74,7 +74,7 @@ class Job:
         return load(self.strategy, self.passes)
 
     def checked(self) -> Checked:
-        """Trace and check the strategy for this job, and rewrite the program by its passes at unit costs.
+        """Trace and check the strategy for this job, and rewrite the program by its passes, guided by teaching costs.
 
         The job caches the result, and pickles it too, so that ranks which are started with the job do not trace again.
 

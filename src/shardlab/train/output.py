@@ -110,7 +110,7 @@ class OutputFolder:
         Args:
             record: content of run.json.
             config: content of config.toml.
-            checked: program, which strategy.svg shows at unit costs.
+            checked: program, which strategy.svg shows in teaching costs.
             name: name of the run in the drawing's title.
             tokenizer: tokenizer of the data, whose files are copied.
 

@@ -250,7 +250,7 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
             run.config.as_toml().strip(),
             "```",
             "",
-            "![one optimizer step in unit costs](strategy.svg)",
+            "![one optimizer step in teaching costs](strategy.svg)",
             "",
             "## World",
             "",

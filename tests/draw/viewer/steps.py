@@ -21,14 +21,14 @@ LARGE = Plan(Mesh(pp=64), schedule="1f1b")
 
 
 def step_of(name: str, *, ranks: int = 4) -> Step:
-    """A built-in strategy in unit costs, with the lines of its program."""
+    """A built-in strategy in teaching costs, with the lines of its program."""
     checked = check(name, ranks=ranks)
     lines = source_lines(STRATEGIES[name].program, checked.program)
     return Step(name, "", checked, [predicted(checked)], schedule=name, lines=lines)
 
 
 def predicted(checked: Checked, name: str = "") -> ShownTimeline:
-    """The timeline of a program in unit costs."""
+    """The timeline of a program in teaching costs."""
     times = Clocks(checked, TEACHING_COSTS).run()
     timeline = simulate(checked, TEACHING_COSTS)
     return ShownTimeline(name, timeline, element_counters(checked, times), critical_path(checked, times))

@@ -1,4 +1,4 @@
-"""Prices other than unit costs: streams of their own for communicators, transfers that wait for both ends."""
+"""Prices other than costs: streams of their own for communicators, transfers that wait for both ends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`shardlab simulate STRATEGY`: check a strategy, and simulate the time and memory of one step.
 
-`Simulate.run` traces and checks the program, runs passes on it if asked to, simulates it in unit costs, and prints the
+`Simulate.run` traces and checks the program, runs passes on it if asked to, simulates it in time units, and prints the
 figures and a timeline, or JSON (`add_step`). With --model and --cluster, `priced.py` does the same in seconds and
 bytes.
 """

@@ -34,9 +34,9 @@ from shardlab.simulate.timeline import TEACHING_COSTS
 from shardlab.simulate.timeline.prices import Prices
 from shardlab.strategies.registry import StrategyEntry
 
-IN_UNIT_COSTS = ("model", "cluster", "layers", "microbatches")
-PRICED_OPTIONS = [option for options in OPTIONS.values() for option in options if option not in IN_UNIT_COSTS]
-"""Options that need a model and a cluster. Only the optimizer muon also changes a step in unit costs."""
+WITHOUT_CLUSTER = ("model", "cluster", "layers", "microbatches")
+PRICED_OPTIONS = [option for options in OPTIONS.values() for option in options if option not in WITHOUT_CLUSTER]
+"""Options that need a model and a cluster. Only the optimizer muon also changes a step without a cluster."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class StepOptions:
         """
         if request.model and request.cluster:
             if self.costs is not None:
-                raise UserError("--costs gives unit costs, but --cluster gives seconds; leave out one of them")
+                raise UserError("--costs gives times in units, but --cluster gives seconds; leave out one of them")
             return True
         if self.model or request.cluster:
             self.layout.entry(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first

@@ -327,7 +327,7 @@ def memory_counters(traced: Traced, times: Times) -> list[Counter]:
 
 def element_counters(traced: Traced, times: Times) -> list[Counter]:
     """Return the elements by category over time of each row: those that are live when an op starts, as in a timeline
-    in unit costs."""
+    in time units."""
     counters: list[Counter] = []
     for row, memory in enumerate(memory_in_elements(traced)):
         tape = traced.program.tapes[row]

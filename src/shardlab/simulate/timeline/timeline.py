@@ -25,9 +25,9 @@ class Event(NamedTuple):
         rank, op: the rank, and the op's index on its tape.
         kind, layer: kind and layer of the op.
         microbatches: microbatches of the op, as a bit set.
-        start, end: in time units of unit costs, or in seconds.
-        memory: in unit costs, the elements that are live when the op starts, without its result. In seconds, the bytes
-            that are live while it runs, with its result.
+        start, end: in time units, or in seconds.
+        memory: with time units, the elements that are live when the op starts, without its result. With seconds, the
+            bytes that are live while it runs, with its result.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Timeline:
     Attributes:
         program: the program that ran.
         events: for each rank its events. WAIT and FREE have none.
-        in_seconds: whether times are seconds and memory bytes, rather than unit costs and elements.
+        in_seconds: whether times are seconds and memory bytes, rather than time units and elements.
     """
 
     program: Program
