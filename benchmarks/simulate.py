@@ -60,7 +60,7 @@ def main(options: Options) -> None:
                 traced, ClusterPrices(workload.cut, workload.micro_batch_size, workload.cluster, workload.precision)
             )
             replayed = time.process_time()
-        figures = step.step, step.exposed_share, step.bubble_share, step.peak
+        figures = step.step, step.exposed_share, step.idle_share, step.peak
         end = time.process_time()
         ops = sum(map(len, traced.program.tapes))
         rows.append(

@@ -21,7 +21,7 @@ from shardlab.language import Refused, UserError
 from shardlab.language.precision import find_precision
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.workload import Workload
-from shardlab.simulate.timeline import bubble, simulate
+from shardlab.simulate.timeline import TEACHING_COSTS, bubble, simulate
 from shardlab.train.job import Job
 from tests.attack.script import SOURCE
 from tests.attack.subjects import Subject
@@ -144,7 +144,7 @@ def _draw(subject: Subject, checked: Checked) -> str:
     timeline = simulate(checked)
     timeline_svg(timeline, "program")
     report = Report()
-    add_step(report, "program", checked, timeline)
+    add_step(report, "program", checked, timeline, TEACHING_COSTS)
     report.print(Console(file=io.StringIO()))
     return ""
 

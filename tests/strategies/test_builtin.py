@@ -17,7 +17,7 @@ from shardlab.language import Kind, Mesh, OpKind, Program, Sizes, UserError, tra
 from shardlab.language.rules.kinds import ROW_KINDS
 from shardlab.models import GPT, MoE, cut
 from shardlab.models.cutting import cut_for
-from shardlab.simulate.timeline import Timeline, simulate
+from shardlab.simulate.timeline import PUZZLE_COSTS, Timeline, simulate
 from shardlab.strategies import STRATEGIES, find
 from shardlab.strategies.plan.plan import Plan, Recompute
 from shardlab.strategies.plan.program import program_from_plan
@@ -342,7 +342,7 @@ def traced_with(recompute: Recompute | tuple[int, ...], sizes: Sizes = SAVED, me
 
 
 def run(recompute: Recompute | tuple[int, ...], sizes: Sizes = SAVED) -> Timeline:
-    return simulate(check(traced_with(recompute, sizes)))
+    return simulate(check(traced_with(recompute, sizes)), PUZZLE_COSTS)
 
 
 def recomputed(program: Program) -> list[int]:
@@ -364,8 +364,8 @@ def test_each_layer_that_is_recomputed_takes_one_more_forward_pass_and_keeps_onl
 def test_selective_keeps_queries_keys_and_values_and_computes_the_scores_again() -> None:
     model = GPT(layers=2, hidden_size=16, heads=2, seq_len=64)
     apart = cut(model, attention_apart=True).sizes(64, 8)  # so many rows that activations outweigh the weights
-    selective = simulate(check(traced_with("selective", apart)))
-    everything = simulate(check(traced_with("none", cut(model).sizes(64, 8))))
+    selective = simulate(check(traced_with("selective", apart)), PUZZLE_COSTS)
+    everything = simulate(check(traced_with("none", cut(model).sizes(64, 8))), PUZZLE_COSTS)
     assert recomputed(traced_with("selective", apart)) == []
     kinds = [op.kind for op in traced_with("selective", apart).tapes[0]]
     assert kinds.count(OpKind.ATTEND) == kinds.count(OpKind.ATTEND_BACKWARD) == 2
