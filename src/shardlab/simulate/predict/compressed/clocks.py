@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from shardlab.language import Group
 from shardlab.language.pass_names import NO_LAG, Lag
-from shardlab.simulate.predict.compressed.sample import SizedPart
+from shardlab.simulate.predict.compressed.sample import MeasuredPass, SizedPart
 from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, IdlePattern, StartEnd
 from shardlab.simulate.timeline.memory import MemoryChange
 
@@ -122,7 +122,7 @@ class Route(NamedTuple):
     layer: int = -1
 
 
-Entry = Compute | LocalCollective | AwaitCollective | Rendezvous | PostMessage | AwaitMessage
+Entry = Compute | MeasuredPass | LocalCollective | AwaitCollective | Rendezvous | PostMessage | AwaitMessage
 
 
 class CompressedStep(NamedTuple):
@@ -195,6 +195,8 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
                 if entry.waits:
                     self.idle[row].append_pass(clock, entry.idle)
                 clock = computed = clock + entry.seconds
+            elif isinstance(entry, MeasuredPass):
+                clock = computed = self._pass_end(row, entry, clock)
             elif isinstance(entry, LocalCollective):
                 group, seconds = entry
                 queue = collectives[group]
@@ -234,6 +236,21 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
         else:
             self.at[row], self.clocks[row] = len(entries), clock
         self.end = max(self.end, computed, latest)
+
+    def _pass_end(self, row: int, done: MeasuredPass, clock: float) -> float:
+        """Return when a pass ends. Its collectives are awaited at once, and queue behind others on their streams."""
+        collectives, idle = self._rows[row].collectives, self.idle[row]
+        free = {group: collectives[group][-1][1] for group in done.groups if collectives[group]}
+        if not free or max(free.values()) <= clock:
+            if done.waits:
+                idle.append_pass(clock, done.idle)
+            return clock + done.seconds
+        for after, group, seconds in done.collectives:
+            clock += after
+            end = max(clock, free.get(group, clock)) + seconds
+            idle.append(clock, end)
+            clock = end
+        return clock + done.rest
 
     def start(self, communication: tuple[Hashable, int], ready: float) -> None:
         part, joined = self._parts.pop(communication), self.pending.pop(communication)

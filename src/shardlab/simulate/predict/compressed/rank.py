@@ -480,20 +480,14 @@ class CompressedRank(StepRecorder):
 
     # Passes
 
-    def must_queue(self, done: MeasuredPass) -> bool:
-        """Tell whether a pass's collectives may have to wait for others in flight on the same streams."""
-        for group in done.groups:  # noqa: SIM110 (a generator takes twice as long)
-            if self.open[group]:
-                return True
-        return False
-
     def apply_pass(
         self, done: MeasuredPass, layer: int, weight: SizedValue | None = None, gradient: SizedValue | None = None
     ) -> None:
         """Add a measured pass to the step.
 
-        If no collective of the pass has to queue, its seconds count as compute. Otherwise its collectives are started
-        and awaited one by one.
+        If no other collective is in flight on the streams of its collectives, its seconds count as compute. Otherwise
+        the clocks find out which of its collectives have to queue. If ranks lose time at each wait, its collectives are
+        started and awaited one by one.
 
         Args:
             done: the pass.
@@ -501,8 +495,11 @@ class CompressedRank(StepRecorder):
             weight: the weight that it reads, which may end with it.
             gradient: the gradient of the weight that it makes.
         """
-        if self.sample.merges and not self.must_queue(done):
-            self.add_compute(done.seconds, done.waits)
+        if self.sample.merges:
+            if any(map(self.open.__getitem__, done.groups)):
+                self.entries.append(done)
+            else:
+                self.add_compute(done.seconds, done.waits)
         else:
             for after, group, seconds in done.collectives:
                 self.add_compute(after)

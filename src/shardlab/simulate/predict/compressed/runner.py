@@ -231,7 +231,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
 
     async def forward(self, stage: int, m: int) -> None:
         stage_pass = None if self.plan.gather_axes else self.stage_pass("forward", stage)
-        if stage_pass is None or self.compressed.must_queue(stage_pass):
+        if stage_pass is None:
             await super().forward(stage, m)
             return
         layers = self.plan.stages[stage]
@@ -253,7 +253,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
 
     async def backward_input(self, stage: int, m: int) -> None:
         stage_pass = None if self.plan.gather_axes else self.stage_pass("backward_input", stage)
-        if stage_pass is None or self.compressed.must_queue(stage_pass):
+        if stage_pass is None:
             await super().backward_input(stage, m)
             return
         await self.gradient_of_output(stage, m)
@@ -276,8 +276,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         weightless = self.plan.weightless
         if not all(self.passes.accumulates(l) for l in self.plan.stages[stage] if l not in weightless):
             return None
-        stage_pass = self.stage_pass(name, stage)
-        return None if self.compressed.must_queue(stage_pass) else stage_pass
+        return self.stage_pass(name, stage)
 
     def stage_pass(self, name: str, stage: int) -> MeasuredPass:
         stage_pass = self.stage_passes.get((name, stage))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from shardlab.language.rules.spec import Space, form_of
 from shardlab.language.tape import compute_op
 from shardlab.simulate.predict.folding import Folded, fold
 from shardlab.simulate.predict.workload import Workload
+from shardlab.simulate.timeline.event_loop import IdlePattern
 from shardlab.simulate.timeline.memory import CATEGORY_OF_KIND, CategoryBytes, MemoryPeak, TapeMemory
 from shardlab.simulate.timeline.prices import Bytes, Prices
 from shardlab.simulate.timeline.run import Clocks
@@ -452,6 +454,11 @@ class MeasuredPass:
         object.__setattr__(self, "bytes", sum(self.delta))
         object.__setattr__(self, "changes", tuple([(slot, change) for slot, change in enumerate(self.delta) if change]))
         object.__setattr__(self, "groups", frozenset(collective.group for collective in self.collectives))
+
+    @cached_property
+    def idle(self) -> IdlePattern:
+        """`waits` as a pattern."""
+        return IdlePattern.from_intervals(self.waits)
 
 
 PassKey = tuple[object, ...]
