@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from shardlab.check import Checked
 from shardlab.check import check as check_program
-from shardlab.common.user_code import never_awaited
+from shardlab.common.user_code import Endless, Stalled, never_awaited
 from shardlab.language import Kind, Refused, UserError, trace
 from shardlab.language.precision import find_precision
 from shardlab.learn.course.catalogue import find as find_exercise
@@ -167,6 +167,8 @@ def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
 
 def refused(exercise: Exercise, error: Refused | UserError) -> ExerciseGrade:
     """Return the grade of a wrong solution, or of a file that cannot be run."""
+    if isinstance(error, Stalled | Endless):
+        error.remedy = "let its loops end"  # the course has no option for slow programs
     return _failed(exercise, "refused", str(error))
 
 
