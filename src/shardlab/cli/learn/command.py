@@ -78,11 +78,10 @@ class Watch:
             while True:
                 stamp = _stamp(folder.file(entry))
                 console.clear()
-                passed = _grade(console, folder, entry)
-                if passed and self.exercise is None and folder.current != entry.name:
+                if _grade(console, folder, entry) and self.exercise is None and folder.current != entry.name:
                     entry = folder.find(None)
+                    stamp = _stamp(folder.file(entry))
                 file = folder.file(entry)
-                stamp = _stamp(file) if passed else stamp
                 console.print()
                 console.print(Text(f"waiting for the next save of {file} (Ctrl-C ends; shardlab learn hint)", "dim"))
                 while _stamp(file) in (stamp, None):

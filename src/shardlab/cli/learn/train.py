@@ -67,8 +67,7 @@ def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) 
     options = {**size, "hidden_size": HIDDEN_SIZE, "steps": steps, "out": folder}
     training = [*_with_strategy_flag(words), "--trace", *as_flags(options).split()]
     command = [sys.executable, "-m", "shardlab", "train", *training]
-    status = subprocess.run(command, stdout=sys.stderr if json else None, check=False).returncode
-    if status:
+    if status := _run(command, json=json):
         return status
     verification = command_from("verify", words, size)
     assert isinstance(verification, Verify)
@@ -84,6 +83,19 @@ def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) 
     report.data |= {"exercise": entry.name, "ranks": ranks, "folder": str(folder)}
     report.show(json=json)
     return 0 if verdict.ok else 1
+
+
+def _run(command: list[str], *, json: bool) -> int:
+    """Run a command, with its results on stderr for --json, and return its exit status.
+
+    Ctrl-C reaches the command as well, which then saves and ends; wait for that.
+    """
+    with subprocess.Popen(command, stdout=sys.stderr if json else None) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
 
 
 def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
