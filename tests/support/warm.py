@@ -83,9 +83,9 @@ class WarmStarts:
 
     def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
-        WarmProcess.address = f"{self._folder.name}/socket"
+        self._address = f"{self._folder.name}/socket"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.warm_server", WarmProcess.address],
+            [sys.executable, "-m", "tests.support.warm_server", self._address],
             env={**variables, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -97,12 +97,13 @@ class WarmStarts:
 
     def start(self, words: Sequence[str], **options: Any) -> WarmProcess:
         """Start Python with these words, and with `subprocess.Popen`'s options."""
+        WarmProcess.address = self._address
         return WarmProcess([sys.executable, *words], **options)
 
     def run(self, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
         """Run Python with these words to its end, which is soon; what it has written, as text."""
         pipe = subprocess.PIPE
-        with WarmProcess([sys.executable, *words], stdout=pipe, stderr=pipe, text=True, **options) as process:
+        with self.start(words, stdout=pipe, stderr=pipe, text=True, **options) as process:
             out, errors = process.communicate()
         return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 

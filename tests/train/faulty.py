@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -32,13 +33,24 @@ SO_ATTACH_FILTER = 26
 
 def drop_everything() -> None:
     """Have this process hear nothing more on any connection, as behind a network that drops all: not even resets."""
-    code = ctypes.create_string_buffer(DROP_ALL)
-    program = struct.pack("HL", 1, ctypes.addressof(code))
     for entry in Path("/proc/self/fd").iterdir():
         if entry.is_socket():
             with socket.socket(fileno=os.dup(int(entry.name))) as each:
                 if each.family in (socket.AF_INET, socket.AF_INET6):
-                    each.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+                    _drop(each)
+
+
+def may_drop() -> bool:
+    """Whether the system lets this user put a filter on a socket. Some let only root."""
+    with socket.socket() as probe, suppress(PermissionError):
+        _drop(probe)
+        return True
+    return False
+
+
+def _drop(each: socket.socket) -> None:
+    code = ctypes.create_string_buffer(DROP_ALL)
+    each.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
 
 
 def loop() -> None:
