@@ -52,7 +52,7 @@ def test_what_no_model_here_has_is_not_trained(tmp_path: Path) -> None:
             strategy_words(*solved(name, tmp_path))
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.starts_ranks
 def test_a_passed_program_trains_and_is_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

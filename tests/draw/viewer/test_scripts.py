@@ -24,7 +24,6 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-@pytest.mark.xdist_group("viewer-scripts")
 def test_the_scripts_do_what_their_tests_say(file: Path, tables: Path) -> None:
     environment = {**os.environ, "SHARDLAB_TABLES": str(tables)}
     command = [node_path(), "--test", "--test-reporter=tap", str(file)]
