@@ -1,7 +1,8 @@
 """Entries of compressed steps, and the clocks that replay them.
 
-An entry is some seconds of compute, a communication, or a wait. A wait counts the collectives of its group back from
-the latest one and has no absolute number, so the same step can be replayed at any place of a schedule.
+An entry is some seconds of compute, a pass whose collectives may have to queue behind others, a communication, or a
+wait. A wait counts the collectives of its group back from the latest one and has no absolute number, so the same step
+can be replayed at any place of a schedule.
 
 A row is the sequence of entries of one rank, which stands for its pipeline stage. `step_seconds` replays all rows
 together, on the event loop that replays whole tapes too. Messages are always rendezvous here, and every communicator
