@@ -6,11 +6,13 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 # Without bytecode each worker, and each process that tests start, would compile all again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: attack chaos check docs help train test gpu verify-all clean
+.PHONY: attack chaos check docs help train test test-browser gpu verify-all clean
 
 help:
 	@echo "make train   train a small GPT with fully sharded data parallelism on four processes"
 	@echo "make test    lint, types and all tests"
+	@echo "make test-browser"
+	@echo "             pages of the viewer in headless Chromium"
 	@echo "make check   lint, types and the fast tests, for whoever edits"
 	@echo "make docs    a site of the pages of docs/, in build/site"
 	@echo "make gpu     the tests and measurements that need a GPU"
@@ -28,6 +30,10 @@ test: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pytest
+
+# Needs a Chromium, such as Debian's: apt-get install chromium-headless-shell
+test-browser: .venv/installed
+	$(BIN)/python -m tests.browser.run
 
 check: .venv/installed
 	$(BIN)/ruff check

@@ -1,31 +1,17 @@
 // Headless Chromium over its DevTools protocol: start it, open pages, press keys, move the pointer, take screenshots.
 //
-// The protocol: chromedevtools.github.io/devtools-protocol. Node's own WebSocket carries it, so nothing is installed.
+// `run.py` finds Chromium. The protocol: chromedevtools.github.io/devtools-protocol. Node's own WebSocket carries it, so nothing is installed.
 
 import { spawn } from "node:child_process";
-import { existsSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 
-const NAMES = ["chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"];
-
-const HOW = `no Chromium was found; install one, such as Debian's (apt-get install chromium-headless-shell), or set
-CHROMIUM to the path of one`;
-
-/** Path of a Chromium on this machine. */
-export function findChromium() {
-  if (process.env.CHROMIUM) return process.env.CHROMIUM;
-  for (const folder of (process.env.PATH ?? "").split(":")) {
-    for (const name of NAMES) if (existsSync(join(folder, name))) return join(folder, name);
-  }
-  throw new Error(HOW);
-}
-
-/** Start Chromium. Close it at the end, which removes its profile. */
+/** Start the Chromium of the environment variable CHROMIUM. Close it at the end, which removes its profile. */
 export async function startChromium() {
   const profile = mkdtempSync(join(tmpdir(), "shardlab-chromium-"));
   const options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-port=0"];
-  const child = spawn(findChromium(), [...options, `--user-data-dir=${profile}`, "about:blank"], {
+  const child = spawn(process.env.CHROMIUM, [...options, `--user-data-dir=${profile}`, "about:blank"], {
     stdio: ["ignore", "ignore", "pipe"],
   });
   const address = await new Promise((resolve, reject) => {
@@ -42,9 +28,10 @@ export async function startChromium() {
   return {
     open: (url, size) => openPage(connection, url, size),
     close: async () => {
-      connection.close();
       const ended = new Promise((resolve) => child.once("exit", resolve));
-      child.kill();
+      connection.close();
+      child.stderr.destroy();
+      child.kill("SIGKILL");
       await ended;
       rmSync(profile, { recursive: true, force: true, maxRetries: 5 });
     },
@@ -123,7 +110,7 @@ class Page {
     return result.result.value;
   }
 
-  /** Wait until an expression is true in the page. */
+  /** Wait until an expression, which should give a boolean, is true in the page. */
   async until(expression, seconds = 60) {
     const end = Date.now() + 1000 * seconds;
     while (!(await this.evaluate(expression))) {

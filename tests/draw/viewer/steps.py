@@ -60,11 +60,19 @@ def tables_of_trace(path: Path) -> bytes:
     return trace_tables("gpipe", "", read_trace_file(path))
 
 
+def large_step() -> Step:
+    """64 ranks with 256 microbatches."""
+    checked = check(LARGE, layers=64, microbatches=256)
+    times = Clocks(checked, TEACHING_COSTS).run()
+    timeline = simulate(checked, TEACHING_COSTS)
+    shown = ShownTimeline("", timeline, element_counters(checked, times), critical_path(checked, times))
+    return Step("large", "", checked, [shown], "1f1b")
+
+
 def write_tables(folder: Path) -> None:
     """Write the tables of all steps that the tests of the scripts read."""
     for name in ("gpipe", "fsdp", "pipeline"):
         (folder / f"{name}.bin").write_bytes(step_tables(step_of(name)))
     (folder / "two.bin").write_bytes(step_tables(two_timelines()))
     (folder / "trace.bin").write_bytes(tables_of_trace(folder / "trace.json"))
-    large = check(LARGE, layers=64, microbatches=256)
-    (folder / "large.bin").write_bytes(step_tables(Step("large", "", large, [ShownTimeline("", simulate(large))])))
+    (folder / "large.bin").write_bytes(step_tables(large_step()))

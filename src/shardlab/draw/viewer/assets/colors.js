@@ -94,7 +94,8 @@ export function paletteOf(model, mode, theme) {
   else if (mode === "difference") css = shades((place) => scaleColor(SLOWER, place));
   else {
     css = [];
-    for (const color of shades((place) => scaleColor(CIVIDIS, 0.05 + 0.95 * place))) {
+    const darkest = dark ? 0.22 : 0.05; // so that it differs from the ground
+    for (const color of shades((place) => scaleColor(CIVIDIS, darkest + (1 - darkest) * place))) {
       css.push(color, mixed(color, dark ? "#000000" : "#ffffff", 0.45));
     }
     css.push(KINDS.grey[dark ? 1 : 0]);
@@ -161,5 +162,5 @@ export function legendOf(model, mode, theme) {
   const count = mode === "layer" ? model.header.layers : model.header.microbatches;
   const values = [...new Set([0, Math.round((count - 1) / 3), Math.round((2 * (count - 1)) / 3), count - 1])];
   const entries = values.map((value) => ({ color: css[2 * shadeOf(value, count)], text: `${mode} ${value}` }));
-  return [...entries, { color: css[2 * shadeOf(0, count) + 1], text: "backward: paler" }, { color: css[2 * SHADES], text: "other" }];
+  return [...entries, { color: css[2 * shadeOf(0, count) + 1], text: `backward: ${theme === "dark" ? "darker" : "paler"}` }, { color: css[2 * SHADES], text: "other" }];
 }

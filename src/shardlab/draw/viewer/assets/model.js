@@ -10,7 +10,9 @@ export const FORMAT = 1;
 
 /** Unpack the text of a page: base64 of a zlib stream. */
 export async function unpack(text) {
-  const bytes = Uint8Array.from(atob(text.trim()), (character) => character.charCodeAt(0));
+  const characters = atob(text.trim());
+  const bytes = new Uint8Array(characters.length); // `Uint8Array.from` takes a hundred times as long
+  for (let at = 0; at < bytes.length; at += 1) bytes[at] = characters.charCodeAt(at);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return parseTables(await new Response(stream).arrayBuffer());
 }

@@ -196,7 +196,7 @@ function drawNames(context, scene, first, last) {
     if (model.timelines.length > 1 && layout.track >= 12) {
       model.timelines.forEach((timeline) => {
         const track = trackBox(layout, row, timeline.number, scroll);
-        const name = timeline.number === 0 ? `${short} ${timeline.name.slice(0, 4)}.` : `${timeline.name.slice(0, 5)}.`;
+        const name = timeline.number === 0 ? `${short} ${timeline.name.slice(0, 4)}.` : timeline.name;
         context.fillText(name, GUTTER - 8, track.top + layout.track / 2);
       });
     } else {

@@ -2,7 +2,8 @@
 
 import { MEMORY, MODES, colorNumbers, legendOf, paletteOf } from "./colors.js";
 import { figureRows } from "./figures.js";
-import { AXIS, firstAbove, hitTest, layoutOf, visibleRows } from "./layout.js";
+import { AXIS, firstAbove, hitTest, layoutOf, trackBox, visibleRows } from "./layout.js";
+import { unpack } from "./model.js";
 import { GUTTER, drawMemory, drawTimelines } from "./paint.js";
 import { memoryText, panBy, pixelAt, showInterval, showMoment, timeText, wholeView, zoomAt } from "./scale.js";
 import { drawValues, liveValues, momentsOf } from "./values.js";
@@ -52,6 +53,7 @@ export class Viewer {
       scratch: scratchCanvas(),
     };
     this.frames = [];
+    this.tools = { pixelAt, trackBox, unpack };
     this.playing = 0;
     this.tab = "memory";
     const dark = matchMedia("(prefers-color-scheme: dark)");
