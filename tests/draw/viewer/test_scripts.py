@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardlab.cli.view.edit import EDIT_SCRIPTS
 from shardlab.draw.viewer.page import SCRIPTS, asset, joined_scripts
 from tests.draw.viewer.steps import write_tables
 from tests.support.node import node_path
@@ -36,21 +37,23 @@ def test_the_scripts_do_what_their_tests_say(file: Path, tables: Path) -> None:
 
 def test_every_module_of_the_scripts_has_tests_but_for_those_that_need_a_browser() -> None:
     tested = {file.name.removesuffix(".test.mjs") for file in FILES}
-    assert set(SCRIPTS) - tested == {"paint", "viewer", "start"}
+    assert {*SCRIPTS, *EDIT_SCRIPTS} - tested == {"paint", "viewer", "start", "edit"}
 
 
-def test_the_joined_script_is_one_module_that_node_can_parse(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [SCRIPTS, EDIT_SCRIPTS])
+def test_the_joined_script_is_one_module_that_node_can_parse(names: tuple[str, ...], tmp_path: Path) -> None:
     """So no two scripts have the same name at their top, and no import is left."""
-    (tmp_path / "page.mjs").write_text(joined_scripts(), encoding="utf-8")
+    (tmp_path / "page.mjs").write_text(joined_scripts(names), encoding="utf-8")
     done = subprocess.run(
         [node_path(), "--check", str(tmp_path / "page.mjs")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "import {" not in joined_scripts()
+    assert "import {" not in joined_scripts(names)
 
 
-def test_a_script_comes_after_those_that_it_imports() -> None:
-    for place, name in enumerate(SCRIPTS):
+@pytest.mark.parametrize("names", [SCRIPTS, EDIT_SCRIPTS])
+def test_a_script_comes_after_those_that_it_imports(names: tuple[str, ...]) -> None:
+    for place, name in enumerate(names):
         for line in asset(f"{name}.js").splitlines():
             if ' from "./' in line:
-                assert line.partition('from "./')[2].removesuffix('.js";') in SCRIPTS[:place], f"{name}: {line}"
+                assert line.partition('from "./')[2].removesuffix('.js";') in names[:place], f"{name}: {line}"

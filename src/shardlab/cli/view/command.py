@@ -88,7 +88,13 @@ class View(StepOptions):
     json: Flag = False
     """Print only JSON: the figures of the step."""
 
+    edit: Flag = False
+    """Serve a page on this machine in which the schedule of a pipeline, or a program, is edited beside its picture.
+    Each version is checked at once. Ctrl-C ends it."""
+
     def run(self) -> int:
+        if self.edit:
+            return self._edit()
         out = self.out or (None if self.json else DEFAULT_PAGE)
         check_new_file("--out", out, DEFAULT_PAGE.name, force=self.force)
         shown = self._shown()
@@ -103,6 +109,18 @@ class View(StepOptions):
             report.line()
             report.draw(lambda console: print_path(console, "page", out))
         report.show(json=self.json)
+        return 0
+
+    def _edit(self) -> int:
+        if self.out is not None or self.json:
+            raise UserError("--edit writes no page and prints no figures; leave out --out and --json")
+        from shardlab.cli.view.edit import EditServer
+        from shardlab.cli.view.editing import editor_of
+
+        server = EditServer(editor_of(self))
+        print(f"editing {server.editors[''].name} at {server.address}", flush=True)
+        print("Ctrl-C ends it", flush=True)
+        server.serve()
         return 0
 
     def _shown(self) -> Shown:

@@ -62,7 +62,7 @@ export function factsOf(model, timeline, op) {
 }
 
 /** One step of a chain: the op that was waited for, and a sentence about it. */
-function linkOf(model, timeline, op) {
+function causeLink(model, timeline, op) {
   const cause = model.causeOf(timeline, op);
   const unit = model.header.unit;
   const at = (time) => timeText(time, unit);
@@ -101,7 +101,7 @@ export function chainOf(model, timeline, op) {
   const links = [];
   const seen = new Set([op]);
   for (let at = op; links.length < LONGEST_CHAIN; ) {
-    const link = linkOf(model, timeline, at);
+    const link = causeLink(model, timeline, at);
     links.push(link);
     if (link.op < 0 || seen.has(link.op)) break;
     seen.add(link.op);

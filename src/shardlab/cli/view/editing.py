@@ -1,0 +1,278 @@
+"""Editors of `shardlab view --edit`: what is edited, and what Python says of each version of it.
+
+An editor has a starting text and judges any other one: whether it is right, why not, and its step. `ScheduleEditor`
+edits the actions of a pipeline's ranks, as a CSV text of PyTorch. `ProgramEditor` edits a file with a strategy.
+`LevelEditor` is a schedule editor for an exercise of the course, with its goals.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardlab.check import Checked, check
+from shardlab.cli.plan_options import checked
+from shardlab.cli.simulate.command import sizes_text
+from shardlab.cli.simulate.step_options import StepOptions
+from shardlab.cli.step_request import StepRequest
+from shardlab.common.user_code import file_and_name, load_module
+from shardlab.draw.viewer.columns import encode
+from shardlab.draw.viewer.step_tables import ShownTimeline, Step, step_tables
+from shardlab.language import Mesh, Refused, Sizes, UserError, trace
+from shardlab.learn.course.catalogue import CourseEntry, course
+from shardlab.learn.course.grading import grade
+from shardlab.simulate.passes import apply_passes
+from shardlab.simulate.timeline import TEACHING_COSTS, bubble, simulate
+from shardlab.simulate.timeline.critical_path import critical_path
+from shardlab.simulate.timeline.prices import Prices
+from shardlab.simulate.timeline.run import Clocks, element_counters
+from shardlab.strategies.load import load
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.program import program_from_plan
+from shardlab.strategies.plan.rank_plan import model_layers
+from shardlab.strategies.schedules import Action, Schedule
+from shardlab.strategies.schedules.pytorch_csv import ACTIONS, check_rows, export_csv, parse_cells
+from shardlab.strategies.schedules.steps import Steps
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What Python says of a text.
+
+    Attributes:
+        sentence: why it is wrong, or what is left to reach ("": it is right).
+        legal: whether it is right.
+        step: its step (None: it is wrong).
+        files: files to save, by name.
+    """
+
+    sentence: str
+    legal: bool
+    step: Step | None = None
+    files: dict[str, str] = field(default_factory=dict[str, str])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the answer for the page."""
+        found: dict[str, Any] = {"sentence": self.sentence, "legal": self.legal, "files": self.files}
+        if self.step is not None:
+            timeline = self.step.shown[0].timeline
+            stages = timeline.program.mesh.sizes()["pp"]
+            figures = {"time": timeline.end, "memory": timeline.peak_memory}
+            found["figures"] = figures | {"bubble": bubble(timeline) if stages > 1 else None}
+            found["data"] = encode(step_tables(self.step))
+        return found
+
+
+class Editor(ABC):
+    """Editor of a text.
+
+    Attributes:
+        name: name of what is edited.
+        start: starting text.
+        is_schedule: whether the text is a schedule, rather than a program.
+    """
+
+    name: str
+    start: str
+    is_schedule: bool
+
+    def judge(self, text: str) -> Judgement:
+        """Return what is to be said of a text."""
+        try:
+            return self._judged(text)
+        except (UserError, Refused) as error:
+            return Judgement(str(error), legal=False)
+
+    def close(self) -> None:
+        """Remove what the editor has written for itself."""
+        return
+
+    @abstractmethod
+    def _judged(self, text: str) -> Judgement:
+        """Judge a text.
+
+        Raises:
+            UserError, Refused: if it is wrong.
+        """
+
+
+class ScheduleEditor(Editor):
+    """Editor of the schedule of a pipeline.
+
+    Args:
+        name: name of the strategy.
+        plan: the plan whose schedule is edited.
+        sizes: sizes of the model.
+        microbatches: microbatches of the global batch.
+        costs: times of ops.
+    """
+
+    is_schedule = True
+
+    def __init__(self, name: str, plan: Plan, sizes: Sizes, microbatches: int, costs: Prices) -> None:
+        self.name, self.plan, self.sizes, self.microbatches, self.costs = name, plan, sizes, microbatches, costs
+        steps = plan.steps(model_layers(sizes).pipeline_units, microbatches)
+        self.start = export_csv(steps, form="compute_only")
+
+    def _judged(self, text: str) -> Judgement:
+        schedule = schedule_of(text, self.plan.mesh.pp, self.microbatches // self.plan.data_ranks)
+        plan = replace(self.plan, schedule=schedule, stages_per_rank=None)
+        program = trace(program_from_plan(plan), plan.mesh, self.sizes, self.microbatches)
+        proof = apply_passes(check(program), plan.passes or "none")
+        steps = plan.steps(model_layers(self.sizes).pipeline_units, self.microbatches)
+        return Judgement("", legal=True, step=_step(self.name, proof, self.costs), files=_files(steps))
+
+
+class LevelEditor(Editor):
+    """Editor of the schedule that an exercise of the course asks for.
+
+    Args:
+        entry: the exercise.
+    """
+
+    is_schedule = True
+
+    def __init__(self, entry: CourseEntry) -> None:
+        self.entry, self.exercise = entry, entry.exercise
+        self.name = f"{self.exercise.number}: {self.exercise.title}"
+        self.start = export_csv(
+            self._plan(_start_of(entry)).steps(self._units, self._microbatches), form="compute_only"
+        )
+
+    def _judged(self, text: str) -> Judgement:
+        schedule = schedule_of(text, self.exercise.mesh.pp, self._microbatches)
+        result = grade(self.exercise, schedule)
+        files = _files(self._plan(schedule).steps(self._units, self._microbatches))
+        step = None if result.checked is None else _step(self.name, result.checked, TEACHING_COSTS)
+        goals = "; ".join(f"{name} {value}, goal {goal or 'none'}" for name, value, goal in result.rows())
+        return Judgement(f"{result.verdict} {goals}".strip(), legal=result.checked is not None, step=step, files=files)
+
+    def _plan(self, schedule: Schedule) -> Plan:
+        return Plan(self.exercise.mesh, schedule=schedule, stages_per_rank=self.exercise.stages_per_rank)
+
+    @property
+    def _microbatches(self) -> int:
+        return self.exercise.microbatches
+
+    @property
+    def _units(self) -> int:
+        layers = self.exercise.layers
+        return layers if isinstance(layers, int) else model_layers(layers).pipeline_units
+
+
+class ProgramEditor(Editor):
+    """Editor of a user's file with a strategy. The file itself is not changed.
+
+    Args:
+        path, function: the file, and the strategy in it.
+        mesh: grid of the ranks.
+        layers: number of layers of the puzzles' model.
+        microbatches: microbatches of the global batch.
+        costs: times of ops.
+    """
+
+    is_schedule = False
+
+    def __init__(self, path: Path, function: str, mesh: Mesh, layers: int, microbatches: int, costs: Prices) -> None:
+        self.name, self.function, self.mesh = f"{path}:{function}", function, mesh
+        self.layers, self.microbatches, self.costs = layers, microbatches, costs
+        self.start = path.read_text(encoding="utf-8")
+        self._file = path.name
+        self._folder = tempfile.TemporaryDirectory(prefix="shardlab-edit-")
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def judge(self, text: str) -> Judgement:
+        found = super().judge(text)
+        return replace(found, sentence=found.sentence.replace(f"{self._folder.name}/", ""))
+
+    def _judged(self, text: str) -> Judgement:
+        path = Path(self._folder.name) / self._file
+        path.write_text(text, encoding="utf-8")
+        entry = load(f"{path}:{self.function}")
+        proof = checked(entry, self.mesh.world, self.layers, self.microbatches)
+        return Judgement("", legal=True, step=_step(self.name, proof, self.costs), files={self._file: text})
+
+
+def editor_of(options: StepOptions) -> Editor:
+    """Return the editor of a step: of its program if a file is given, else of its schedule.
+
+    Raises:
+        UserError: if it has neither.
+    """
+    request = StepRequest.of(options)
+    if options.is_priced(request):
+        raise UserError("--edit shows a step in time units; leave out --model and --cluster")
+    step = options.step_in_units(request)
+    program = step.proof.program
+    path, function = file_and_name(step.entry.name)
+    if path is not None:
+        return ProgramEditor(path, function, program.mesh, program.layers, program.microbatches, step.costs)
+    plan = step.entry.plan(step.ranks) if step.entry.plan is not None else None
+    if plan is None or plan.mesh.pp < 2:
+        raise UserError(
+            f"{step.entry.name} has no schedule to edit; give a pipeline, such as --pp 4 --schedule 1f1b, or a program "
+            "as path/to/file.py:function"
+        )
+    return ScheduleEditor(step.entry.title(step.ranks), plan, program.sizes, program.microbatches, step.costs)
+
+
+def levels() -> list[CourseEntry]:
+    """Return the exercises of the course that ask for a schedule."""
+    return [entry for entry in course() if entry.exercise.kind == "schedule"]
+
+
+def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
+    """Return the schedule in a CSV text, whose messages are left out.
+
+    Raises:
+        UserError: if it cannot be followed to its end, with the cell at fault; or if its sizes are not these.
+    """
+    rows = parse_cells(text)
+    placed = check_rows(rows)
+    each = len({cell.microbatch for row in rows for cell in row if cell.kind in ACTIONS})
+    if (len(rows), each) != (ranks, microbatches):
+        raise UserError(
+            f"the schedule has {len(rows)} ranks and {each} microbatches; the pipeline has {ranks} and {microbatches}"
+        )
+    steps = [[cell.step(placed) for cell in row] for row in rows]
+    actions = [[step for step in row if isinstance(step, Action)] for row in steps]
+    stages, rest = divmod(len(placed), ranks)
+    if rest:
+        raise UserError(f"the schedule has {len(placed)} stages, which do not divide among {ranks} ranks")
+
+    def of_rank(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
+        return iter(actions[rank])
+
+    return Schedule("edited", of_rank, "the page", lambda stage, ranks: placed[stage], stages)
+
+
+def _start_of(entry: CourseEntry) -> Schedule:
+    """Return the schedule with which a student starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{entry.name}.py"
+        path.write_text(entry.start_text, encoding="utf-8")
+        found = getattr(load_module(path), entry.name)
+    if isinstance(found, Schedule):
+        return found
+    return Schedule(entry.name, found, stages_per_rank=entry.exercise.stages_per_rank)
+
+
+def _files(steps: Steps) -> dict[str, str]:
+    """Return a schedule as files that `shardlab train --schedule` and PyTorch read."""
+    return {
+        "schedule.csv": export_csv(steps, form="compute_only"),
+        "schedule-with-messages.csv": export_csv(steps, form="compute_comms"),
+    }
+
+
+def _step(name: str, proof: Checked, costs: Prices) -> Step:
+    times = Clocks(proof, costs).run()
+    timeline = simulate(proof, costs)
+    shown = ShownTimeline("", timeline, element_counters(proof, times), critical_path(proof, times))
+    return Step(name, sizes_text(proof), proof, [shown])

@@ -1,0 +1,143 @@
+"""Editors: every version is judged as the command line would judge it, and files to save give the same step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import command_of, main
+from shardlab.cli.simulate.step_options import StepOptions
+from shardlab.cli.view.editing import Editor, LevelEditor, ProgramEditor, ScheduleEditor, editor_of, levels, schedule_of
+from shardlab.language import UserError
+from shardlab.strategies.schedules.pytorch_csv import export_csv
+from tests.draw.viewer.test_source_lines import PROGRAM
+
+
+def editor(*words: str) -> Editor:
+    options = command_of(["view", *words])
+    assert isinstance(options, StepOptions)
+    return editor_of(options)
+
+
+def swapped(text: str, row: int, one: str, other: str) -> str:
+    """A schedule in which two actions of a rank have changed places."""
+    rows = [line.split(",") for line in text.splitlines()]
+    here, there = rows[row].index(one), rows[row].index(other)
+    rows[row][here], rows[row][there] = other, one
+    return "".join(",".join(words) + "\n" for words in rows)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v", "interleaved-1f1b", "zb-h1"])
+def test_the_starting_point_is_legal_and_as_fast_as_simulate_says(
+    schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--pp", "4", "--schedule", schedule, "--microbatches", "8"]
+    found = editor(*words)
+    judged = found.judge(found.start)
+    assert judged.legal
+    assert judged.sentence == ""
+    assert main(["simulate", *words, "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    figures = judged.as_dict()["figures"]
+    assert figures == {"time": simulated["end"], "memory": simulated["peak_memory"], "bubble": simulated["bubble"]}
+
+
+def test_a_move_that_is_illegal_is_refused_with_its_cell() -> None:
+    found = editor("gpipe")
+    judged = found.judge(swapped(found.start, 0, "0F0", "0B0"))
+    assert not judged.legal
+    assert judged.step is None
+    assert judged.sentence.startswith("row 1 (rank 0), column 1, 0B0: it needs 0F0")
+    assert "data" not in judged.as_dict()
+
+
+def test_a_legal_move_changes_the_figures() -> None:
+    found = editor("gpipe", "--microbatches", "8")
+    start = found.judge(found.start).as_dict()["figures"]
+    other = editor("1f1b", "--microbatches", "8")
+    moved = found.judge(other.start)
+    assert moved.legal
+    assert moved.as_dict()["figures"]["memory"] < start["memory"]
+
+
+@pytest.mark.parametrize("text", ["", "x", "0F0,0B0\n", "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", "(", "0F0\n" * 4])
+def test_any_text_is_judged_in_a_sentence(text: str) -> None:
+    judged = editor("gpipe").judge(text)
+    assert not judged.legal
+    assert judged.sentence
+    assert "Traceback" not in judged.sentence
+
+
+def test_a_schedule_of_another_size_is_refused() -> None:
+    text = editor("--pp", "2", "--schedule", "gpipe").start
+    with pytest.raises(UserError, match="the schedule has 2 ranks and 4 microbatches; the pipeline has 4 and 4"):
+        schedule_of(text, 4, 4)
+
+
+@pytest.mark.parametrize("name", ["schedule.csv", "schedule-with-messages.csv"])
+def test_a_saved_file_gives_the_same_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = editor("zb-h1", "--microbatches", "6")
+    judged = found.judge(swapped(found.start, 0, "0W0", "0F5"))
+    assert judged.legal, judged.sentence
+    Path(name).write_text(judged.files[name])
+    assert main(["simulate", "--pp", "4", "--microbatches", "6", "--schedule", name, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["end"] == judged.as_dict()["figures"]["time"]
+
+
+def test_a_program_is_judged_without_changing_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(PROGRAM)
+    found = editor("mine.py:alone", "--ranks", "1")
+    assert isinstance(found, ProgramEditor)
+    assert found.judge(found.start).legal
+    wrong = found.judge(PROGRAM.replace("reversed(rank.layers)", "rank.layers"))
+    assert not wrong.legal
+    assert wrong.sentence.startswith("mine.py:1")
+    broken = found.judge(PROGRAM + "\n(")
+    assert broken.sentence.startswith("mine.py:")
+    endless = found.judge(PROGRAM.replace("for l in rank.layers:", "while True: pass\n    for l in rank.layers:", 1))
+    assert "mine.py:4" in endless.sentence
+    assert "has not come within" in endless.sentence
+    assert Path("mine.py").read_text() == PROGRAM
+    found.close()
+
+
+def test_a_strategy_without_a_schedule_is_refused() -> None:
+    with pytest.raises(UserError, match="fsdp has no schedule to edit; give a pipeline"):
+        editor("fsdp")
+    with pytest.raises(UserError, match="leave out --model and --cluster"):
+        editor("--pp", "2", "--model", "gpt2", "--cluster", "a100x2")
+
+
+def test_an_edited_page_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", "gpipe", "--edit", "--out", "page.html"]) == 2
+    assert "--edit writes no page" in capsys.readouterr().err
+
+
+def test_the_schedule_of_another_mesh_keeps_its_data_parallel_ranks() -> None:
+    found = editor("--pp", "2", "--dp-shard", "2", "--schedule", "gpipe", "--microbatches", "8")
+    assert isinstance(found, ScheduleEditor)
+    assert len(found.start.splitlines()) == 2
+    assert found.judge(found.start).legal
+
+
+def test_each_level_has_a_start_and_its_solution_passes() -> None:
+    entries = levels()
+    assert {entry.exercise.number for entry in entries} >= {15, 17, 18, 19}
+    for entry in entries:
+        level = LevelEditor(entry)
+        assert level.judge(level.start).legal
+        assert not level.judge(level.start).sentence.startswith("Passed."), entry.name
+        solution = entry.solution
+        from shardlab.strategies.schedules import Schedule
+
+        if not isinstance(solution, Schedule):
+            solution = Schedule(entry.name, solution, stages_per_rank=entry.exercise.stages_per_rank)
+        steps = level._plan(solution).steps(level._units, level._microbatches)
+        judged = level.judge(export_csv(steps, form="compute_only"))
+        assert judged.sentence.startswith("Passed."), f"{entry.name}: {judged.sentence}"
