@@ -76,7 +76,7 @@ def test_a_schedule_of_another_size_is_refused() -> None:
         schedule_of(text, 4, 4)
 
 
-@pytest.mark.parametrize("name", ["schedule.csv", "schedule-with-messages.csv"])
+@pytest.mark.parametrize("name", ["schedule.csv", "schedule-with-messages.csv", "schedule.py:edited"])
 def test_a_saved_file_gives_the_same_step(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,7 +84,8 @@ def test_a_saved_file_gives_the_same_step(
     found = editor("zb-h1", "--microbatches", "6")
     judged = found.judge(swapped(found.start, 0, "0W0", "0F5"))
     assert judged.legal, judged.sentence
-    Path(name).write_text(judged.files[name])
+    file = name.partition(":")[0]
+    Path(file).write_text(judged.files[file])
     assert main(["simulate", "--pp", "4", "--microbatches", "6", "--schedule", name, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["end"] == judged.as_dict()["figures"]["time"]
 
