@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardlab.simulate.predict.estimate import Estimate
     from shardlab.simulate.timeline import Timeline
     from shardlab.simulate.timeline.measured import Measured
+    from shardlab.simulate.timeline.prices import Prices
     from shardlab.train.history import PastRun
     from shardlab.train.job import Job
 
@@ -152,6 +153,7 @@ class TracedRun:
         checked: the program that ran.
         measured: its measurement.
         estimate: the prediction (None: no cluster is given, and this machine was not measured).
+        prices: prices of the prediction, if there is one.
         limit: limit of the recipe's framework that the plan exceeds ("": none).
     """
 
@@ -160,6 +162,7 @@ class TracedRun:
     checked: Checked
     measured: Measured
     estimate: Estimate | None
+    prices: Prices | None
     limit: str
 
     @property
@@ -186,12 +189,12 @@ def traced_run(folder: Path, cluster: str | None, recipe: str | None, *, other_m
     checked = job.checked()
     measured = trace.measured(checked)
     if cluster is None and not default_path().exists():
-        return TracedRun(trace.job, job, checked, measured, None, "")
+        return TracedRun(trace.job, job, checked, measured, None, None, "")
     found = cluster_called(cluster or "local", other_machine=other_machine)
     found.require(job.ranks)
     workload = workload_of(job, found, recipe)
     estimate = estimate_of(checked, workload.prices, workload.kept_sizes)
-    return TracedRun(trace.job, job, checked, measured, estimate, broken_limit(workload))
+    return TracedRun(trace.job, job, checked, measured, estimate, workload.prices, broken_limit(workload))
 
 
 def run_figures(run: PastRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -45,7 +45,16 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_strategy_has_a_page_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", "gpipe"]) == 0
     printed = capsys.readouterr().out
-    for word in ("compute", "exposed communication", "overlap", "idle", "bubble", "(p - 1) / (m + p - 1)", "straggler"):
+    for word in (
+        "compute",
+        "exposed communication",
+        "overlap",
+        "idle",
+        "bubble",
+        "with communication",
+        "(p - 1) / (m + p - 1)",
+        "straggler",
+    ):
         assert word in printed
     assert printed.splitlines()[-1].split() == ["page", "view.html"]
     assert header_of()["title"] == "gpipe"
@@ -58,8 +67,9 @@ def test_the_times_are_those_of_simulate(capsys: pytest.CaptureFixture[str]) -> 
         simulated = json.loads(capsys.readouterr().out)
         (timeline,) = found["timelines"]
         assert timeline["end"] == simulated["end"]
-        if timeline["bubble"] is not None:
-            assert timeline["bubble"] == simulated["bubble_with_communication"]
+        if timeline["bubble_with_communication"] is not None:
+            assert timeline["bubble"] == simulated["bubble"]
+            assert timeline["bubble_with_communication"] == simulated["bubble_with_communication"]
 
 
 def test_with_json_a_page_is_written_only_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

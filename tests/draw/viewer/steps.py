@@ -11,7 +11,7 @@ from shardlab.draw.viewer.source_lines import source_lines
 from shardlab.draw.viewer.step_tables import ShownTimeline, Step, step_tables
 from shardlab.draw.viewer.trace_file import read_trace_file, trace_tables
 from shardlab.language import Mesh
-from shardlab.simulate.timeline import TEACHING_COSTS, Timeline
+from shardlab.simulate.timeline import TEACHING_COSTS, Timeline, schedule_bubble
 from shardlab.simulate.timeline.critical_path import critical_path
 from shardlab.simulate.timeline.run import Clocks, element_counters
 from shardlab.strategies import STRATEGIES
@@ -31,7 +31,8 @@ def predicted(checked: Checked, name: str = "") -> ShownTimeline:
     """The timeline of a program in teaching costs."""
     times = Clocks(checked, TEACHING_COSTS).run()
     timeline = simulate(checked, TEACHING_COSTS)
-    return ShownTimeline(name, timeline, element_counters(checked, times), critical_path(checked, times))
+    path, free = critical_path(checked, times), schedule_bubble(checked, TEACHING_COSTS)
+    return ShownTimeline(name, timeline, element_counters(checked, times), path, free)
 
 
 def slower(timeline: Timeline) -> Timeline:
@@ -63,10 +64,7 @@ def tables_of_trace(path: Path) -> bytes:
 def large_step() -> Step:
     """64 ranks with 256 microbatches."""
     checked = check(LARGE, layers=64, microbatches=256)
-    times = Clocks(checked, TEACHING_COSTS).run()
-    timeline = simulate(checked, TEACHING_COSTS)
-    shown = ShownTimeline("", timeline, element_counters(checked, times), critical_path(checked, times))
-    return Step("large", "", checked, [shown], "1f1b")
+    return Step("large", "", checked, [predicted(checked)], "1f1b")
 
 
 def write_tables(folder: Path) -> None:

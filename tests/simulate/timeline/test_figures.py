@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardlab.api import check
 from shardlab.check import check as prove
 from shardlab.language import Mesh
-from shardlab.simulate.timeline import PUZZLE_COSTS, TEACHING_COSTS, Costs, Timeline, bubble, simulate
+from shardlab.simulate.timeline import PUZZLE_COSTS, TEACHING_COSTS, Costs, Timeline, bubble, schedule_bubble, simulate
 from shardlab.simulate.timeline.figures import IdleCause, closed_form, figures_of
 from shardlab.simulate.timeline.timeline import rank_times
 from shardlab.strategies.plan.plan import Plan
@@ -39,11 +39,12 @@ def test_shares_of_any_plan_add_up_to_the_step(seed: int, teaching: bool) -> Non
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 4), (4, 8), (3, 7)])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_bubble_is_its_closed_form_if_messages_are_free(name: str, ranks: int, microbatches: int) -> None:
-    timeline = simulate(check(name, ranks=ranks, layers=ranks, microbatches=microbatches), FREE_MESSAGES)
-    figures = figures_of(timeline, name)
+    checked = check(name, ranks=ranks, layers=ranks, microbatches=microbatches)
+    timeline = simulate(checked, FREE_MESSAGES)
+    figures = figures_of(timeline, name, free=schedule_bubble(checked, FREE_MESSAGES))
     assert figures.closed_form == (ranks - 1) / (microbatches + ranks - 1)
     assert figures.bubble == pytest.approx(figures.closed_form)
-    assert figures.bubble == bubble(timeline)
+    assert figures.bubble_with_communication == bubble(timeline) == figures.bubble
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "breadth-first"])
@@ -52,20 +53,20 @@ def test_the_bubble_of_looped_schedules_is_smaller_by_their_stages(schedule: str
     timeline = simulate(check(plan, layers=8, microbatches=8), FREE_MESSAGES)
     figures = figures_of(timeline, schedule)
     assert figures.closed_form == 3 / (2 * 8 + 3)
-    assert figures.bubble == pytest.approx(figures.closed_form)
+    assert figures.bubble_with_communication == pytest.approx(figures.closed_form)
 
 
 def test_the_bubble_of_zb_h1_is_its_closed_form() -> None:
     timeline = simulate(check("zb-h1", ranks=4, layers=4, microbatches=8), THIRDS)
     figures = figures_of(timeline, "zb-h1")
     assert figures.closed_form == pytest.approx(3 / (3 * 8 + 3))
-    assert figures.bubble == pytest.approx(figures.closed_form)
+    assert figures.bubble_with_communication == pytest.approx(figures.closed_form)
 
 
 def test_zb_v_has_no_bubble_if_its_passes_take_as_long() -> None:
     timeline = simulate(check("zb-v", ranks=4, microbatches=8), THIRDS)
     figures = figures_of(timeline, "zb-v")
-    assert figures.bubble == figures.closed_form == 0.0
+    assert figures.bubble_with_communication == figures.closed_form == 0.0
 
 
 def test_a_schedule_without_a_formula_and_no_pipeline_have_no_closed_form() -> None:

@@ -22,7 +22,7 @@ from shardlab.cli.step_request import StepRequest
 from shardlab.cli.view.report import figures_report
 from shardlab.common.text import counted
 from shardlab.language import UserError
-from shardlab.simulate.timeline import simulate
+from shardlab.simulate.timeline import schedule_bubble, simulate
 from shardlab.simulate.timeline.critical_path import critical_path
 from shardlab.simulate.timeline.figures import Figures
 from shardlab.simulate.timeline.run import Clocks, element_counters, memory_counters
@@ -155,7 +155,11 @@ class View(StepOptions):
         _require_few_ops(step.proof)
         times = Clocks(step.proof, step.costs).run()
         shown = ShownTimeline(
-            "", simulate(step.proof, step.costs), element_counters(step.proof, times), critical_path(step.proof, times)
+            "",
+            simulate(step.proof, step.costs),
+            element_counters(step.proof, times),
+            critical_path(step.proof, times),
+            schedule_bubble(step.proof, step.costs),
         )
         return Step(
             step.entry.title(step.ranks),
@@ -175,7 +179,8 @@ class View(StepOptions):
         traced = estimate.traced
         _require_few_ops(traced)
         counters = memory_counters(traced, estimate.times)
-        shown = ShownTimeline("", estimate.timeline(), counters, critical_path(traced, estimate.times))
+        free = schedule_bubble(traced, result.workload.prices)
+        shown = ShownTimeline("", estimate.timeline(), counters, critical_path(traced, estimate.times), free)
         title = f"{result.entry.title(ranks)} of {request.model} on {request.cluster}"
         note = f"{result.workload.mesh}, {counted(result.workload.microbatches, 'microbatch')}"
         schedule = _schedule_of(result.entry, ranks)
@@ -190,10 +195,11 @@ class View(StepOptions):
         _require_few_ops(run.checked)
         measured, remarks = run.measured, [f"incomplete: {sentence}" for sentence in run.measured.missing]
         timelines = [ShownTimeline("measured", measured.timeline, measured.counters)]
-        if run.estimate is not None:
+        if run.estimate is not None and run.prices is not None:
             counters = memory_counters(run.estimate.traced, run.estimate.times)
             path = critical_path(run.estimate.traced, run.estimate.times)
-            timelines.insert(0, ShownTimeline("predicted", run.estimate.timeline(), counters, path))
+            free = schedule_bubble(run.estimate.traced, run.prices)
+            timelines.insert(0, ShownTimeline("predicted", run.estimate.timeline(), counters, path, free))
         else:
             remarks.append("there is no prediction, because this machine is not measured yet; give --cluster")
         remarks += [run.limit] if run.limit else []

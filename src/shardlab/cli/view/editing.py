@@ -26,7 +26,7 @@ from shardlab.language import Mesh, Refused, Sizes, UserError, trace
 from shardlab.learn.course.catalogue import CourseEntry, course
 from shardlab.learn.course.grading import grade
 from shardlab.simulate.passes import apply_passes
-from shardlab.simulate.timeline import TEACHING_COSTS, bubble, simulate
+from shardlab.simulate.timeline import TEACHING_COSTS, schedule_bubble, simulate
 from shardlab.simulate.timeline.critical_path import critical_path
 from shardlab.simulate.timeline.prices import Prices
 from shardlab.simulate.timeline.run import Clocks, element_counters
@@ -60,9 +60,8 @@ class Judgement:
         found: dict[str, Any] = {"sentence": self.sentence, "legal": self.legal, "files": self.files}
         if self.step is not None:
             timeline = self.step.shown[0].timeline
-            stages = timeline.program.mesh.sizes()["pp"]
-            figures = {"time": timeline.end, "memory": timeline.peak_memory}
-            found["figures"] = figures | {"bubble": bubble(timeline) if stages > 1 else None}
+            bubble = self.step.shown[0].bubble if timeline.program.mesh.sizes()["pp"] > 1 else None
+            found["figures"] = {"time": timeline.end, "memory": timeline.peak_memory, "bubble": bubble}
             found["data"] = encode(step_tables(self.step))
         return found
 
@@ -304,5 +303,6 @@ edited = Schedule("edited", actions, placement=lambda stage, ranks: RANKS_OF_STA
 def _step(name: str, proof: Checked, costs: Prices) -> Step:
     times = Clocks(proof, costs).run()
     timeline = simulate(proof, costs)
-    shown = ShownTimeline("", timeline, element_counters(proof, times), critical_path(proof, times))
+    path, free = critical_path(proof, times), schedule_bubble(proof, costs)
+    shown = ShownTimeline("", timeline, element_counters(proof, times), path, free)
     return Step(name, sizes_text(proof), proof, [shown])

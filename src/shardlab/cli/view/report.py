@@ -46,8 +46,10 @@ def figures_report(title: str, note: str, timelines: Mapping[str, Figures], *, i
     for cause in IdleCause:
         if any(cause in each.idle for each in every):
             add(f"  {cause.value}", [each.idle.get(cause, 0.0) for each in every])
-    if any(each.bubble is not None for each in every):
-        add("bubble with communication", [each.bubble for each in every])
+    if any(each.bubble_with_communication is not None for each in every):
+        if every[0].bubble is not None:
+            add("bubble", [each.bubble for each in every])
+        add("bubble with communication", [each.bubble_with_communication for each in every])
         if every[0].closed_form is not None:
             add(f"  {every[0].formula}", [each.closed_form for each in every])
     add(f"straggler: row {every[-1].straggler}, beyond the mean", [each.excess for each in every])

@@ -45,12 +45,14 @@ class ShownTimeline:
         timeline: the timeline.
         counters: memory of each row by category over time (empty: unknown).
         path: its critical path (None: follow the causes of its ops).
+        bubble: bubble of its pipeline's schedule (None: unknown, or no pipeline).
     """
 
     name: str
     timeline: Timeline
     counters: Sequence[Counter] = ()
     path: Sequence[PathLink] | None = None
+    bubble: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Step:
 
     def figures(self) -> list[Figures]:
         """Return the six figures of each timeline."""
-        return [figures_of(each.timeline, self.schedule) for each in self.shown]
+        return [figures_of(each.timeline, self.schedule, free=each.bubble) for each in self.shown]
 
 
 def step_tables(step: Step) -> bytes:
@@ -282,7 +284,7 @@ def _add_timeline(columns: Columns, number: int, shown: ShownTimeline, step: Ste
         columns.add(f"pathOp{number}", "u32", [link.op for link in path])
         columns.add(f"pathStart{number}", "f64", [link.start for link in path])
         columns.add(f"pathEnd{number}", "f64", [link.end for link in path])
-    figures = figures_of(timeline, step.schedule, activity)
+    figures = figures_of(timeline, step.schedule, activity, shown.bubble)
     return {
         "name": shown.name,
         "end": timeline.end,

@@ -4,7 +4,8 @@
 2. Exposed communication: the share in which it communicates and does not compute.
 3. Overlap: the share of its communication that runs beside compute.
 4. Idle time by cause: the share in which it does neither, by what it waits for (`IdleCause`).
-5. Bubble: that of the pipeline (`shardlab.simulate.timeline.bubble`), beside the closed form of its schedule.
+5. Bubble: that of the pipeline's schedule, and its share with communication (`shardlab.simulate.timeline.bubble`),
+   beside the closed form of the schedule.
 6. Straggler: the rank that computes longest, and by how much it exceeds the mean.
 
 The first four are means over ranks, and `RankFigures` has them for each rank. Compute, exposed communication and idle
@@ -77,7 +78,8 @@ class Figures:
     Attributes:
         end: when the step ends, in the unit of the timeline.
         ranks: times of each row.
-        bubble: bubble of the pipeline, from 0 to 1 (None: there is no pipeline).
+        bubble: bubble of the pipeline's schedule, from 0 to 1 (None: there is no pipeline, or it was measured).
+        bubble_with_communication: the share of the timeline (None: there is no pipeline).
         closed_form: the bubble by the formula of the schedule (None: there is none).
         formula: this formula in words.
         straggler: row that computes longest.
@@ -86,6 +88,7 @@ class Figures:
     end: float
     ranks: list[RankFigures]
     bubble: float | None
+    bubble_with_communication: float | None
     closed_form: float | None
     formula: str
     straggler: int
@@ -127,6 +130,7 @@ class Figures:
             "overlap": self.overlap,
             "idle": {cause.value: share for cause, share in self.idle.items()},
             "bubble": self.bubble,
+            "bubble_with_communication": self.bubble_with_communication,
             "bubble_closed_form": self.closed_form,
             "bubble_formula": self.formula,
             "straggler": {"row": self.straggler, "excess": self.excess},
@@ -147,27 +151,36 @@ class Figures:
         return fmean(times) / self.end if times and self.end else 0.0
 
 
-def figures_of(timeline: Timeline, schedule: str = "", activity: Activity | None = None) -> Figures:
+def figures_of(
+    timeline: Timeline, schedule: str = "", activity: Activity | None = None, free: float | None = None
+) -> Figures:
     """Return the six figures of a timeline.
 
     Args:
         timeline: a simulated or a measured step.
         schedule: name of the pipeline's schedule, for the closed form of its bubble.
         activity: `activity_of(timeline)`, if it is known.
+        free: bubble of the schedule, if it is known (see `schedule_bubble`).
     """
     activity = activity or activity_of(timeline)
     stages = timeline.program.mesh.sizes()["pp"]
-    formula, closed = ("", None) if stages < 2 else closed_form(timeline, schedule)
-    return figures_of_activity(activity, bubble(timeline) if stages > 1 else None, closed, formula)
+    if stages < 2:
+        return figures_of_activity(activity)
+    formula, closed = closed_form(timeline, schedule)
+    return figures_of_activity(activity, (free, bubble(timeline)), closed, formula)
 
 
 def figures_of_activity(
-    activity: Activity, bubble: float | None = None, closed: float | None = None, formula: str = ""
+    activity: Activity,
+    bubbles: tuple[float | None, float | None] = (None, None),
+    closed: float | None = None,
+    formula: str = "",
 ) -> Figures:
     """Return the six figures of ops, which may come from a trace.
 
     Args:
-        bubble, closed, formula: bubble of the pipeline, its closed form, and that formula in words.
+        bubbles: bubble of the pipeline's schedule, and its share with communication.
+        closed, formula: closed form of the bubble, and that formula in words.
     """
     gaps: list[list[ComputeGap]] = [[] for _ in activity.rows]
     for gap in find_gaps(activity):
@@ -190,7 +203,7 @@ def figures_of_activity(
         ranks.append(RankFigures(work, exposed, standing, communicating, dict(idle), 0.0))
     longest = max(range(len(ranks)), key=lambda row: ranks[row].computing, default=0)
     complete = [replace(rank, waited_for=waited) for rank, waited in zip(ranks, waited_for, strict=True)]
-    return Figures(activity.end, complete, bubble, closed, formula, longest)
+    return Figures(activity.end, complete, *bubbles, closed, formula, longest)
 
 
 def closed_form(timeline: Timeline, schedule: str) -> tuple[str, float | None]:

@@ -25,8 +25,10 @@ export function figureRows(model) {
   const idle = (each) => Object.values(each.idle).reduce((sum, share) => sum + share, 0);
   add("idle", all.map(idle), percent, "A rank neither computes nor communicates, of the step.");
   for (const cause of causes) add(cause, all.map((each) => each.idle[cause] ?? 0), percent, "", true);
-  if (all.some((each) => each.bubble !== null)) {
-    add("bubble with communication", all.map((each) => each.bubble), percent, "Of the pipeline.");
+  if (all.some((each) => each.bubble_with_communication !== null)) {
+    const about = "Of the time from the first pass to the last, if communication took no time.";
+    if (all[0].bubble !== null) add("bubble", all.map((each) => each.bubble), percent, about);
+    add("bubble with communication", all.map((each) => each.bubble_with_communication), percent);
     if (all[0].bubble_closed_form !== null) {
       add("closed form", all.map((each) => each.bubble_closed_form), percent, all[0].bubble_formula, true);
     }
