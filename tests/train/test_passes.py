@@ -355,7 +355,14 @@ def train(rank: int, device: torch.device, jobs: tuple[Job, Job], out: Path) -> 
     not sys.platform.startswith("linux"), reason="other systems do not limit what files take no part in"
 )
 def test_a_model_beyond_memory_trains_from_the_disk_with_the_same_losses(tmp_path: Path) -> None:
-    away = Job("fsdp", 2, 2, JOB.model, 1, passes=with_offload("update-early", ["parameters=disk", "optimizer=disk"]))
+    away = Job(
+        "fsdp",
+        2,
+        2,
+        JOB.model,
+        1,
+        passes=with_offload("update-early,copy-early=2", ["parameters=disk", "optimizer=disk"]),
+    )
     assert 12 * JOB.model.parameter_count / JOB.ranks > 1.5 * ROOM
     with pytest.raises(UserError) as refused:
         run_ranks(2, train, (JOB, away), tmp_path / "losses")
