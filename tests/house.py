@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 280,
     "check": 2280,
-    "cli": 7050,
+    "cli": 7075,
     "common": 830,
     "draw": 1710,
     "execute": 3785,
