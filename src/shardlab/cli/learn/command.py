@@ -31,6 +31,11 @@ ExerciseName = Annotated[
 ]
 """Name, number or file of an exercise; None for the current one."""
 
+PassedName = Annotated[
+    str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", help_behavior_hint="(default: the last one)")
+]
+"""Name, number or file of a passed exercise; None for the one that was passed last."""
+
 POLL_SECONDS = 0.3
 """Seconds between two looks at the file that is watched."""
 
@@ -173,8 +178,8 @@ class TrainWithSolution:
     The exercise must be passed. Predicted and measured time and memory are shown side by side.
     """
 
-    exercise: ExerciseName = None
-    """Exercise whose program is used. Default: the one that was passed last."""
+    exercise: PassedName = None
+    """Passed exercise whose program is used."""
 
     steps: Count = STEPS
     """Number of training steps."""
@@ -196,7 +201,10 @@ class TrainWithSolution:
 
 @dataclass(frozen=True)
 class Learn:
-    """Learn parallel training by exercises that are checked, drawn, timed and run."""
+    """Learn parallel training by exercises that are checked, drawn, timed and run.
+
+    Without a subcommand, watch the current exercise.
+    """
 
     what: Annotated[
         Annotated[Watch, subcommand("watch", prefix_name=False)]
