@@ -170,14 +170,13 @@ test("predicted is shown above measured, with the difference", async () => {
   assert.match(await text(page, "selection"), /measured\s+.* long; predicted -|measured\s+.* long; predicted −/);
 });
 
-test("a page with damaged data says so", async () => {
+test("damaged data is refused", async () => {
   const page = await open("gpipe");
-  await page.evaluate("document.getElementById('data').textContent = 'AAAA'");
   const message = await page.evaluate("shardlabViewer.tools.unpack('AAAA').then(() => 'none', (error) => String(error))");
   assert.notEqual(message, "none");
 });
 
-test("64 ranks with 256 microbatches are drawn within a frame, zoomed and moved", async () => {
+test("64 ranks with 256 microbatches are drawn, zoomed and moved", async () => {
   const page = await open("large");
   for (let step = 0; step < 12; step += 1) await page.wheel(700, 300, step < 8 ? -120 : 100);
   for (let step = 0; step < 3; step += 1) await page.drag([700, 300], [620, 280]);
