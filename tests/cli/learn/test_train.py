@@ -13,6 +13,8 @@ from shardlab.cli.learn.train import FEWER_RANKS, strategy_words
 from shardlab.language import Mesh, UserError
 from shardlab.learn.course.catalogue import CourseEntry, find
 from shardlab.strategies.load import load
+from shardlab.strategies.schedules import Schedule
+from shardlab.strategies.schedules.find import find_schedule
 
 
 def solved(name: str, folder: Path) -> tuple[CourseEntry, Path]:
@@ -44,6 +46,15 @@ def test_a_program_of_too_many_ranks_is_refused(tmp_path: Path) -> None:
     many = replace(entry, exercise=replace(entry.exercise, mesh=Mesh(dp_shard=32)))
     with pytest.raises(UserError, match="fsdp has 32 ranks, and at most 16 processes are started here"):
         strategy_words(many, file)
+
+
+def test_a_schedule_of_several_stages_is_found_with_their_number(tmp_path: Path) -> None:
+    for name, stages in (("interleaved", 2), ("v_half", 2), ("one_f_one_b", 1)):
+        words, ranks = strategy_words(*solved(name, tmp_path))
+        assert words[:3] == ["--pp", str(ranks), "--schedule"]
+        schedule = find_schedule(words[3])
+        assert isinstance(schedule, Schedule)
+        assert schedule.stages_per_rank == stages
 
 
 def test_what_no_model_here_has_is_not_trained(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from shardlab.planner.describe import chosen_fields
 from shardlab.simulate.timeline import Timeline, simulate
 from shardlab.simulate.timeline.measured import Measured, Pair, compare, read_trace
 from shardlab.simulate.timeline.memory import memory_in_bytes
+from shardlab.strategies.schedules import Schedule
 
 if TYPE_CHECKING:
     from shardlab.check import Checked
@@ -117,8 +118,7 @@ def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
             plan = replace(plan, mesh=Mesh(dp_shard=ranks))
         words = (as_flags(chosen_fields(plan)) or "--dp-shard 1").split()
     elif exercise.kind == "schedule":
-        stages = ["--stages-per-rank", str(exercise.stages_per_rank)] if exercise.stages_per_rank > 1 else []
-        words = [*as_flags(exercise.mesh.used).split(), "--schedule", f"{file}:{entry.name}", *stages]
+        words = [*as_flags(exercise.mesh.used).split(), "--schedule", _schedule_name(entry, file)]
     else:
         words = [f"{_with_mesh(entry, file)}:{entry.name}", "--ranks", str(ranks)]
     if ranks > MOST_PROCESSES:
@@ -145,11 +145,25 @@ def _with_mesh(entry: CourseEntry, file: Path) -> Path:
     if mesh == Mesh(dp_shard=mesh.world):
         return file
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.used.items())
-    text = file.read_text(encoding="utf-8")
-    text += f"\n\nfrom shardlab.language import Mesh\n\n\ndef {entry.name}_mesh(ranks):\n    return Mesh({axes})\n"
+    made = f"def {entry.name}_mesh(ranks):\n    return Mesh({axes})\n"
+    return _copy_with(file, f"from shardlab.language import Mesh\n\n\n{made}")
+
+
+def _schedule_name(entry: CourseEntry, file: Path) -> str:
+    """Return the name of a student's schedule: of a `Schedule` around it, if a rank has several stages."""
+    stages = entry.exercise.stages_per_rank
+    if stages == 1 or isinstance(getattr(load_module(file), entry.name), Schedule):
+        return f"{file}:{entry.name}"
+    made = f'course_schedule = Schedule("{entry.name}", {entry.name}, stages_per_rank={stages})\n'
+    copy = _copy_with(file, f"from shardlab.strategies.schedules import Schedule\n\n{made}")
+    return f"{copy}:course_schedule"
+
+
+def _copy_with(file: Path, lines: str) -> Path:
+    """Write a copy of a student's file with more lines at its end, beside the runs, and return its path."""
     copy = file.parent / "runs" / file.name
     copy.parent.mkdir(exist_ok=True)
-    write_atomically(copy, text)
+    write_atomically(copy, f"{file.read_text(encoding='utf-8')}\n\n{lines}")
     return copy
 
 
