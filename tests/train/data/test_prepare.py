@@ -93,7 +93,7 @@ def test_many_small_documents_and_several_files_are_read_in_order(tmp_path: Path
     inputs = [lines_of(tmp_path / "a.jsonl", texts[:2000]), lines_of(tmp_path / "b.jsonl", texts[2000:])]
     made = prepare(inputs, tmp_path / "out", "chars")
     assert text_of(made) == "".join(texts).encode()
-    assert made.manifest.sources == ["a.jsonl", "b.jsonl"]
+    assert made.manifest.sources == ("a.jsonl", "b.jsonl")
 
 
 def test_progress_reaches_the_whole_input(tmp_path: Path) -> None:
@@ -213,10 +213,19 @@ def test_a_torn_file_is_refused_by_its_size_or_its_checksum(text: Input, tmp_pat
         PreparedFolder.open(made.folder)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": "shardlab data 1"}', '{"format": "another"}'])
-def test_a_manifest_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "is not JSON"),
+        ("{}", "has format None, not shardlab data 1; prepare the data again"),
+        ("[]", r"is \[\]; give a table"),
+        ('{"format": "shardlab data 1"}', "does not say sources, tokenizer"),
+        ('{"format": "another"}', "has format 'another', not shardlab data 1; prepare the data again"),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(content: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(content)
-    with pytest.raises(UserError, match=r"manifest.json is no"):
+    with pytest.raises(UserError, match=rf"manifest.json {reason}"):
         Manifest.read(tmp_path)
 
 
@@ -352,7 +361,7 @@ def test_documents_of_an_iterable_are_prepared_as_a_file_is(tmp_path: Path) -> N
     texts = [f"document {number}" for number in range(20)]
     of_file = prepare([lines_of(tmp_path / "a.jsonl", texts)], tmp_path / "file", "chars")
     listed = prepare([Documents(texts, "mine")], tmp_path / "list", "chars")
-    assert listed.manifest.sources == ["mine"]
+    assert listed.manifest.sources == ("mine",)
     for name in ("training.bin", "validation.bin", "training.documents.bin", "training.sizes.bin", "vocabulary.json"):
         assert (listed.folder / name).read_bytes() == (of_file.folder / name).read_bytes()
     again = prepare([Documents(iter(texts))], tmp_path / "again", listed.tokenizer())

@@ -85,7 +85,7 @@ def prepare(
         files = {path.name: FileHash.of_file(path) for path in sorted(folder.iterdir())}
         names = [each.path.name if isinstance(each, Input) else each.name for each in inputs]
         manifest = Manifest(
-            sources=names if sources is None else list(sources),
+            sources=tuple(names if sources is None else sources),
             tokenizer=chosen.kind,
             vocab_size=chosen.vocab_size,
             end=chosen.end,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Manifest:
         lost: the most frequent characters or words without a token, and how often they occur.
     """
 
-    sources: Sequence[str]
+    sources: tuple[str, ...]
     tokenizer: str
     vocab_size: int
     end: int | None
