@@ -99,12 +99,17 @@ SENTENCES = {
         "rank 0, op 0: axis 'rows' is not an axis of a mesh; the axes are pp, dp_replicate, dp_shard, cp, tp,"
         " ep, name one of these."
     ),
-    ("programs", "unknown key"): "rank 0, op 0: weights[3] does not exist; the store is empty, keep the value in it.",
+    ("programs", "unknown key"): (
+        "rank 0, op 0: weights[3] does not exist; the store is empty, keep the value in it until its last use."
+    ),
     ("programs", "unknown layer"): (
         "rank 0, op 0 load_weight: layer 7 does not exist; the model has layers 0-0, name one of these."
     ),
     ("programs", "unknown microbatch"): (
         "rank 0, op 0 load_batch: [7] was given; give one or more of the microbatches 0-1, each once."
+    ),
+    ("programs", "unknown microbatch, a number"): (
+        "rank 0, op 0 load_batch: the number 0 was given; give a list: load_batch([0])."
     ),
     ("programs", "unknown microbatch, tokens"): (
         "rank 0, op 0 tokens: [7] was given; give one or more of the microbatches 0-1."

@@ -225,6 +225,7 @@ PROGRAMS: Calls = {
     "unknown key": alone(lambda rank: rank.weights[3]),
     "unknown layer": alone(lambda rank: rank.load_weight(7)),
     "unknown microbatch": alone(lambda rank: rank.load_batch([7])),
+    "unknown microbatch, a number": alone(lambda rank: rank.load_batch(cast(Any, 0))),
     "unknown microbatch, tokens": alone(lambda rank: rank.tokens([7])),
     "unknown microbatch, expected": expecting(("weights", 0, 9)),
     "unknown slice": alone(lambda rank: rank.load_weight(0, 2, 2)),

@@ -92,8 +92,11 @@ class ValueVerbs(Tracer):
         Raises:
             Refused: for no microbatch or slice, for one that does not exist, and for one that is named twice.
         """
-        numbers = list(microbatches)
         total = len(self.microbatches)
+        if isinstance(microbatches, int):
+            remedy = f"give a list: load_batch([{microbatches}])"
+            self.refuse("unknown microbatch", "load_batch", f"the number {microbatches} was given", remedy)
+        numbers = list(microbatches)
         if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= n < total for n in numbers):
             remedy = f"give one or more of the microbatches 0-{total - 1}, each once"
             self.refuse("unknown microbatch", "load_batch", f"{numbers} was given", remedy)

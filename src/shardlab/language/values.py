@@ -178,7 +178,8 @@ class Store(MutableMapping[Hashable, Value]):
 
     def _missing(self, key: Hashable) -> Refused:
         have = listed_keys(self._values)
-        has = f"the store has the keys {have}, use one of these" if have else "the store is empty, keep the value in it"
+        here = f"the store has the keys {have}, use one of these" if have else "the store is empty"
+        has = f"{here}{' or' if have else ','} keep the value in it until its last use"
         if self.kind is Kind.GRAD_WEIGHT:
             has += ", or begin a sum with rank.accumulate(gradient)"
         missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", has)

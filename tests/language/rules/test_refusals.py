@@ -58,7 +58,7 @@ SENTENCES = {
         "wants every microbatch exactly once. Add or reduce the missing gradients first."
     ),
     ("update", "update, gradient's slices"): (
-        "update(layer 1): the gradient holds slices 0 of 2, but the optimizer state holds 0 of 1; give a "
+        "update(layer 1): the gradient holds slices 0 of 2, but the optimizer state holds all of the layer; give a "
         "gradient that contains every slice that is updated."
     ),
     ("update", "update, part of the norm"): (
