@@ -97,7 +97,8 @@ def reporting_errors_of(path: Path) -> Generator[None]:
         place = f"{path}:{line}" if line else str(path)
         if isinstance(error, UserError):
             raise UserError(f"{place}: {error}") from error
-        raise UserError(f"{place} cannot be run: {type(error).__name__}: {error}") from error
+        what = error.msg if isinstance(error, SyntaxError) else error  # without the line, which is in `place`
+        raise UserError(f"{place} cannot be run: {type(error).__name__}: {what}") from error
 
 
 _PATHS = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
