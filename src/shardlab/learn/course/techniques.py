@@ -131,12 +131,12 @@ def starts_before_last(
 def loads_at_most(kind: Kind, share: Fraction, sentence: str) -> Technique:
     """Limit the share of each layer's weights or optimizer state that a rank keeps from step to step.
 
-    `{found}` is the largest share of a layer.
+    `{found}` is the largest share of a layer, such as "1/2" or "all".
     """
 
     def found(checked: Checked) -> str:
         most = max(_loaded_shares(checked, kind), default=Fraction(0))
-        return str(most) if most > share else ""
+        return ("all" if most == 1 else str(most)) if most > share else ""
 
     return _technique(found, sentence)
 

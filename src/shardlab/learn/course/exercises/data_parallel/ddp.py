@@ -90,7 +90,8 @@ EXERCISE = Exercise(
             "every rank computes the whole batch",
             ("rank.load_batch(rank.share())", "rank.load_batch(rank.microbatches)"),
             r"all_reduce.*(twice|more than once)",
-            "each microbatch may be in the sum once. Which of them does each rank load?",
+            "each microbatch may be in the sum once. Which of them does each rank load, and how often is its gradient "
+            "summed?",
         ),
         Mistake(
             "the gradients are averaged",
@@ -113,7 +114,7 @@ EXERCISE = Exercise(
                 "gradient = await rank.all_reduce(rank.grad_weights.pop(l))",
                 "gradient, rank.weights[l] = rank.grad_weights.pop(l), await rank.all_reduce(rank.weights[l])",
             ),
-            "all_reduce.*weight",
+            r"all_reduce\(weights",
             "the weights are equal on all ranks already. Which values differ from rank to rank?",
         ),
     ),

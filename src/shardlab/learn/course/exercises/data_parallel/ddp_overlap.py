@@ -21,7 +21,7 @@ also communicates. `=` is a rank that waits for an all-reduce.
 
 There is a price: a gradient and its sum stay in memory until the handle is awaited. So
 do not keep all of them in flight: await the reduction of layer l + 1 before you start
-that of layer l. Handles are no values; keep them in variables or in a dict of your
+that of layer l. Handles are not values; keep them in variables or in a dict of your
 own.
 """
 
@@ -128,7 +128,7 @@ EXERCISE = Exercise(
             "an update reads a handle",
             ("rank.grad_weights[l + 1] = await handle", "rank.grad_weights[l + 1] = handle"),
             "handle",
-            "a handle is no value. `await` turns it into one.",
+            "a handle is not a value. `await` returns the value.",
         ),
         Mistake(
             "the last reduction is not awaited",

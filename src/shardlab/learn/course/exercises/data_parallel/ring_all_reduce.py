@@ -85,7 +85,7 @@ EXERCISE = Exercise(
     techniques=(
         avoids(COLLECTIVES, "{found} is a collective; this exercise asks for messages."),
         uses(OpKind.SEND, "no rank sends gradients.", of=Kind.GRAD_WEIGHT),
-        runs_on("gloo", "the program is right, but it can hang: {found}"),
+        runs_on("gloo", "the program can hang: {found}"),
     ),
     mistakes=(
         Mistake(
@@ -120,7 +120,8 @@ EXERCISE = Exercise(
             "the first round has a hop too many",
             ("    for hop in range(n - 1):\n        give, add", "    for hop in range(n):\n        give, add"),
             r"grad_weights\[\(0, .\)\] does not exist",
-            "a chunk visits n ranks with n - 1 hops. Whose contribution is added after that?",
+            "a chunk visits n ranks with n - 1 hops. Which one is complete on this rank then, and which has it given "
+            "away?",
         ),
         Mistake(
             "the wrong chunk is added",

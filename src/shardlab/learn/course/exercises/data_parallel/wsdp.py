@@ -97,7 +97,7 @@ EXERCISE = Exercise(
                 "full = await rank.all_gather(rank.weights[l])\n        rank.weights[l, 'full'] = full\n"
                 "        rank.activations[l + 1]",
             ),
-            "too much memory",
+            "^too much memory",
             "the whole weights stay until the backward pass, so each rank holds the whole model. How long is one used?",
         ),
         Mistake(
@@ -107,7 +107,7 @@ EXERCISE = Exercise(
                 "rank.weights[l] = rank.load_weight(l, rank.index, rank.world)\n"
                 "        rank.opt_states[l] = rank.load_opt_state(l)",
             ),
-            "update.*optimizer state holds 0 of 1",
+            "update.*optimizer state holds all",
             "a rank updates the slice that it keeps. Which part of the optimizer state does that take?",
         ),
         Mistake(
@@ -120,7 +120,7 @@ EXERCISE = Exercise(
             "every rank loads the same shard",
             ("shard=rank.index, of=rank.world", "shard=0, of=rank.world"),
             "all_gather.*would come from",
-            "the shards of all ranks together are the layer. Which shard is this rank's?",
+            "the shards of all ranks together are the layer. Which is this rank's, and is it still in its store?",
         ),
     ),
     hints=(

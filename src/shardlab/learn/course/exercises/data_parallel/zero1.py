@@ -85,7 +85,7 @@ EXERCISE = Exercise(
         Mistake(
             "every rank keeps the whole optimizer state",
             ("rank.load_opt_state(l, shard=rank.index, of=rank.world)", "rank.load_opt_state(l)"),
-            r"update.*but the optimizer state holds 0 of 1",
+            "update.*but the optimizer state holds all",
             "a rank needs the state of what it updates. Which slice is that?",
         ),
         Mistake(
@@ -106,7 +106,7 @@ EXERCISE = Exercise(
         Mistake(
             "every rank keeps the same shard",
             ("shard=rank.index, of=rank.world", "shard=0, of=rank.world"),
-            "optimizer state holds 0 of 4",
+            "optimizer state holds slices 0 of 4",
             "each slice of a layer is updated by one rank. Which one is this rank's?",
         ),
         Mistake(

@@ -25,7 +25,7 @@ of activation 2. New here:
     await rank.send(value, to=r)           send a value to rank r
     value = await rank.recv(source=r)      the next value that rank r sends here
 
-The start computes the right stages, but every rank waits for nobody and tells nobody.
+In the start each rank computes the right layers, but no rank sends or receives.
 """
 
 from shardlab.language import Kind, Mesh, Rank
@@ -96,6 +96,17 @@ EXERCISE = Exercise(
             ("    else:\n        rank.activations[first] = await rank.recv(source=rank.index - 1)\n", ""),
             r"activations\[2\] does not exist|load_batch",
             "the batch is activation 0. Which activation does this stage begin with, and who has it?",
+        ),
+        Mistake(
+            "every rank computes a loss",
+            (
+                "    if is_last:\n        rank.grad_activations[after] = rank.loss(rank.activations.pop(after))\n"
+                "    else:\n        await rank.send(rank.activations.pop(after), to=rank.index + 1)\n"
+                "        rank.grad_activations[after] = await rank.recv(source=rank.index + 1)\n",
+                "    rank.grad_activations[after] = rank.loss(rank.activations.pop(after))\n",
+            ),
+            "loss: the activation given",
+            "only the last rank has the last activation. What does each of the others do with its own, and wait for?",
         ),
         Mistake(
             "the gradient is not sent",
