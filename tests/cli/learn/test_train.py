@@ -25,9 +25,9 @@ def solved(name: str, folder: Path) -> tuple[CourseEntry, Path]:
     return entry, file
 
 
-def test_a_program_is_named_by_its_file(tmp_path: Path) -> None:
+def test_a_program_runs_from_its_file_without_passes(tmp_path: Path) -> None:
     entry, file = solved("fsdp", tmp_path)
-    assert strategy_words(entry, file) == ([f"{file}:fsdp", "--ranks", "4"], 4)
+    assert strategy_words(entry, file) == ([f"{file}:fsdp", "--ranks", "4", "--passes", "none"], 4)
 
 
 def test_a_program_on_another_mesh_runs_on_that_mesh(tmp_path: Path) -> None:

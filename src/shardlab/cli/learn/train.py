@@ -43,6 +43,9 @@ STEPS = 20
 HIDDEN_SIZE = 64
 """Width of the model that is trained."""
 
+UNCHANGED = ("--passes", "none")
+"""Words that run a student's program as it is written. By default, ranks run it with every pass that helps."""
+
 
 def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) -> int:
     """Train with the program of a passed exercise, verify it against one device, and report.
@@ -118,9 +121,9 @@ def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
             plan = replace(plan, mesh=Mesh(dp_shard=ranks))
         words = (as_flags(chosen_fields(plan)) or "--dp-shard 1").split()
     elif exercise.kind == "schedule":
-        words = [*as_flags(exercise.mesh.used).split(), "--schedule", _schedule_name(entry, file)]
+        words = [*as_flags(exercise.mesh.used).split(), "--schedule", _schedule_name(entry, file), *UNCHANGED]
     else:
-        words = [f"{_with_mesh(entry, file)}:{entry.name}", "--ranks", str(ranks)]
+        words = [f"{_with_mesh(entry, file)}:{entry.name}", "--ranks", str(ranks), *UNCHANGED]
     if ranks > MOST_PROCESSES:
         raise UserError(f"{entry.name} has {ranks} ranks, and at most {MOST_PROCESSES} processes are started here")
     return words, ranks
