@@ -48,7 +48,7 @@ def test_a_passed_exercise_shows_the_published_figures_and_what_comes_next(cours
     said = capsys.readouterr().out
     assert "Passed.\nTrain a GPT with it: shardlab learn run one_rank\nNext: grad_accum.py, exercise 1\n" in said
     text = " ".join(said.split())
-    assert "published targets: 17 and 2,600,000, which the published solution misses: 16.5 and 2,621,440" in text
+    assert "published targets: 17 steps and 2,600,000 elements; the published solution has 16.5 and 2,621,440" in text
 
 
 def test_hints_are_printed_one_more_at_each_call(course: Path, capsys: Captured) -> None:

@@ -27,7 +27,7 @@ def test_exercises_are_found_by_number_and_name() -> None:
 def test_an_unknown_exercise_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match="there is no exercise 'ring_allreduce'; did you mean ring_all_reduce"):
         find("ring_allreduce")
-    with pytest.raises(UserError, match="there is no exercise 99"):
+    with pytest.raises(UserError, match="there is no exercise 99; `shardlab learn list` lists them"):
         find(99)
 
 

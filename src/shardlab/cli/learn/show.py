@@ -54,15 +54,15 @@ def title_of(grade: ExerciseGrade) -> str:
 
 
 def published_text(grade: ExerciseGrade) -> str:
-    """Return the figures under the puzzles' costs, beside the published ones; both of these if the first are wrong."""
+    """Return the figures under the puzzles' costs, the published targets, and those of a solution that misses them."""
     assert grade.published is not None
     puzzle, steps, memory = grade.published
     text = (
         f"LLM Training Puzzles, puzzle {puzzle.number}, in its costs: {steps:g} steps, {memory:,} elements; published "
-        f"targets: {puzzle.target_steps:g} and {puzzle.target_memory:,}"
+        f"targets: {puzzle.target_steps:g} steps and {puzzle.target_memory:,} elements"
     )
     if puzzle.target_steps < puzzle.known_steps or puzzle.target_memory < puzzle.known_memory:
-        text += f", which the published solution misses: {puzzle.known_steps:g} and {puzzle.known_memory:,}"
+        text += f"; the published solution has {puzzle.known_steps:g} and {puzzle.known_memory:,}"
     return text
 
 

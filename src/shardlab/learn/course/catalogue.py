@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from types import ModuleType
 from typing import Any
 
-from shardlab.common.errors import unknown_name
+from shardlab.common.errors import UserError, closest_name
 from shardlab.learn.course import exercise as form
 from shardlab.learn.course.exercise import Exercise
 
@@ -89,7 +89,9 @@ def find(name: int | str) -> CourseEntry:
     for entry in entries:
         if wanted in (entry.name.lower(), str(entry.exercise.number)):
             return entry
-    raise unknown_name("exercise", name, [entry.name for entry in entries])
+    near = closest_name(wanted, [entry.name for entry in entries])
+    hint = f"did you mean {near}?" if near else "`shardlab learn list` lists them"
+    raise UserError(f"there is no exercise {name!r}; {hint}")
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,7 +217,7 @@ def grade_file(entry: CourseEntry, path: Path) -> ExerciseGrade:
         if not path.is_file():
             raise UserError(f"{path} does not exist; write it again: shardlab learn reset {entry.name}")
         module = run_stepwise(lambda: load_module(path), lambda: 0, lambda: f"the end of {path.name}")
-        solution = find_member(module, path, entry.name, ("function", "functions"), callable)
+        solution = find_member(module, path, entry.name, ("function", "functions"), inspect.isfunction)
     except (Refused, UserError) as error:
         return refused(entry.exercise, error)
     return grade(entry.exercise, solution)

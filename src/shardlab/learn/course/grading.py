@@ -319,7 +319,7 @@ def _general_advice(result: ExerciseGrade) -> str:
         fullest = max(events, key=lambda event: event.memory)
         return (
             f"rank {fullest.rank} holds most when {checked.program.tapes[fullest.rank][fullest.op]} starts. Which of "
-            "the values that it holds then does no later line read?"
+            "the values that it holds then could be freed earlier, or made later?"
         )
     return "which values does a rank send more often, or larger, than another rank needs them?"
 
