@@ -23,7 +23,7 @@ CODE_LINES = {
     "common": 830,
     "draw": 1710,
     "execute": 3785,
-    "language": 4415,
+    "language": 4420,
     "learn": 5500,
     "measure": 2200,
     "models": 3670,
