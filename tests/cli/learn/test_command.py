@@ -79,6 +79,16 @@ def test_all_files_are_checked_and_the_status_says_whether_all_pass(course: Path
     assert results["ddp"]["figures"]["sent"] == 786_432
     assert "fsdp.py:1 cannot be run: SyntaxError" in results["fsdp"]["finding"]
     assert results["one_rank"]["mistake"] == "the output stays after the loss"
+    assert not results["one_rank"]["started"]
+
+
+def test_the_table_of_all_files_does_not_tell_what_is_wrong_with_a_start(course: Path, capsys: Captured) -> None:
+    Path("fsdp.py").write_text("async def fsdp(:")
+    assert main(["learn", "check-all"]) == 1
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert lines["one_rank"].split() == ["not", "started"]
+    assert "not passed" in lines["fsdp"]
+    assert "cannot be run" in lines["fsdp"]
 
 
 def test_the_solution_is_shown_only_after_passing(course: Path, capsys: Captured) -> None:

@@ -152,7 +152,8 @@ class CheckAll:
     def run(self) -> int:
         folder = CourseFolder.open(Path())
         grades = [folder.grade(entry) for entry in all_entries()]
-        results_report(grades).show(json=self.json)
+        not_started = {entry.name for entry in all_entries() if folder.has_start(entry)}
+        results_report(grades, not_started).show(json=self.json)
         return 0 if all(grade.passed for grade in grades) else 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from rich.console import Console
@@ -114,15 +114,15 @@ def list_report(folder: CourseFolder, entries: Iterable[CourseEntry]) -> Report:
     return report
 
 
-def results_report(grades: Sequence[ExerciseGrade]) -> Report:
-    """Return the results of all files."""
+def results_report(grades: Sequence[ExerciseGrade], not_started: Set[str] = frozenset()) -> Report:
+    """Return the results of all files. The findings of exercises that are not started stay hidden from a reader."""
     report = Report()
-    rows = [grade_fields(grade) for grade in grades]
+    rows = [{**grade_fields(grade), "started": grade.exercise.name not in not_started} for grade in grades]
     report.table(
         {
             "exercise": lambda row: row["name"],
-            "result": lambda row: "passed" if row["passed"] else "not passed",
-            "finding": lambda row: Text(row["finding"]),
+            "result": lambda row: "passed" if row["passed"] else "not passed" if row["started"] else "not started",
+            "finding": lambda row: Text(row["finding"] if row["started"] else ""),
         },
         rows,
         "exercises",

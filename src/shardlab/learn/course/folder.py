@@ -104,6 +104,10 @@ class CourseFolder:
         """Return the path of an exercise's file."""
         return (self.path / "gallery" if entry.in_gallery else self.path) / f"{entry.name}.py"
 
+    def has_start(self, entry: CourseEntry) -> bool:
+        """Return whether an exercise's file is as it was at the start."""
+        return self.file(entry).read_bytes() == entry.start_text.encode()
+
     def find(self, name: str | None) -> CourseEntry:
         """Return an exercise by its name, its number or its file; the current one for None.
 
