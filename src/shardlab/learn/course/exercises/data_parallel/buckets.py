@@ -18,8 +18,8 @@ behind.
 This exercise is no program but a plan: the settings from which Shardlab writes the
 program. Here 64 ranks train 8 layers with data parallelism. These settings matter:
 
-    passes="bucket=4,defer=1"  join the reductions to 4 buckets at least, and await each
-                               of them when 1 more reduction has started
+    passes="bucket=4,defer=1"  join the reductions into at least 4 buckets, and await
+                               each of them when 1 more reduction has started
     reduce_at="layer"          reduce while backward passes continue ("step": after)
 
 A reduction that is awaited late runs behind more backward passes, and its gradients

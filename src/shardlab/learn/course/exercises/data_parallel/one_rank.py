@@ -6,9 +6,9 @@
                  dW0                   dW1                     dW: gradient of W
    update    W0, O0 <-- dW0        W1, O1 <-- dW1              O: optimizer state
 
-A program of Shardlab says what one rank does in one optimizer step. It moves names of
-values, never numbers, so it can be checked before anything runs. The rank keeps values
-in stores, which work like dicts, with keys of your choice:
+A program of Shardlab says what one rank does in one optimizer step. It handles names
+of values, not their numbers, so it can be checked before anything runs. The rank
+keeps values in stores, which work like dicts, with keys of your choice:
 
     rank.weights, rank.opt_states, rank.activations, rank.grad_activations,
     rank.grad_weights

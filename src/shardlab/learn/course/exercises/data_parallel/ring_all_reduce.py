@@ -141,9 +141,10 @@ EXERCISE = Exercise(
         ),
     ),
     hints=(
-        "Round 1: in hop h, rank r gives chunk r - h and adds what arrives to chunk r - h - 1, all modulo n.",
-        "Round 2: in hop h, rank r gives chunk r + 1 - h and keeps what arrives as chunk r - h. Its chunk r + 1 is "
-        "the one that round 1 completed.",
+        "Follow chunk 0 in the figure: rank 0 sends it in hop 0, rank 1 adds its own and sends it in hop 1. Which "
+        "chunk does rank r send in hop h, and to which of its chunks does it add what arrives?",
+        "Round 1: in hop h, rank r gives chunk r - h and adds what arrives to chunk r - h - 1, all modulo n. Round 2 "
+        "begins with chunk r + 1, which round 1 completed: in hop h, rank r gives chunk r + 1 - h and keeps r - h.",
         "Slice into `rank.grad_weights[l, i]` and delete `rank.grad_weights[l]`. Each hop is `await rank.exchange(..., "
         "to=(rank.index + 1) % n, source=(rank.index - 1) % n)`; pop what you give in round 1, keep it in round 2. "
         "At the end, concatenate the popped chunks.",

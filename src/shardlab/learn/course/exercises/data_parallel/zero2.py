@@ -138,7 +138,7 @@ EXERCISE = Exercise(
         ),
     ),
     hints=(
-        "Look at the memory over time: which values grow during the first backward pass, and stay?",
+        "Which values become more during the backward passes of the first microbatch, and stay until the update?",
         "Reduce-scatter a layer's gradient as soon as its backward pass has made it, and accumulate the shard.",
         "`rank.accumulate(await rank.reduce_scatter(grad_weight))` in the loop; the update then takes "
         "`rank.grad_weights.pop(l)` as it is.",
