@@ -55,6 +55,11 @@ def test_a_folder_without_a_course_is_refused(tmp_path: Path) -> None:
         CourseFolder.open(tmp_path)
 
 
+def test_a_folder_inside_a_course_names_the_way_out(folder: CourseFolder) -> None:
+    with pytest.raises(UserError, match=r"gallery is inside a course folder; go there: cd .*gallery/\.\.$"):
+        CourseFolder.open(folder.path / "gallery")
+
+
 def test_a_damaged_progress_can_be_replaced_without_losing_a_file(folder: CourseFolder) -> None:
     solve(folder, "ddp")
     (folder.path / PROGRESS).write_text('{"format": 1, "cur')

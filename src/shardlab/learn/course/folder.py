@@ -85,6 +85,8 @@ class CourseFolder:
         file = path / PROGRESS
         if not file.is_file():
             where = "this folder is" if path == Path() else f"{path} is"
+            if (path.absolute().parent / PROGRESS).is_file():
+                raise UserError(f"{where} inside a course folder; go there: cd {path / '..'}")
             raise UserError(f"{where} not a course folder; make one: shardlab learn init course, then cd course")
         try:
             read = json.loads(file.read_text(encoding="utf-8"))
