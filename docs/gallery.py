@@ -32,7 +32,8 @@ that cannot be said in Shardlab's language are not here: a buffer that is reused
 stream that is not waited for, a number that overflows. A program handles values, not buffers, and a value that
 communication reads stays until the communication is over.
 
-Each bug is an exercise as well: find it and mend it. The page is made from the
+Each bug is an exercise of [the course](course.md) as well: in a course folder, open `gallery/crossing_sends.py`, and
+`shardlab learn watch crossing_sends` grades your repair. The page is made from the
 [modules](../src/shardlab/learn/course/gallery) by [gallery.py](gallery.py); `python docs/gallery.py` writes it again.
 """
 
