@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from shardlab.check import Checked
 from shardlab.check import check as check_program
 from shardlab.common.user_code import Endless, Stalled, never_awaited
-from shardlab.language import Kind, Refused, UserError, trace
+from shardlab.language import Refused, UserError, trace
 from shardlab.language.precision import find_precision
 from shardlab.learn.course.catalogue import find as find_exercise
 from shardlab.learn.course.exercise import Exercise, Mistake
@@ -270,10 +270,8 @@ def _published(exercise: Exercise, checked: Checked) -> PuzzleFigures | None:
 
 
 def elements_sent(checked: Checked) -> int:
-    """Return the elements that the rank sends that sends most. Collectives count as rings move them (see `traffic`)."""
-    program = checked.program
-    sizes = replace(program.sizes, element_bytes=dict.fromkeys(Kind, 1))
-    return round(max(each.bytes for each in traffic(replace(checked, program=replace(program, sizes=sizes)))))
+    """Return the most elements that any rank sends. Collectives count as rings move them (see `traffic`)."""
+    return round(max(each.elements for each in traffic(checked)))
 
 
 def _compared(exercise: Exercise, result: ExerciseGrade) -> ExerciseGrade:
