@@ -15,6 +15,7 @@ from shardlab.language.tape import RankRecord
 from shardlab.measure.profile import this_machine
 from shardlab.models import GPT
 from shardlab.simulate.hardware import AlphaBeta, Machine, Profile, Rate
+from shardlab.simulate.timeline import PUZZLE_COSTS
 from shardlab.simulate.timeline.measured import write_rank, write_trace
 from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job, job_as_dict, job_from_dict
@@ -35,16 +36,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_profile(machine: Machine | None = None, path: Path | None = None) -> None:
-    """A machine on which ops take, in seconds, what they take in unit costs."""
+    """A machine on which ops take, in seconds, what they take in the puzzles' costs."""
     collectives = {(kind, 2): AlphaBeta(0.3, 0.0) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
     kernels = {(family, "float32"): Rate(launch, 0.0, 0.0) for family, launch in LAUNCHES.items()}
     Profile(machine or this_machine(), collectives, AlphaBeta(0.2, 0.0), kernels, 1e9).write(path)
 
 
 def written(folder: Path, *, whole: bool = True) -> Checked:
-    """A run whose steps took three times what the unit costs say."""
+    """A run whose steps took three times what the puzzles' costs say."""
     checked = JOB.checked()
-    found: dict[int, RankRecord] = records(checked, 3.0, 3.0)
+    found: dict[int, RankRecord] = records(checked, 3.0, 3.0, costs=PUZZLE_COSTS)
     if whole:
         write_trace(folder, job_as_dict(JOB), checked, found)
     else:
@@ -123,7 +124,7 @@ def test_a_plan_that_the_recipe_s_framework_does_not_run_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = replace(JOB, strategy=Plan(Mesh(dp_shard=2), shard_optimizer=("dp_shard",), shard_gradients=("dp_shard",)))
-    write_trace(tmp_path, job_as_dict(job), checked := job.checked(), records(checked, 3.0, 3.0))
+    write_trace(tmp_path, job_as_dict(job), checked := job.checked(), records(checked, 3.0, 3.0, costs=PUZZLE_COSTS))
     assert main(["compare", str(tmp_path), "--cluster", "h100x2", "--recipe", "nanotron"]) == 0
     sentence = "nanotron has no ZeRO stage above 1, and this plan is ZeRO-2; let data-parallel ranks share"
     assert f"note: {sentence}" in capsys.readouterr().out

@@ -12,8 +12,9 @@ from shardlab.check import Checked, check
 from shardlab.language import OpKind, UserError, trace
 from shardlab.language.ops import COMMUNICATION
 from shardlab.language.tape import MemoryRecord, OpTimes, RankRecord, StepRecord
-from shardlab.simulate.timeline import simulate
+from shardlab.simulate.timeline import TEACHING_COSTS, simulate
 from shardlab.simulate.timeline.measured import compare, measured, read_trace, write_rank, write_trace
+from shardlab.simulate.timeline.prices import Prices
 from shardlab.simulate.timeline.timeline import covered, rank_times
 from shardlab.strategies.ddp import ddp
 from shardlab.strategies.fsdp import fsdp
@@ -21,10 +22,13 @@ from shardlab.strategies.fsdp import fsdp
 DDP, FSDP = (check(trace(strategy, ranks=2, layers=3, microbatches=2)) for strategy in (ddp, fsdp))
 
 
-def step_as_simulated(checked: Checked, rank: int, begin: float, times: float = 1.0) -> StepRecord:
+def step_as_simulated(
+    checked: Checked, rank: int, begin: float, times: float = 1.0, costs: Prices = TEACHING_COSTS
+) -> StepRecord:
     """What a rank would see of a step that goes as the simulator says, on a clock that shows `begin` at its start."""
-    events = {event.op: event for event in simulate(checked).events[rank]}
-    step, clock = StepRecord(begin, begin + times * simulate(checked).end), 0.0
+    timeline = simulate(checked, costs)
+    events = {event.op: event for event in timeline.events[rank]}
+    step, clock = StepRecord(begin, begin + times * timeline.end), 0.0
     over: dict[int, float] = {}
     for at, op in enumerate(checked.program.tapes[rank]):
         event = events.get(at)
@@ -38,14 +42,19 @@ def step_as_simulated(checked: Checked, rank: int, begin: float, times: float = 
     return step
 
 
-def records(checked: Checked, *times: float, lead: float = 0.0) -> dict[int, RankRecord]:
+def records(
+    checked: Checked, *times: float, lead: float = 0.0, costs: Prices = TEACHING_COSTS
+) -> dict[int, RankRecord]:
     """Steps that take so many times as long as simulated; rank 1's clock is ahead by `lead`."""
     return {
         rank: RankRecord(
             rank,
             rank * lead,
             1e-6,
-            [step_as_simulated(checked, rank, 100.0 * number + rank * lead, each) for number, each in enumerate(times)],
+            [
+                step_as_simulated(checked, rank, 100.0 * number + rank * lead, each, costs)
+                for number, each in enumerate(times)
+            ],
             MemoryRecord({key: {"parameters": 8, "activations": 6} for key in range(len(tape))}, 20),
         )
         for rank, tape in enumerate(checked.program.tapes)
