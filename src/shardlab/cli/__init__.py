@@ -179,10 +179,10 @@ def _parsed(words: list[str]) -> Any:
 
 def _unrecognized(word: str, command: object) -> UserError:
     """Return the error for a word of the command line that is not an option of the command."""
-    if not word.startswith("-"):
-        return UserError(f"unexpected argument {word!r}; options begin with --, and --help lists them")
     if sentence := getattr(command, "elsewhere", {}).get(word.partition("=")[0]):
         return UserError(sentence)
+    if not word.startswith("-"):
+        return UserError(f"unexpected argument {word!r}; options begin with --, and --help lists them")
     flags = sorted(f"--{name.replace('_', '-')}" for name in option_names(command))
     return UserError(f"there is no option {word}; {meant_by(word, flags)}")
 

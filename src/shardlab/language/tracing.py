@@ -148,7 +148,7 @@ class Tracer(ABC):
     def require_storable(self, kind: Kind, key: Hashable, value: object) -> None:
         """Refuse to store an object that is no live value of the store's kind."""
         if isinstance(value, Value) and value.rank is self and value.spec.kind is not kind:
-            remedy = f"it belongs into rank.{value.spec.kind.value}, keep it there"
+            remedy = f"it belongs in rank.{value.spec.kind.value}, keep it there"
             self.refuse("wrong store", "", f"{kind.value}[{key!r}] was given {value.spec}", remedy)
         self._require_usable(value, f"{kind.value}[{key!r}]")
 

@@ -164,3 +164,9 @@ def test_outside_of_a_course_folder_the_way_in_is_named(
     monkeypatch.chdir(tmp_path)
     assert main(["learn"]) == 2
     assert "make one: shardlab learn init course, then cd course" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["ddp", "2"])
+def test_an_exercise_without_a_subcommand_leads_to_watch(course: Path, word: str, capsys: Captured) -> None:
+    assert main(["learn", word]) == 2
+    assert f"run shardlab learn watch {word}" in capsys.readouterr().err

@@ -43,8 +43,8 @@ SENTENCES = {
         "add(grad_weights[1]): the first value gave slices 0 of 2 and the second value 1 of 2; sum equal slices."
     ),
     ("update", "add, twice"): (
-        "add(grad_weights[1]): microbatch 1 would be counted twice (the first value and the second value both"
-        " summed it); let each microbatch reach a gradient once."
+        "add(grad_weights[1]): microbatch 1 would be counted twice (in the first value and in the second"
+        " value); let each microbatch reach a gradient once."
     ),
     ("update", "update, layer"): (
         "update(layer 1): opt_states[0] was given; update layer 1 from its own gradient, weight and state."

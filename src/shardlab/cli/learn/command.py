@@ -224,6 +224,12 @@ class Learn:
         """Whether the subcommand prints JSON, also about a refusal."""
         return bool(getattr(self.what, "json", False))
 
+    @property
+    def elsewhere(self) -> dict[str, str]:
+        """Sentences for names and numbers of exercises that stand where a subcommand belongs."""
+        words = [word for entry in all_entries() for word in (entry.name, str(entry.exercise.number))]
+        return {word: f"to work on one exercise, run shardlab learn watch {word}" for word in words}
+
     def run(self) -> int:
         return self.what.run()
 

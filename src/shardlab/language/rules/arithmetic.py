@@ -150,7 +150,7 @@ def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Sp
         if (twice := total & spec.cells) and factor is None:
             mask = twice & -twice
             other = next(n for s, n in zip(specs, names, strict=True) if s.cells & mask)
-            given = f"{summed_text(spec.form, twice)} would be counted twice ({other} and {name} both summed it)"
+            given = f"{summed_text(spec.form, twice)} would be counted twice (in {other} and in {name})"
             raise Refused("counted twice", op, given, "let each microbatch reach a gradient once", doubled=bits(twice))
         total |= spec.cells
     return Spec(first.form if factor is None else first.form.but(factor=factor), total)
