@@ -10,7 +10,7 @@ import pytest
 from shardlab.check import check
 from shardlab.language import Mesh, Op, OpKind, Program, Rank, Refused, Strategy, Value, trace
 from shardlab.language.rules.refusals import PLACES
-from shardlab.simulate.timeline import simulate
+from shardlab.simulate.timeline import PUZZLE_COSTS, simulate
 from shardlab.simulate.timeline.memory import Category, memory_in_bytes, peak_elsewhere
 from tests.check import unsound_programs as unsound
 from tests.check.offloading_programs import RIGHT, offloaded, state_away, sums_away, weights_away
@@ -277,7 +277,7 @@ def test_offloaded_values_are_counted_in_their_place() -> None:
 
 
 def test_copies_go_on_beside_compute_and_their_links_carry_one_at_a_time() -> None:
-    timeline = simulate(check(trace(copies_at_once, 1, 3, 1)))
+    timeline = simulate(check(trace(copies_at_once, 1, 3, 1)), PUZZLE_COSTS)
     copies = [event for event in timeline.events[0] if event.kind is OpKind.RELOAD]
     assert [event.start for event in copies] == pytest.approx([0.0, 0.2, 0.4])
 

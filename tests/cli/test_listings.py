@@ -53,9 +53,9 @@ def test_json_lists_the_same_alone(capsys: Captured) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *(name for name in COMMANDS if name not in ("bench", "data", "checkpoint")),
+        *(name for name in COMMANDS if name not in ("bench", "data", "checkpoint", "learn")),
         *("bench collectives", "bench compute", "data prepare", "data shakespeare", "data show"),
-        *("checkpoint ls", "checkpoint verify", "checkpoint convert"),
+        *("learn list", "learn check-all", "learn run", "checkpoint ls", "checkpoint verify", "checkpoint convert"),
     ],
 )
 def test_every_command_explains_itself(command: str, capsys: Captured) -> None:

@@ -10,7 +10,7 @@ import pytest
 from shardlab.check import ChannelModel, Checked, check
 from shardlab.language import Deadlock, Kind, Mesh, Op, OpKind, Program, Refused, Sizes, UserError, trace
 from shardlab.language.rules.kinds import bits
-from shardlab.simulate.timeline import simulate
+from shardlab.simulate.timeline import PUZZLE_COSTS, simulate
 from shardlab.strategies.plan.plan import Context, Plan
 from shardlab.strategies.plan.program import program_from_plan
 
@@ -80,7 +80,7 @@ def test_stripes_are_every_cp_th_slice_and_nearly_as_much_work_at_every_hop() ->
     done = checked(Plan(Mesh(cp=4), stripes=8))
     loaded = [next(op.holds for op in tape if op.kind is OpKind.LOAD_BATCH) for tape in done.program.tapes]
     assert [holds and list(bits(holds.mask)) for holds in loaded] == [list(range(rank, 32, 4)) for rank in range(4)]
-    events = simulate(done).events
+    events = simulate(done, PUZZLE_COSTS).events
     hops = [[e.end - e.start for e in mine if e.kind is OpKind.ATTEND] for mine in events]
     assert max(max(hop) for hop in hops) == pytest.approx((1 + 1 / 8) / 4**2)
 
@@ -108,7 +108,8 @@ def test_a_degree_that_does_not_divide_cp_is_refused(degree: int) -> None:
 @pytest.mark.parametrize("degree", [1, 2])
 def test_every_rank_computes_as_much_attention(context: Context, mesh: Mesh, degree: int) -> None:
     degree = min(degree, mesh.cp)
-    timeline = simulate(checked(Plan(mesh, context=context, recompute="selective", ulysses_degree=degree)))
+    plan = Plan(mesh, context=context, recompute="selective", ulysses_degree=degree)
+    timeline = simulate(checked(plan), PUZZLE_COSTS)
     for kind in (OpKind.ATTEND, OpKind.ATTEND_BACKWARD):
         spent = [sum(e.end - e.start for e in events if e.kind is kind) for events in timeline.events]
         assert spent == pytest.approx([BLOCKS / 4] * 4)
