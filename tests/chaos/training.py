@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.warm import WarmProcess, WarmStarts
+from tests.support.warm import WarmStarts
 
 ROOT = Path(__file__).parents[2]
 POLL = 0.0005
@@ -53,16 +53,19 @@ class Training:
         self._before = self.log.stat().st_size if self.log.exists() else 0
         self._launched = bool(launcher)
         self._mark = str(uuid.uuid4())
-        command = ["train", *words, "--out", str(out), "--json"]
-        start: type[subprocess.Popen[Any]] = subprocess.Popen if warm is None else WarmProcess
+        command = [*launcher, "-m", "shardlab", "train", *words, "--out", str(out), "--json"]
         with self.log.open("ab") as log:
-            self.process: subprocess.Popen[Any] = start(
-                [sys.executable, *launcher, "-m", "shardlab", *command],
-                env=environment({**(more or {}), MARK: self._mark}),
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
+            options: dict[str, Any] = {
+                "env": environment({**(more or {}), MARK: self._mark}),
+                "stdout": log,
+                "stderr": log,
+                "stdin": subprocess.DEVNULL,
+                "start_new_session": True,
+            }
+            self.process: subprocess.Popen[Any] = (
+                subprocess.Popen([sys.executable, *command], **options)
+                if warm is None
+                else warm.start(command, **options)
             )
 
     @property
