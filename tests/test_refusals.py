@@ -166,7 +166,7 @@ SENTENCES = {
         "rank 0, op 1 all_reduce: there is no reduction 'median'; give one of sum, mean, min, max."
     ),
     ("programs", "wrong store"): (
-        "rank 0, op 1: weights[0] was given activations[0] (microbatch 0); it belongs into rank.activations, "
+        "rank 0, op 1: weights[0] was given activations[0] (microbatch 0); it belongs in rank.activations, "
         "keep it there."
     ),
     ("programs", "wrong number, nothing to concatenate"): (

@@ -49,7 +49,7 @@ CASES = {
     "at most of": (at_most_of(GATHER, 1, "{found}", of=WEIGHTS), "zero-1", "fsdp", "2"),
     "hidden": (hidden(REDUCE, "{found}", of=GRADIENTS), "ddp", "wsdp", "0 of 4"),
     "starts": (starts_before_last(REDUCTIONS, "{found}", of=GRADIENTS), "ddp", "wsdp", "rank 0"),
-    "loads at most": (loads_at_most(WEIGHTS, Fraction(1, 4), "{found}"), "fsdp", "ddp", "1"),
+    "loads at most": (loads_at_most(WEIGHTS, Fraction(1, 4), "{found}"), "fsdp", "ddp", "all"),
     "loads at least": (loads_at_least(WEIGHTS, Fraction(1), "{found}"), "ddp", "fsdp", "1/4"),
     "live": (live_at_most(GRADIENTS, 4 * 512 * 512 // 4 + 512 * 512, "{found}"), "fsdp", "wsdp", "1,310,720"),
     "in flight": (in_flight_at_most((4, 3, 2, 1), "{found}"), "1f1b", "gpipe", "rank 1 has 4"),
