@@ -14,10 +14,12 @@ time add up to the step.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -272,11 +274,7 @@ def _quiet(talking: Sequence[Span], since: float, until: float) -> float:
 
 def _near(talking: Sequence[Span], since: float, until: float) -> Iterator[Span]:
     """Yield the spans that overlap an interval."""
-    low, high = 0, len(talking)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if talking[middle][1] <= since else (low, middle)
-    for span in talking[low:]:
+    for span in talking[bisect_right(talking, since, key=itemgetter(1)) :]:
         if span[0] >= until:
             return
         yield span
