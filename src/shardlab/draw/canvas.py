@@ -86,7 +86,7 @@ LOSS, OTHER = COLORS["brown"], COLORS["grey"]
 """Colour of the loss, and of compute outside of a pass, such as sums of gradients and norms."""
 
 Chunks = list[dict[int, int]]
-"""For each row of a timeline, the model chunk (from 0) of each layer that the row computes."""
+"""Model chunk, from 0, of each layer that a row of a timeline computes, for each row."""
 
 
 class Page:

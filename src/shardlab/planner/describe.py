@@ -250,7 +250,7 @@ class StepShares:
 
 
 def step_shares(workload: Workload) -> StepShares:
-    """What a step's time goes to, the mean over ranks.
+    """Return the shares of a step's time by what it is spent on, the means over ranks.
 
     Raises:
         UserError, Refused: as of `forecast`.

@@ -43,7 +43,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a user does not leave open.
+    """Limits of the search that a user sets: fixed fields of the plan, and largest values.
 
     Attributes:
         fixed: values of a plan's fields, and sizes of its mesh's axes.

@@ -49,7 +49,7 @@ PROMISING = 0.02
 """Lines are explored if their corrected guess is slower than the best plan by at most this share."""
 
 FAMILY_PROMISING = -0.02
-"""As `PROMISING`, in the search for the best plan of a family, which need not be exact."""
+"""`PROMISING` of the search for the best plan of a family, which need not be exact."""
 
 EXPANDED = 0.05
 """Neighbours are looked at of lines that are slower than the best plan by at most this share; of a family's best plan

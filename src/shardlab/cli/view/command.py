@@ -46,8 +46,8 @@ RUN_OPTIONS = ("cluster", "recipe", "other_machine")
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What a page shows.
+class PageContents:
+    """Contents of a page.
 
     Attributes:
         title, note: title of the page, and a sentence below it.
@@ -97,7 +97,7 @@ class View(StepOptions):
             return self._edit()
         out = self.out or (None if self.json else DEFAULT_PAGE)
         check_new_file("--out", out, DEFAULT_PAGE.name, force=self.force)
-        shown = self._shown()
+        shown = self._contents()
         if out is not None:
             from shardlab.draw.viewer.page import save_page
 
@@ -123,7 +123,7 @@ class View(StepOptions):
         server.serve()
         return 0
 
-    def _shown(self) -> Shown:
+    def _contents(self) -> PageContents:
         path = Path(self.strategy) if self.strategy is not None else None
         if path is None or self.strategy is None:
             return self._simulated()
@@ -142,11 +142,11 @@ class View(StepOptions):
             )
         return self._simulated()
 
-    def _simulated(self) -> Shown:
+    def _simulated(self) -> PageContents:
         """Simulate a step."""
         request = StepRequest.of(self)
         step = self._in_seconds(request) if self.is_priced(request) else self._in_units(request)
-        return _shown_step(step)
+        return _contents_of_step(step)
 
     def _in_units(self, request: StepRequest) -> Step:
         from shardlab.draw.viewer.step_tables import ShownTimeline, Step
@@ -186,7 +186,7 @@ class View(StepOptions):
         schedule = _schedule_of(result.entry, ranks)
         return Step(title, note, traced, [shown], schedule, _lines_of(result.entry, traced), result.notes)
 
-    def _run(self, folder: Path) -> Shown:
+    def _run(self, folder: Path) -> PageContents:
         """Show a traced run below its prediction."""
         from shardlab.draw.viewer.step_tables import ShownTimeline, Step
 
@@ -205,15 +205,17 @@ class View(StepOptions):
         remarks += [run.limit] if run.limit else []
         entry = run.job.entry
         schedule, lines = _schedule_of(entry, run.job.ranks), _lines_of(entry, run.checked)
-        return _shown_step(Step(run.title, str(folder), run.checked, timelines, schedule, lines, remarks))
+        return _contents_of_step(Step(run.title, str(folder), run.checked, timelines, schedule, lines, remarks))
 
-    def _trace(self, path: Path) -> Shown:
+    def _trace(self, path: Path) -> PageContents:
         from shardlab.draw.viewer.trace_file import read_trace_file, trace_tables
 
         self._refuse_step_options(f"{path} is a trace", ())
         timelines = read_trace_file(path)
         packed = trace_tables(path.stem, str(path), timelines)
-        return Shown(path.stem, str(path), packed, {each.name: each.figures() for each in timelines}, in_seconds=True)
+        return PageContents(
+            path.stem, str(path), packed, {each.name: each.figures() for each in timelines}, in_seconds=True
+        )
 
     def _refuse_step_options(self, what: str, but: tuple[str, ...]) -> None:
         """Refuse options of a step, which a run and a trace have already."""
@@ -224,11 +226,11 @@ class View(StepOptions):
                 raise UserError(f"{what}, which has its own step; leave out {flag}")
 
 
-def _shown_step(step: Step) -> Shown:
+def _contents_of_step(step: Step) -> PageContents:
     from shardlab.draw.viewer.step_tables import step_tables
 
     figures = {each.name: found for each, found in zip(step.shown, step.figures(), strict=True)}
-    return Shown(step.title, step.note, step_tables(step), figures, step.shown[0].timeline.in_seconds)
+    return PageContents(step.title, step.note, step_tables(step), figures, step.shown[0].timeline.in_seconds)
 
 
 def _schedule_of(entry: StrategyEntry, ranks: int) -> str:

@@ -41,7 +41,7 @@ from shardlab.strategies.schedules.steps import Steps
 
 @dataclass(frozen=True)
 class Judgement:
-    """What Python says of a text.
+    """Result of checking the text of a schedule or a program.
 
     Attributes:
         sentence: why it is wrong, or what is left to reach ("": it is right).

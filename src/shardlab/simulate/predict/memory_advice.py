@@ -236,7 +236,7 @@ def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) 
 
 
 SHARED = ("nothing", "the optimizer's state alone", "gradients and the optimizer's state", "everything")
-"""What data-parallel ranks shard, by the stage of ZeRO."""
+"""Model state that data-parallel ranks shard, in words, by the stage of ZeRO."""
 
 
 def broken_limit(workload: Workload) -> str:
