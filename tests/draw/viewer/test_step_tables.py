@@ -97,7 +97,7 @@ def test_a_second_timeline_has_columns_of_its_own() -> None:
 def test_the_figures_are_those_of_the_step() -> None:
     step = step_of("gpipe")
     header, _ = decode(encode(step_tables(step)))
-    assert header["timelines"][0]["figures"] == step.figures()[0].as_dict()
+    assert header["timelines"][0]["figures"] == step.figures[0].as_dict()
 
 
 def test_a_step_without_lines_has_no_files() -> None:

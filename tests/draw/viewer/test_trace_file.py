@@ -38,7 +38,7 @@ def test_a_trace_has_the_events_that_were_written(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["gpipe", "fsdp", "zero-2", "pipeline"])
 def test_the_figures_of_a_trace_are_those_of_its_timeline(name: str, tmp_path: Path) -> None:
     expected = figures_of(step_of(name).shown[0].timeline)
-    found = read_trace_file(written(name, tmp_path))[0].figures()
+    found = read_trace_file(written(name, tmp_path))[0].figures
     assert found.end == pytest.approx(expected.end)
     assert (found.compute, found.exposed, found.overlap) == pytest.approx(
         (expected.compute, expected.exposed, expected.overlap), abs=1e-6

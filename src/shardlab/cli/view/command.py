@@ -214,7 +214,7 @@ class View(StepOptions):
         timelines = read_trace_file(path)
         packed = trace_tables(path.stem, str(path), timelines)
         return PageContents(
-            path.stem, str(path), packed, {each.name: each.figures() for each in timelines}, in_seconds=True
+            path.stem, str(path), packed, {each.name: each.figures for each in timelines}, in_seconds=True
         )
 
     def _refuse_step_options(self, what: str, but: tuple[str, ...]) -> None:
@@ -229,7 +229,7 @@ class View(StepOptions):
 def _contents_of_step(step: Step) -> PageContents:
     from shardlab.draw.viewer.step_tables import step_tables
 
-    figures = {each.name: found for each, found in zip(step.shown, step.figures(), strict=True)}
+    figures = {each.name: found for each, found in zip(step.shown, step.figures, strict=True)}
     return PageContents(step.title, step.note, step_tables(step), figures, step.shown[0].timeline.in_seconds)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,11 @@ class ShownTimeline:
     path: Sequence[PathLink] | None = None
     bubble: float | None = None
 
+    @cached_property
+    def activity(self) -> Activity:
+        """The ops of the timeline with the communications that their ranks await."""
+        return activity_of(self.timeline)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -77,9 +82,10 @@ class Step:
     lines: Sequence[Sequence[tuple[str, int] | None]] = ()
     remarks: Sequence[str] = field(default_factory=list[str])
 
+    @cached_property
     def figures(self) -> list[Figures]:
-        """Return the six figures of each timeline."""
-        return [figures_of(each.timeline, self.schedule, free=each.bubble) for each in self.shown]
+        """The six figures of each timeline."""
+        return [figures_of(each.timeline, self.schedule, each.activity, each.bubble) for each in self.shown]
 
 
 def step_tables(step: Step) -> bytes:
@@ -274,7 +280,7 @@ def _form_as_json(form: Any) -> dict[str, Any]:
 
 def _add_timeline(columns: Columns, number: int, shown: ShownTimeline, step: Step) -> dict[str, Any]:
     timeline, program = shown.timeline, step.traced.program
-    activity = activity_of(timeline)
+    activity = shown.activity
     starts = [0, *np.cumsum([len(tape) for tape in program.tapes]).tolist()]
     categories = add_activity_columns(columns, number, activity, starts, shown.counters)
     columns.add(f"reached{number}", "f64", _reached(program, timeline, activity))
@@ -284,13 +290,12 @@ def _add_timeline(columns: Columns, number: int, shown: ShownTimeline, step: Ste
         columns.add(f"pathOp{number}", "u32", [link.op for link in path])
         columns.add(f"pathStart{number}", "f64", [link.start for link in path])
         columns.add(f"pathEnd{number}", "f64", [link.end for link in path])
-    figures = figures_of(timeline, step.schedule, activity, shown.bubble)
     return {
         "name": shown.name,
         "end": timeline.end,
         "categories": categories,
         "path": path is not None,
-        "figures": figures.as_dict(),
+        "figures": step.figures[number].as_dict(),
     }
 
 

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -64,8 +65,9 @@ class TraceTimeline:
     ranks: list[TracedRank]
     links: list[tuple[str, Place, Place]]
 
+    @cached_property
     def activity(self) -> Activity:
-        """Return the ops with the communications that their ranks await."""
+        """The ops with the communications that their ranks await."""
         communications = _communications(self.links)
         number_of = {place: number for number, members in enumerate(communications) for place in members}
         rows: list[list[TimedOp]] = []
@@ -82,9 +84,10 @@ class TraceTimeline:
         members = [[places[place] for place in each] for each in communications]
         return Activity(rows, members, last_waits, max((op.end for ops in rows for op in ops), default=0.0))
 
+    @cached_property
     def figures(self) -> Figures:
-        """Return the six figures; without a program, no bubble."""
-        return figures_of_activity(self.activity())
+        """The six figures; without a program, no bubble."""
+        return figures_of_activity(self.activity)
 
 
 class FlowEnd(NamedTuple):
@@ -168,10 +171,10 @@ def trace_tables(title: str, note: str, timelines: Sequence[TraceTimeline]) -> b
     header |= {"layers": max(ops["modelLayer"], default=0) + 1, "microbatches": max(ops["first"], default=0) + 1}
     shown: list[dict[str, Any]] = []
     for number, each in enumerate(timelines):
-        activity = each.activity()
+        activity = each.activity
         counters = [rank.counter for rank in each.ranks]
         categories = add_activity_columns(columns, number, activity, starts, counters)
-        figures = figures_of_activity(activity).as_dict()
+        figures = each.figures.as_dict()
         shown.append(
             {"name": each.name, "end": activity.end, "categories": categories, "path": False, "figures": figures}
         )
