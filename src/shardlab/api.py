@@ -7,7 +7,7 @@ results: a `Prediction`, a `ChosenPlan`, and a `Drawing`. A notebook shows them 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from io import StringIO
@@ -172,6 +172,7 @@ def predict(
     micro_batch_size: int | None = None,
     precision: str | None = None,
     recipe: str | None = None,
+    switches: Mapping[str, str] | None = None,
     optimizer: Optimizer = "adamw",
     memory: str | None = None,
 ) -> Prediction:
@@ -191,6 +192,7 @@ def predict(
         micro_batch_size: sequences of a microbatch (default: 1).
         precision: fp32, bf16, bf16-fp32-grads or fp16 (default: the recipe's).
         recipe: how a framework runs the step, such as torchtitan (default: Shardlab's own).
+        switches: options of that framework by name, such as {"attention": "flash2"}.
         optimizer: optimizer, for the size of its state.
         memory: memory of each device that the step may use, such as "72GiB" (default: all of it).
 
@@ -211,6 +213,7 @@ def predict(
         precision=precision,
         optimizer=optimizer,
         recipe=recipe,
+        switches=switches or {},
         memory=memory,
     )
     entry, devices = load(plan), request.found_cluster

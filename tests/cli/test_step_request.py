@@ -47,6 +47,21 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
+def test_switches_of_flags_go_before_those_of_the_job(tmp_path: Path) -> None:
+    recipe, job = tmp_path / "ours.toml", tmp_path / "switched.toml"
+    values = "\n".join(
+        f'[switches.{name}]\ndefault = "off"\nvalues.off.source = "code"\nvalues.on.source = "code"' for name in "ab"
+    )
+    recipe.write_text(f'source = "our code"\n{values}')
+    job.write_text(f'[cluster]\nrecipe = "{recipe}"\nswitches = {{ a = "on", b = "on" }}\n')
+    asked = StepRequest.of(command_of(["simulate", "--config", str(job), "--switch", "b=off"]))
+    assert asked.found_recipe.changed_switches == {"a": "on"}
+    with pytest.raises(UserError, match=r"--switch a is no switch; give NAME=VALUE, such as attention=flash2"):
+        StepRequest.of(command_of(["simulate", "--config", str(job), "--switch", "a"]))
+    with pytest.raises(UserError, match=r"--switch gives a twice"):
+        StepRequest.of(command_of(["simulate", "--config", str(job), "--switch", "a=on", "a=off"]))
+
+
 @pytest.mark.parametrize(
     ("recipe", "device", "precision"),
     [

@@ -260,7 +260,8 @@ def recipe_as_json(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe for --json: all fields by group, and the figures with their sources."""
     groups = {group: asdict(getattr(recipe, group)) for group in GROUPS}
     figures = {name: asdict(figure) for name, figure in recipe.figures.items()}
-    return {"name": recipe.name, "source": recipe.source, **groups, "figures": figures}
+    switches = {name: asdict(switch) for name, switch in recipe.switches.items()}
+    return {"name": recipe.name, "source": recipe.source, **groups, "figures": figures, "switches": switches}
 
 
 def print_recipes(console: Console) -> None:
@@ -269,11 +270,13 @@ def print_recipes(console: Console) -> None:
     table.add_column("name", style="cyan", no_wrap=True)
     for title in ("figures", "fitted", "assumed"):
         table.add_column(title, justify="right")
+    table.add_column("switches", style="cyan")
     table.add_column("source")
     for recipe in recipes().values():
         figures = recipe.figures.values()
         counts = len(figures), sum(bool(each.fitted_to) for each in figures), sum(each.assumed for each in figures)
-        table.add_row(recipe.name, *map(str, counts), recipe.source)
+        switches = " ".join(f"{name}={switch.default}" for name, switch in recipe.switches.items())
+        table.add_row(recipe.name, *map(str, counts), switches, recipe.source)
     console.print(table)
     console.print("\n[dim]All figures of one recipe, with their sources:[/] shardlab recipes NAME")
 
@@ -281,6 +284,13 @@ def print_recipes(console: Console) -> None:
 def print_recipe(recipe: Recipe, console: Console) -> None:
     """Print all figures of a recipe by group, with their sources."""
     print_fact(console, recipe.name, recipe.source)
+    if recipe.switches:
+        console.print("\n[bold]switches[/], as in --switch NAME=VALUE")
+    for name, switch in recipe.switches.items():
+        values = ", ".join(f"{value} (default)" if value == switch.default else value for value in switch.values)
+        console.print(Padding(Text.assemble((name, "cyan"), f": {values}"), (0, 0, 0, 2)))
+        about = [switch.about, *(f"{value}: {source}" for value, source in switch.values.items())]
+        console.print(Padding(Text("\n".join(filter(None, about)), "dim"), (0, 0, 0, 4)))
     for group in GROUPS:
         figures = {name: figure for name, figure in recipe.figures.items() if name.split(".")[0] == group}
         if figures:

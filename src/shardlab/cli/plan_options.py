@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,6 +49,16 @@ RecipeName = Annotated[
     ),
 ]
 """Name of a recipe, which describes how a framework runs a step. None stands for Shardlab's own."""
+
+SwitchWords = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(
+        metavar="NAME=VALUE ...",
+        help="Options of the framework, such as attention=flash2 (shardlab recipes NAME lists them).",
+        help_behavior_hint="(default: the framework's)",
+    ),
+]
+"""Values of a recipe's switches, as words."""
 
 DeviceMemory = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: all of it)")]
 """Memory of each device that a step may use, such as 72GiB."""
@@ -223,15 +233,35 @@ def job_source(path: Path | None) -> ConfigSource:
     return ConfigSource("", {}) if path is None else file_source(path)
 
 
-def recipe_called(name: str | None) -> Recipe:
+def recipe_called(name: str | None, switches: Mapping[str, str] | None = None) -> Recipe:
     """Return the recipe of a name or file, or Shardlab's own for None.
 
+    Args:
+        switches: values of its switches.
+
     Raises:
-        UserError: if there is no such recipe. The message has the nearest name.
+        UserError: if there is no such recipe or switch. The message has the nearest name.
     """
     from shardlab.simulate.predict.recipe import OWN, find_recipe
 
-    return OWN if name is None else find_recipe(name)
+    return find_recipe(name or OWN.name, switches or {})
+
+
+def switches_of(words: Sequence[str]) -> dict[str, str]:
+    """Return the switches that words such as `attention=flash2` give.
+
+    Raises:
+        UserError: if a word is something else, or a switch is given twice.
+    """
+    given: dict[str, str] = {}
+    for word in words:
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not (name and equals and value):
+            raise UserError(f"--switch {word} is no switch; give NAME=VALUE, such as attention=flash2")
+        if name in given:
+            raise UserError(f"--switch gives {name} twice; give it once")
+        given[name] = value
+    return given
 
 
 JobFile = Annotated[

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from shardlab.cli.options import sequences_of_step
-from shardlab.cli.plan_options import NO_FLAGS, PlanOptions, cluster_called, job_source, recipe_called
+from shardlab.cli.plan_options import NO_FLAGS, PlanOptions, cluster_called, job_source, recipe_called, switches_of
 from shardlab.language.precision import Optimizer, Precision, find_precision
 from shardlab.strategies.load import load
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 OPTIONS = {
     "model": {"model": "model", "layers": "layers", "sequence": "seq_len"},
-    "cluster": {"cluster": "cluster", "recipe": "recipe", "memory": "memory", "other_machine": "other_machine"},
+    "cluster": {
+        **{"cluster": "cluster", "recipe": "recipe", "switch": "switches"},
+        **{"memory": "memory", "other_machine": "other_machine"},
+    },
     "batch": {each.name: each.name for each in fields(BatchConfig)},
     "precision": {"precision": "precision"},
     "optimizer": {"optimizer": "optimizer", "ema": "ema"},
@@ -55,6 +58,7 @@ class StepRequest:
         optimizer: optimizer, for the size of its state.
         ema: whether a moving average of the weights is kept.
         recipe: name of the recipe, which describes how a framework runs a step (default: Shardlab's own).
+        switches: values of the recipe's switches by name (default: those of the framework).
         memory: memory of each device that the step may use (default: all of it).
         other_machine: whether a profile of another machine is accepted.
         file: job file, for its plan.
@@ -72,6 +76,7 @@ class StepRequest:
     optimizer: Optimizer = "adamw"
     ema: bool = False
     recipe: str | None = None
+    switches: Mapping[str, str] = field(default_factory=dict[str, str])
     memory: str | None = None
     other_machine: bool = False
     file: ConfigSource = field(default_factory=partial(job_source, None))
@@ -88,6 +93,9 @@ class StepRequest:
             table: {key: value for option, key in options.items() if (value := getattr(command, option, None))}
             for table, options in OPTIONS.items()
         }
+        if words := given["cluster"].pop("switches", None):
+            in_file = file.sections.get("cluster", {}).get("switches", {})
+            given["cluster"]["switches"] = {**in_file, **switches_of(words)}
         sources = [file, ConfigSource("flags", given)]
         tables = {table: merge_fields(sources, table) for table in OPTIONS if table != "batch"}
         optimizer, others = tables["optimizer"], ("strategy", "layout", "ranks", "tokens_per_step")
@@ -136,7 +144,7 @@ class StepRequest:
         Raises:
             UserError: if there is no such recipe.
         """
-        return recipe_called(self.recipe)
+        return recipe_called(self.recipe, self.switches)
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -197,7 +205,7 @@ class StepRequest:
         """
         return {
             "model": {"model": self.model, **self.model_fields},
-            "cluster": {name: getattr(self, name) or None for name in OPTIONS["cluster"]},
+            "cluster": {name: getattr(self, name) or None for name in OPTIONS["cluster"].values()},
             "batch": {"global_batch": sequences, "micro_batch_size": micro_batch_size},
             "precision": {"precision": precision},
             "optimizer": {"optimizer": self.optimizer},

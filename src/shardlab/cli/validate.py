@@ -14,7 +14,8 @@ from rich.text import Text
 
 from shardlab.cli.console import Report
 from shardlab.cli.options import Flag
-from shardlab.cli.plan_options import RecipeName, recipe_called
+from shardlab.cli.plan_options import RecipeName, SwitchWords, recipe_called, switches_of
+from shardlab.common.errors import UserError
 from shardlab.common.text import seconds_text
 from shardlab.planner.published.predict import (
     ErrorSummary,
@@ -58,13 +59,19 @@ class Validate:
     recipe: RecipeName = None
     """Default: the recipe of each run's own framework."""
 
+    switch: SwitchWords = ()
+    """Options of the framework, with --recipe."""
+
     assumed: Flag = False
     """Also list the assumptions about details that runs do not state."""
 
     def run(self) -> int:
         rows = read_rows(self.runs)
         stderr = Console(stderr=True)
-        results = predict_outcomes(rows, None if self.recipe is None else recipe_called(self.recipe))
+        if self.switch and self.recipe is None:
+            raise UserError("--switch is for the recipe of --recipe; give --recipe NAME, or switches in the runs' rows")
+        recipe = None if self.recipe is None else recipe_called(self.recipe, switches_of(self.switch))
+        results = predict_outcomes(rows, recipe)
         quiet = not stderr.is_terminal
         outcomes = list(track(results, "predicting", len(rows), console=stderr, transient=True, disable=quiet))
         report_of(outcomes, assumed=self.assumed).show(json=self.json)

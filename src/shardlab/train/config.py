@@ -284,6 +284,15 @@ DIVISION = ("microbatches", "micro_batch_size")
 """Fields of a batch that are also fields of `train`."""
 
 
+def _words(value: Any) -> str:
+    fits = isinstance(value, Mapping) and all(isinstance(each, str) for each in cast(Mapping[str, Any], value).values())
+    return "" if fits else 'a table of words in quotes, such as { attention = "flash2" }'
+
+
+WORDS = FieldType(str, "NAME=VALUE ...", _words)
+"""Words by name, such as switches of a recipe."""
+
+
 @dataclass(frozen=True)
 class ClusterConfig:
     """Cluster on which a step is simulated or planned. None stands for a value that is not given."""
@@ -293,6 +302,9 @@ class ClusterConfig:
 
     recipe: Annotated[str | None, text("NAME", 'a recipe in quotes, such as "torchtitan"')] = None
     """Name of the recipe, which describes how a framework runs a step."""
+
+    switches: Annotated[Mapping[str, str], WORDS] = field(default_factory=dict[str, str])
+    """Values of the recipe's switches by name."""
 
     memory: Annotated[str | None, text("BYTES", 'a size in quotes, such as "72GiB"')] = None
     """Memory of each device that the step may use."""

@@ -16,7 +16,15 @@ from shardlab.models.matrices import SavedActivations
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.estimate import Estimate
 from shardlab.simulate.predict.memory import device_memory
-from shardlab.simulate.predict.recipe import GROUPS, Recipe, find_recipe, modules_of_stages, recipes, stages_by_cost
+from shardlab.simulate.predict.recipe import (
+    GROUPS,
+    Recipe,
+    find_recipe,
+    modules_of_stages,
+    recipes,
+    stages_by_cost,
+    variants,
+)
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
 
@@ -311,6 +319,8 @@ def test_a_base_lies_beside_its_recipe_and_is_no_recipe_that_builds_on_it(tmp_pa
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
+        ('source = "s"\nswitches.a.default = "on"', "switches.a.default is 'on'; give one of its values"),
+        ('source = "s"\nswitches.a.values.on = {}', "switches.a.values.on gives no source"),
         ("", "gives no source; say in quotes where the framework's way is described"),
         ("memori = 1", "ours.toml has no 'memori'; did you mean memory?"),
         ('source = "s"\nmemory = 1', "memory is 1; give a table"),
@@ -338,6 +348,83 @@ def test_what_a_recipe_cannot_say_is_refused_in_a_sentence(written: str, sentenc
     path.write_text(written)
     with pytest.raises(UserError, match=re.escape(sentence)):
         find_recipe(str(path))
+
+
+# Switches.
+
+SWITCHED = """
+source = "our code"
+[kernels]
+update_bytes = 40
+[switches.attention]
+default = "cudnn"
+about = "the kernel of attention"
+values.cudnn = { source = "ours", kernels = { attention = "cudnn" } }
+values.flash2 = { source = "theirs", kernels = { attention = "flash2" }, memory = { logit_bytes = 6 } }
+[switches.copies]
+default = "off"
+values.off = { source = "plain" }
+values.on = { source = "more", memory = { context_bytes = 7 } }
+"""
+
+
+def test_a_switch_that_is_not_given_is_at_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(SWITCHED)
+    recipe = find_recipe(str(path))
+    assert recipe.kernels.attention == "cudnn"
+    assert recipe.figures["kernels.attention"].source == "ours"
+    assert (recipe.changed_switches, recipe.title) == ({}, "ours")
+
+
+def test_a_switch_changes_what_its_value_says_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(SWITCHED)
+    plain, changed = find_recipe(str(path)), find_recipe(str(path), {"attention": "flash2"})
+    assert (changed.kernels.attention, changed.memory.logit_bytes) == ("flash2", 6)
+    assert replace(changed.kernels, attention="cudnn") == plain.kernels
+    assert changed.title == "ours with attention=flash2"
+    assert {(name, value) for name, value, _ in variants(changed)} == {("attention", "cudnn"), ("copies", "on")}
+    assert {each.kernels.attention for name, _, each in variants(changed) if name == "copies"} == {"flash2"}
+
+
+def test_a_recipe_may_change_the_default_of_its_bases_switch_and_add_values(tmp_path: Path) -> None:
+    (tmp_path / "below.toml").write_text(SWITCHED)
+    path = tmp_path / "ours.toml"
+    path.write_text(
+        'base = "below.toml"\nsource = "a branch"\nswitches.attention.default = "flash1"\n'
+        'switches.attention.values.flash1 = { source = "old", kernels = { attention = "flash1" } }'
+    )
+    assert find_recipe(str(path)).kernels.attention == "flash1"
+    given = find_recipe(str(path), {"attention": "flash2", "copies": "on"})
+    assert (given.kernels.attention, given.memory.context_bytes) == ("flash2", 7)
+    assert list(given.switches["attention"].values) == ["cudnn", "flash2", "flash1"]
+
+
+def test_figures_of_a_recipe_go_before_the_switches_of_its_base(tmp_path: Path) -> None:
+    (tmp_path / "below.toml").write_text(SWITCHED)
+    path = tmp_path / "ours.toml"
+    path.write_text('base = "below.toml"\nsource = "a branch"\nkernels.attention = "flash1"')
+    assert find_recipe(str(path)).kernels.attention == "flash1"
+
+
+@pytest.mark.parametrize(
+    ("switches", "sentence"),
+    [
+        ({"atention": "cudnn"}, "recipe ours has no switch 'atention'; did you mean attention?"),
+        ({"attention": "flash3"}, "switch attention of recipe ours is 'flash3'; give one of cudnn, flash2"),
+    ],
+)
+def test_an_unknown_switch_is_refused_in_a_sentence(switches: dict[str, str], sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(SWITCHED)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        find_recipe(str(path), switches)
+
+
+def test_a_recipe_without_switches_says_so() -> None:
+    with pytest.raises(UserError, match="recipe shardlab has no switches; leave out attention=cudnn"):
+        find_recipe("shardlab", {"attention": "cudnn"})
 
 
 # Stages of equal cost, as nanotron deals modules.

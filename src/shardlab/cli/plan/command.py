@@ -20,7 +20,16 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardlab.cli.options import Count, Flag, Name, NewFile, OptionalCount, check_new_file, writing
 from shardlab.cli.plan.grade import print_grades
-from shardlab.cli.plan_options import NO_LIMITS, DeviceMemory, JobFile, Layout, RecipeName, recipe_called
+from shardlab.cli.plan_options import (
+    NO_LIMITS,
+    DeviceMemory,
+    JobFile,
+    Layout,
+    RecipeName,
+    SwitchWords,
+    recipe_called,
+    switches_of,
+)
 from shardlab.cli.step_request import StepRequest
 from shardlab.common.fields import as_flags
 from shardlab.common.files import as_toml
@@ -98,6 +107,8 @@ class PlanCommand:
 
     recipe: RecipeName = None
 
+    switch: SwitchWords = ()
+
     memory: DeviceMemory = None
     """Memory of each device that the step may use, such as 72GiB."""
 
@@ -166,7 +177,8 @@ class PlanCommand:
         began = time.monotonic()
         if self.grade is not None:
             self._require_no_search_options(self.grade)
-            print_grades(self.grade, None if self.recipe is None else recipe_called(self.recipe), json=self.json)
+            recipe = None if self.recipe is None else recipe_called(self.recipe, switches_of(self.switch))
+            print_grades(self.grade, recipe, json=self.json)
             return 0
         from shardlab.cli.plan.measure import add_experiments, add_ran_out, commands, read_measured
         from shardlab.cli.plan.report import PlanReport
@@ -218,7 +230,7 @@ class PlanCommand:
         Raises:
             UserError: with these options.
         """
-        graded = PlanCommand(grade=runs, recipe=self.recipe, json=self.json)
+        graded = PlanCommand(grade=runs, recipe=self.recipe, switch=self.switch, json=self.json)
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layout"}
         given = {name: value for name, value in own.items() if value != getattr(graded, name)}
         if wrong := as_flags(given | self.layout.given()):
@@ -272,7 +284,8 @@ class PlanCommand:
         """Return the options that give the model, the cluster and the recipe, for another command."""
         same = ("config", "model", "layers", "sequence", "cluster", "memory", "recipe")
         other = ["--other-machine"] if self.other_machine else []
-        return shlex.join([*self._words_of({name: getattr(self, name) for name in same}), *other])
+        switches = ["--switch", *self.switch] if self.switch else []
+        return shlex.join([*self._words_of({name: getattr(self, name) for name in same}), *switches, *other])
 
     def _words_of(self, flags: Mapping[str, object]) -> list[str]:
         """Return the words of the given options, and of --optimizer if it is not the default."""

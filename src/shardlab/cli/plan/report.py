@@ -115,6 +115,7 @@ class PlanReport:
             "model": self.model,
             "cluster": self.cluster,
             "recipe": problem.recipe.name,
+            "switches": dict(problem.recipe.changed_switches),
             "global_batch": problem.sequences,
             "tokens": tokens,
             "device_memory": problem.cluster.device.memory,
@@ -167,7 +168,7 @@ class PlanReport:
         problem, best = self.choice.problem, self.choice.best
         report.line(Text.assemble(("plan", "bold cyan"), f" of {self.model} on {self.cluster}"), wrap=False)
         batch = f"{counted(problem.sequences, 'sequence')} of {problem.model.seq_len:,} tokens"
-        report.line(f"{batch}, {problem.tokens:,} tokens a step; recipe {problem.recipe.name}\n", "dim")
+        report.line(f"{batch}, {problem.tokens:,} tokens a step; recipe {problem.recipe.title}\n", "dim")
         for number, line in enumerate(describe(problem, best.candidate)):
             report.fact("" if number else "plan", line)
         report.line()

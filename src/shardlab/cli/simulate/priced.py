@@ -176,6 +176,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
         "model": result.names[0],
         "cluster": result.names[1],
         "recipe": workload.recipe.name,
+        "switches": dict(workload.recipe.changed_switches),
         "precision": workload.precision.name,
         "ranks": world,
         "idle_devices": workload.cluster.size - world,
@@ -189,7 +190,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     report.line(Text.assemble((entry.name, "bold cyan"), " of {} on {}".format(*result.names)), wrap=False)
     each = f"{counted(workload.micro_batch_size, 'sequence')} of {workload.model.seq_len} tokens"
     batch = f"global batch {sequences:,}: {counted(workload.microbatches, 'microbatch')} of {each}"
-    recipe = "" if workload.recipe == OWN else f", as {workload.recipe.name} runs it"
+    recipe = "" if workload.recipe == OWN else f", as {workload.recipe.title} runs it"
     report.line(f"{workload.mesh}, {batch}, {workload.precision.name}{recipe}\n", "dim")
     report.fact("step time", "", seconds_text(step), step_seconds=step)
     speed, mfu = workload.tokens / step, workload.mfu(step)

@@ -24,7 +24,7 @@ from shardlab.cli.options import (
     StrategyName,
     costs_of,
 )
-from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, JobFile, Layout, RecipeName, checked
+from shardlab.cli.plan_options import NO_FLAGS, DeviceMemory, JobFile, Layout, RecipeName, SwitchWords, checked
 from shardlab.cli.step_request import OPTIONS, StepRequest
 from shardlab.common.fields import COUNT, check_field
 from shardlab.language import UserError
@@ -103,6 +103,8 @@ class StepOptions:
     has it); with --model."""
 
     recipe: RecipeName = None
+
+    switch: SwitchWords = ()
 
     optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
     """Optimizer, which determines the size of the optimizer state; with --model. Without --model, only muon makes a

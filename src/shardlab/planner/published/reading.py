@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from shardlab.common.errors import suggest_name
@@ -131,8 +132,9 @@ def recipe_of(record: RunRecord) -> Recipe:
         Unknown: if the framework or the device is unknown. The message suggests the nearest name.
     """
     if record.framework is not None:
-        return _known(find_recipe, record.framework)
-    return find_recipe(find_name(record.source, recipes()) or _usual(record))
+        return _known(partial(find_recipe, switches=record.switches), record.framework)
+    name = find_name(record.source, recipes()) or _usual(record)
+    return _known(partial(find_recipe, switches=record.switches), name)
 
 
 def _known(find: Callable[[str], T], name: str) -> T:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -121,6 +122,7 @@ class RunRecord:
 
     Attributes:
         framework: the recipe that describes it, by name.
+        switches: values of its switches by name.
         precision: dtype of products of matrices: fp32, bf16, fp16 or fp8.
         gradients: dtype in which gradients are reduced: fp32, or half of that where it says anything else.
     """
@@ -128,6 +130,7 @@ class RunRecord:
     id: Text
     source: Text
     framework: Text | None = None
+    switches: Mapping[str, Text] = field(default_factory=dict[str, str])
     model: ModelRecord
     hardware: HardwareRecord
     parallelism: ParallelismRecord

@@ -14,19 +14,26 @@ the program, waits for it. Every recipe is a TOML file in `predict/recipes`, or 
     value = 1.24
     fitted_to = "bigscience's memory by nvidia-smi"
     runs = ["bloom-prequel-*"]       # their ids in a file of published runs
+
+    [switches.attention]          # an option of the framework: its default, and a partial recipe for each value
+    default = "cudnn"
+    about = "what it decides, in a few words"
+    values.cudnn = { source = "...", kernels = { attention = "cudnn" } }
+    values.flash2 = { source = "...", kernels = { attention = "flash2" } }
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
-from shardlab.common.errors import UserError, unknown_name
+from shardlab.common.errors import UserError, suggest_name, unknown_name
 from shardlab.common.fields import Amount, Natural, field_hints, pair, read_fields, read_settings
 from shardlab.common.files import load_table, read_file
 from shardlab.language import Kind, Mesh, OpKind, Sizes
@@ -301,6 +308,27 @@ class Defaults:
 FOLDER = "simulate/predict/recipes"
 
 
+@dataclass(frozen=True)
+class Switch:
+    """Option of a framework that changes how it runs a step.
+
+    Attributes:
+        default: value if the user gives none.
+        about: what it decides, in a few words.
+        values: source of each value.
+        value: value of the recipe at hand.
+    """
+
+    default: str
+    about: str
+    values: Mapping[str, str]
+    value: str
+
+
+Switches = Mapping[str, str]
+"""Values of switches by name, as a user gives them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a framework runs a step.
@@ -310,6 +338,8 @@ class Recipe:
         source: where its choices are described.
         kernels, memory, overlap, defaults: its figures.
         figures: by group and field, as in "memory.reserved", each figure that its files give.
+        switches: its options by name, each with the value that the figures are for.
+        file: its built-in name, or the path of its file.
     """
 
     name: str = ""
@@ -319,9 +349,23 @@ class Recipe:
     overlap: Overlap = field(default_factory=Overlap)
     defaults: Defaults = field(default_factory=Defaults)
     figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure], compare=False)
+    switches: Mapping[str, Switch] = field(default_factory=dict[str, Switch], compare=False)
+    file: str = field(default="", compare=False)
+
+    @property
+    def changed_switches(self) -> Switches:
+        """Values of the switches that are not at their default."""
+        return {name: each.value for name, each in self.switches.items() if each.value != each.default}
+
+    @property
+    def title(self) -> str:
+        """The name, with the switches that are not at their default."""
+        changed = [f"{name}={value}" for name, value in self.changed_switches.items()]
+        return f"{self.name} with {' '.join(changed)}" if changed else self.name
 
 
 GROUPS = {"kernels": Kernels, "memory": MemoryUse, "overlap": Overlap, "defaults": Defaults}
+_GROUP_TABLES: dict[str, Any] = dict.fromkeys(GROUPS, Mapping[str, Any])
 
 
 @cache
@@ -331,23 +375,62 @@ def recipes() -> Mapping[str, Recipe]:
     return dict(sorted(found.items(), key=lambda item: item[0] != "shardlab"))
 
 
-def find_recipe(name: str, inside: tuple[Path, ...] = ()) -> Recipe:
+def find_recipe(name: str, switches: Switches = MappingProxyType({})) -> Recipe:
     """The built-in recipe of that name, in any case of letters, or the one in a TOML file.
 
     Args:
-        inside: files that are being read, each of which is the base of the one before; a file that the last of them
-            names lies beside it, unless its path begins at the root.
+        name: the name, or the path of the file.
+        switches: values of its switches; those that are not given are at their default.
 
     Raises:
-        UserError: there is none, and the nearest name is suggested; or the file says what a recipe cannot.
+        UserError: there is none, and the nearest name is suggested; or the file says what a recipe cannot; or it has no
+            such switch or value.
+    """
+    recipe = _found(name, switches)
+    for switch, value in switches.items():
+        _require_switch(recipe, switch, value)
+    return recipe
+
+
+def variants(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
+    """Yield each other value of each switch of a recipe, as (switch, value, recipe with it), one at a time."""
+    given = {name: switch.value for name, switch in recipe.switches.items()}
+    for name, switch in recipe.switches.items():
+        for value in switch.values:
+            if value != switch.value:
+                yield name, value, find_recipe(recipe.file, given | {name: value})
+
+
+def _require_switch(recipe: Recipe, switch: str, value: str) -> None:
+    known = recipe.switches
+    if not known:
+        raise UserError(f"recipe {recipe.name} has no switches; leave out {switch}={value}")
+    if switch not in known:
+        listed = "; ".join(f"{name}: {', '.join(each.values)}" for name, each in known.items())
+        raise UserError(
+            f"recipe {recipe.name} has no switch {switch!r}; {suggest_name(switch, known)} (its switches are {listed})"
+        )
+    if value not in known[switch].values:
+        raise UserError(
+            f"switch {switch} of recipe {recipe.name} is {value!r}; give one of {', '.join(known[switch].values)}"
+        )
+
+
+def _found(name: str, switches: Switches, inside: tuple[Path, ...] = ()) -> Recipe:
+    """Return a recipe.
+
+    Args:
+        name, switches: as in `find_recipe`; a switch may be one of a recipe that builds on this one.
+        inside: files that are being read, each of which is the base of the one before; a file that the last of them
+            names lies beside it, unless its path begins at the root.
     """
     if name.endswith(".toml"):
         path = inside[-1].parent / name if inside else Path(name)
         files = (*inside, path)
         if path.resolve() in {each.resolve() for each in inside}:
             raise UserError(f"{' builds on '.join(map(str, files))}, which is being read; give another base")
-        return _made(path.stem, str(path), read_file(path, "TOML"), files)
-    return _packaged(name.strip().lower())
+        return replace(_made(path.stem, str(path), read_file(path, "TOML"), switches, files), file=str(path))
+    return _packaged(name.strip().lower(), tuple(sorted(switches.items())))
 
 
 def _names() -> list[str]:
@@ -356,31 +439,71 @@ def _names() -> list[str]:
 
 
 @cache
-def _packaged(name: str) -> Recipe:
+def _packaged(name: str, switches: tuple[tuple[str, str], ...]) -> Recipe:
     if name not in _names():
         raise unknown_name("recipe", name, _names(), " and files that end in .toml")
-    return _made(name, name, load_table(f"{FOLDER}/{name}.toml"))
+    return replace(_made(name, name, load_table(f"{FOLDER}/{name}.toml"), dict(switches)), file=name)
 
 
-def _made(name: str, where: str, document: Any, files: tuple[Path, ...] = ()) -> Recipe:
-    """The recipe of a file, with all that its base says and it does not."""
-    known = {"base": Any, "source": Any, **dict.fromkeys(GROUPS, Mapping[str, Any])}
+@dataclass(frozen=True, kw_only=True)
+class _SwitchTable:
+    """Switch as a file writes it. The recipe below may have given its default and other values."""
+
+    default: str = ""
+    about: str = ""
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+
+
+def _made(name: str, where: str, document: Any, switches: Switches, files: tuple[Path, ...] = ()) -> Recipe:
+    """The recipe of a file, with all that its base says and it does not.
+
+    The base is made with the values of the switches that are given, or that are the defaults of this file. Figures of
+    the file are written over it, and then those of its own values of switches.
+    """
+    known = {"base": Any, "source": Any, "switches": Mapping[str, _SwitchTable]} | _GROUP_TABLES
     table = read_fields(known, document, where)
     source = table.get("source")
     if not isinstance(source, str) or not source:
         raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
-    base = find_recipe(str(table["base"]), files) if "base" in table else Recipe()
-    figures = dict(base.figures)
-    groups: dict[str, Any] = {}
+    written: Mapping[str, _SwitchTable] = table.get("switches", {})
+    chosen = {switch: each.default for switch, each in written.items() if each.default} | dict(switches)
+    base = _found(str(table["base"]), chosen, files) if "base" in table else Recipe()
+    recipe = _with_figures(replace(base, name=name, source=source), table, source, where)
+    found = dict(base.switches)
+    for switch, each in written.items():
+        below, inside = found.get(switch), f"{where}: switches.{switch}"
+        partial = {value: _partial(given, f"{inside}.values.{value}") for value, given in each.values.items()}
+        values = {**(below.values if below else {}), **{value: given["source"] for value, given in partial.items()}}
+        default = each.default or (below.default if below else "")
+        if default not in values:
+            raise UserError(f"{inside}.default is {default!r}; give one of {', '.join(values) or 'its values'}")
+        value = chosen.get(switch, default)
+        found[switch] = Switch(default, each.about or (below.about if below else ""), values, value)
+        if value in partial:
+            recipe = _with_figures(recipe, partial[value], partial[value]["source"], f"{inside}.values.{value}")
+    return replace(recipe, switches=found)
+
+
+def _partial(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the groups and the source of a value of a switch."""
+    table = read_fields({"source": str} | _GROUP_TABLES, given, where)
+    if not table.get("source"):
+        raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
+    return table
+
+
+def _with_figures(recipe: Recipe, table: Mapping[str, Any], source: str, where: str) -> Recipe:
+    """Return a recipe with the figures of a table of groups; `source` is that of figures without their own."""
+    figures, groups = dict(recipe.figures), dict[str, Any]()
     for group, kind in GROUPS.items():
         written = {key: _with_source(value, source) for key, value in table.get(group, {}).items()}
         values = {key: figure["value"] for key, figure in written.items()}
-        read = read_fields(field_hints(kind), values, where, group, getattr(base, group))
+        read = read_fields(field_hints(kind), values, where, group, getattr(recipe, group))
         for key, figure in written.items():
             full = f"{group}.{key}"
             figures[full] = read_settings(Figure, figure | {"value": read[key]}, where, full)
-        groups[group] = replace(getattr(base, group), **read)
-    return Recipe(name=name, source=source, figures=figures, **groups)
+        groups[group] = replace(getattr(recipe, group), **read)
+    return replace(recipe, figures=figures, **groups)
 
 
 def _with_source(value: Any, source: str) -> dict[str, Any]:
