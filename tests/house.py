@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 280,
     "check": 2280,
-    "cli": 7075,
+    "cli": 7130,
     "common": 830,
     "draw": 1710,
     "execute": 3785,
@@ -27,8 +27,8 @@ CODE_LINES = {
     "learn": 5500,
     "measure": 2200,
     "models": 3670,
-    "planner": 2900,
-    "simulate": 6640,
+    "planner": 2910,
+    "simulate": 6700,
     "strategies": 2630,
     "train": 8460,
 }
