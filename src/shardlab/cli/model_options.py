@@ -58,6 +58,9 @@ class ModelOptions:
     heads: OptionalCount = None
     """Number of attention heads."""
 
+    head_dim: OptionalCount = None
+    """Features of an attention head. By default, the features of a token are shared among the heads."""
+
     kv_heads: OptionalCount = None
     """Number of heads of keys and values. Several query heads share each of them."""
 

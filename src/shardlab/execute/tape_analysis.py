@@ -252,7 +252,7 @@ class Shapes:
         if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
             return attend.kv_width, attend.kv_width
         queries = spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES)
-        return (attend.hidden_size,) if queries else (attend.hidden_size, attend.heads)
+        return (attend.width,) if queries else (attend.width, attend.heads)
 
     def tokens(self, spec: Spec) -> Sequence[int]:
         """Return the tokens of each sequence that a value holds, ascending; a range if they are consecutive.

@@ -25,7 +25,8 @@ class GPT(Blocks):
     163109376
 
     Attributes:
-        heads: attention heads, each `hidden_size / heads` features wide.
+        heads: attention heads.
+        head_dim: features of a head (None: `hidden_size / heads`).
         kv_heads: heads of keys and values, each shared by `heads / kv_heads` neighbouring heads (None: as many).
         tied: the head uses the token embedding instead of a matrix of its own (Press and Wolf 2017, arXiv 1608.05859).
             With more than one layer, the embedding and the head are layers of their own.
@@ -38,6 +39,7 @@ class GPT(Blocks):
     """
 
     heads: int = 4
+    head_dim: int | None = None
     kv_heads: int | None = None
     tied: bool = False
     ffn_hidden_size: int | None = None
@@ -50,10 +52,12 @@ class GPT(Blocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least_one("heads")
-        if self.hidden_size % self.heads:
+        if self.head_dim is not None:
+            self.at_least_one("head_dim")
+        elif self.hidden_size % self.heads:
             raise UserError(
                 f"hidden_size {self.hidden_size} does not divide by {self.heads} heads (remainder "
-                f"{self.hidden_size % self.heads}); choose one that is a multiple of the heads"
+                f"{self.hidden_size % self.heads}); choose one that is a multiple of the heads, or give head_dim"
             )
         if self.kv_heads is not None:
             self.at_least_one("kv_heads")
@@ -70,6 +74,11 @@ class GPT(Blocks):
     def hidden(self) -> int:
         """Features inside each MLP."""
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.hidden_size // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def positions(self) -> bool:
@@ -91,7 +100,7 @@ class GPT(Blocks):
         """Primitives of the attention half of a block: norm, attention, sum with the residual stream."""
         heads, kv_heads, drops = self.heads, self.kv_heads or self.heads, self.dropout > 0
         rope = self.rope_theta, self.rope_scaling
-        body = attention(self.seq_len, self.hidden_size, heads, kv_heads, self.bias, drops, *rope)
+        body = attention(self.seq_len, self.hidden_size, heads, kv_heads, self.head_size, self.bias, drops, *rope)
         return self.norm_of("ln_1"), *body, self.add(DropoutSite.ATTENTION_OUTPUT, "attn.c_proj.bias")
 
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
@@ -113,10 +122,11 @@ class GPT(Blocks):
             return
         if not 0 < self.rope_theta < math.inf:
             raise UserError(f"rope_theta is {self.rope_theta}; the base of the rotary angles is a positive number")
-        if self.hidden_size // self.heads % 2:
+        if self.head_size % 2:
+            where = f" (width {self.hidden_size} / {self.heads} heads)" if self.head_dim is None else ""
+            remedy = "a width that is a multiple of twice the heads" if self.head_dim is None else "an even head_dim"
             raise UserError(
-                f"rotary positions turn pairs of features, but a head has {self.hidden_size // self.heads} (width "
-                f"{self.hidden_size} / {self.heads} heads); choose a width that is a multiple of twice the heads"
+                f"rotary positions turn pairs of features, but a head has {self.head_size}{where}; choose {remedy}"
             )
 
     def _check_scaling(self) -> None:

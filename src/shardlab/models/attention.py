@@ -11,10 +11,7 @@ from shardlab.models.primitives import Linear, Pieces, Primitive, piece
 RopeScaling = tuple[float, float, float, int]
 """Scaling of rotary frequencies: factor, low and high frequency factor, and the original context length. As in Llama
 3.1, a frequency with fewer than `low` turns in that context is divided by the factor, one with more than `high` turns
-is unchanged, and those between are interpolated linearly (meta-llama/llama-models, llama3/model.py, apply_scaling).
-
-Llama 3.1: a frequency with less than `low` turns in that context is divided by the factor, one with more than `high`
-stays, and what lies between is mixed linearly (meta-llama/llama-models, llama3/model.py, apply_scaling)."""
+is unchanged, and those between are interpolated linearly (meta-llama/llama-models, llama3/model.py, apply_scaling)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,26 +22,33 @@ class GroupedHeads(Primitive):
 
     Attributes:
         heads, kv_heads: heads of queries, and of keys and values.
+        head_dim: features of a head.
     """
 
-    hidden_size: int
     heads: int
     kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Features of all queries of a token."""
+        return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
         """Features of all keys of a token, and of all values."""
-        return self.hidden_size // self.heads * self.kv_heads
+        return self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projection(GroupedHeads):
-    """Linear map of normalised features `x` to queries `q` (rows, T, C), and keys and values `kv` (rows, T, 2
+    """Linear map of normalised features `x` to queries `q` (rows, T, width), and keys and values `kv` (rows, T, 2
     kv_width).
 
     It is cut by heads.
 
     Attributes:
+        hidden_size: features C of a token.
         rope_theta: base of the rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864; None: no rotary
             embedding).
         rope_scaling: scaling of its slower frequencies (None: no scaling).
@@ -53,6 +57,7 @@ class Projection(GroupedHeads):
     einsum: ClassVar[str] = "x(width) -> q(head) kv(head)"
     product: ClassVar[bool] = True
 
+    hidden_size: int
     bias: bool
     rope_theta: float | None
     rope_scaling: RopeScaling | None = None
@@ -60,15 +65,15 @@ class Projection(GroupedHeads):
     @property
     def outputs(self) -> int:
         """Features of a token's queries, keys and values."""
-        return self.hidden_size + 2 * self.kv_width
+        return self.width + 2 * self.kv_width
 
     def features(self, tensor: str) -> int:
-        return self.hidden_size if tensor == "q" else 2 * self.kv_width
+        return self.width if tensor == "q" else 2 * self.kv_width
 
     def parameters(self) -> tuple[Parameter, ...]:
-        c, kv = self.hidden_size, self.kv_width
-        weight = Parameter("attn.c_attn.weight", (self.outputs, c), True, ("head", "width"), (c, kv, kv))
-        bias = Parameter("attn.c_attn.bias", (self.outputs,), False, ("head",), (c, kv, kv))
+        shape, sections = (self.outputs, self.hidden_size), (self.width, self.kv_width, self.kv_width)
+        weight = Parameter("attn.c_attn.weight", shape, True, ("head", "width"), sections)
+        bias = Parameter("attn.c_attn.bias", (self.outputs,), False, ("head",), sections)
         return (weight, bias) if self.bias else (weight,)
 
     def keeps(self) -> tuple[str, ...]:
@@ -93,13 +98,14 @@ class Projection(GroupedHeads):
         made = Matmul(rows, piece(self.outputs, pieces, "head"), self.hidden_size, bias=self.bias)
         if self.rope_theta is None:
             return (made,)
-        turned = piece(2 * rows * (self.hidden_size + self.kv_width), pieces, "head")
+        turned = piece(2 * rows * (self.width + self.kv_width), pieces, "head")
         return made, Pointwise("rotary", turned, turned)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attend(GroupedHeads):
-    """Causal scaled dot product attention of queries `q` to keys and values `kv`, with result `x` (rows, T, C).
+    """Causal scaled dot product attention of queries `q` to keys and values `kv`, with result `x` (rows, T,
+    width).
 
     Without dropout, it is one fused op that keeps the log-sum-exp of each head's rows. With dropout, it keeps three T x
     T matrices a head (the softmax, its mask, and the product of both), and a copy of queries, keys and values, with
@@ -116,26 +122,24 @@ class Attend(GroupedHeads):
         """Return this primitive with the heads of one piece only."""
         if pieces == 1:
             return self
-        return replace(
-            self, hidden_size=self.hidden_size // pieces, heads=self.heads // pieces, kv_heads=self.kv_heads // pieces
-        )
+        return replace(self, heads=self.heads // pieces, kv_heads=self.kv_heads // pieces)
 
     def features(self, tensor: str) -> int:
-        return self.hidden_size
+        return self.width
 
     def keeps(self) -> tuple[str, ...]:
         return () if self.drops else ("q", "kv", "x")
 
     def keeps_beside(self, rows: int) -> int:
         if self.drops:
-            return rows * 3 * self.tokens * self.hidden_size + 3 * self.mask(rows)
+            return rows * 3 * self.tokens * self.width + 3 * self.mask(rows)
         return rows * self.heads * self.tokens
 
     def mask(self, rows: int) -> int:
         return self.drops * rows * self.heads * self.tokens**2
 
     def flops(self) -> int:
-        return 2 * (2 * self.tokens**2 * self.hidden_size)
+        return 2 * (2 * self.tokens**2 * self.width)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         """Return the kernels for all tokens' queries, keys and values."""
@@ -156,7 +160,7 @@ class Attend(GroupedHeads):
             seen: fraction of the pairs whose query is not before the key.
             pieces: number of pieces of the heads.
         """
-        size, heads = self.hidden_size // self.heads, piece(self.heads, pieces, "head")
+        size, heads = self.head_dim, piece(self.heads, pieces, "head")
         if not self.drops:
             kv_heads = piece(self.kv_heads, pieces, "head")
             return (FusedAttention(sequences, heads, kv_heads, queries, keys, size, seen),)
@@ -175,6 +179,7 @@ def attention(
     hidden_size: int,
     heads: int,
     kv_heads: int,
+    head_dim: int,
     bias: bool,
     drops: bool,
     rope_theta: float | None,
@@ -185,12 +190,12 @@ def attention(
     The bias of the last map is added with the residual.
     """
     projection = Projection(
-        tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=bias,
+        rope_theta=rope_theta, rope_scaling=rope_scaling,
     )  # fmt: skip
     output = Linear(
-        tokens=tokens, name="attn.c_proj", outputs=hidden_size, inputs=hidden_size, bias=False,
+        tokens=tokens, name="attn.c_proj", outputs=hidden_size, inputs=heads * head_dim, bias=False,
         out_index="width", in_index="head",
     )  # fmt: skip
-    attend = Attend(tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, drops=drops)
+    attend = Attend(tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, drops=drops)
     return projection, attend, output

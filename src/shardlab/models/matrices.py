@@ -171,9 +171,9 @@ def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> in
     """
     each = rows * primitive.tokens
     if isinstance(primitive, Projection):
-        return each * (primitive.hidden_size + primitive.kv_width)
+        return each * (primitive.width + primitive.kv_width)
     if isinstance(primitive, Attend):
-        return each * primitive.hidden_size
+        return each * primitive.width
     if isinstance(primitive, Activate):
         return each * primitive.hidden
     if isinstance(primitive, Scores):

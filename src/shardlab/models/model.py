@@ -84,7 +84,7 @@ class Model(ABC):
         if before.attend is not None:
             attend = before.attend.primitive
             assert isinstance(attend, Attend)
-            return (rows, self.seq_len, attend.hidden_size + attend.heads)
+            return (rows, self.seq_len, attend.width + attend.heads)
         return before.shape(before.outputs[0], rows)
 
     def is_buffers(self, index: int) -> bool:
@@ -217,7 +217,7 @@ class Model(ABC):
         if layer is None:
             return (0, 0)
         attend = self.attention_after(layer)
-        return attend.hidden_size, 2 * attend.kv_width
+        return attend.width, 2 * attend.kv_width
 
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
         """Return the elements of every value in a program whose microbatches are `rows` sequences.

@@ -32,7 +32,7 @@ from shardlab.common.fields import SHORTEST_SECONDS
 from shardlab.common.text import listed
 from shardlab.execute.state import State
 from shardlab.language import UserError
-from shardlab.models import Blocks
+from shardlab.models import GPT, Blocks
 from shardlab.models.model import count_parameters
 from shardlab.models.tensors.attention import to_device
 from shardlab.train.data import Corpus, Tokenizer
@@ -401,7 +401,7 @@ def flops_per_token(model: Blocks) -> float:
         if ".experts." in each.name
     )
     parameters = count_parameters(model).without_positions - routed * (1 - top_k / experts)
-    width = model.hidden_size if getattr(model, "heads", 0) else 0
+    width = model.heads * model.head_size if isinstance(model, GPT) else 0
     return 6.0 * parameters + 12.0 * model.layers * width * model.seq_len
 
 

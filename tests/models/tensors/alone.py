@@ -55,8 +55,12 @@ def scores(*, tied: bool) -> Scores:
     )
 
 
-def projection(*, bias: bool = False, kv_heads: int = 2, rope_theta: float | None = None) -> Projection:
-    return Projection(tokens=T, hidden_size=C, heads=4, kv_heads=kv_heads, bias=bias, rope_theta=rope_theta)
+def projection(
+    *, bias: bool = False, kv_heads: int = 2, head_dim: int = C // 4, rope_theta: float | None = None
+) -> Projection:
+    return Projection(
+        tokens=T, hidden_size=C, heads=4, kv_heads=kv_heads, head_dim=head_dim, bias=bias, rope_theta=rope_theta
+    )
 
 
 PRIMITIVES: list[tuple[Primitive, str]] = [
@@ -87,9 +91,11 @@ PRIMITIVES: list[tuple[Primitive, str]] = [
     (projection(), "head width"),
     (projection(bias=True, rope_theta=100.0), "head"),
     (projection(kv_heads=4, rope_theta=100.0), "head width"),
-    (Attend(tokens=T, hidden_size=C, heads=4, kv_heads=2, drops=False), "head"),
-    (Attend(tokens=T, hidden_size=C, heads=4, kv_heads=4, drops=True), "head"),
-    (Attend(tokens=T, hidden_size=C, heads=4, kv_heads=2, drops=True), "head"),
+    (projection(bias=True, head_dim=6, rope_theta=100.0), "head"),
+    (Attend(tokens=T, head_dim=C // 4, heads=4, kv_heads=2, drops=False), "head"),
+    (Attend(tokens=T, head_dim=6, heads=4, kv_heads=2, drops=False), "head"),
+    (Attend(tokens=T, head_dim=C // 4, heads=4, kv_heads=4, drops=True), "head"),
+    (Attend(tokens=T, head_dim=C // 4, heads=4, kv_heads=2, drops=True), "head"),
     (Route(tokens=T, router=ROUTER), ""),
     (Route(tokens=T, router=replace(ROUTER, top_k=1)), ""),
     (Place(tokens=T, router=ROUTER), ""),
@@ -122,12 +128,12 @@ def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dic
     choices = torch.rand(rows, T, ROUTER.experts).argsort(-1)[..., : ROUTER.top_k].to(torch.int32)
     buffers = "expert" in primitive.reads.get("x", "")
     shape = (ROUTER.experts, ROUTER.capacity(rows * T)) if buffers else (rows, T)
-    kv = 2 * primitive.kv_width if isinstance(primitive, Attend) else 0
+    q, kv = (primitive.width, 2 * primitive.kv_width) if isinstance(primitive, Attend) else (0, 0)
     given = {
         **{name: torch.randn(*shape, features, dtype=dtype) for name in ("x", "y")},
         **{
             name: torch.randn(rows, T, hidden_size, dtype=dtype)
-            for name, hidden_size in (("s", C), ("q", C), ("kv", kv))
+            for name, hidden_size in (("s", C), ("q", q), ("kv", kv))
         },
         "gates": torch.rand(rows, T, ROUTER.top_k, dtype=dtype),
         "choices": choices,

@@ -22,20 +22,20 @@ HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
 
 
 def part_of(tokens: int, heads: int, kv_heads: int) -> Attend:
-    return Attend(tokens=tokens, hidden_size=heads * 3, heads=heads, kv_heads=kv_heads, drops=False)
+    return Attend(tokens=tokens, heads=heads, head_dim=3, kv_heads=kv_heads, drops=False)
 
 
 def inputs(part: Attend, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, and a gradient of what is mixed, for two rows."""
     generator = torch.Generator().manual_seed(seed)
-    widths = (part.hidden_size, 2 * part.kv_width, part.hidden_size)
+    widths = (part.width, 2 * part.kv_width, part.width)
     q, kv, grad = (torch.randn(2, part.tokens, w, dtype=torch.float64, generator=generator) for w in widths)
     return q, kv, grad
 
 
 def plain(part: Attend, q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
     """Causal attention of all tokens as the formula says."""
-    size = part.hidden_size // part.heads
+    size = part.head_dim
     k, v = torch.split(kv, part.kv_width, -1)
     heads: list[Tensor] = [x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (q, k, v)]
     keys, values = (x.repeat_interleave(part.heads // part.kv_heads, 1) for x in heads[1:])
@@ -75,7 +75,7 @@ def test_parts_in_any_order_equal_the_whole_forward_and_backward(
         made = [attend(part, q[:, tokens], kv[:, k], tokens, k, m) for k, m in zip(theirs, masks, strict=True)]
         while len(made) > 1:
             made.append(merge(part, made.pop(chance.randrange(len(made))), made.pop(chance.randrange(len(made)))))
-        mixed[:, tokens] = made[0][..., : part.hidden_size]
+        mixed[:, tokens] = made[0][..., : part.width]
         for keys, its in zip(theirs, masks, strict=True):
             for_q, for_kv = attend_backward(
                 part, q[:, tokens], kv[:, keys], made[0], grad[:, tokens], tokens, keys, its
@@ -92,9 +92,9 @@ def test_queries_make_nothing_of_keys_that_come_after_them() -> None:
     q, kv, grad = inputs(part, 0)
     late, early = list(range(4, 8)), list(range(4))
     nothing = attend(part, q[:, early], kv[:, late], early, late)
-    assert not nothing[..., : part.hidden_size].any()
-    assert nothing[..., part.hidden_size :].isneginf().all()
-    assert merge(part, nothing, nothing)[..., : part.hidden_size].eq(0).all()
+    assert not nothing[..., : part.width].any()
+    assert nothing[..., part.width :].isneginf().all()
+    assert merge(part, nothing, nothing)[..., : part.width].eq(0).all()
     whole = attend(part, q[:, early], kv[:, early], early, early)
     assert torch.equal(merge(part, nothing, whole), whole)
     for made in attend_backward(part, q[:, early], kv[:, late], whole, grad[:, early], early, late):
@@ -115,5 +115,5 @@ def test_large_scores_do_not_overflow() -> None:
     part = part_of(6, 2, 2)
     q, kv, _ = inputs(part, 2)
     halves = [attend(part, q * 1e3, kv[:, a:b], range(6), range(a, b)) for a, b in pairwise((0, 2, 6))]
-    mixed = merge(part, *halves)[..., : part.hidden_size]
+    mixed = merge(part, *halves)[..., : part.width]
     torch.testing.assert_close(mixed, plain(part, q * 1e3, kv, None), rtol=0, atol=1e-12)

@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from shardlab.models import GPT, MLP, Blocks, CutModel, Llama, Model, cut
@@ -34,6 +36,7 @@ from shardlab.models.tensors.attention import attend, attend_backward, consecuti
 from tests.models.conftest import piece_of
 from tests.models.small import Dimensions, WithHeads
 from tests.models.tensors.comparing import error, fill_gradient, gradient_of, random_batch, random_flats, whole_step
+from tests.support.thorough import examples
 
 SMALL: WithHeads = {"layers": 2, "hidden_size": 24, "heads": 3, "vocab_size": 40, "seq_len": 10}
 
@@ -115,6 +118,7 @@ MODELS: list[Blocks] = [
     replace(GPT(heads=4, dropout=0.1, tied=True, **HALVES_SMALL), vocab_size=41),
     replace(GPT(heads=4, tied=True, **HALVES_SMALL), layers=1),
     Llama(heads=8, kv_heads=4, **HALVES_SMALL),
+    Llama(heads=4, kv_heads=4, head_dim=6, dropout=0.1, **HALVES_SMALL),
     Llama(heads=4, dropout=0.2, ffn_hidden_size=20, **HALVES_SMALL),
     GPT(heads=4, activation="squared_relu", norm="rms", **HALVES_SMALL),
 ]
@@ -171,6 +175,23 @@ def gradients_of(model: CutModel, ranks: list[list[list[Tensor]]]) -> list[Tenso
 def test_sliced_half_blocks_equal_the_whole_model_in_loss_and_gradients(
     whole: Blocks, slices: int, sequence_parallel: bool
 ) -> None:
+    require_equal_slices(whole, slices, sequence_parallel)
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(st.data())
+def test_slices_equal_the_whole_model_however_wide_its_heads_are(data: st.DataObject) -> None:
+    slices, grouped, head_dim = (data.draw(st.integers(*ends)) for ends in ((1, 3), (1, 3), (1, 9)))
+    kv_heads = slices * data.draw(st.integers(1, 2))
+    rotary = head_dim % 2 == 0 and data.draw(st.booleans())
+    whole = GPT(
+        heads=kv_heads * grouped, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e3 if rotary else None,
+        ffn_hidden_size=24, dropout=data.draw(st.sampled_from((0.0, 0.3))), bias=data.draw(st.booleans()), **HALVES_SMALL,
+    )  # fmt: skip
+    require_equal_slices(whole, slices, sequence_parallel=data.draw(st.booleans()))
+
+
+def require_equal_slices(whole: Blocks, slices: int, sequence_parallel: bool) -> None:
     flats, (tokens, targets) = random_flats(whole), random_batch(whole, 4)
     targets[0, :5] = -1
     expected, theirs = whole_step(whole, flats, (tokens, targets))
@@ -289,6 +310,7 @@ CONTEXT_MODELS: list[Blocks] = [
     GPT(heads=8, kv_heads=4, bias=False, **CONTEXT_SMALL),
     MLP(ffn_hidden_size=20, dropout=0.3, **CONTEXT_SMALL),
     Llama(heads=4, kv_heads=2, **CONTEXT_SMALL),
+    Llama(heads=4, kv_heads=2, head_dim=6, **CONTEXT_SMALL),
     GPT(heads=4, rope_theta=1e3, activation="squared_relu", **CONTEXT_SMALL),
 ]
 TOKENS = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]

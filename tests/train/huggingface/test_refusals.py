@@ -57,7 +57,7 @@ def refusal(folder: Path) -> str:
         ("gpt2", {"n_embd": 17}, "17 does not divide by 2 heads"),
         ("gpt2", {"bias": False}, "has 7 tensors that its model has no place for: transformer.h.0.attn.c_attn.bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
-        ("llama", {"head_dim": 32}, "head_dim is 32, not hidden_size / num_attention_heads = 8"),
+        ("llama", {"head_dim": 32}, "q_proj.weight is 16 x 16, but the model's fields make it 64 x 16"),
         ("llama", {"mlp_bias": True}, "mlp_bias is True, not False like attention_bias"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn', not 'default'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),

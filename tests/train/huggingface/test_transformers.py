@@ -126,6 +126,7 @@ OURS = [
     GPT(**SIZES, bias=False, tied=True, activation="squared_relu", norm_eps=1e-2, ffn_hidden_size=20),
     GPT(**SIZES, activation="swiglu", norm="rms", rope_theta=100.0),
     Llama(**SIZES, kv_heads=2, rope_theta=1e4, rope_scaling=SCALING, tied=True),
+    Llama(**SIZES, kv_heads=2, head_dim=12),
     Mixtral(**SIZES, kv_heads=1, experts=3, capacity_factor=None),
 ]
 

@@ -8,10 +8,11 @@
 - `rotations` and `rotate` are rotary position embeddings.
 - `KeyValueCache` keeps keys and values of earlier tokens while text is generated.
 
-Shapes: queries are (rows, T, C), one head's features after another's. Keys and values are (rows, T', 2 x kv_width), all
-keys before all values. The output is (rows, T, C + heads): the mixed values, then each head's log-sum-exp, in float32
-or float64. With tensor parallelism, all of these have one slice's heads, and so has `primitive` (`Attend.heads_of`).
-`tokens` are ascending positions in the sequence. `mask` multiplies the softmax, (rows, heads, T, T').
+Shapes: queries are (rows, T, width), one head's features after another's. Keys and values are (rows, T', 2 x
+kv_width), all keys before all values. The output is (rows, T, width + heads): the mixed values, then each head's
+log-sum-exp, in float32 or float64. With tensor parallelism, all of these have one slice's heads, and so has `primitive`
+(`Attend.heads_of`). `tokens` are ascending positions in the sequence. `mask` multiplies the softmax, (rows, heads, T,
+T').
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -56,12 +57,11 @@ def attend(
 
 def merge(primitive: Attend, a: Tensor, b: Tensor) -> Tensor:
     """Merge the outputs for two disjoint sets of keys and values into the output for both."""
-    c = primitive.hidden_size
+    c = primitive.width
     lse_a, lse_b = a[..., c:], b[..., c:]
     lse = torch.logaddexp(lse_a, lse_b)
     shift = _finite(lse)
-    size = c // primitive.heads
-    share_a, share_b = ((each - shift).exp_().repeat_interleave(size, -1) for each in (lse_a, lse_b))
+    share_a, share_b = ((each - shift).exp_().repeat_interleave(primitive.head_dim, -1) for each in (lse_a, lse_b))
     return torch.cat([(a[..., :c] * share_a).add_(b[..., :c] * share_b), lse], -1)
 
 
@@ -81,7 +81,7 @@ def attend_backward(
         attention_output: the merged output for all keys and values that the queries see.
         gradient: gradient of the merged output; its entries for the log-sum-exp are not read.
     """
-    c = primitive.hidden_size
+    c = primitive.width
     q, (k, v) = _heads(primitive, queries, primitive.heads), _keys_and_values(primitive, keys_values)
     parts = attention_output[..., :c], attention_output[..., c:]
     mixed, lse = (_heads(primitive, each, primitive.heads) for each in parts)

@@ -142,13 +142,13 @@ def _(primitive: Projection, operands: Operands) -> tuple[Tensor, ...]:
     features = operands.linear("x", "attn.c_attn.weight", "attn.c_attn.bias" if primitive.bias else "")
     if operands.factor is not None:
         features = rotate(features, operands.factor, (primitive.heads + primitive.kv_heads) // of)
-    queries, keys_values = features.split_with_sizes((primitive.hidden_size // of, 2 * primitive.kv_width // of), -1)
+    queries, keys_values = features.split_with_sizes((primitive.width // of, 2 * primitive.kv_width // of), -1)
     return queries, keys_values
 
 
 @compute.register
 def _(primitive: Attend, operands: Operands) -> tuple[Tensor, ...]:
-    of, size = operands.share.piece("head")[1], primitive.hidden_size // primitive.heads
+    of, size = operands.share.piece("head")[1], primitive.head_dim
     heads, kv_heads = primitive.heads // of, primitive.kv_heads // of
     queries, kv = operands.tensors["q"], operands.tensors["kv"]
     rows, tokens, _ = queries.shape

@@ -135,7 +135,7 @@ def _(primitive: Projection, inputs: FactorInputs) -> Tensor | None:
     """Return the rotations of this rank's tokens."""
     if primitive.rope_theta is None:
         return None
-    tokens, size = inputs.share.tokens, primitive.hidden_size // primitive.heads
+    tokens, size = inputs.share.tokens, primitive.head_dim
     here = range(inputs.length) if tokens is None else tokens if isinstance(tokens, range) else tuple(tokens)
     exact = torch.promote_types(inputs.like.dtype, torch.float32)
     return rotations(primitive.rope_theta, primitive.rope_scaling, size, here, exact, inputs.like.device)

@@ -192,7 +192,7 @@ def _write_config(
     kept: dict[str, Any] = dict(source.config) if source.config.get("model_type") == family.model_type else {}
     config = write_config(family, model)
     # These fields are written below, or are no longer valid.
-    for name in ("rope_parameters", "dtype", "transformers_version"):
+    for name in ("rope_parameters", "dtype", "transformers_version", "head_dim"):
         kept.pop(name, None)
     for name in ("bos_token_id", "eos_token_id", "architectures"):
         config[name] = kept.get(name, config[name])

@@ -59,11 +59,13 @@ def read_model(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
     ]
     if family.rope_theta is not None:
         written |= _rope(config, family.rope_theta, wrong)
-        wrong += _check_attention(config)
+        wrong += _check_window(config)
     if wrong:
         raise UserError(
             f"{source} is of another architecture than Shardlab's {type(family.base).__name__}: {'; '.join(wrong)}"
         )
+    if written.get("head_dim", 0) * written.get("heads", 0) == written.get("hidden_size"):
+        del written["head_dim"]
     model = with_written(family.base, written, source)
     assert isinstance(model, GPT)
     _check_experts(model, source)
@@ -89,6 +91,8 @@ def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
     ]
     if family is GPT2 and (model.kv_heads or model.heads) != model.heads:
         wrong.append(f"kv_heads is {model.kv_heads}, not {model.heads} like heads")
+    if family is GPT2 and model.head_size * model.heads != model.hidden_size:
+        wrong.append(f"head_dim is {model.head_dim}, not hidden_size / heads = {model.hidden_size / model.heads:g}")
     if family is GPT2 and model.activation not in NAMES_OF_GELUS:
         wrong.append(f"activation is {model.activation!r}, not {_listed(NAMES_OF_GELUS, 'or')}")
     if family is not GPT2 and model.rope_theta is None:
@@ -110,8 +114,8 @@ def write_config(family: Family, model: GPT) -> dict[str, Any]:
             value = model.kv_heads or model.heads
         if field.ours == "ffn_hidden_size" and field.default is REQUIRED:
             value = model.hidden
-        if field.theirs == "bias" and value:  # which transformers does not know
-            continue
+        if (field.theirs == "bias" and value) or (field.theirs == "head_dim" and value is None):
+            continue  # transformers does not know the one, and derives the other
         config |= dict.fromkeys((field.theirs, *field.like), value)
     if family.rope_theta is not None:
         config |= {"rope_theta": model.rope_theta, "rope_scaling": _scaling(model.rope_scaling)}
@@ -190,7 +194,7 @@ class Naming:
                     f"{name.format(block=block, expert=expert)}.{end}", start, length, columns,
                     vector=vector,
                     transposed=stem in self.transposed and not vector,
-                    head_size=model.hidden_size // model.heads if name.rpartition(".")[2] in self.rotary else 0,
+                    head_size=model.head_size if name.rpartition(".")[2] in self.rotary else 0,
                 )
                 for name, start, length in placed
             ]
@@ -304,6 +308,7 @@ _SIZES = (
     ConfigField("hidden_size", "hidden_size"),
     ConfigField("num_attention_heads", "heads"),
     ConfigField("num_key_value_heads", "kv_heads", None),
+    ConfigField("head_dim", "head_dim", None),
     ConfigField("intermediate_size", "ffn_hidden_size"),
     ConfigField("max_position_embeddings", "seq_len"),
     ConfigField("vocab_size", "vocab_size"),
@@ -397,18 +402,12 @@ def _rope(config: Mapping[str, Any], theta: float, wrong: list[str]) -> dict[str
     return found
 
 
-def _check_attention(config: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with fields whose only valid value follows from other fields."""
-    wrong: list[str] = []
-    width, heads, window = (config.get(name) for name in ("hidden_size", "num_attention_heads", "sliding_window"))
-    if isinstance(width, int) and isinstance(heads, int) and heads > 0:
-        size = config.get("head_dim")
-        if size is not None and not (isinstance(size, int) and size * heads == width):
-            wrong.append(f"head_dim is {size!r}, not hidden_size / num_attention_heads = {width / heads:g}")
-    length = config.get("max_position_embeddings")
-    if window is not None and not (isinstance(window, int) and isinstance(length, int) and window >= length):
-        wrong.append(f"sliding_window is {window!r}, not null")
-    return wrong
+def _check_window(config: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a sliding window, which must not be shorter than the context."""
+    window, length = config.get("sliding_window"), config.get("max_position_embeddings")
+    if window is None or (isinstance(window, int) and isinstance(length, int) and window >= length):
+        return []
+    return [f"sliding_window is {window!r}, not null"]
 
 
 def _check_experts(model: GPT, source: str) -> None:

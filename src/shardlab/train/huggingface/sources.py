@@ -336,6 +336,8 @@ def _some(names: list[str], most: int = 3) -> str:
 def _shared_fields(model: Model) -> dict[str, object]:
     """Return the fields that two models with the same weights share, with defaults filled in."""
     if isinstance(model, GPT):
-        model = replace(model, kv_heads=model.kv_heads or model.heads, ffn_hidden_size=model.hidden)
+        equal = model.head_size * model.heads == model.hidden_size
+        head_dim = None if equal else model.head_size
+        model = replace(model, kv_heads=model.kv_heads or model.heads, head_dim=head_dim, ffn_hidden_size=model.hidden)
     free = {"dropout", "seq_len", "capacity_factor", "auxiliary"}
     return {each.name: getattr(model, each.name) for each in fields(model) if each.name not in free}

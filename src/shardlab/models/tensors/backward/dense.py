@@ -58,7 +58,7 @@ def _(primitive: Projection, places: TensorPlaces) -> BothPasses:
     project, backward_of, keeps = _linear(places, "x", "x", *places.weights_of("attn.c_attn", primitive.bias))
     features, q, kv, block = places.tensors["x"], places.make("q"), places.make("kv"), places.block
     heads, rotary = primitive.heads + primitive.kv_heads, primitive.rope_theta is not None
-    share, of_all = primitive.hidden_size, primitive.outputs
+    share, of_all = primitive.width, primitive.outputs
 
     def rotated(ctx: Context, whole: Tensor, rotation: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
         """Apply `rotate` or `rotate_back` to queries and keys, if positions are rotary."""
@@ -328,7 +328,7 @@ def _(primitive: Attend, places: TensorPlaces) -> BothPasses | None:
     """Attention without dropout on a CPU, where torch has one fused kernel for each pass."""
     if primitive.drops or places.device != "cpu":
         return None
-    size = primitive.hidden_size // primitive.heads
+    size = primitive.head_dim
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     q, kv, result = places.tensors["q"], places.tensors["kv"], places.make("x")
