@@ -107,10 +107,23 @@ test("rows are edited as text too, and both files can be saved", async () => {
   assert.match(saves, /Save schedule-with-messages\.csv/);
 });
 
-test("a level of the course shows its goals", async () => {
+async function openLevel(number) {
   const page = await open();
-  await page.evaluate("(() => { const l = shardlabEdit.parts.level; l.value = [...l.options].find((o) => o.text.startsWith('15:')).value; l.dispatchEvent(new Event('change')); })()");
+  await page.evaluate(`(() => { const l = shardlabEdit.parts.level; l.value = [...l.options].find((o) => o.text.startsWith('${number}:')).value; l.dispatchEvent(new Event('change')); })()`);
+  return page;
+}
+
+test("a level of the course shows its goals", async () => {
+  const page = await openLevel(15);
   await page.until("document.getElementById('verdict').innerText.includes('goal')");
+  assert.deepEqual(page.errors, []);
+});
+
+test("a level that asks for a program shows its text and its goals", async () => {
+  const page = await openLevel(14);
+  await page.until("document.getElementById('text').value.includes('async def gpipe(rank')");
+  assert.equal(await page.evaluate("document.getElementById('text').hidden"), false);
+  assert.match(await page.evaluate("document.getElementById('verdict').innerText"), /goal/);
   assert.deepEqual(page.errors, []);
 });
 

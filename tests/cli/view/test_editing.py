@@ -9,8 +9,20 @@ import pytest
 
 from shardlab.cli import command_of, main
 from shardlab.cli.simulate.step_options import StepOptions
-from shardlab.cli.view.editing import Editor, LevelEditor, ProgramEditor, ScheduleEditor, editor_of, levels, schedule_of
+from shardlab.cli.view.editing import (
+    Editor,
+    ProgramEditor,
+    ProgramLevel,
+    ScheduleEditor,
+    ScheduleLevel,
+    editor_of,
+    level_editor,
+    levels,
+    schedule_of,
+)
 from shardlab.language import UserError
+from shardlab.learn.course.catalogue import CourseEntry
+from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.pytorch_csv import export_csv
 from tests.draw.viewer.test_source_lines import PROGRAM
 
@@ -127,18 +139,37 @@ def test_the_schedule_of_another_mesh_keeps_its_data_parallel_ranks() -> None:
     assert found.judge(found.start).legal
 
 
-def test_each_level_has_a_start_and_its_solution_passes() -> None:
-    entries = levels()
-    assert {entry.exercise.number for entry in entries} >= {15, 17, 18, 19}
-    for entry in entries:
-        level = LevelEditor(entry)
-        assert level.judge(level.start).legal
-        assert not level.judge(level.start).sentence.startswith("Passed."), entry.name
-        solution = entry.solution
-        from shardlab.strategies.schedules import Schedule
+def test_the_levels_are_the_exercises_about_pipelines() -> None:
+    assert [entry.exercise.number for entry in levels()] == list(range(13, 21))
+    assert all(entry.exercise.mesh.pp > 1 for entry in levels())
 
-        if not isinstance(solution, Schedule):
-            solution = Schedule(entry.name, solution, stages_per_rank=entry.exercise.stages_per_rank)
-        steps = level._plan(solution).steps(level._units, level._microbatches)
-        judged = level.judge(export_csv(steps, form="compute_only"))
-        assert judged.sentence.startswith("Passed."), f"{entry.name}: {judged.sentence}"
+
+@pytest.mark.parametrize("entry", levels(), ids=lambda entry: entry.name)
+def test_each_level_has_a_start_and_its_solution_passes(entry: CourseEntry) -> None:
+    level = level_editor(entry)
+    assert not level.judge(level.start).sentence.startswith("Passed.")
+    judged = level.judge(entry.solution_text if isinstance(level, ProgramLevel) else solution_rows(level, entry))
+    assert judged.sentence.startswith("Passed."), judged.sentence
+    assert judged.step is not None
+    level.close()
+
+
+def solution_rows(level: Editor, entry: CourseEntry) -> str:
+    """The reference solution of a schedule as a CSV text."""
+    assert isinstance(level, ScheduleLevel)
+    assert level.judge(level.start).legal
+    solution = entry.solution
+    if not isinstance(solution, Schedule):
+        solution = Schedule(entry.name, solution, stages_per_rank=entry.exercise.stages_per_rank)
+    steps = level._plan(solution).steps(level._units, level._microbatches)
+    return export_csv(steps, form="compute_only")
+
+
+def test_the_typical_mistakes_of_a_program_are_named_in_its_level() -> None:
+    (entry,) = [entry for entry in levels() if entry.name == "gpipe"]
+    level = level_editor(entry)
+    mistake = entry.exercise.mistakes[0]
+    judged = level.judge(entry.solution_text.replace(*mistake.edit))
+    assert mistake.advice in judged.sentence
+    assert "shardlab-edit-" not in judged.sentence
+    level.close()

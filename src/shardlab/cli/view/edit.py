@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from typing import Any
 
-from shardlab.cli.view.editing import Editor, LevelEditor, levels
+from shardlab.cli.view.editing import Editor, level_editor, level_title, levels
 from shardlab.draw.viewer.page import SCRIPTS, page_html
 
 MOST_BYTES = 2_000_000
@@ -38,7 +38,7 @@ class EditServer:
     def __init__(self, editor: Editor) -> None:
         self.editors: dict[str, Editor] = {"": editor}
         self.token = secrets.token_urlsafe(24)
-        self._levels = {entry.name: entry for entry in levels()} if editor.is_schedule else {}
+        self._levels = {entry.name: entry for entry in levels()}
         self._lock, self._context = Lock(), copy_context()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
@@ -90,15 +90,12 @@ class EditServer:
             "schedule": editor.is_schedule,
             "text": start if text is None else text,
         }
-        found["levels"] = [
-            {"name": name, "title": f"{entry.exercise.number}: {entry.exercise.title}"}
-            for name, entry in self._levels.items()
-        ]
+        found["levels"] = [{"name": name, "title": level_title(entry)} for name, entry in self._levels.items()]
         return 200, "application/json", json.dumps(found).encode()
 
     def _editor(self, level: str) -> Editor | None:
         if level not in self.editors and level in self._levels:
-            self.editors[level] = LevelEditor(self._levels[level])
+            self.editors[level] = level_editor(self._levels[level])
         return self.editors.get(level)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

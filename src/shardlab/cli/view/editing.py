@@ -2,7 +2,7 @@
 
 An editor has a starting text and judges any other one: whether it is right, why not, and its step. `ScheduleEditor`
 edits the actions of a pipeline's ranks, as a CSV text of PyTorch. `ProgramEditor` edits a file with a strategy.
-`LevelEditor` is a schedule editor for an exercise of the course, with its goals.
+`ScheduleLevel` and `ProgramLevel` do the same for an exercise of the course, with its goals (`level_editor`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from shardlab.draw.viewer.columns import encode
 from shardlab.draw.viewer.step_tables import ShownTimeline, Step, step_tables
 from shardlab.language import Mesh, Refused, Sizes, UserError, trace
 from shardlab.learn.course.catalogue import CourseEntry, course
-from shardlab.learn.course.grading import grade
+from shardlab.learn.course.folder import grade_file
+from shardlab.learn.course.grading import ExerciseGrade, grade
 from shardlab.simulate.passes import apply_passes
 from shardlab.simulate.timeline import TEACHING_COSTS, schedule_bubble, simulate
 from shardlab.simulate.timeline.critical_path import critical_path
@@ -37,6 +38,9 @@ from shardlab.strategies.plan.rank_plan import model_layers
 from shardlab.strategies.schedules import Action, Schedule
 from shardlab.strategies.schedules.pytorch_csv import ACTIONS, check_rows, export_csv, parse_cells
 from shardlab.strategies.schedules.steps import Steps
+
+LEVELS = range(13, 21)
+"""Numbers of the exercises about pipelines."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class ScheduleEditor(Editor):
         return Judgement("", legal=True, step=_step(self.name, proof, self.costs), files=_files(steps))
 
 
-class LevelEditor(Editor):
+class ScheduleLevel(Editor):
     """Editor of the schedule that an exercise of the course asks for.
 
     Args:
@@ -137,18 +141,15 @@ class LevelEditor(Editor):
 
     def __init__(self, entry: CourseEntry) -> None:
         self.entry, self.exercise = entry, entry.exercise
-        self.name = f"{self.exercise.number}: {self.exercise.title}"
+        self.name = level_title(entry)
         self.start = export_csv(
             self._plan(_start_of(entry)).steps(self._units, self._microbatches), form="compute_only"
         )
 
     def _judged(self, text: str) -> Judgement:
         schedule = schedule_of(text, self.exercise.mesh.pp, self._microbatches)
-        result = grade(self.exercise, schedule)
         files = _files(self._plan(schedule).steps(self._units, self._microbatches))
-        step = None if result.checked is None else _step(self.name, result.checked, TEACHING_COSTS)
-        goals = "; ".join(f"{name} {value}, goal {goal or 'none'}" for name, value, goal in result.rows())
-        return Judgement(f"{result.verdict} {goals}".strip(), legal=result.checked is not None, step=step, files=files)
+        return _judgement(self.name, grade(self.exercise, schedule), files)
 
     def _plan(self, schedule: Schedule) -> Plan:
         return Plan(self.exercise.mesh, schedule=schedule, stages_per_rank=self.exercise.stages_per_rank)
@@ -163,7 +164,32 @@ class LevelEditor(Editor):
         return layers if isinstance(layers, int) else model_layers(layers).pipeline_units
 
 
-class ProgramEditor(Editor):
+class FileEditor(Editor):
+    """Editor of a Python file. Each version of it is written into a folder of the editor's own, and loaded from there.
+
+    Args:
+        name: name of what is edited.
+        file: name of the file.
+        start: starting text.
+    """
+
+    is_schedule = False
+
+    def __init__(self, name: str, file: str, start: str) -> None:
+        self.name, self.start = name, start
+        self._folder = tempfile.TemporaryDirectory(prefix="shardlab-edit-")
+        self._path = Path(self._folder.name) / file
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def judge(self, text: str) -> Judgement:
+        self._path.write_text(text, encoding="utf-8")
+        found = super().judge(text)
+        return replace(found, sentence=found.sentence.replace(f"{self._folder.name}/", ""))
+
+
+class ProgramEditor(FileEditor):
     """Editor of a user's file with a strategy. The file itself is not changed.
 
     Args:
@@ -174,28 +200,30 @@ class ProgramEditor(Editor):
         costs: times of ops.
     """
 
-    is_schedule = False
-
     def __init__(self, path: Path, function: str, mesh: Mesh, layers: int, microbatches: int, costs: Prices) -> None:
-        self.name, self.function, self.mesh = f"{path}:{function}", function, mesh
+        super().__init__(f"{path}:{function}", path.name, path.read_text(encoding="utf-8"))
+        self.function, self.mesh = function, mesh
         self.layers, self.microbatches, self.costs = layers, microbatches, costs
-        self.start = path.read_text(encoding="utf-8")
-        self._file = path.name
-        self._folder = tempfile.TemporaryDirectory(prefix="shardlab-edit-")
-
-    def close(self) -> None:
-        self._folder.cleanup()
-
-    def judge(self, text: str) -> Judgement:
-        found = super().judge(text)
-        return replace(found, sentence=found.sentence.replace(f"{self._folder.name}/", ""))
 
     def _judged(self, text: str) -> Judgement:
-        path = Path(self._folder.name) / self._file
-        path.write_text(text, encoding="utf-8")
-        entry = load(f"{path}:{self.function}")
+        entry = load(f"{self._path}:{self.function}")
         proof = checked(entry, self.mesh.world, self.layers, self.microbatches)
-        return Judgement("", legal=True, step=_step(self.name, proof, self.costs), files={self._file: text})
+        return Judgement("", legal=True, step=_step(self.name, proof, self.costs), files={self._path.name: text})
+
+
+class ProgramLevel(FileEditor):
+    """Editor of the program that an exercise of the course asks for.
+
+    Args:
+        entry: the exercise.
+    """
+
+    def __init__(self, entry: CourseEntry) -> None:
+        self.entry = entry
+        super().__init__(level_title(entry), f"{entry.name}.py", entry.start_text)
+
+    def _judged(self, text: str) -> Judgement:
+        return _judgement(self.name, grade_file(self.entry, self._path), {self._path.name: text})
 
 
 def editor_of(options: StepOptions) -> Editor:
@@ -222,8 +250,18 @@ def editor_of(options: StepOptions) -> Editor:
 
 
 def levels() -> list[CourseEntry]:
-    """Return the exercises of the course that ask for a schedule."""
-    return [entry for entry in course() if entry.exercise.kind == "schedule"]
+    """Return the exercises of the course about pipelines."""
+    return [entry for entry in course() if entry.exercise.number in LEVELS]
+
+
+def level_editor(entry: CourseEntry) -> Editor:
+    """Return the editor of an exercise: of its schedule if it asks for one, else of its program."""
+    return ScheduleLevel(entry) if entry.exercise.kind == "schedule" else ProgramLevel(entry)
+
+
+def level_title(entry: CourseEntry) -> str:
+    """Return the number and the title of an exercise."""
+    return f"{entry.exercise.number}: {entry.exercise.title}"
 
 
 def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
@@ -249,6 +287,17 @@ def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
         return iter(actions[rank])
 
     return Schedule("edited", of_rank, "the page", lambda stage, ranks: placed[stage], stages)
+
+
+def _title(entry: CourseEntry) -> str:
+    return f"{entry.exercise.number}: {entry.exercise.title}"
+
+
+def _judgement(name: str, result: ExerciseGrade, files: dict[str, str]) -> Judgement:
+    """Return the judgement of a version of an exercise, from its grade."""
+    step = None if result.checked is None else _step(name, result.checked, TEACHING_COSTS)
+    goals = "; ".join(f"{name} {value}, goal {goal or 'none'}" for name, value, goal in result.rows())
+    return Judgement(f"{result.verdict} {goals}".strip(), legal=result.checked is not None, step=step, files=files)
 
 
 def _start_of(entry: CourseEntry) -> Schedule:

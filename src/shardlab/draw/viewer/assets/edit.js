@@ -50,7 +50,7 @@ class EditPage {
     this.schedule = answer.schedule;
     this.asText = !answer.schedule;
     this.history = new History(answer.start);
-    const own = element("option", { value: "" }, level === "" ? answer.name : "own schedule");
+    const own = element("option", { value: "" }, level === "" ? answer.name : "no level");
     const options = answer.levels.map((each) => element("option", { value: each.name }, each.title));
     this.parts.level.replaceChildren(own, ...options);
     this.parts.level.value = level;
