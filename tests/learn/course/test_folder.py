@@ -93,11 +93,16 @@ def test_an_exercise_that_is_passed_out_of_turn_does_not_change_the_current_one(
 
 def test_hints_come_one_after_the_other_and_the_last_is_repeated(folder: CourseFolder) -> None:
     entry = find("ddp")
-    assert [folder.next_hint(entry) for _ in range(4)] == [
-        *enumerate(entry.exercise.hints, 1),
-        (3, entry.exercise.hints[2]),
-    ]
+    assert [folder.next_hint(entry) for _ in range(4)] == [1, 2, 3, 3]
     assert CourseFolder.open(folder.path).hints == {"ddp": 3}
+
+
+def test_a_file_that_was_deleted_is_named_and_written_again(folder: CourseFolder) -> None:
+    file = folder.file(find("ddp"))
+    assert CourseFolder.open(folder.path).restored == []
+    file.unlink()
+    assert CourseFolder.open(folder.path).restored == [file]
+    assert file.read_text() == find("ddp").start_text
 
 
 def test_a_reset_keeps_every_version_of_the_students_file(folder: CourseFolder) -> None:

@@ -74,7 +74,7 @@ class Watch:
     """Exercise to watch."""
 
     def run(self) -> int:
-        folder = CourseFolder.open(Path())
+        folder = _open_folder()
         entry = folder.find(self.exercise)
         console = stdout_console()
         if not sys.stdout.isatty():
@@ -88,7 +88,7 @@ class Watch:
                     stamp = _stamp(folder.file(entry))
                 file = folder.file(entry)
                 console.print()
-                console.print(Text(f"waiting for the next save of {file} (Ctrl-C ends; shardlab learn hint)", "dim"))
+                console.print(Text(f"waiting for the next save of {file} (Ctrl-C ends)", "dim"))
                 while _stamp(file) in (stamp, None):
                     time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
@@ -103,9 +103,9 @@ class Hint:
     """Exercise that the hint is for."""
 
     def run(self) -> int:
-        folder = CourseFolder.open(Path())
+        folder = _open_folder()
         entry = folder.find(self.exercise)
-        number, _ = folder.next_hint(entry)
+        number = folder.next_hint(entry)
         console = stdout_console()
         for shown in range(number):
             label = (f"hint {shown + 1} of {HINTS}  ", "dim")
@@ -121,7 +121,7 @@ class Reset:
     """Exercise to start again."""
 
     def run(self) -> int:
-        folder = CourseFolder.open(Path())
+        folder = _open_folder()
         entry = folder.find(self.exercise)
         copy = folder.reset(entry)
         kept = f"; your file is now {copy}" if copy else ""
@@ -137,7 +137,7 @@ class ListExercises:
     """Print only JSON."""
 
     def run(self) -> int:
-        folder = CourseFolder.open(Path())
+        folder = _open_folder()
         list_report(folder, all_entries()).show(json=self.json)
         return 0
 
@@ -150,7 +150,7 @@ class CheckAll:
     """Print only JSON."""
 
     def run(self) -> int:
-        folder = CourseFolder.open(Path())
+        folder = _open_folder()
         grades = [folder.grade(entry) for entry in all_entries()]
         not_started = {entry.name for entry in all_entries() if folder.has_start(entry)}
         results_report(grades, not_started).show(json=self.json)
@@ -165,7 +165,7 @@ class Solution:
     """Exercise whose solution is printed."""
 
     def run(self) -> int:
-        folder = CourseFolder.open(Path())
+        folder = _open_folder()
         entry = folder.find(self.exercise)
         _require_passed(folder, entry)
         print(entry.solution_text, end="")
@@ -189,7 +189,7 @@ class TrainWithSolution:
     """Print only JSON."""
 
     def run(self) -> int:
-        folder = CourseFolder.open(Path())
+        folder = _open_folder()
         if self.exercise is None and not folder.passed:
             raise UserError("no exercise is passed yet, so there is nothing to train with; solve one first")
         entry = folder.find(folder.passed[-1] if self.exercise is None else self.exercise)
@@ -234,11 +234,20 @@ class Learn:
         return self.what.run()
 
 
+def _open_folder() -> CourseFolder:
+    """Read the course in the working directory, and say on stderr which missing files were written again."""
+    folder = CourseFolder.open(Path())
+    for file in folder.restored:
+        print(f"{file} was missing; its start is written again", file=sys.stderr)
+    return folder
+
+
 def _grade(console: Console, folder: CourseFolder, entry: CourseEntry) -> bool:
     """Grade the file of an exercise and print the result; if it is passed, say what comes next."""
     grade = folder.grade(entry)
     print_grade(console, grade, str(folder.file(entry)))
     if not grade.passed:
+        console.print(Text(f"Stuck? shardlab learn hint {entry.name}", "dim"))
         return False
     following = folder.find(None)
     console.print(Text(f"Train a GPT with it: shardlab learn run {entry.name}"))

@@ -201,7 +201,7 @@ def comparison_report(folder: Path) -> Report:
     report.line()
     report.table(
         {
-            f"{counted(len(ranks), 'rank')}, {counted(len(measured.steps), 'step')}": lambda row: row["what"],
+            f"{counted(len(ranks), 'rank')}, last {counted(len(measured.steps), 'step')}": lambda row: row["what"],
             "predicted": lambda row: _cell(row["predicted"], row["unit"]),
             "measured": lambda row: _cell(row["measured"], row["unit"]),
         },
@@ -209,7 +209,7 @@ def comparison_report(folder: Path) -> Report:
         "comparison",
     )
     unit_ms = f"{unit * 1e3:.3g} ms"
-    note = f"predicted: in the costs of the course, with the measured forward passes as the unit, {unit_ms}; "
+    note = f"predicted: in the costs of the course, with the measured forward passes as the unit, {unit_ms}; the steps before warm up; "
     report.line(f"{note}computes, waits and idle: means over the ranks", "dim")
     return report
 

@@ -47,6 +47,7 @@ class CourseFolder:
         hints: number of hints that were shown, by the name of the exercise.
         starts: hash of the start that was written into each file, by the name of the exercise.
         others: fields of the progress that this version does not know, which are kept.
+        restored: files that were missing, and are at their start again.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class CourseFolder:
     hints: dict[str, int] = field(default_factory=lambda: {})
     starts: dict[str, str] = field(default_factory=lambda: {})
     others: dict[str, Any] = field(default_factory=lambda: {})
+    restored: list[Path] = field(default_factory=lambda: [])
 
     @classmethod
     def create(cls, path: Path) -> CourseFolder:
@@ -118,12 +120,12 @@ class CourseFolder:
         """
         return catalogue.find(self.current if name is None else Path(name).stem if name.endswith(".py") else name)
 
-    def next_hint(self, entry: CourseEntry) -> tuple[int, str]:
-        """Return the number and the text of the next hint, and remember that it was shown. The last one is repeated."""
+    def next_hint(self, entry: CourseEntry) -> int:
+        """Return the number of the next hint, and remember that it was shown. The last one is repeated."""
         number = min(self.hints.get(entry.name, 0) + 1, HINTS)
         self.hints[entry.name] = number
         self.save()
-        return number, entry.exercise.hints[number - 1]
+        return number
 
     def reset(self, entry: CourseEntry) -> Path | None:
         """Write the start of an exercise again.
@@ -205,6 +207,8 @@ class CourseFolder:
                 text = file.read_bytes()
                 if _hash(text) != written or _hash(entry.start_text.encode()) == written:
                     continue
+            elif written:
+                self.restored.append(file)
             self._write_start(entry)
             changed = True
         if changed:

@@ -39,7 +39,9 @@ export function figureRows(model) {
 }
 
 export function percent(share) {
-  return `${(100 * share).toFixed(1)} %`;
+  const tenths = 1000 * share;
+  const isTie = tenths - Math.floor(tenths) === 0.5; // rounded to even, as in the terminal
+  return `${((isTie ? 2 * Math.round(tenths / 2) : Math.round(tenths)) / 10).toFixed(1)} %`;
 }
 
 function signed(difference, text) {
