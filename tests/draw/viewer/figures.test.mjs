@@ -2,7 +2,12 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { script, step } from "./common.mjs";
 
-const { figureRows } = await script("figures");
+const { figureRows, percent } = await script("figures");
+
+test("a share is rounded to tenths as the terminal rounds it", () => {
+  const shares = [0, 1 / 3, 0.0625, 0.1875, 0.08125, 0.9999, -0.0625];
+  assert.deepEqual(shares.map(percent), ["0.0 %", "33.3 %", "6.2 %", "18.8 %", "8.1 %", "100.0 %", "-6.2 %"]);
+});
 
 test("the table has the six figures", () => {
   const labels = figureRows(step("gpipe")).map((row) => row.label);
