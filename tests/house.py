@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 280,
     "check": 2280,
-    "cli": 7130,
+    "cli": 7170,
     "common": 830,
     "draw": 1710,
     "execute": 3785,

@@ -177,7 +177,10 @@ def test_training_divides_the_batch_of_a_job(job: Path, capsys: Captured) -> Non
     ("text", "sentence"),
     [
         ("[clusters]", "a configuration has no 'clusters'; did you mean cluster?"),
-        ("[cluster]\nname = 'h100x8'", "cluster has no 'name'; there are cluster, recipe, switches, memory, other_machine"),
+        (
+            "[cluster]\nname = 'h100x8'",
+            "cluster has no 'name'; there are cluster, recipe, switches, memory, other_machine",
+        ),
         ("[cluster]\nmemory = 72", 'cluster.memory is 72; give a size in quotes, such as "72GiB"'),
         ("[batch]\nglobal_batch = 0", "batch.global_batch is 0; give 1 or more"),
         ("[batch]\nsize = 3", "batch has no 'size'; there are global_batch, microbatches, micro_batch_size"),

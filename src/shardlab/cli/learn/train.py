@@ -209,8 +209,9 @@ def comparison_report(folder: Path) -> Report:
         "comparison",
     )
     unit_ms = f"{unit * 1e3:.3g} ms"
-    note = f"predicted: in the costs of the course, with the measured forward passes as the unit, {unit_ms}; the steps before warm up; "
-    report.line(f"{note}computes, waits and idle: means over the ranks", "dim")
+    note = f"predicted: in the costs of the course, with the measured forward passes as the unit, {unit_ms}; "
+    note += "measured: the steps before these warm up; computes, waits and idle: means over the ranks"
+    report.line(note, "dim")
     return report
 
 
