@@ -23,14 +23,14 @@ CODE_LINES = {
     "common": 830,
     "draw": 1710,
     "execute": 3785,
-    "language": 4420,
+    "language": 4460,
     "learn": 5500,
     "measure": 2200,
     "models": 3670,
     "planner": 2910,
-    "simulate": 6700,
+    "simulate": 6725,
     "strategies": 2630,
-    "train": 8460,
+    "train": 8475,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

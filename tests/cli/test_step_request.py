@@ -75,7 +75,7 @@ def test_switches_of_flags_go_before_those_of_the_job(tmp_path: Path) -> None:
     ],
 )
 def test_the_recipe_and_the_device_determine_the_default_precision(recipe: str, device: str, precision: str) -> None:
-    assert default_precision(find_recipe(recipe), find_cluster(f"{device}x1").device) == precision
+    assert default_precision(find_recipe(recipe), find_cluster(f"{device}x1").device).name == precision
     request = StepRequest("gpt2", f"{device}x1", recipe=recipe)
     assert [each.name for each in request.precisions] == [precision]
 

@@ -62,6 +62,7 @@ def test_every_strategy_in_bfloat16_is_as_exact_as_one_device(ranks: World, name
     [
         ("zero-1", "fp32"),
         ("hsdp", "bf16-fp32-grads"),
+        ("hsdp", "bf16-params"),
         ("tp+fsdp", "bf16-fp32-grads"),
         ("zero-1", "fp16"),
         ("cp+tp+sp", "fp16"),
@@ -91,7 +92,7 @@ def memory(rank: int, job: Job) -> tuple[int, int, dict[str, int]]:
 @pytest.mark.parametrize(
     ("strategy", "ema", "precision"),
     [
-        *(("zero-3", None, precision) for precision in ("fp32", "bf16", "bf16-fp32-grads", "fp16")),
+        *(("zero-3", None, precision) for precision in ("fp32", "bf16", "bf16-params", "bf16-fp32-grads", "fp16")),
         ("zero-1", None, "bf16"),
         ("zero-1", 0.9, "bf16"),
     ],

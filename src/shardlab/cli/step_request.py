@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.cli.options import sequences_of_step
 from shardlab.cli.plan_options import NO_FLAGS, PlanOptions, cluster_called, job_source, recipe_called, switches_of
-from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.language.precision import BF16, FP32, Optimizer, Precision
 from shardlab.strategies.load import load
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
 from shardlab.train.config import BatchConfig
@@ -153,9 +153,10 @@ class StepRequest:
         Raises:
             UserError: if there is no such precision, or the devices do not compute in it.
         """
-        device = self.found_cluster.device
-        names = self.precision or default_precision(self.found_recipe, device)
-        precisions = tuple(map(find_precision, names.split(",")))
+        device, recipe = self.found_cluster.device, self.found_recipe
+        if self.precision is None:
+            return (default_precision(recipe, device),)
+        precisions = tuple(recipe.defaults.precision_called(name) for name in self.precision.split(","))
         for precision in precisions:
             device.peak(precision.compute)
         return precisions
@@ -242,12 +243,9 @@ class StepRequest:
         return entry_from_plan(replace(plan, **changed), entry.name) if changed else entry
 
 
-def default_precision(recipe: Recipe, device: Device) -> str:
-    """Return the name of the precision that a framework uses on a device by default.
+def default_precision(recipe: Recipe, device: Device) -> Precision:
+    """Return the precision that a framework uses on a device by default.
 
     It is bfloat16 if the device has it. The recipe tells whether gradients are then reduced in float32.
     """
-    if "bfloat16" not in device.flops:
-        return "fp32"
-    wide = (recipe.defaults.bf16_gradient_bytes or recipe.defaults.gradient_bytes) == 4
-    return "bf16-fp32-grads" if wide else "bf16"
+    return recipe.defaults.with_gradients(BF16) if "bfloat16" in device.flops else FP32

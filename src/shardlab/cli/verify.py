@@ -84,7 +84,7 @@ class Verify:
     default is a small norm (0.1), so that clipping has an effect."""
 
     precision: Annotated[str, tyro.conf.arg(metavar="NAME")] = "fp64"
-    """fp64, fp32, bf16, bf16-fp32-grads or fp16."""
+    """fp64, fp32, bf16, bf16-fp32-grads, bf16-params or fp16."""
 
     optimizer: Annotated[
         Optimizer | None, tyro.conf.arg(metavar="{adamw,sgd,lion,muon}", help_behavior_hint="(default: adamw)")

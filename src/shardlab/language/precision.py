@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardlab.common.errors import find_by_name
+from shardlab.common.errors import UserError, find_by_name
 from shardlab.language.rules.kinds import Kind, bytes_of
 from shardlab.language.sizes import Sizes
 
@@ -14,6 +14,10 @@ Optimizer = Literal["adamw", "sgd", "lion", "muon"]
 
 MOMENTS_PER_PARAMETER: dict[Optimizer, int] = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1}
 """Moments that each optimizer keeps of a parameter. Muon leaves vectors to AdamW, which keeps two."""
+
+
+WIDE = "-fp32-grads"
+"""End of the name of a precision whose gradients alone are in float32."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Precision:
             them.
         optimizer: bytes of optimizer state per parameter, with the copy, for AdamW (see `under`).
         source: where the precision is described.
+        instead: name of the precision to train in, if this one is for predictions alone ("": it is not).
     """
 
     name: str
@@ -42,6 +47,7 @@ class Precision:
     copy: bool
     optimizer: int
     source: str
+    instead: str = ""
 
     def dtype(self, kind: Kind) -> str:
         """Return the dtype of a kind of value.
@@ -55,7 +61,9 @@ class Precision:
             return self.gradients
         if kind is Kind.DIRECTION:
             return "float64" if self.state == "float64" else "bfloat16"
-        return self.state if kind in (Kind.OPT_STATE, Kind.STATS, Kind.SCALAR) else self.activations
+        if kind in (Kind.STATS, Kind.SCALAR):
+            return "float64" if self.state == "float64" else "float32"
+        return self.state if kind is Kind.OPT_STATE else self.activations
 
     def bytes(self, kind: Kind) -> int:
         """Return the bytes of one element. An optimizer state counts two elements per parameter."""
@@ -69,6 +77,14 @@ class Precision:
         """
         lacking = MOMENTS_PER_PARAMETER["adamw"] - MOMENTS_PER_PARAMETER[optimizer] - ema
         return replace(self, optimizer=self.optimizer - lacking * int(bytes_of(self.state)))
+
+    def with_gradients_of(self, bytes: int) -> Precision:
+        """Return this precision with gradients of 2 or 4 bytes, if its parameters are in half precision."""
+        if bytes_of(self.parameters) != 2:
+            return self
+        name = self.name.removesuffix(WIDE) + WIDE * (bytes == 4)
+        made = replace(self, name=name, gradients="float32" if bytes == 4 else self.parameters)
+        return PRECISIONS.get(name, made)
 
     @property
     def parameters_in_copy(self) -> Precision:
@@ -108,23 +124,45 @@ class Precision:
 
 
 _MIXED = "Micikevicius et al. 2018, arXiv 1710.03740; bytes: Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1"
+_FP8 = "Micikevicius et al. 2022, arXiv 2209.05433: products with parameters alone; all else as bf16"
+_TF32 = "docs.pytorch.org/docs/stable/notes/cuda.html: products of matrices in TensorFloat-32; all else as fp32"
+_MX = "Rouhani et al. 2023, arXiv 2310.10537: a scale for each 32 elements; all else as fp8"
 
 
-def _alone(name: str, dtype: str) -> Precision:
-    return Precision(name, dtype, dtype, dtype, dtype, dtype, False, int(2 * bytes_of(dtype)), "one dtype for all")
+def _alone(name: str, dtype: str, source: str = "one dtype for all") -> Precision:
+    return Precision(name, dtype, dtype, dtype, dtype, dtype, False, int(2 * bytes_of(dtype)), source)
 
 
 def _mixed(name: str, compute: str, gradients: str, source: str = _MIXED) -> Precision:
     return Precision(name, compute, compute, gradients, compute, "float32", True, 12, source)
 
 
+def _predicted(name: str, compute: str, base: Precision, source: str) -> Precision:
+    """Return a precision for predictions: another one, whose products of matrices are in a dtype of their own."""
+    return replace(base, name=name, compute=compute, source=source, instead=base.name)
+
+
+_BF16, _BF16_FP32 = (
+    _mixed("bf16", "bfloat16", "bfloat16"),
+    _mixed("bf16-fp32-grads", "bfloat16", "float32", f"{_MIXED}; gradients summed in float32"),
+)
+_BF16_STATE = _alone("bf16-params", "bfloat16", "PyTorch's AdamW, whose moments have the dtype of the parameters")
+_FP32 = _alone("fp32", "float32")
+
 PRECISIONS = {
     precision.name: precision
     for precision in (
-        _alone("fp32", "float32"),
-        _mixed("bf16", "bfloat16", "bfloat16"),
-        _mixed("bf16-fp32-grads", "bfloat16", "float32", f"{_MIXED}; gradients summed in float32"),
+        _FP32,
+        _predicted("tf32", "tfloat32", _FP32, _TF32),
+        _BF16,
+        _BF16_FP32,
+        _BF16_STATE,
+        replace(_BF16_STATE, name="bf16-params-fp32-grads", gradients="float32"),
         _mixed("fp16", "float16", "float16"),
+        _predicted("fp8", "float8", _BF16, _FP8),
+        _predicted("fp8-fp32-grads", "float8", _BF16_FP32, _FP8),
+        _predicted("mxfp8", "mxfloat8", _BF16, _MX),
+        _predicted("mxfp8-fp32-grads", "mxfloat8", _BF16_FP32, _MX),
         _alone("fp64", "float64"),
     )
 }
@@ -140,9 +178,24 @@ def find_precision(name: str) -> Precision:
     return find_by_name(PRECISIONS, name, "precision")
 
 
+def find_runnable_precision(name: str) -> Precision:
+    """Return the precision of a name, in which `train` and `verify` compute.
+
+    Raises:
+        UserError: for an unknown name, and for a precision of predictions.
+    """
+    precision = find_precision(name)
+    if precision.instead:
+        raise UserError(
+            f"{precision.name} is a precision of predictions, for simulate and plan; train and verify do not compute "
+            f"in it: give them {precision.instead}"
+        )
+    return precision
+
+
 def precision_for_dtype(compute: str) -> Precision:
     """Return the first precision whose matrix products are in a dtype."""
     return next(precision for precision in PRECISIONS.values() if precision.compute == compute)
 
 
-FP32, FP64 = PRECISIONS["fp32"], PRECISIONS["fp64"]
+BF16, FP32, FP64 = (PRECISIONS[name] for name in ("bf16", "fp32", "fp64"))

@@ -35,11 +35,25 @@ from shardlab.common.fields import (
 from shardlab.common.files import as_toml
 from shardlab.common.text import counted
 from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.language.precision import find_runnable_precision
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
 from shardlab.strategies.plan.plan import Plan
 
-PrecisionName = Literal["fp32", "bf16", "bf16-fp32-grads", "fp16", "fp64"]
+PrecisionName = Literal[
+    "fp32",
+    "tf32",
+    "bf16",
+    "bf16-fp32-grads",
+    "bf16-params",
+    "bf16-params-fp32-grads",
+    "fp16",
+    "fp8",
+    "fp8-fp32-grads",
+    "mxfp8",
+    "mxfp8-fp32-grads",
+    "fp64",
+]
 """Names of the precisions in `shardlab.language.precision`."""
 
 NonFinite = Literal["stop", "skip"]
@@ -117,10 +131,11 @@ class PrecisionConfig:
     """Data types of a run."""
 
     precision: Annotated[PrecisionName, choice(PrecisionName)] = "fp32"
-    """Data type of weights and computations."""
+    """Data types of weights, gradients and computations. tf32, fp8 and mxfp8 are for predictions alone."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        find_runnable_precision(self.precision)
 
 
 @dataclass(frozen=True)

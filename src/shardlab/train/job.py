@@ -18,7 +18,7 @@ from shardlab.check import Checked, check
 from shardlab.common.user_code import file_and_name, trace_limits
 from shardlab.language import Kind, Sizes, UserError, trace
 from shardlab.language.pass_names import needs_norm
-from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.language.precision import Optimizer, Precision, find_runnable_precision
 from shardlab.models import Blocks, Model, cut_for
 from shardlab.models.named import find_model, name_of, with_fields
 from shardlab.simulate.passes import apply_passes
@@ -117,9 +117,9 @@ class Job:
         """Data types of the program's values.
 
         Raises:
-            UserError: if there is no such precision.
+            UserError: if there is no such precision, or it is for predictions alone.
         """
-        return find_precision(self.precision)
+        return find_runnable_precision(self.precision)
 
     @property
     def tokens(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardlab.cli.step_request import StepRequest
 from shardlab.language import Mesh, UserError
 from shardlab.planner.published import reading
 from shardlab.planner.published.reading import find_name, layers_per_stage, read_run
@@ -76,7 +77,8 @@ def test_what_a_run_does_not_say_is_its_reason(section: str, fields: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("said", "dtype"), [("fp16", "float16"), ("bf16", "bfloat16"), ("fp8", "float8"), ("fp32", "float32")]
+    ("said", "dtype"),
+    [("fp16", "float16"), ("bf16", "bfloat16"), ("fp8", "float8"), ("fp32", "float32"), ("mxfp8", "mxfloat8")],
 )
 def test_a_precision_is_a_word(said: str, dtype: str) -> None:
     run = read_run(ROWS["korthikanti-t5-22B-full"] | {"precision": said})
@@ -84,7 +86,15 @@ def test_a_precision_is_a_word(said: str, dtype: str) -> None:
     assert run.assumed == ()
 
 
-@pytest.mark.parametrize(("said", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")])
+@pytest.mark.parametrize("recipe", ["torchtitan", "megatron-core"])
+def test_a_run_in_fp8_has_the_precision_of_simulate(recipe: str) -> None:
+    """In both, the recipe decides in which dtype gradients are reduced."""
+    run = read_run(ROWS["korthikanti-t5-22B-full"] | {"precision": "fp8"}, find_recipe(recipe))
+    (asked,) = StepRequest(model="gpt2", cluster="h100x8", precision="fp8", recipe=recipe).precisions
+    assert run.workload.precision == asked
+
+
+@pytest.mark.parametrize(("said", "dtype"), [("fp32", "float32"), ("fp16", "float16")])
 def test_gradients_are_reduced_in_the_dtype_that_a_run_says(said: str, dtype: str) -> None:
     assert read_run(ROWS["korthikanti-t5-22B-full"] | {"gradients": said}).workload.precision.gradients == dtype
 

@@ -99,8 +99,8 @@ class PlanCommand:
     """Sequences of a microbatch (default: chosen by the search)."""
 
     precision: Name = None
-    """fp32, bf16, bf16-fp32-grads or fp16; or several with commas, of which the search chooses the fastest (default:
-    as the recipe does)."""
+    """fp32, tf32, bf16, bf16-fp32-grads, bf16-params, fp16, fp8 or mxfp8; or several with commas, of which the search
+    chooses the fastest (default: as the recipe does)."""
 
     optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
     """Optimizer, which determines the size of the optimizer state."""
@@ -258,7 +258,10 @@ class PlanCommand:
         return Limits(self.layout.values(), most, self.micro_batch_size)
 
     def commands_for(self, choice: PlanChoice) -> dict[str, str]:
-        """Return the commands that simulate and train the chosen plan. Plans of another framework are not trained."""
+        """Return the commands that simulate and train the chosen plan.
+
+        Plans of another framework, and those in a precision of predictions, are not trained.
+        """
         from shardlab.planner.describe import simulate_flags, train_command
         from shardlab.simulate.predict.recipe import OWN
 
@@ -266,7 +269,7 @@ class PlanCommand:
         job = shlex.quote(str(self.out)) if self.out else None
         flags = f"--config {job}" if job else f"{self._problem_words()} {simulate_flags(problem, candidate)}"
         texts = {"simulate": f"shardlab simulate {flags}"}
-        if problem.recipe.name == OWN.name:
+        if problem.recipe.name == OWN.name and not candidate.precision.instead:
             texts["train"] = train_command(problem, candidate, self._model_words(), job)
         return texts
 

@@ -57,7 +57,7 @@ def commands(experiments: list[Experiment], problem: Problem, words: str) -> lis
     Args:
         words: options of `shardlab train` that give the model.
     """
-    if problem.recipe.name != OWN.name:
+    if problem.recipe.name != OWN.name or any(each.instead for each in problem.precisions):
         return []
     named = zip((each.outcome.candidate for each in experiments), _new_folders(Path("runs")), strict=False)
     return [

@@ -99,8 +99,8 @@ class StepOptions:
     """Sequences of a microbatch (default: 1); with --model."""
 
     precision: Name = None
-    """fp32, bf16, bf16-fp32-grads or fp16 (default: that of the recipe, which is bf16 or bf16-fp32-grads if the device
-    has it); with --model."""
+    """fp32, tf32, bf16, bf16-fp32-grads, bf16-params, fp16, fp8 or mxfp8 (default: that of the recipe, which is bf16 or
+    bf16-fp32-grads if the device has it); with --model."""
 
     recipe: RecipeName = None
 

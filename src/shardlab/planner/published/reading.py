@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from shardlab.common.errors import suggest_name
 from shardlab.language import Mesh, UserError
-from shardlab.language.precision import Precision
+from shardlab.language.precision import WIDE, Precision, find_precision
 from shardlab.models import GPT, Blocks, Llama
 from shardlab.planner.published.records import (
     HardwareRecord,
@@ -42,12 +42,13 @@ T = TypeVar("T")
 RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "selective", "full": "full", "selective-per-op": "none"}
 """Words for what is recomputed, and the plan's; of `SavedActivations.per_op` only some results of a block are kept."""
 
-DTYPES = {"fp8": "float8", "float8": "float8", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"} | {
-    "float16": "float16",
-    "fp32": "float32",
-    "float32": "float32",
+DTYPES = {name: name for name in ("fp8", "mxfp8", "bf16", "bf16-params", "fp16", "tf32", "fp32")} | {
+    "float8": "fp8",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
 }
-"""Words for a precision, and the dtype of its products of matrices."""
+"""Words for a precision, and its name without the dtype of gradients."""
 
 
 @dataclass(frozen=True)
@@ -283,12 +284,10 @@ def precision_of(record: RunRecord, recipe: Recipe) -> Precision:
     name = find_name(text, DTYPES)
     if name is None:
         raise Unknown(f"computes in {text}, which is unknown here; {suggest_name(text, DTYPES)}")
-    compute = DTYPES[name]
-    usual = (compute == "bfloat16" and recipe.defaults.bf16_gradient_bytes) or recipe.defaults.gradient_bytes
-    gradients = usual if record.gradients is None else 4 if record.gradients == "fp32" else 2
-    dtype = "float32" if gradients == 4 else "bfloat16"
-    half = "bfloat16"
-    return Precision(name, compute, half, dtype, half, "float32", True, 12, "the run's own row")
+    precision = find_precision(DTYPES[name])
+    if record.gradients is None:
+        return recipe.defaults.with_gradients(precision)
+    return precision.with_gradients_of(4 if record.gradients == "fp32" else 2)
 
 
 def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool) -> tuple[int, ...]:
@@ -372,7 +371,7 @@ def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) ->
         told: the user has said which framework ran it.
     """
     assert isinstance(workload.plan, Plan)
-    computes = workload.precision.name
+    computes = workload.precision.name.removesuffix(WIDE)
     recompute = "selective-per-op" if workload.recipe.memory.saved.per_op else workload.plan.recompute
     return (
         *(() if record.framework or told else (f"framework: {workload.recipe.name}",)),

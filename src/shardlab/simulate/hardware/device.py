@@ -64,7 +64,7 @@ def figures_of(row: Mapping[str, Any], base: Mapping[str, Figure]) -> dict[str, 
         base: figures of the base, which hold for all values that the row does not change.
     """
     values = _leaves(row)
-    found = {name: figure for name, figure in base.items() if values[name] == figure.value}
+    found = {name: figure for name, figure in base.items() if values.get(name) == figure.value}
     for entry in cast(list[dict[str, Any]], row.get("fit", [])):
         figure = {key: value for key, value in entry.items() if key != "figures"}
         for name, value in values.items():

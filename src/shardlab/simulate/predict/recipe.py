@@ -37,7 +37,8 @@ from shardlab.common.errors import UserError, suggest_name, unknown_name
 from shardlab.common.fields import Amount, Natural, field_hints, pair, read_fields, read_settings
 from shardlab.common.files import load_table, read_file
 from shardlab.language import Kind, Mesh, OpKind, Sizes
-from shardlab.language.precision import Precision
+from shardlab.language.precision import WIDE, Precision, find_precision
+from shardlab.language.rules.kinds import bytes_of
 from shardlab.models import Blocks, CutModel
 from shardlab.models.layout import Kernel, Matmul, Pointwise
 from shardlab.models.matrices import (
@@ -295,6 +296,25 @@ class Defaults:
     schedules: tuple[str, ...] = ()
     stages: Literal["even", "cost"] = "even"
     microbatches_short_of_ranks: Natural | None = None
+
+    def precision_called(self, name: str) -> Precision:
+        """Return the precision of a name. If its name is that of a product's dtype, gradients are as reduced here.
+
+        A name such as fp8 says nothing of gradients, while bf16 is half precision throughout.
+
+        Raises:
+            UserError: for an unknown name.
+        """
+        precision = find_precision(name)
+        follows = bytes_of(precision.compute) < 2 and not name.endswith(WIDE)
+        return self.with_gradients(precision) if follows else precision
+
+    def with_gradients(self, precision: Precision) -> Precision:
+        """Return a precision with gradients as the framework reduces them, if the optimizer has a float32 copy."""
+        if not precision.copy:
+            return precision
+        wide = self.bf16_gradient_bytes if precision.parameters == "bfloat16" else None
+        return precision.with_gradients_of(wide or self.gradient_bytes)
 
     def lacks(self, axis: str) -> bool:
         """Whether it has no such axis of the mesh."""
