@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 280,
     "check": 2280,
-    "cli": 7170,
+    "cli": 7260,
     "common": 830,
     "draw": 1710,
     "execute": 3785,
@@ -28,7 +28,7 @@ CODE_LINES = {
     "measure": 2200,
     "models": 3670,
     "planner": 2910,
-    "simulate": 6725,
+    "simulate": 6790,
     "strategies": 2630,
     "train": 8475,
 }

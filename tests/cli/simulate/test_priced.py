@@ -17,6 +17,9 @@ from shardlab.cli.simulate.priced import PricedStep, add_step, doubts, price
 from shardlab.cli.step_request import StepRequest
 from shardlab.language import Mesh
 from shardlab.simulate.hardware import Cluster, Machine, Profile, Rate
+from shardlab.simulate.predict import forecast
+
+Captured = pytest.CaptureFixture[str]
 
 THREE_D = plan_flags(pp=2, dp_shard=2, tp=2)
 
@@ -74,8 +77,25 @@ def test_an_mfu_above_1_is_warned_of() -> None:
     assert result.notes == [note for note in result.notes if "MFU" not in note]
     slow = replace(result.workload.cluster.device, flops={"bfloat16": 1e9})
     too_fast = replace(result.workload, cluster=replace(result.workload.cluster, device=slow))
-    (warning,) = doubts(too_fast, result.estimate, "local")
+    (warning,) = doubts(too_fast, result.estimate.traced, result.step, "local")
     assert "is more than the device can reach" in warning
+
+
+def test_a_step_with_more_ops_than_are_traced_is_predicted(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """Its time and memory are those of the whole replay, and what needs every op is left out or refused."""
+    words = ["simulate", "--pp", "2", "--dp-shard", "2", "--model", "gpt2", "--cluster", "h100x4"]
+    words += ["--global-batch", "128", "--recipe", "megatron-core"]
+    assert main([*words, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(forecast, "MAX_FOLDED_OPS", 5000)
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    for figure in ("step_seconds", "peak_memory", "memory_held", "mfu"):
+        assert told[figure] == pytest.approx(whole[figure], rel=1e-3)
+    assert "bubble" in whole.keys() - told.keys()
+    assert "has more than" in told["notes"][-1]
+    assert main([*words, "--path"]) == 2
+    assert "--path needs all ops of the step" in capsys.readouterr().err
 
 
 def test_idle_devices_are_told() -> None:

@@ -107,16 +107,18 @@ class Simulate(StepOptions):
             self.pictures.save(timeline, name, counters)
 
     def _run_priced(self, request: StepRequest) -> int:
-        from shardlab.cli.simulate.priced import add_step, price
+        from shardlab.cli.simulate.priced import add_step, price, traced_estimate
         from shardlab.simulate.timeline.run import memory_counters
 
         result = price(request)
-        estimate, stages = result.estimate, self._stages(result.passed, result.workload.timeline)
+        stages = self._stages(result.passed, result.workload.timeline)
         if self.pictures.files:
+            estimate = traced_estimate(result, "a picture")
             name = f"{result.entry.title(result.workload.mesh.world)} of {request.model} on {request.cluster}"
             self._save(estimate.timeline(), stages, name, memory_counters(estimate.traced, estimate.times))
         path: dict[str, float] = {}
         if self.path:
+            estimate = traced_estimate(result, "--path")
             path = path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
         report = self._passes_report(result.entry.name, result.passed, stages, seconds_text)
         add_step(report, result, self.pictures.files)

@@ -22,17 +22,18 @@ from shardlab.cli.plan_options import checked
 from shardlab.cli.simulate.terminal_timeline import print_timeline
 from shardlab.cli.step_request import StepRequest
 from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
-from shardlab.common.user_code import max_ops
+from shardlab.common.user_code import MAX_FOLDED_OPS, max_ops
 from shardlab.language import Mesh, Sizes, UserError
 from shardlab.simulate.predict.memory import uncounted_memory
 from shardlab.simulate.timeline import bubble, schedule_bubble
-from shardlab.simulate.timeline.prices import rank_of, stands_for
+from shardlab.simulate.timeline.prices import Traced, rank_of, stands_for
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry
 
 if TYPE_CHECKING:
     from shardlab.simulate.passes import PassResult
     from shardlab.simulate.predict.estimate import Estimate, Peak
+    from shardlab.simulate.predict.forecast import Forecast
     from shardlab.simulate.predict.memory import DeviceMemory
     from shardlab.simulate.predict.workload import Workload
 
@@ -63,7 +64,9 @@ class PricedStep:
 
     Attributes:
         entry: strategy.
-        workload, estimate: input and result of the simulation.
+        workload: input of the simulation.
+        estimate: its result; of a step with more ops than are traced, that of the same step with fewer microbatches.
+        forecast: time and memory of a step with more ops than are traced (None: `estimate` has them).
         held: memory that the fullest device reserves.
         names: names of the model and the cluster.
         checked: whether the tapes of all ranks were checked. Those of a large plan, whose identical ranks are simulated
@@ -75,11 +78,22 @@ class PricedStep:
     entry: StrategyEntry
     workload: Workload
     estimate: Estimate
+    forecast: Forecast | None
     held: DeviceMemory
     names: tuple[str, str]
     checked: bool
     notes: list[str]
     passed: list[PassResult]
+
+    @property
+    def step(self) -> float:
+        """Duration of the step."""
+        return self.estimate.step if self.forecast is None else self.forecast.seconds
+
+    @property
+    def peaks(self) -> Sequence[Peak]:
+        """Peak of each simulated rank's memory."""
+        return self.estimate.peaks if self.forecast is None else self.forecast.peaks
 
 
 def price(request: StepRequest) -> PricedStep:
@@ -90,6 +104,7 @@ def price(request: StepRequest) -> PricedStep:
         Refused: for a wrong program.
     """
     from shardlab.models import GPT
+    from shardlab.simulate.predict.forecast import forecast, step_to_trace
     from shardlab.simulate.predict.memory_advice import broken_limit, require_memory
     from shardlab.simulate.predict.workload import Workload
 
@@ -130,26 +145,60 @@ def price(request: StepRequest) -> PricedStep:
         entry.require_ops(1, model.layers, request.batch.microbatches or 1)
     _require_few_ranks(entry, workload, cluster_name)
     rewritten = workload.pass_names != "none"
-    too_many = entry.plan is not None and not rewritten and _ops_on_all_ranks(workload) > MOST_CHECKED
+    traced = step_to_trace(workload)
+    made = forecast(workload) if traced is not workload else None
+    too_many = entry.plan is not None and not rewritten and _ops_on_all_ranks(traced) > MOST_CHECKED
     if rewritten:
         _require_backend(entry, workload.passed[-1].checked, cluster_name)
     elif entry.plan is not None and not too_many:
-        trace(mesh, workload.traced.program.sizes, microbatches)
-    estimate = workload.estimate()
-    held = require_memory(workload, estimate, whole)
-    notes += [*_useless_recompute(workload, estimate), *doubts(workload, estimate, cluster_name)]
+        trace(mesh, traced.traced.program.sizes, traced.microbatches)
+    estimate = traced.estimate()
+    held = require_memory(workload, estimate.peaks if made is None else made.peaks, whole)
+    step = estimate.step if made is None else made.seconds
+    notes += [*_useless_recompute(traced, estimate), *doubts(workload, estimate.traced, step, cluster_name)]
+    if made is not None:
+        notes.append(
+            f"a step with {counted(microbatches, 'microbatch')} has more than {MAX_FOLDED_OPS:,} ops, so each kind of "
+            "ops was simulated once, and shares of the step and its timeline are left out; fewer microbatches, or "
+            "--max-ops, show them"
+        )
     if limit := broken_limit(workload):
         notes.insert(0, limit)
     passed = workload.passed if rewritten else []
-    return PricedStep(entry, workload, estimate, held, (model_name, cluster_name), not too_many, notes, passed)
+    return PricedStep(entry, workload, estimate, made, held, (model_name, cluster_name), not too_many, notes, passed)
 
 
-def doubts(workload: Workload, estimate: Estimate, cluster: str) -> list[str]:
-    """List reasons to doubt the figures: replicas that drift, idle devices, and an impossible MFU."""
-    notes = list(map(str, drifts_of(estimate.traced))) if isinstance(estimate.traced, Checked) else []
+def traced_estimate(result: PricedStep, shown: str) -> Estimate:
+    """Return the estimate of a step of which every op was traced.
+
+    Args:
+        result: the step.
+        shown: what needs all ops, for the message.
+
+    Raises:
+        UserError: if the step has more ops than are traced.
+    """
+    if result.forecast is not None:
+        raise UserError(
+            f"{shown} needs all ops of the step, which with {counted(result.workload.microbatches, 'microbatch')} are "
+            f"more than {MAX_FOLDED_OPS:,}; give fewer microbatches, or raise --max-ops"
+        )
+    return result.estimate
+
+
+def doubts(workload: Workload, traced: Traced, step: float, cluster: str) -> list[str]:
+    """List reasons to doubt the figures: replicas that drift, idle devices, and an impossible MFU.
+
+    Args:
+        workload: the step.
+        traced: its program.
+        step: its seconds.
+        cluster: name of the cluster.
+    """
+    notes = list(map(str, drifts_of(traced))) if isinstance(traced, Checked) else []
     if idle := workload.cluster.size - workload.mesh.world:
         notes.append(f"{idle:,} of the {workload.cluster.size:,} devices of {cluster} are idle")
-    if (mfu := workload.mfu(estimate.step)) > 1:
+    if (mfu := workload.mfu(step)) > 1:
         notes.append(
             f"an MFU of {mfu:.0%} is more than the device can reach, so the predicted time is wrong: the "
             f"profile or the efficiencies of {cluster} do not fit this step; measure again with shardlab "
@@ -168,7 +217,8 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     from shardlab.simulate.predict.recipe import OWN
 
     workload, estimate, entry, held = result.workload, result.estimate, result.entry, result.held
-    program, step, peak, device = estimate.traced.program, estimate.step, estimate.peak, workload.cluster.device
+    program, step, peaks, device = estimate.traced.program, result.step, result.peaks, workload.cluster.device
+    peak = max(peaks, key=lambda peak: peak.bytes)
     world, sequences = workload.mesh.world, workload.microbatches * workload.micro_batch_size
     report.data |= {
         "strategy": entry.name,
@@ -198,7 +248,36 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     report.data |= {"tokens_per_second_per_device": speed / world, "model_flops": workload.flops}
     report.fact("MFU", f"of {device.name}'s {workload.precision.compute} peak", percent_text(mfu), mfu=mfu)
     report.data["flops_convention"] = FLOPS_CONVENTION
-    share = estimate.compute_share
+    if result.forecast is None:
+        _add_shares(report, workload, estimate)
+    text = f"of tensors, on rank {peak.rank}: {peak.cause}"
+    report.fact("peak memory", text, bytes_text(peak.bytes), peak_memory=peak.bytes)
+    report.fact("", _parts_text(peak.bytes, peak.by_category), "")
+    report.data["device_memory"] = device.memory
+    parts = f"of {memory_text(device.memory)}: {_parts_text(held.total, held.parts)}"
+    text = "; ".join(filter(None, (parts, uncounted_memory(workload))))
+    report.fact("memory held", text, bytes_text(held.total), memory_held=held.total, memory_held_by_part=held.parts)
+    report.data["peak_memory_by_rank"] = [_peak_as_json(peak, stands_for(program, n)) for n, peak in enumerate(peaks)]
+    ops = sum(map(len, program.tapes))
+    if result.forecast is None:
+        report.fact("ops", f"{ops:,}, of {_ranks_text(result)}", ops=ops, ranks_simulated=program.ranks)
+    report.fact("check", _check_text(result), checked=result.checked)
+    assumed = assumed_figures(workload)
+    report.data |= {"assumed": {name: asdict(figure) for name, figure in assumed.items()}, "notes": result.notes}
+    if assumed:
+        report.fact("assumed", ", ".join(assumed))
+    for note in result.notes:
+        report.fact("note", note)
+    if ops <= DRAWN_OPS and result.forecast is None:
+        report.line()
+        report.draw(partial(_print_ranks, result=result))
+    for path in written:
+        report.draw(partial(print_path, label="written to", path=path))
+
+
+def _add_shares(report: Report, workload: Workload, estimate: Estimate) -> None:
+    """Add the shares of a step in which ranks compute, wait for communication and are idle, and a pipeline's bubble."""
+    share, step = estimate.compute_share, estimate.step
     report.fact("compute", "of the step, the mean over ranks", f"{share:.1%}", compute_share=share)
     share, text = estimate.exposed_share, f"compute waits for communication: {_exposed_text(estimate.exposed)}"
     report.fact("exposed", text, f"{share:.1%}", exposed_share=share)
@@ -210,30 +289,6 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     report.fact("idle", "a rank waits for others, or has ended", f"{share:.1%}", idle_share=share)
     if workload.mesh.pp > 1:
         add_bubble(report, schedule_bubble(estimate.traced, workload.prices), bubble(estimate.timeline()))
-    text = f"of tensors, on rank {peak.rank}: {peak.cause}"
-    report.fact("peak memory", text, bytes_text(peak.bytes), peak_memory=peak.bytes)
-    report.fact("", _parts_text(peak.bytes, peak.by_category), "")
-    report.data["device_memory"] = device.memory
-    parts = f"of {memory_text(device.memory)}: {_parts_text(held.total, held.parts)}"
-    text = "; ".join(filter(None, (parts, uncounted_memory(workload))))
-    report.fact("memory held", text, bytes_text(held.total), memory_held=held.total, memory_held_by_part=held.parts)
-    report.data["peak_memory_by_rank"] = [
-        _peak_as_json(peak, stands_for(program, row)) for row, peak in enumerate(estimate.peaks)
-    ]
-    ops = sum(map(len, program.tapes))
-    report.fact("ops", f"{ops:,}, of {_ranks_text(result)}", ops=ops, ranks_simulated=program.ranks)
-    report.fact("check", _check_text(result), checked=result.checked)
-    assumed = assumed_figures(workload)
-    report.data |= {"assumed": {name: asdict(figure) for name, figure in assumed.items()}, "notes": result.notes}
-    if assumed:
-        report.fact("assumed", ", ".join(assumed))
-    for note in result.notes:
-        report.fact("note", note)
-    if ops <= DRAWN_OPS:
-        report.line()
-        report.draw(partial(_print_ranks, result=result))
-    for path in written:
-        report.draw(partial(print_path, label="written to", path=path))
 
 
 def add_bubble(report: Report, free: float, share: float) -> None:

@@ -171,11 +171,11 @@ class View(StepOptions):
         )
 
     def _in_seconds(self, request: StepRequest) -> Step:
-        from shardlab.cli.simulate.priced import price
+        from shardlab.cli.simulate.priced import price, traced_estimate
         from shardlab.draw.viewer.step_tables import ShownTimeline, Step
 
         result = price(request)
-        estimate, ranks = result.estimate, result.workload.mesh.world
+        estimate, ranks = traced_estimate(result, "the page"), result.workload.mesh.world
         traced = estimate.traced
         _require_few_ops(traced)
         counters = memory_counters(traced, estimate.times)

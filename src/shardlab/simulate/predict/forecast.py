@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from shardlab.common.user_code import MAX_FOLDED_OPS, max_ops
 from shardlab.language.world import gc_paused
 from shardlab.simulate.predict.compressed.clocks import step_seconds
 from shardlab.simulate.predict.compressed.sample import PricedSample
@@ -172,6 +173,26 @@ def microbatches_to_replay(plan: Plan, each: int) -> tuple[int, int]:
     more = 2 * ranks if schedule == "interleaved-1f1b" else ranks
     few = full + (each - full) % more
     return (few, more) if 2 * few + more < each else (each, 0)
+
+
+def step_to_trace(workload: Workload) -> Workload:
+    """Return the step with fewer microbatches if the whole step of a plan has more ops than are traced, or the step.
+
+    The number of ops grows with the number of microbatches, so two short steps tell it.
+    """
+    plan = workload.plan
+    if not isinstance(plan, Plan) or workload.pass_names != "none":
+        return workload
+    each, few = workload.microbatches // plan.data_ranks, 2 * plan.mesh.pp
+    if each <= LONG * few or max_ops(MAX_FOLDED_OPS) != MAX_FOLDED_OPS:
+        return workload
+    short, longer = (replace(workload, microbatches=times * few * plan.data_ranks) for times in (1, 2))
+    first, second = (sum(map(len, step.traced.program.tapes)) for step in (short, longer))
+    return short if extrapolate(first, second, each / few - 1) > MAX_FOLDED_OPS else workload
+
+
+LONG = 4
+"""Steps are counted before they are traced if they have so many times as many microbatches as fill a pipeline twice."""
 
 
 def extrapolate(first: float, second: float, times: float) -> float:

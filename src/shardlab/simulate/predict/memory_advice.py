@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardlab.common.text import bytes_text
 from shardlab.language import Mesh, Sizes, UserError, trace
 from shardlab.models import Blocks
 from shardlab.simulate.hardware.device import Figure
-from shardlab.simulate.predict.estimate import Estimate
+from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.predict.memory import DeviceMemory, device_memory
 from shardlab.simulate.predict.recipe import modules_of_stages
 from shardlab.simulate.predict.workload import Workload
@@ -189,18 +189,18 @@ ROOM = 0.98
 """Share of a device's memory that a change may take to be named: only some of its microbatches are traced."""
 
 
-def require_memory(workload: Workload, estimate: Estimate, whole: Blocks | None = None) -> DeviceMemory:
+def require_memory(workload: Workload, peaks: Sequence[Peak], whole: Blocks | None = None) -> DeviceMemory:
     """Return the memory of the fullest device, and raise an error if it does not fit.
 
     Args:
         workload: the workload.
-        estimate: its replay.
+        peaks: the peak of each rank that was replayed.
         whole: the model as a plan would run it, if the program runs another one.
 
     Raises:
         UserError: if it does not fit: by how much, what most of it is, and which change would make it fit.
     """
-    peak, held = estimate.peak, device_memory(workload, estimate.peaks)
+    peak, held = max(peaks, key=lambda peak: peak.bytes), device_memory(workload, peaks)
     if held.fits:
         return held
     most = max(peak.by_category, key=lambda category: peak.by_category[category])
