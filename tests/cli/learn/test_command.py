@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
+from shardlab.cli.learn import command
 from shardlab.learn.course.catalogue import all_entries, find
+from shardlab.learn.course.folder import CourseFolder, notebook
 
 Captured = pytest.CaptureFixture[str]
 
@@ -112,6 +114,30 @@ def test_notebooks_are_written_on_request(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     assert main(["learn", "init", "course", "--notebook"]) == 0
     assert (tmp_path / "course" / "notebooks" / "ddp.ipynb").is_file()
+
+
+def test_a_solved_notebook_is_passed_and_a_damaged_one_is_named(
+    course: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Path] = []
+    monkeypatch.setattr(command, "train_and_verify", lambda entry, file, steps, json: trained.append(file) or 0)
+    entry = find("one_rank")
+    file = Path("notebooks") / "one_rank.ipynb"
+    file.parent.mkdir()
+    cells = notebook(entry)
+    file.write_text(json.dumps(cells))
+    assert main(["learn", "run", str(file)]) == 2
+    assert "one_rank is not passed yet" in capsys.readouterr().err
+    cells["cells"][1]["source"] = entry.solution_text.splitlines(keepends=True)
+    file.write_text(json.dumps(cells))
+    assert main(["learn", "watch", str(file)]) == 0
+    assert "Train a GPT with it: shardlab learn run notebooks/one_rank.ipynb" in capsys.readouterr().out
+    assert "one_rank" in CourseFolder.open(Path()).passed
+    assert main(["learn", "run", str(file)]) == 0
+    assert trained == [Path("notebooks/code/one_rank.py")]
+    file.write_text("{")
+    assert main(["learn", "run", str(file)]) == 2
+    assert "notebooks/one_rank.ipynb is not a notebook" in capsys.readouterr().err
 
 
 def test_a_save_is_graded_and_the_next_exercise_follows(

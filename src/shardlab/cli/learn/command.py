@@ -24,7 +24,7 @@ from shardlab.cli.options import Count, Flag
 from shardlab.common.errors import UserError
 from shardlab.common.text import counted
 from shardlab.learn.course.catalogue import CourseEntry, all_entries, course, gallery
-from shardlab.learn.course.folder import HINTS, CourseFolder
+from shardlab.learn.course.folder import HINTS, NOTEBOOK, CourseFolder
 
 ExerciseName = Annotated[
     str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", help_behavior_hint="(default: the current one)")
@@ -78,15 +78,19 @@ class Watch:
         entry = folder.find(self.exercise)
         console = stdout_console()
         if not sys.stdout.isatty():
-            return 0 if _grade(console, folder, entry) else 1
+            return 0 if _grade(console, folder, entry, self.exercise) else 1
         try:
             while True:
-                stamp = _stamp(folder.file(entry))
+                stamp = _stamp(folder.file(entry, self.exercise))
                 console.clear()
-                if _grade(console, folder, entry) and self.exercise is None and folder.current != entry.name:
+                if (
+                    _grade(console, folder, entry, self.exercise)
+                    and self.exercise is None
+                    and folder.current != entry.name
+                ):
                     entry = folder.find(None)
                     stamp = _stamp(folder.file(entry))
-                file = folder.file(entry)
+                file = folder.file(entry, self.exercise)
                 console.print()
                 console.print(Text(f"waiting for the next save of {file} (Ctrl-C ends)", "dim"))
                 while _stamp(file) in (stamp, None):
@@ -193,11 +197,12 @@ class TrainWithSolution:
         if self.exercise is None and not folder.passed:
             raise UserError("no exercise is passed yet, so there is nothing to train with; solve one first")
         entry = folder.find(folder.passed[-1] if self.exercise is None else self.exercise)
-        _require_passed(folder, entry)
-        grade = folder.grade(entry)
+        grade = folder.grade(entry, self.exercise)
         if not grade.passed:
-            raise UserError(f"{folder.file(entry)} has changed and is not passed any more: {grade.finding}")
-        return train_and_verify(entry, folder.file(entry), self.steps, json=self.json)
+            _require_passed(folder, entry)
+            file = folder.file(entry, self.exercise)
+            raise UserError(f"{file} is not passed, or not any more: {grade.finding}")
+        return train_and_verify(entry, folder.program(entry, self.exercise), self.steps, json=self.json)
 
 
 @dataclass(frozen=True)
@@ -242,15 +247,17 @@ def _open_folder() -> CourseFolder:
     return folder
 
 
-def _grade(console: Console, folder: CourseFolder, entry: CourseEntry) -> bool:
-    """Grade the file of an exercise and print the result; if it is passed, say what comes next."""
-    grade = folder.grade(entry)
-    print_grade(console, grade, str(folder.file(entry)))
+def _grade(console: Console, folder: CourseFolder, entry: CourseEntry, name: str | None) -> bool:
+    """Grade the file or the notebook of an exercise and print the result; if it is passed, say what comes next."""
+    grade = folder.grade(entry, name)
+    print_grade(console, grade, str(folder.file(entry, name)))
     if not grade.passed:
         console.print(Text(f"Stuck? shardlab learn hint {entry.name}", "dim"))
         return False
     following = folder.find(None)
-    console.print(Text(f"Train a GPT with it: shardlab learn run {entry.name}"))
+    console.print(
+        Text(f"Train a GPT with it: shardlab learn run {name if name and name.endswith(NOTEBOOK) else entry.name}")
+    )
     if following.name in folder.passed:
         console.print("All exercises are passed.")
     else:

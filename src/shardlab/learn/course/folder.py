@@ -32,6 +32,11 @@ FORMAT = 1
 NOTEBOOKS = "notebooks"
 """Name of the folder of the notebooks."""
 
+NOTEBOOK = ".ipynb"
+
+GRADES = "from shardlab.learn.course import check"
+"""First line of the cell of a notebook that grades it."""
+
 HINTS = 3
 """Number of hints of an exercise."""
 
@@ -104,8 +109,10 @@ class CourseFolder:
             raise UserError(f"{path} cannot be written ({error.strerror or error})") from error
         return folder
 
-    def file(self, entry: CourseEntry) -> Path:
-        """Return the path of an exercise's file."""
+    def file(self, entry: CourseEntry, name: str | None = None) -> Path:
+        """Return the path of an exercise's file, or of its notebook if a student named that (`find`)."""
+        if name is not None and name.endswith(NOTEBOOK):
+            return self.path / name
         return (self.path / "gallery" if entry.in_gallery else self.path) / f"{entry.name}.py"
 
     def has_start(self, entry: CourseEntry) -> bool:
@@ -113,12 +120,14 @@ class CourseFolder:
         return self.file(entry).read_bytes() == entry.start_text.encode()
 
     def find(self, name: str | None) -> CourseEntry:
-        """Return an exercise by its name, its number or its file; the current one for None.
+        """Return an exercise by its name, its number, its file or its notebook; the current one for None.
 
         Raises:
             UserError: if there is none. The message suggests the nearest name.
         """
-        return catalogue.find(self.current if name is None else Path(name).stem if name.endswith(".py") else name)
+        return catalogue.find(
+            self.current if name is None else Path(name).stem if name.endswith((".py", NOTEBOOK)) else name
+        )
 
     def next_hint(self, entry: CourseEntry) -> int:
         """Return the number of the next hint, and remember that it was shown. The last one is repeated."""
@@ -142,12 +151,26 @@ class CourseFolder:
         self.save()
         return copy
 
-    def grade(self, entry: CourseEntry) -> ExerciseGrade:
-        """Grade the file of an exercise, and remember if it is passed.
+    def program(self, entry: CourseEntry, name: str | None = None) -> Path:
+        """Return the path of a student's program: the exercise's file, or the code of the notebook in a file of its own.
+
+        Raises:
+            UserError: if the notebook cannot be read.
+        """
+        file = self.file(entry, name)
+        if file.suffix != NOTEBOOK:
+            return file
+        program = file.parent / "code" / f"{entry.name}.py"
+        program.parent.mkdir(exist_ok=True)
+        write_atomically(program, code_of_notebook(file))
+        return program
+
+    def grade(self, entry: CourseEntry, name: str | None = None) -> ExerciseGrade:
+        """Grade the file of an exercise, or its notebook if `name` names one, and remember if it is passed.
 
         If the current exercise is passed, the next one that is not becomes the current one.
         """
-        result = grade_file(entry, self.file(entry))
+        result = grade_file(entry, self.program(entry, name))
         if result.passed and entry.name not in self.passed:
             self.passed.append(entry.name)
         if result.passed and entry.name == self.current:
@@ -235,15 +258,35 @@ def grade_file(entry: CourseEntry, path: Path) -> ExerciseGrade:
 
 def notebook(entry: CourseEntry) -> dict[str, Any]:
     """Return the notebook of an exercise, in Jupyter's format 4.5."""
-    call = f'from shardlab.learn.course import check\n\ncheck("{entry.name}", {entry.name})'
+    call = f'{GRADES}\n\ncheck("{entry.name}", {entry.name})'
+    command = f"shardlab learn run {NOTEBOOKS}/{entry.name}{NOTEBOOK}"
+    train = f"Save the notebook, then train a GPT with your program: `!cd .. && {command}`"
     cells = [
         _cell("statement", "markdown", f"```text\n{entry.statement}\n```"),
         _cell("start", "code", _without_docstring(entry.start_text)),
         _cell("check", "code", call),
+        _cell("train", "markdown", train),
     ]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     return {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+
+
+def code_of_notebook(path: Path) -> str:
+    """Return the code of a notebook, without the cells that grade it and the lines that are not Python (`!`, `%`).
+
+    Raises:
+        UserError: if the file is no notebook.
+    """
+    try:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {why_unreadable(error)}") from error
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is not a notebook; save it in Jupyter's format 4") from None
+    lines = "\n\n".join(text for text in texts if GRADES not in text).splitlines()
+    return "".join(f"{line}\n" for line in lines if not line.startswith(("!", "%")))
 
 
 def _cell(name: str, kind: str, text: str) -> dict[str, Any]:
