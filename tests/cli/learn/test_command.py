@@ -12,7 +12,7 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.cli.learn import command
-from shardlab.learn.course.catalogue import all_entries, find
+from shardlab.learn.course.catalogue import CourseEntry, all_entries, find
 from shardlab.learn.course.folder import CourseFolder, notebook
 
 Captured = pytest.CaptureFixture[str]
@@ -120,7 +120,12 @@ def test_a_solved_notebook_is_passed_and_a_damaged_one_is_named(
     course: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[Path] = []
-    monkeypatch.setattr(command, "train_and_verify", lambda entry, file, steps, json: trained.append(file) or 0)
+
+    def train(entry: CourseEntry, file: Path, steps: int, *, json: bool) -> int:
+        trained.append(file)
+        return 0
+
+    monkeypatch.setattr(command, "train_and_verify", train)
     entry = find("one_rank")
     file = Path("notebooks") / "one_rank.ipynb"
     file.parent.mkdir()

@@ -83,11 +83,8 @@ class Watch:
             while True:
                 stamp = _stamp(folder.file(entry, self.exercise))
                 console.clear()
-                if (
-                    _grade(console, folder, entry, self.exercise)
-                    and self.exercise is None
-                    and folder.current != entry.name
-                ):
+                passed = _grade(console, folder, entry, self.exercise)
+                if passed and self.exercise is None and folder.current != entry.name:
                     entry = folder.find(None)
                     stamp = _stamp(folder.file(entry))
                 file = folder.file(entry, self.exercise)
@@ -255,9 +252,8 @@ def _grade(console: Console, folder: CourseFolder, entry: CourseEntry, name: str
         console.print(Text(f"Stuck? shardlab learn hint {entry.name}", "dim"))
         return False
     following = folder.find(None)
-    console.print(
-        Text(f"Train a GPT with it: shardlab learn run {name if name and name.endswith(NOTEBOOK) else entry.name}")
-    )
+    source = name if name and name.endswith(NOTEBOOK) else entry.name
+    console.print(Text(f"Train a GPT with it: shardlab learn run {source}"), soft_wrap=True)
     if following.name in folder.passed:
         console.print("All exercises are passed.")
     else:

@@ -125,9 +125,9 @@ class CourseFolder:
         Raises:
             UserError: if there is none. The message suggests the nearest name.
         """
-        return catalogue.find(
-            self.current if name is None else Path(name).stem if name.endswith((".py", NOTEBOOK)) else name
-        )
+        if name is None:
+            return catalogue.find(self.current)
+        return catalogue.find(Path(name).stem if name.endswith((".py", NOTEBOOK)) else name)
 
     def next_hint(self, entry: CourseEntry) -> int:
         """Return the number of the next hint, and remember that it was shown. The last one is repeated."""
@@ -152,7 +152,7 @@ class CourseFolder:
         return copy
 
     def program(self, entry: CourseEntry, name: str | None = None) -> Path:
-        """Return the path of a student's program: the exercise's file, or the code of the notebook in a file of its own.
+        """Return the path of a student's program: the exercise's file, or a file with the code of the notebook.
 
         Raises:
             UserError: if the notebook cannot be read.
