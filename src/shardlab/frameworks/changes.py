@@ -1,0 +1,119 @@
+"""The smallest changes of a configuration that would help: each is tried with a forecast.
+
+A change is one key of the file with another value, or a key with those that it needs. The changed configuration is read
+as the file is, so that its meaning, its limits and its words are the framework's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardlab.common.errors import Refused, UserError
+from shardlab.frameworks.find import FRAMEWORKS, read_run
+from shardlab.frameworks.run import FrameworkRun
+from shardlab.frameworks.settings import Config, Setting
+from shardlab.simulate.predict.forecast import Forecast, forecast
+from shardlab.simulate.predict.memory_advice import broken_limit
+
+LEAST_GAIN = 0.01
+"""Least share of the step time, or of the device's memory, that a change must gain to be named."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Change of a configuration, with its forecast.
+
+    Attributes:
+        settings: the changed keys with their new values; None stands for a key that is left out.
+        config, step, forecast: the changed configuration, its step and the forecast.
+        seconds, bytes: differences to the configuration as it is: of the time per token, as a share, and of the memory
+            of the fullest device.
+    """
+
+    settings: tuple[Setting, ...]
+    config: Config
+    step: FrameworkRun
+    forecast: Forecast
+    seconds: float
+    bytes: float
+
+
+def predict(step: FrameworkRun) -> Forecast:
+    """Return the forecast of a step.
+
+    Raises:
+        UserError, Refused: if the step cannot be simulated.
+    """
+    return forecast(step.workload)
+
+
+def try_changes(step: FrameworkRun, found: Forecast, *, seconds: float = 20.0) -> list[Trial]:
+    """Try changes of single keys, and return those that help, the best first.
+
+    If the step fits, the best changes save most time among those that fit. If it does not, those that fit come first,
+    the fastest first, and then those that save most memory.
+
+    Args:
+        step: the step as it is.
+        found: its forecast.
+        seconds: time after which no more changes are tried.
+    """
+    config, began = step.config, time.monotonic()
+    per_token, bytes = found.seconds / step.workload.tokens, found.memory.unlimited
+    trials: list[Trial] = []
+    seen = {_key(step)}
+    for meanings in _distinct(config, FRAMEWORKS[config.table.framework].changes(config, step)):
+        if time.monotonic() - began > seconds:
+            break
+        try:
+            changed = config.with_meanings(meanings)
+            other = read_run(changed, step.cluster)
+            if _key(other) in seen or broken_limit(other.workload):
+                continue
+            seen.add(_key(other))
+            result = predict(other)
+        except (UserError, Refused):
+            continue  # the framework, the model or the cluster rules it out
+        trials.append(
+            Trial(
+                tuple(config.edit(meaning, value) for meaning, value in meanings.items()),
+                changed,
+                other,
+                result,
+                result.seconds / other.workload.tokens / per_token - 1,
+                result.memory.unlimited - bytes,
+            )
+        )
+    return _best(trials, found)
+
+
+def _key(step: FrameworkRun) -> str:
+    """Return what distinguishes the forecasts of two steps."""
+    recipe = replace(step.recipe, figures={})
+    return repr((step.plan, step.model, step.micro_batch_size, step.microbatches, step.precision, recipe))
+
+
+def _distinct(config: Config, changes: Iterator[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the changes without the meanings that already have their value."""
+    for change in changes:
+        given, values = config.given, config.values
+        kept = {
+            meaning: value
+            for meaning, value in change.items()
+            if (value is None and meaning in given) or (value is not None and values[meaning] != value)
+        }
+        if kept:
+            yield kept
+
+
+def _best(trials: list[Trial], found: Forecast) -> list[Trial]:
+    if found.memory.fits:
+        helpful = [each for each in trials if each.forecast.memory.fits and each.seconds < -LEAST_GAIN]
+        return sorted(helpful, key=lambda each: (not each.forecast.memory.safe, each.seconds))
+    fitting = sorted((each for each in trials if each.forecast.memory.fits), key=lambda each: each.seconds)
+    least = LEAST_GAIN * found.memory.capacity
+    others = sorted((each for each in trials if not each.forecast.memory.fits), key=lambda each: each.bytes)
+    return fitting + [each for each in others if each.bytes < -least]

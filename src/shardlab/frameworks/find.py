@@ -1,0 +1,233 @@
+"""Which framework a configuration is for, and its settings.
+
+`read_config` takes a file, or the name of a framework whose arguments are on the command line, and returns a `Config`.
+`read_run` makes the step of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardlab.common.errors import UserError, naming, suggest_name, why_unreadable
+from shardlab.common.files import require_regular_file
+from shardlab.frameworks import megatron, torchtitan
+from shardlab.frameworks.run import FrameworkRun
+from shardlab.frameworks.settings import UNSET, Config, Setting
+from shardlab.frameworks.shell import Script, Word, flags_of, run_script
+from shardlab.simulate.hardware import Cluster
+
+MOST_BYTES = 2**21
+"""Largest configuration that is read."""
+
+FACTS: dict[str, tuple[str, ...]] = {
+    "nodes": ("--nnodes", "--num_nodes", "--nodes", "-N", "--num_machines", "NNODES", "NUM_NODES", "SLURM_NNODES"),
+    "per_node": (
+        *("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--gpus-per-node", "--ntasks-per-node"),
+        *("GPUS_PER_NODE", "NPROC_PER_NODE", "NGPU", "NGPUS", "N_GPUS", "NUM_GPUS"),
+    ),
+    "devices": ("--num_processes", "WORLD_SIZE"),
+}
+"""Flags of launchers and usual variables that say on how many devices a script runs."""
+
+
+class Framework(NamedTuple):
+    """Module of a framework.
+
+    Attributes:
+        run: makes the step of a configuration.
+        changes: yields changes of a configuration that may help.
+    """
+
+    run: Callable[[Config, Cluster], FrameworkRun]
+    changes: Callable[[Config, FrameworkRun], Any]
+
+
+FRAMEWORKS: dict[str, Framework] = {
+    torchtitan.NAME: Framework(torchtitan.run, torchtitan.changes),
+    megatron.NAME: Framework(megatron.run, megatron.changes),
+}
+"""Every framework that is read."""
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Words after `--`: NAME=VALUE for variables of a script, and flags for settings."""
+
+    variables: Mapping[str, str]
+    words: tuple[Word, ...]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Overrides:
+        """Return the overrides of some words."""
+        variables: dict[str, str] = {}
+        flags: list[Word] = []
+        for word in words:
+            found = None if flags else re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
+            if found:
+                variables[found[1]] = found[2]
+            else:
+                flags.append(Word(word, 0))
+        return cls(variables, tuple(flags))
+
+
+def read_config(name: str, overrides: Sequence[str] = (), framework: str | None = None) -> Config:
+    """Return the settings of a configuration.
+
+    Args:
+        name: path of a file, or the name of a framework whose arguments are all in `overrides`.
+        overrides: words that change the file's settings.
+        framework: name of the framework (None: the one that the contents show).
+
+    Raises:
+        UserError: if the file cannot be read, or no framework is recognized.
+    """
+    if framework is not None and framework not in FRAMEWORKS:
+        raise UserError(f"there is no framework {framework!r}; {suggest_name(framework, FRAMEWORKS)}")
+    changed = Overrides.of(overrides)
+    if name in FRAMEWORKS and not Path(name).exists():
+        if not overrides:
+            raise UserError(f"{name} has no arguments; give them after --, as in shardlab explain {name} -- --key value")
+        return _from_script("", "the command line", changed, name, Path())
+    path = Path(name)
+    require_regular_file(path)
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise UserError(f"{path} has more than {MOST_BYTES:,} bytes, which no configuration has; name another file")
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {why_unreadable(error)}") from None
+    if "\0" in text:
+        raise UserError(f"{path} is not text; name a configuration")
+    with naming(path):
+        return _from_text(text.replace("\r\n", "\n"), path, changed, framework)
+
+
+def _from_text(text: str, path: Path, changed: Overrides, framework: str | None) -> Config:
+    if path.suffix == ".toml":
+        settings, _ = torchtitan.read_arguments(flags_of(changed.words))
+        found = torchtitan.read_toml(text, path.name)
+        if framework is None and not any(each.key.split(".")[0] in torchtitan.SECTIONS for each in found):
+            raise UserError(
+                f"{path} has no section of torchtitan ({', '.join(torchtitan.SECTIONS[:8])}, ...); a plan of shardlab is "
+                "for shardlab simulate --plan"
+            )
+        return Config(torchtitan.table(), path.name, (*found, *settings))
+    if re.search(r"(^|\s)--[A-Za-z]", text):
+        return _from_script(text, path.name, changed, framework, path.parent)
+    raise UserError(
+        f"{path} is for no framework that is known here; give a torchtitan TOML, or a script or list of Megatron-LM "
+        "arguments, or name the framework with --framework"
+    )
+
+
+def _from_script(text: str, file: str, changed: Overrides, framework: str | None, folder: Path) -> Config:
+    script = run_script(text, changed.variables)
+    launch, words = _training_command(script)
+    arguments = flags_of([*words, *changed.words])
+    dotted = [name for name, *_ in arguments if name.removeprefix("--").split(".")[0] in torchtitan.SECTIONS]
+    modules = {name for name, *_ in arguments} & {"--module", "--config", "--job.config_file"}
+    variables = script.value("CONFIG_FILE")
+    facts = _facts(script, launch)
+    notes = tuple(script.notes)
+    if framework == torchtitan.NAME or (framework is None and (dotted or modules or variables)):
+        settings, selected = torchtitan.read_arguments(arguments)
+        settings = [each for each in settings if "." in each.key] if framework is None else settings
+        inner = selected.get("job.config_file") or (variables.text if variables else "")
+        if inner and UNSET not in inner:
+            settings = [*_inner_file(folder, inner, file), *settings]
+        config = selected.get("config") or (found.text if (found := script.value("CONFIG")) else "")
+        if config:
+            settings = [*torchtitan.registry_settings(selected.get("module", ""), config), *settings]
+        return Config(torchtitan.table(), file, tuple(settings), facts, notes)
+    settings = tuple(Setting(name, value, line) for name, value, line in arguments)
+    settings = tuple(each for each in settings if each.line == 0 or each.key.startswith("--"))
+    config = Config(megatron.table(), file, settings, facts, notes)
+    if framework is None and not config.given:
+        raise UserError(
+            f"{file} has no argument of a framework that is known here; --framework names it "
+            f"({', '.join(FRAMEWORKS)})"
+        )
+    return config
+
+
+def _inner_file(folder: Path, inner: str, file: str) -> list[Setting]:
+    for path in (folder / inner, folder / Path(inner).name):
+        if path.is_file():
+            settings = torchtitan.read_toml(path.read_text(encoding="utf-8"), str(path))
+            return [replace_line(each) for each in settings]
+    raise UserError(f"{file} starts torchtitan with {inner}, which is not beside it; name that file, or put it there")
+
+
+def replace_line(setting: Setting) -> Setting:
+    """Return a setting without its line, which is one of another file."""
+    return setting._replace(line=0)
+
+
+def _training_command(script: Script) -> tuple[list[Word], list[Word]]:
+    """Return the words of the launcher, and those of the arguments of the training program.
+
+    If no command names a program, the arguments are all flags of variables and arrays.
+    """
+    best: tuple[list[Word], list[Word]] | None = None
+    for words in _commands(script):
+        place = next((number for number, word in enumerate(words) if word.text.endswith(".py")), None)
+        if place is None and any(word.text in ("-m", "--module") for word in words):
+            place = next(number for number, word in enumerate(words) if word.text in ("-m", "--module")) + 1
+        if place is None and any(word.text.endswith("run_train.sh") for word in words):
+            place = next(number for number, word in enumerate(words) if word.text.endswith("run_train.sh"))
+        if place is not None and (best is None or len(words) - place > len(best[1])):
+            best = list(words[:place]), list(words[place + 1 :])
+    if best is not None and any(word.text.startswith("--") for word in best[1]):
+        return best
+    loose = [word for words in (*script.variables.values(), *script.commands) for word in words]
+    pieces = [Word(piece, word.line) for word in loose for piece in word.text.split()]
+    flags = [piece for piece in pieces if piece.text.startswith("-")]
+    return (best[0] if best else []), pieces if flags else []
+
+
+def _commands(script: Script) -> list[list[Word]]:
+    """Return the commands of a script, and those in texts that a shell runs (`bash -c`, `srun ... "..."`)."""
+    found: list[list[Word]] = []
+    for words in script.commands:
+        inner = next((word for word in words if " --" in word.text and re.search(r"\.py\b|run_train", word.text)), None)
+        if inner is not None:
+            inside = run_script(inner.text, {name: each[0].text for name, each in script.variables.items() if each})
+            found += [[*words, *(word._replace(line=word.line + inner.line - 1) for word in each)] for each in inside.commands]
+        else:
+            found.append(words)
+    return found
+
+
+def _facts(script: Script, launch: Sequence[Word]) -> dict[str, Setting]:
+    """Return what a script says of its devices: flags of the launcher, variables, and the scheduler's options."""
+    found: dict[str, Setting] = {}
+    flags = {name: Setting(name, value, line) for name, value, line in flags_of([*script.directives, *launch])}
+    if gres := flags.get("--gres"):
+        count = re.search(r"gpu(?::\w+)?:(\d+)", str(gres.value))
+        flags |= {"--gpus-per-node": Setting("--gres", count[1], gres.line)} if count else {}
+    if "deepspeed" not in " ".join(word.text for word in launch):
+        flags.pop("--num_gpus", None)
+    for fact, names in FACTS.items():
+        for name in names:
+            value = script.value(name)
+            setting = flags.get(name) or (value and Setting(name, value.text, value.line))
+            if setting and (str(setting.value).isdigit() or fact not in found):
+                found[fact] = setting
+                if str(setting.value).isdigit():
+                    break
+    return found
+
+
+def read_run(config: Config, cluster: Cluster) -> FrameworkRun:
+    """Return the step of a configuration on a cluster.
+
+    Raises:
+        UserError: if something is missing, or numbers do not fit together.
+    """
+    return FRAMEWORKS[config.table.framework].run(config, cluster)
+
+

@@ -1,0 +1,318 @@
+"""Megatron-LM: the arguments of `pretrain_gpt.py`, alone or in the shell script that holds them.
+
+Defaults are those of `megatron/training/arguments.py`; `megatron.toml` lists the arguments, with the commits. NeMo has
+the same words in YAML, so `run` also makes its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardlab.common.errors import UserError
+from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, make_plan, padded
+from shardlab.frameworks.settings import Config, KeyTable
+from shardlab.language import Mesh
+from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.models import GPT, Blocks, Llama
+from shardlab.models.architectures import Mixtral, MoE
+from shardlab.simulate.hardware import Cluster
+from shardlab.simulate.predict.recipe import Recipe, find_recipe
+
+NAME = "megatron"
+
+VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256}
+"""Sizes of the vocabularies of tokenizers."""
+
+HUGGING_FACE = {
+    "llama-3": 128256,
+    "llama3": 128256,
+    "llama-2": 32000,
+    "llama2": 32000,
+    "mistral": 32000,
+    "mixtral": 32000,
+    "qwen3": 151936,
+    "qwen2": 151936,
+    "qwen1": 151936,
+    "deepseek-v3": 129280,
+    "deepseek-v2": 102400,
+    "gpt2": 50257,
+}
+"""Sizes of vocabularies by a part of a tokenizer's path."""
+
+
+def table() -> KeyTable:
+    """Return the vocabulary of Megatron-LM."""
+    return KeyTable.load(NAME)
+
+
+def run(config: Config, cluster: Cluster) -> FrameworkRun:
+    """Return the step of a configuration.
+
+    Raises:
+        UserError: if sizes are missing, or do not fit together.
+    """
+    values, notes = config.values, list[str]()
+    mesh = _mesh(config, values, cluster.size)
+    model = _model(config, values, mesh, notes)
+    stages, blocks = _stages(config, values, model, mesh)
+    zero = _zero(values, notes)
+    recipe = _recipe(config, values, notes)
+    layout = Layout(
+        mesh,
+        zero=zero,
+        schedule="interleaved-1f1b" if stages > 1 else "1f1b",
+        stages=stages,
+        blocks_of_stages=blocks,
+        sequence_parallel=values["sequence_parallel"],
+        recompute=_recompute(values, model, mesh, stages, notes),
+        reduce_at="layer" if values["overlap_grad_reduce"] or zero == 3 else "step",
+        context={"p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses"}.get(str(values["context"][0]), "ring"),
+    )
+    plan, recipe = make_plan(layout, model, recipe)
+    size = int(values["micro_batch_size"] or 0)
+    if not size:
+        raise UserError(f"{config.file} gives no {config.table.keys['micro_batch_size'].name}; give it after --")
+    sequences = int(values["global_batch"] or size * plan.data_ranks)
+    microbatches = cut_batch(config.file, sequences, size, plan.data_ranks)
+    return FrameworkRun(
+        config,
+        _model_words(model),
+        model,
+        plan,
+        cluster,
+        size,
+        microbatches,
+        _precision(values, notes),
+        recipe,
+        _optimizer(values, notes),
+        tuple(notes),
+    )
+
+
+def _model_words(model: Blocks) -> str:
+    count = model.parameter_count
+    size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+    kind = "mixture" if isinstance(model, MoE) else "Llama" if isinstance(model, Llama) else "GPT"
+    return f"{kind} of {size} parameters"
+
+
+def _mesh(config: Config, values: Mapping[str, Any], devices: int) -> Mesh:
+    tp, pp, cp, ep = (values[each] for each in ("tp", "pp", "cp", "ep"))
+    ranks = data_ranks(devices, tp * pp * cp, config.file, f"tp {tp}, pp {pp} and cp {cp}")
+    if ranks % ep:
+        raise UserError(
+            f"{config.file}: {config.table.keys['ep'].name} is {ep}, which does not divide the {ranks} data-parallel "
+            "ranks; experts over other axes are not predicted"
+        )
+    return Mesh(pp=pp, dp_shard=ranks // ep, cp=cp, tp=tp, ep=ep)
+
+
+def _number(config: Config, values: Mapping[str, Any], meaning: str) -> int:
+    value = values[meaning]
+    if value is None:
+        raise UserError(f"{config.file} gives no {config.table.keys[meaning].name}; give it after --")
+    if not str(value).isdigit():
+        raise UserError(f"{config.file}: {config.table.keys[meaning].name} is {value!r}; give a whole number")
+    return int(value)
+
+
+def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[str]) -> Blocks:
+    layers, hidden, heads, seq_len = (
+        _number(config, values, each) for each in ("layers", "hidden_size", "heads", "seq_len")
+    )
+    gated = values["swiglu"] or values["geglu"]
+    ffn = int(values["ffn_hidden_size"] or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden))
+    kv_heads = values["kv_heads"] if values["grouped"] else 1 if values["one_kv_head"] else heads
+    rotary = values["positions"] in ("rope", "yarn", "mrope") or values["rotary"]
+    common: dict[str, Any] = {
+        "layers": layers,
+        "hidden_size": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn_hidden_size": ffn,
+        "vocab_size": _vocabulary(values, mesh.tp, notes),
+        "seq_len": seq_len,
+        "tied": not values["untied"] and mesh.pp >= 1,
+        "norm": "rms" if values["norm"] == "RMSNorm" else "layer",
+        "bias": values["bias"],
+        "activation": "swiglu" if gated else "squared_relu" if values["squared_relu"] else "gelu",
+        "rope_theta": 10000.0 if rotary or values["positions"] == "none" else None,
+        "dropout": max(values["hidden_dropout"], values["attention_dropout"]),
+    }
+    head = values["head_dim"]
+    if head is not None and int(head) * heads != hidden:
+        if "head_dim" in GPT.__dataclass_fields__:
+            common["head_dim"] = int(head)
+        else:
+            notes.append(f"heads are {head} wide, and are predicted as {hidden // heads}")
+    if values["latent_attention"]:
+        notes.append("latent attention is predicted as attention with whole keys and values")
+    if 0 < values["attention_dropout"] != values["hidden_dropout"] or 0 < values["hidden_dropout"]:
+        notes.append(f"dropout {common['dropout']}: attention runs step by step unless its fused kernel drops as well")
+    if values["qkv_bias"] and not values["bias"]:
+        notes.append("biases of queries, keys and values alone are left out")
+    if values["experts"] is None:
+        kind = Llama if gated and common["norm"] == "rms" and not values["bias"] else GPT
+        return kind(**common)
+    return _mixture(values, common, notes)
+
+
+def _mixture(values: Mapping[str, Any], common: dict[str, Any], notes: list[str]) -> Blocks:
+    expert = int(values["expert_ffn"] or common["ffn_hidden_size"])
+    shared = int(values["shared_ffn"] or 0)
+    if str(values["moe_layers"]) not in ("1", "[1]"):
+        notes.append(f"every block is predicted as a mixture; {values['moe_layers']} says which are")
+    capacity = float(values["capacity"]) if values["capacity"] is not None else 1.0
+    mixture = {
+        "experts": int(values["experts"]),
+        "top_k": values["top_k"],
+        "shared_experts": round(shared / expert),
+        "capacity_factor": capacity,
+    }
+    kind = Mixtral if common["activation"] == "swiglu" else MoE
+    return kind(**common | {"ffn_hidden_size": expert} | mixture)
+
+
+def _vocabulary(values: Mapping[str, Any], tp: int, notes: list[str]) -> int:
+    """Return the padded size of the vocabulary (`_vocab_size_with_padding`)."""
+    if values["padded_vocab"]:
+        return int(values["padded_vocab"])
+    size = values["vocab_size"]
+    if size is None:
+        path = str(values["tokenizer_model"]).lower()
+        size = VOCABULARIES.get(values["tokenizer"])
+        size = size or next((count for part, count in HUGGING_FACE.items() if part in path), None)
+        if size is None:
+            size = 50257
+            notes.append("the size of the vocabulary is not given; GPT-2's 50,257 is assumed (give --vocab-size)")
+        else:
+            notes.append(f"a vocabulary of {size:,}, as the tokenizer's name says")
+    return padded(int(size), values["vocab_multiple"] * tp)
+
+
+def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh) -> tuple[int, tuple[int, ...]]:
+    """Return the stages on each pipeline rank, and the blocks of each stage."""
+    if mesh.pp == 1:
+        return 1, ()
+    virtual = 1
+    if values["virtual_stages"]:
+        virtual = int(values["virtual_stages"])
+    elif values["virtual_layers"]:
+        virtual = max(1, model.layers // mesh.pp // int(values["virtual_layers"]))
+    stages, layers = mesh.pp * virtual, model.layers
+    first, last = values["first_stage_layers"], values["last_stage_layers"]
+    if virtual == 1 and (first or last):
+        middle = mesh.pp - bool(first) - bool(last)
+        each, rest = divmod(layers - int(first or 0) - int(last or 0), max(1, middle))
+        if not rest and middle:
+            blocks = [each] * mesh.pp
+            blocks[0], blocks[-1] = int(first or each), int(last or each)
+            return 1, tuple(blocks)
+    ends = values["embedding_in_split"] + values["loss_in_split"]
+    each, rest = divmod(layers + ends, stages)
+    if rest:
+        raise UserError(
+            f"{config.file}: {layers} layers do not divide among {stages} pipeline stages; Megatron-LM refuses that"
+        )
+    blocks = [each] * stages
+    blocks[0] -= values["embedding_in_split"]
+    blocks[-1] -= values["loss_in_split"]
+    return virtual, tuple(blocks)
+
+
+def _zero(values: Mapping[str, Any], notes: list[str]) -> int:
+    if values["torch_fsdp"]:
+        return 3
+    if values["megatron_fsdp"]:
+        strategies = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+        return strategies.get(values["sharding"], 3)
+    if values["optimizer_instances"] > 1:
+        notes.append("the optimizer's state is predicted as sharded over all data-parallel ranks, not over an instance's")
+    return int(values["distributed_optimizer"])
+
+
+def _recompute(values: Mapping[str, Any], model: Blocks, mesh: Mesh, stages: int, notes: list[str]) -> Any:
+    """Return what is recomputed (`megatron/core/transformer/transformer_block.py`, `_checkpointed_forward`)."""
+    mode = "selective" if values["recompute_activations"] and not values["recompute"] else values["recompute"]
+    if values["recompute_2021"]:
+        return "full"
+    if mode == "full" and values["recompute_method"] == "block":
+        count = int(values["recompute_layers"] or 1)
+        each = model.layers // (mesh.pp * stages)
+        return tuple(block for block in range(model.layers) if block % each < count)
+    if mode == "full":
+        if int(values["recompute_layers"] or 1) > 1:
+            notes.append("groups of recomputed layers are predicted as single ones, which keep more")
+        return "full"
+    if mode != "selective":
+        return "none"
+    others = [each for each in values["recompute_modules"] if each != "core_attn"]
+    if others and "recompute_modules" in values:
+        notes.append(f"the recomputation of {', '.join(others)} is not predicted; memory will be smaller")
+    dropout = values["attention_dropout"] > 0
+    return "selective" if dropout else "none"  # fused attention keeps no scores in any case
+
+
+def _recipe(config: Config, values: Mapping[str, Any], notes: list[str]) -> Recipe:
+    old = config.version.startswith(("2020", "2021"))
+    if old:
+        return find_recipe("megatron-2021" if values["recompute_2021"] or not values["sequence_parallel"] else "megatron-2022")
+    if values["implementation"] == "local" and not values["flash_attention"]:
+        notes.append("--transformer-impl local is predicted with fused attention")
+    return find_recipe("megatron-core")
+
+
+def _precision(values: Mapping[str, Any], notes: list[str]) -> Precision:
+    if values["fp8"] or values["fp8_2023"]:
+        name = "mxfp8" if values["fp8_recipe"] == "mxfp8" else "fp8"
+        try:
+            return find_precision(name)
+        except UserError:
+            notes.append(f"{name} is predicted as bf16, so the step will be faster")
+    if values["fp16"]:
+        return find_precision("fp16")
+    if not values["bf16"] and not values["fp8"]:
+        return find_precision("fp32")
+    return find_precision("bf16" if values["bf16_gradients"] else "bf16-fp32-grads")
+
+
+def _optimizer(values: Mapping[str, Any], notes: list[str]) -> Optimizer:
+    names: dict[str, Optimizer] = {"adam": "adamw", "sgd": "sgd", "lion": "lion", "muon": "muon", "dist_muon": "muon"}
+    found = names.get(str(values["optimizer"]).lower())
+    if found is None:
+        notes.append(f"optimizer {values['optimizer']} is predicted as AdamW")
+    return found or "adamw"
+
+
+def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
+    """Yield changes of single arguments that may save time or memory, as values of meanings."""
+    values, mesh, layers = config.values, step.plan.mesh, step.model.layers
+    each = max(1, layers // mesh.pp // (step.plan.stages_per_rank or 1))
+    none = {"recompute": None, "recompute_method": None, "recompute_layers": None, "recompute_activations": None}
+    if step.plan.recompute != "none":
+        yield none
+    for count in sorted({1, 2, 4, each // 4, each // 2, each * 3 // 4} - {0}):
+        if count < each:
+            yield {"recompute": "full", "recompute_method": "block", "recompute_layers": count}
+    yield {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
+    for meaning in ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "tp_overlap"):
+        needs = {"distributed_optimizer": True} if meaning == "overlap_param_gather" else {}
+        if not values[meaning] and (meaning != "tp_overlap" or mesh.tp > 1):
+            yield {meaning: True, **needs}
+    if mesh.tp > 1 and not values["sequence_parallel"]:
+        yield {"sequence_parallel": True}
+    size = step.micro_batch_size
+    yield from ({"micro_batch_size": other} for other in (size // 2, size * 2, 1) if other and other != size)
+    for tp in (mesh.tp // 2, mesh.tp * 2):
+        if 1 <= tp <= step.cluster.per_node:
+            yield {"tp": tp, **({"sequence_parallel": True} if tp > 1 else {"sequence_parallel": None})}
+    yield from ({"pp": pp} for pp in (mesh.pp // 2, mesh.pp * 2) if pp >= 1)
+    if mesh.pp > 1:
+        for virtual in (2, 3, 4, 5, 6):
+            count, rest = divmod(layers, mesh.pp * virtual)
+            if not rest and count:
+                yield {"virtual_layers": count, "virtual_stages": None}
+    yield from ({"cp": cp} for cp in (mesh.cp // 2, mesh.cp * 2) if cp >= 1 and step.model.seq_len >= 8192)
+
+

@@ -1,0 +1,184 @@
+"""`FrameworkRun`: the training step that a configuration describes, as a workload of the simulator.
+
+Each framework's module makes one from its `Config` and the devices. `make_plan` turns the numbers of ranks and the
+stage of ZeRO, in the words that most frameworks use, into a plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from shardlab.common.errors import UserError
+from shardlab.common.text import counted
+from shardlab.frameworks.settings import Config
+from shardlab.language import Mesh
+from shardlab.language.precision import Optimizer, Precision
+from shardlab.models import Blocks
+from shardlab.models.architectures import MoE
+from shardlab.simulate.hardware import Cluster
+from shardlab.simulate.predict.recipe import Recipe
+from shardlab.simulate.predict.workload import Workload
+from shardlab.strategies.plan.plan import Plan, Recompute
+
+
+@dataclass(frozen=True)
+class FrameworkRun:
+    """Training step of a configuration on a cluster.
+
+    Attributes:
+        config: the settings that it was made of.
+        model_name: the model in the framework's words.
+        model, plan, precision, recipe, optimizer: the step.
+        cluster: the devices.
+        micro_batch_size, microbatches: sequences of a microbatch, and microbatches of the global batch.
+        notes: what was assumed, and what the prediction does otherwise than the framework.
+    """
+
+    config: Config
+    model_name: str
+    model: Blocks
+    plan: Plan
+    cluster: Cluster
+    micro_batch_size: int
+    microbatches: int
+    precision: Precision
+    recipe: Recipe
+    optimizer: Optimizer = "adamw"
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def workload(self) -> Workload:
+        """The step as the simulator takes it."""
+        return Workload(
+            self.plan,
+            self.model,
+            self.cluster,
+            self.microbatches,
+            self.micro_batch_size,
+            self.precision,
+            recipe=self.recipe,
+            optimizer=self.optimizer,
+        )
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the global batch."""
+        return self.microbatches * self.micro_batch_size
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of a model in the words of most frameworks.
+
+    Attributes:
+        mesh: the ranks by axes.
+        zero: stage of ZeRO, from 0 to 3.
+        schedule, stages: the pipeline's schedule, and the number of stages on each rank.
+        blocks_of_stages: number of blocks of each stage (empty: as even as possible).
+        sequence_parallel: whether sequences are sharded along tp between the matrices.
+        recompute: what is recomputed: as in a plan, or "per-op".
+        keeps_weights: gathered weights are kept until the step ends.
+        reduce_at: when gradients are reduced.
+        context: how queries reach the keys and values of other ranks.
+    """
+
+    mesh: Mesh
+    zero: int = 0
+    schedule: str = "1f1b"
+    stages: int = 1
+    blocks_of_stages: tuple[int, ...] = ()
+    sequence_parallel: bool = False
+    recompute: Recompute | tuple[int, ...] | str = "none"
+    keeps_weights: bool = False
+    reduce_at: str = "layer"
+    context: str = "all_gather"
+
+
+def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Recipe]:
+    """Return the plan of a layout, and the recipe, which keeps other activations with per-op recomputation.
+
+    A pipeline's FSDP keeps gathered weights and reduces gradients once a step, as in
+    `shardlab.planner.published.reading.plan_of`.
+    """
+    mesh, zero = layout.mesh, layout.zero
+    shard = tuple(axis for axis in ("dp_shard", "cp") if getattr(mesh, axis) > 1)
+    piped, looped = mesh.pp > 1, layout.stages > 1
+    keeps = zero == 3 and (piped or layout.keeps_weights)
+    per_op = layout.recompute == "per-op"
+    recipe = replace(recipe, memory=replace(recipe.memory, saved=replace(recipe.memory.saved, per_op=per_op)))
+    schedule = layout.schedule if piped else "1f1b"
+    plan = Plan(
+        mesh,
+        schedule,
+        stages_per_rank=layout.stages if piped and looped and schedule in LOOPED else None,
+        shard_parameters=shard if zero >= 3 else (),
+        shard_gradients=shard if zero >= 2 and not keeps else (),
+        shard_optimizer=shard if zero >= 1 else (),
+        reduce_at="step" if layout.reduce_at == "step" else "layer",
+        reshard_after="step" if keeps else "layer",
+        sequence_parallel=layout.sequence_parallel and mesh.tp > 1,
+        recompute="none" if per_op else _recompute(layout.recompute),
+        context="all_gather" if layout.context == "all_gather" else "ulysses" if layout.context == "ulysses" else "ring",
+    )
+    if piped and layout.blocks_of_stages:
+        halves = plan.attention_apart or mesh.tp > 1 or bool(model.borrowed(model.layers - 1))
+        plan = replace(plan, layers_per_stage=_units(layout.blocks_of_stages, model, halves=halves))
+    return plan, recipe
+
+
+LOOPED = ("interleaved-1f1b", "breadth-first")
+"""Schedules whose number of stages on each rank can be chosen."""
+
+
+def _recompute(words: Recompute | tuple[int, ...] | str) -> Recompute | tuple[int, ...]:
+    if isinstance(words, tuple):
+        return words
+    return "full" if words == "full" else "selective" if words == "selective" else "none"
+
+
+def _units(blocks: Sequence[int], model: Blocks, *, halves: bool) -> tuple[int, ...]:
+    """Return the `layers_per_stage` of a plan (empty: a stage would have no layer)."""
+    counts = list(blocks)
+    if halves:
+        counts = [2 * count for count in counts]
+        counts[-1] += 1
+    elif isinstance(model, MoE):
+        counts[-1] += 1
+    return tuple(counts) if min(counts) > 0 else ()
+
+
+def data_ranks(devices: int, others: int, file: str, words: str) -> int:
+    """Return the number of data-parallel ranks that the other axes leave of the devices.
+
+    Raises:
+        UserError: if they do not divide the devices.
+    """
+    ranks, rest = divmod(devices, others)
+    if rest or not ranks:
+        raise UserError(
+            f"{file}: {words} need {counted(others, 'device')} or a multiple of them, but the cluster has {devices:,}; "
+            "give another --cluster"
+        )
+    return ranks
+
+
+def cut_batch(file: str, sequences: int, micro_batch_size: int, ranks: int) -> int:
+    """Return the microbatches of a global batch.
+
+    Raises:
+        UserError: if the data-parallel ranks do not divide it.
+    """
+    each, rest = divmod(sequences, micro_batch_size * ranks)
+    if rest or not each:
+        raise UserError(
+            f"{file}: a global batch of {sequences:,} does not divide among {counted(ranks, 'data-parallel rank')} with "
+            f"microbatches of {micro_batch_size}; it must be a multiple of {micro_batch_size * ranks:,}"
+        )
+    return each * ranks
+
+
+def padded(vocabulary: int, multiple: int) -> int:
+    """Return a vocabulary's size, rounded up to a multiple."""
+    return math.ceil(vocabulary / multiple) * multiple

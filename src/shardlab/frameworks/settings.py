@@ -1,0 +1,293 @@
+"""Settings of a configuration: keys with their values and lines, and what each key means.
+
+A `KeyTable` is the vocabulary of one framework, from a TOML file beside this module. It maps meanings, which all
+frameworks share where they can ("tp", "micro_batch_size"), to the framework's own keys, in both directions. Keys that
+do not change the time or the memory of a step are listed with the reason, and so are keys that do, but that no
+prediction here follows. Any other key is reported as not understood. A `Config` holds the settings of one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cache, cached_property
+from typing import Any, NamedTuple, cast
+
+from shardlab.common.errors import UserError
+from shardlab.common.files import load_table
+
+UNSET = "${"
+"""Begin of a variable of a script that has no value."""
+
+
+class Setting(NamedTuple):
+    """Key of a configuration with its value.
+
+    Attributes:
+        key: the framework's own name, such as "--tensor-model-parallel-size" or "parallelism.tensor_parallel_degree".
+        value: the value. True stands for a flag without a value.
+        line: line of the file, from 1 (0: it was given on the command line).
+    """
+
+    key: str
+    value: Any
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        """The line in words."""
+        return f"line {self.line}" if self.line else "command line"
+
+
+@dataclass(frozen=True)
+class Key:
+    """Key of a framework that changes the time or the memory of a step.
+
+    Attributes:
+        meaning: what it means, in words that the frameworks share where they can.
+        name: its name today.
+        also: its names in other versions.
+        default: value if it is absent, from the framework's source.
+        off: the flag turns the meaning off.
+    """
+
+    meaning: str
+    name: str
+    also: tuple[str, ...] = ()
+    default: Any = None
+    off: bool = False
+
+    def read(self, setting: Setting) -> Any:
+        """Return the value of a setting as the default's type.
+
+        Raises:
+            UserError: if it is of another type.
+        """
+        value = setting.value
+        if self.off:
+            return value is False or str(value).lower() == "false"
+        kind = type(self.default) if self.default is not None else None
+        try:
+            return value if kind is None or value is None else _CONVERT[kind](value)
+        except (ValueError, TypeError, KeyError):
+            wanted = {int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+            wanted = wanted.get(cast(Any, kind), "text")
+            raise UserError(f"{setting.place}: {setting.key} is {value!r}; give {wanted}") from None
+
+
+def _as_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
+
+
+def _as_int(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+        raise ValueError(value)
+    return int(str(value).replace("_", "")) if isinstance(value, str) else int(value)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return cast(list[Any], value)
+    return [part.strip() for part in str(value).strip("[]").replace(",", " ").split()] if value else []
+
+
+_CONVERT: dict[type, Any] = {int: _as_int, float: float, bool: _as_bool, str: str, list: _as_list}
+
+
+class Reason(NamedTuple):
+    """Setting that a prediction does not follow, with the reason."""
+
+    setting: Setting
+    reason: str
+
+
+@dataclass(frozen=True)
+class KeyTable:
+    """Vocabulary of a framework.
+
+    Attributes:
+        framework: its name.
+        source: repository, files and commits from which the keys and their defaults are taken.
+        keys: keys that matter, by meaning.
+        ignored: reasons why keys do not matter, by pattern.
+        unpredicted: what is missing in the prediction, by key.
+        versions: patterns of keys that only one version has, by version.
+        data: further tables of the file.
+    """
+
+    framework: str
+    source: str
+    keys: Mapping[str, Key]
+    ignored: Mapping[str, str]
+    unpredicted: Mapping[str, str]
+    versions: Mapping[str, tuple[str, ...]]
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+
+    @classmethod
+    def load(cls, framework: str) -> KeyTable:
+        """Return the table of a framework."""
+        return _load(framework)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Key]:
+        """Keys by all their names."""
+        return {name: key for key in self.keys.values() for name in (*key.also, key.name)}
+
+    def find(self, name: str) -> Key | None:
+        """Return the key of a name (None: it is not a key that matters)."""
+        return self.by_name.get(name)
+
+    def reason_to_ignore(self, name: str) -> str | None:
+        """Return why a key does not matter (None: it is not known)."""
+        return next((reason for pattern, reason in self.ignored.items() if fnmatchcase(name, pattern)), None)
+
+    def write(self, meaning: str, value: Any) -> Setting:
+        """Return the setting that gives a meaning a value, under the key's present name."""
+        key = self.keys[meaning]
+        return Setting(key.name, not value if key.off else value)
+
+
+@cache
+def _load(framework: str) -> KeyTable:
+    table = load_table(f"frameworks/{framework}.toml")
+    keys = {
+        meaning: Key(meaning, **{name: tuple(value) if name == "also" else value for name, value in row.items()})
+        for meaning, row in table.pop("keys").items()
+    }
+    ignored = {pattern: reason for reason, patterns in table.pop("ignored").items() for pattern in patterns}
+    versions = {version: tuple(patterns) for version, patterns in table.pop("versions", {}).items()}
+    return KeyTable(
+        framework, table.pop("source"), keys, ignored, table.pop("unpredicted", {}), versions, cast(Any, table)
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of one configuration, sorted by what is known of their keys.
+
+    Attributes:
+        table: vocabulary of the framework.
+        file: name of the file, for messages.
+        settings: all settings in order. A later one replaces an earlier one with the same meaning.
+        facts: what the file says of its devices: "nodes", "per_node" and "devices", with their settings.
+        notes: remarks on how it was read.
+    """
+
+    table: KeyTable
+    file: str
+    settings: tuple[Setting, ...]
+    facts: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def given(self) -> dict[str, Setting]:
+        """The setting of each meaning that the file gives."""
+        found: dict[str, Setting] = {}
+        for setting in self.settings:
+            if (key := self.table.find(setting.key)) is not None:
+                found[key.meaning] = setting
+        return found
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The value of each meaning: the file's, or else the framework's default.
+
+        Raises:
+            UserError: if a value is of another type, or is a variable without a value.
+        """
+        found: dict[str, Any] = {}
+        unset: dict[str, Setting] = {}
+        for meaning, key in self.table.keys.items():
+            setting = self.given.get(meaning)
+            if setting is None or (key.default == "" and UNSET in str(setting.value)):
+                found[meaning] = key.default
+            elif UNSET in str(setting.value):
+                unset[setting.key] = setting
+            else:
+                found[meaning] = key.read(setting)
+        if unset:
+            names = ", ".join(f"{key} ({each.place}: {each.value})" for key, each in unset.items())
+            first = next(iter(unset.values()))
+            raise UserError(
+                f"{self.file} does not set the variables of {names}; give them after --, as in -- {first.key} VALUE"
+            )
+        return found
+
+    @cached_property
+    def understood(self) -> list[Setting]:
+        """Settings whose keys matter and that no later one replaces."""
+        return [each for each in self.settings if each in self.given.values()]
+
+    @cached_property
+    def ignored(self) -> list[Reason]:
+        """Settings that do not change the time or the memory of a step."""
+        found = [(each, self.table.reason_to_ignore(each.key)) for each in self._others]
+        return [Reason(each, reason) for each, reason in found if reason is not None]
+
+    @cached_property
+    def unpredicted(self) -> list[Reason]:
+        """Settings that matter, but that the prediction does not follow."""
+        known = self.table.unpredicted
+        off = (False, None, "", 0, "false", "False", "none")
+        return [
+            Reason(each, known[each.key])
+            for each in self._last(self.settings)
+            if each.key in known and each.value not in off
+        ]
+
+    @cached_property
+    def unknown(self) -> list[Setting]:
+        """Settings whose keys are not known."""
+        known = self.table.unpredicted
+        return [each for each in self._others if each.key not in known and not self.table.reason_to_ignore(each.key)]
+
+    @property
+    def version(self) -> str:
+        """Version of the framework that the keys belong to, with one of them ("": they are the same in all)."""
+        for version, patterns in self.table.versions.items():
+            for setting in self.settings:
+                if any(fnmatchcase(setting.key, pattern) for pattern in patterns):
+                    return f"{version} ({setting.key})"
+        return ""
+
+    @property
+    def _others(self) -> list[Setting]:
+        return [each for each in self._last(self.settings) if self.table.find(each.key) is None]
+
+    @staticmethod
+    def _last(settings: Iterable[Setting]) -> list[Setting]:
+        return list({each.key: each for each in settings}.values())
+
+    def with_meanings(self, changes: Mapping[str, Any]) -> Config:
+        """Return this configuration with other values of some meanings.
+
+        The keys are those of the file, or else the framework's present ones. A value None removes the key.
+        """
+        kept = [each for each in self.settings if (key := self.table.find(each.key)) is None or key.meaning not in changes]
+        added = [self.edit(meaning, value) for meaning, value in changes.items() if value is not None]
+        return replace(self, settings=(*kept, *added))
+
+    def edit(self, meaning: str, value: Any) -> Setting:
+        """Return the setting with which this file gives a meaning a value: its own key and line if it has the key."""
+        was = self.given.get(meaning)
+        new = self.table.write(meaning, value)
+        return new if was is None else Setting(was.key, new.value, was.line)
+
+    def fact(self, name: str) -> int | None:
+        """Return a number that the file gives of its devices (None: it gives none, or a variable without a value)."""
+        setting = self.facts.get(name)
+        text = "" if setting is None else str(setting.value)
+        return int(text) if text.isdigit() and int(text) > 0 else None
+
+    @property
+    def devices(self) -> int | None:
+        """Number of devices that the file starts (None: it does not say)."""
+        if (devices := self.fact("devices")) is not None:
+            return devices
+        each, nodes = self.fact("per_node"), self.fact("nodes")
+        if each is None or (nodes is None and "nodes" in self.facts):
+            return None
+        return each * (nodes or 1)

@@ -1,0 +1,515 @@
+"""Shell scripts that start a training: variables, arrays and line continuations, as far as arguments need them.
+
+`run_script` follows a script from top to bottom without running anything. It keeps variables and arrays, and the
+commands with their words and lines. It expands `$A`, `${A:-B}`, `${A[@]}` and `$((A * B))`. A variable without a value
+stays in the word as `${A}`. A condition that depends on one counts as false, and is named in `Script.notes`. The output
+of commands (`$(...)`) is not known. `flags_of` groups words into flags with their values.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, cast
+
+OPERATORS = ("&&", "||", ";;", "|", ";", "&", "\n", "(", ")", "<<<", "<<", ">>", ">", "<")
+
+ARRAY = "(...)"
+
+
+class Word(NamedTuple):
+    """Word of a command after expansion, and its line."""
+
+    text: str
+    line: int
+
+
+class Token(NamedTuple):
+    """Raw word of a script with its quotes, or an operator, and its line."""
+
+    text: str
+    line: int
+    is_operator: bool = False
+
+
+@dataclass
+class Script:
+    """What a script holds.
+
+    Attributes:
+        variables: words of each variable: one, or the elements of an array.
+        commands: words of each command, with the assignments before it left out.
+        directives: options of the scheduler (#SBATCH, #PBS), as flags with their values.
+        notes: what was not followed.
+    """
+
+    variables: dict[str, list[Word]] = field(default_factory=dict[str, list[Word]])
+    commands: list[list[Word]] = field(default_factory=list[list[Word]])
+    directives: list[Word] = field(default_factory=list[Word])
+    notes: list[str] = field(default_factory=list[str])
+
+    def value(self, *names: str) -> Word | None:
+        """Return the value of the first of these variables that has one."""
+        return next((self.variables[name][0] for name in names if self.variables.get(name)), None)
+
+
+def run_script(text: str, variables: Mapping[str, str] | None = None) -> Script:
+    """Follow a script.
+
+    Args:
+        text: the script.
+        variables: values that assignments of the script do not change.
+    """
+    script = Script()
+    fixed = dict(variables or {})
+    script.variables |= {name: [Word(value, 0)] for name, value in fixed.items()}
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := re.match(r"#(?:SBATCH|PBS|BSUB)\s+(.*)", line):
+            script.directives += [Word(word, number) for word in found[1].split("#")[0].replace("=", " ").split()]
+    _Runner(script, fixed, list(tokens(text))).run()
+    return script
+
+
+def tokens(text: str) -> Iterator[Token]:
+    """Yield the words and operators of a script. Comments and the text of here-documents are left out."""
+    at, line, size = 0, 1, len(text)
+    word, begin = "", 1
+    waiting: list[str] = []  # ends of here-documents
+    while at < size:
+        char = text[at]
+        if char == "\\" and at + 1 < size:
+            if text[at + 1] == "\n":
+                line += 1
+            else:
+                begin = begin if word else line
+                word += text[at : at + 2]
+            at += 2
+            continue
+        end = _end_of_quoted(text, at)
+        if end > at:
+            begin = begin if word else line
+            word += text[at:end]
+            line += text.count("\n", at, end)
+            at = end
+            continue
+        if char == "(" and word.endswith("=") and re.fullmatch(r"[A-Za-z_]\w*\+?=", word):  # an array begins
+            yield Token(word + ARRAY, begin)
+            word = ""
+            at += 1
+            continue
+        found = next((each for each in OPERATORS if text.startswith(each, at)), "")
+        if found or char in " \t\r" or (char == "#" and not word):
+            if found[:1] in (">", "<") and found and word.isdigit():  # a file's number, as in 2>&1
+                word = ""
+            if word:
+                yield Token(word, begin)
+                if waiting and waiting[-1] == "":
+                    waiting[-1] = word.strip("'\"")
+                word = ""
+            if char == "#":
+                at = text.find("\n", at) if "\n" in text[at:] else size
+                continue
+            if found:
+                if found == "<<":
+                    waiting.append("")
+                    at += text.startswith("<<-", at)
+                yield Token(found, line, is_operator=True)
+            line += found == "\n"
+            at += len(found) or 1
+            if found == "\n" and waiting and all(waiting):
+                while waiting and at < size:
+                    stop = text.find("\n", at)
+                    stop = size if stop < 0 else stop
+                    if text[at:stop].strip() == waiting[0]:
+                        waiting.pop(0)
+                    at, line = min(size, stop + 1), line + 1
+                waiting.clear()
+            continue
+        begin = begin if word else line
+        word += char
+        at += 1
+    if word:
+        yield Token(word, begin)
+
+
+def _end_of_quoted(text: str, at: int) -> int:
+    """Return the end of a quoted part, a substitution or a parameter that begins here (`at`: none does)."""
+    if text[at] == "'":
+        end = text.find("'", at + 1)
+        return len(text) if end < 0 else end + 1
+    if text[at] == '"':
+        return _closing(text, at + 1, '"')
+    if text[at] == "`":
+        return _closing(text, at + 1, "`")
+    if text.startswith("${", at):
+        return _closing(text, at + 2, "}")
+    if text.startswith("$((", at):
+        end = text.find("))", at)
+        return len(text) if end < 0 else end + 2
+    if text.startswith("$(", at):
+        return _closing(text, at + 2, ")")
+    return at
+
+
+def _closing(text: str, at: int, closing: str) -> int:
+    while at < len(text) and text[at] != closing:
+        if text[at] == "\\":
+            at += 2
+            continue
+        nested = at if closing == '"' and text[at] in "'\"" else _end_of_quoted(text, at)
+        at = nested if nested > at else at + 1
+    return min(len(text), at + 1)
+
+
+@dataclass
+class _Runner:
+    """Follows the tokens of a script."""
+
+    script: Script
+    fixed: Mapping[str, str]
+    tokens: Sequence[Token]
+    at: int = 0
+
+    def run(self) -> None:
+        self._block(frozenset(), active=True)
+
+    def _block(self, ends: frozenset[str], *, active: bool) -> str:
+        """Follow commands until a word of `ends`, and return this word ("": the end of the script)."""
+        while self.at < len(self.tokens):
+            token = self.tokens[self.at]
+            if token.is_operator or token.text in ("{", "}", "then", "do", "!", "function"):
+                self.at += 1
+                if token.text == ";;" and ";;" in ends:
+                    return ";;"
+                continue
+            if token.text in ends:
+                self.at += 1
+                return token.text
+            if token.text == "if":
+                self.at += 1
+                self._if(active=active)
+            elif token.text in ("for", "while", "until", "select"):
+                self.at += 1
+                if active:
+                    self.script.notes.append(f"line {token.line}: a loop is not followed")
+                self._block(frozenset({"done"}), active=False)
+            elif token.text == "case":
+                self.at += 1
+                self._case(active=active)
+            else:
+                self._command(active=active)
+        return ""
+
+    def _if(self, *, active: bool) -> None:
+        line, taken = self.tokens[self.at].line if self.at < len(self.tokens) else 0, False
+        word = "if"
+        while word in ("if", "elif"):
+            condition = self._condition()
+            known = self._test(condition) if active and not taken else False
+            if known is None:
+                text = " ".join(each.text for each in condition)
+                self.script.notes.append(f"line {line}: the condition {text} is not known, and counts as false")
+            word = self._block(frozenset({"elif", "else", "fi"}), active=active and not taken and known is True)
+            taken = taken or known is True
+        if word == "else":
+            self._block(frozenset({"fi"}), active=active and not taken)
+
+    def _condition(self) -> list[Token]:
+        begin = self.at
+        while self.at < len(self.tokens) and self.tokens[self.at].text != "then":
+            self.at += 1
+        return [each for each in self.tokens[begin : self.at] if each.text not in (";", "\n")]
+
+    def _test(self, condition: Sequence[Token]) -> bool | None:
+        """Return whether a condition holds (None: it depends on what is not known)."""
+        for place, token in enumerate(condition):
+            if token.is_operator and token.text in ("&&", "||"):
+                first, second = self._test(condition[:place]), self._test(condition[place + 1 :])
+                if token.text == "&&":
+                    return False if first is False or second is False else None if None in (first, second) else True
+                return True if first or second else None if None in (first, second) else False
+        words = ["".join(each.text for each in self.expand(token)) for token in condition if not token.is_operator]
+        if not words or words[0] not in ("[", "[[", "test"):
+            return None
+        words = [word for word in words[1:] if word not in ("]", "]]")]
+        inverted = bool(words) and words[0] == "!"
+        found = _compare(words[inverted:])
+        return found if found is None else found != inverted
+
+    def _case(self, *, active: bool) -> None:
+        line = self.tokens[self.at].line if self.at < len(self.tokens) else 0
+        subject = "".join(word.text for word in self.expand(self.tokens[self.at])) if self.at < len(self.tokens) else ""
+        while self.at < len(self.tokens) and self.tokens[self.at].text != "in":
+            self.at += 1
+        self.at += 1
+        known, taken = "${" not in subject, False
+        if active and not known:
+            self.script.notes.append(f"line {line}: the case of {subject} is not known, and none is followed")
+        while self.at < len(self.tokens):
+            patterns: list[str] = []
+            while self.at < len(self.tokens) and self.tokens[self.at].text not in (")", "esac"):
+                if not self.tokens[self.at].is_operator:
+                    patterns.append(self.tokens[self.at].text.strip("\"'"))
+                self.at += 1
+            if self.at >= len(self.tokens) or self.tokens[self.at].text == "esac":
+                self.at += 1
+                return
+            self.at += 1
+            fits = known and not taken and any(fnmatchcase(subject, each) for each in patterns)
+            taken = taken or fits
+            if self._block(frozenset({";;", "esac"}), active=active and fits) != ";;":
+                return
+
+    def _command(self, *, active: bool) -> None:
+        words: list[Word] = []
+        declares = False
+        while self.at < len(self.tokens):
+            token = self.tokens[self.at]
+            if token.is_operator:
+                if token.text in (">", ">>", "<", "<<", "<<<"):
+                    duplicates = [each.text for each in self.tokens[self.at + 1 : self.at + 2]] == ["&"]
+                    self.at += 3 if duplicates else 2
+                    continue
+                break
+            self.at += 1
+            if found := re.fullmatch(r"([A-Za-z_]\w*)(\+?)=(.*)", token.text, re.DOTALL) if not words or declares else None:
+                self._assign(found[1], bool(found[2]), Token(found[3], token.line), active=active)
+            elif not words and token.text in ("export", "local", "readonly", "declare", "typeset"):
+                declares = True
+            elif not (declares and token.text.startswith("-")) and active:
+                words += self.expand(token)
+        if active and words and not declares:
+            self.script.commands.append(words)
+
+    def _assign(self, name: str, adds: bool, value: Token, *, active: bool) -> None:
+        if value.text == ARRAY:
+            words: list[Word] = []
+            while self.at < len(self.tokens) and self.tokens[self.at].text != ")":
+                if not self.tokens[self.at].is_operator and active:
+                    words += self.expand(self.tokens[self.at])
+                self.at += 1
+            self.at += 1
+            before = self.script.variables.get(name, []) if adds else []
+            words = [*before, *words]
+        else:
+            text = "".join(word.text for word in self.expand(value, split=False))
+            before = self.script.variables.get(name, [Word("", value.line)]) if adds else [Word("", value.line)]
+            words = [Word(before[0].text + text, before[0].line if adds else value.line)]
+        if active and name not in self.fixed:
+            self.script.variables[name] = words
+
+    def expand(self, token: Token, *, split: bool = True) -> list[Word]:
+        """Return the words of a raw word.
+
+        Args:
+            token: the raw word.
+            split: whether the value of an unquoted variable is split at blanks.
+        """
+        words: list[Word] = []
+        text, line, open_word = "", token.line, False
+        for part, quoted, each_line in self._parts(token):
+            if isinstance(part, list):  # an array
+                for place, word in enumerate(part):
+                    if place or not open_word:
+                        if open_word:
+                            words.append(Word(text, line))
+                        text, line, open_word = "", word.line, True
+                    text += word.text
+                continue
+            if quoted or not split or not re.search(r"\s", part):
+                line = line if open_word else each_line
+                text += part
+                open_word = open_word or quoted or bool(part)
+                continue
+            for number, piece in enumerate(part.split("\n")):
+                for field_text in re.findall(r"\s+|\S+", piece) + ([" "] if number < part.count("\n") else []):
+                    if field_text.isspace():
+                        if open_word:
+                            words.append(Word(text, line))
+                        text, open_word = "", False
+                    else:
+                        line = line if open_word else each_line + number
+                        text += field_text
+                        open_word = True
+        if open_word or (not split and not words):
+            words.append(Word(text, line))
+        return words
+
+    def _parts(self, token: Token) -> Iterator[tuple[str | list[Word], bool, int]]:
+        """Yield the parts of a raw word: text or words of an array, whether it was quoted, and its line."""
+        raw, at, line = token.text, 0, token.line
+        while at < len(raw):
+            end = _end_of_quoted(raw, at)
+            if raw[at] == "'" and end > at:
+                yield raw[at + 1 : end - 1], True, line
+            elif raw[at] == '"' and end > at:
+                yield from self._in_quotes(raw[at + 1 : end - 1], line)
+            elif raw[at] == "$" or raw[at] == "`":
+                value, end = self._value(raw, at, line)
+                if isinstance(value, list):
+                    value = [Word(piece, word.line) for word in value for piece in word.text.split()]
+                yield (value, False, line) if isinstance(value, list) else (value.text, False, value.line)
+            elif raw[at] == "\\":
+                end = at + 2
+                yield raw[at + 1 : end], True, line
+            else:
+                found = re.match(r"[^'\"$\\`]+", raw[at:])
+                end = at + (len(found[0]) if found else 1)
+                yield raw[at:end], True, line
+            line += raw.count("\n", at, end)
+            at = end
+
+    def _in_quotes(self, text: str, line: int) -> Iterator[tuple[str | list[Word], bool, int]]:
+        at = 0
+        yield "", True, line
+        while at < len(text):
+            if text[at] in "$`":
+                value, end = self._value(text, at, line)
+                yield (value, True, line) if isinstance(value, list) else (value.text, True, line)
+            elif text[at] == "\\" and at + 1 < len(text):
+                end = at + 2
+                kept = text[at + 1] in '"$`\\\n'
+                yield ("\n" if text[at + 1] == "\n" else text[at + 1]) if kept else text[at:end], True, line
+            else:
+                found = re.match(r"[^$\\`]+", text[at:])
+                end = at + (len(found[0]) if found else 1)
+                yield text[at:end], True, line
+            line += text.count("\n", at, end)
+            at = end
+
+    def _value(self, text: str, at: int, line: int) -> tuple[Word | list[Word], int]:
+        """Return the value of a substitution, and its end in the text."""
+        if text[at] == "`" or (text.startswith("$(", at) and not text.startswith("$((", at)):
+            end = _end_of_quoted(text, at)
+            return Word(f"${{{text[at:end].strip('$`()').split()[0] if text[at:end].strip('$`()') else ''} ...}}", line), end
+        if text.startswith("$((", at):
+            end = _end_of_quoted(text, at)
+            return Word(self._arithmetic(text[at + 3 : end - 2]), line), end
+        if text.startswith("${", at):
+            end = _end_of_quoted(text, at)
+            return self._parameter(text[at + 2 : end - 1], line), end
+        if found := re.match(r"\$([A-Za-z_]\w*|[0-9@*#?])", text[at:]):
+            words = self.script.variables.get(found[1])
+            return words[0] if words else Word(f"${{{found[1]}}}", line), at + len(found[0])
+        return Word("$", line), at + 1
+
+    def _parameter(self, inner: str, line: int) -> Word | list[Word]:
+        found = re.fullmatch(r"(#?)([A-Za-z_]\w*|[0-9@])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*)|(.*))", inner, re.DOTALL)
+        if found is None:
+            return Word(f"${{{inner}}}", line)
+        counts, name, index, operation, other, rest = found.groups()
+        words = self.script.variables.get(name)
+        if counts:
+            return Word(str(len(words or [])), line)
+        if operation in (":-", "-", ":=", "="):
+            if words and (words[0].text or ":" not in operation):
+                return words[0]
+            value = "".join(word.text for word in self.expand(Token(other, line), split=False))
+            return Word(value, line)
+        if operation in (":+", "+"):
+            return self.expand(Token(other, line), split=False)[0] if words and words[0].text else Word("", line)
+        if rest and words:  # the end or the begin is cut off, or a part is replaced
+            return Word(_changed(words[0].text, rest) or f"${{{inner}}}", line)
+        if index in ("@", "*"):
+            return list(words) if words is not None else [Word(f"${{{name}}}", line)]
+        if words is None:
+            return Word(f"${{{name}}}", line)
+        place = int(index or 0)
+        return words[place] if place < len(words) else Word("", line)
+
+    def _arithmetic(self, text: str) -> str:
+        def value(found: re.Match[str]) -> str:
+            words = self.script.variables.get(found[1])
+            return words[0].text if words else "?"
+
+        expanded = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", value, text).strip()
+        try:
+            return str(_calculate(ast.parse(expanded, mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return f"${{(({text.strip()}))}}"
+
+
+def _changed(value: str, change: str) -> str:
+    """Return the value of ${A%B}, ${A##B} and ${A//B/C} for patterns without wildcards ("": another change)."""
+    if found := re.fullmatch(r"%%?([^*?]+)", change):
+        return value.removesuffix(found[1])
+    if found := re.fullmatch(r"##?([^*?]+)", change):
+        return value.removeprefix(found[1])
+    if found := re.fullmatch(r"//?([^*?/]+)/([^/]*)", change):
+        return value.replace(found[1], found[2])
+    return ""
+
+
+_OPERATIONS: dict[type, Callable[[int, int], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _calculate(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return cast(int, node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_calculate(node.operand)
+    if isinstance(node, ast.BinOp) and (operation := _OPERATIONS.get(type(node.op))):
+        return int(operation(_calculate(node.left), _calculate(node.right)))
+    raise ValueError(ast.unparse(node))
+
+
+def _compare(words: Sequence[str]) -> bool | None:
+    """Return whether the words of a test hold (None: one of them is not known)."""
+    if len(words) == 2 and words[0] in ("-z", "-n"):
+        unset = re.fullmatch(r"\$\{\w+\}", words[1]) is not None
+        return None if unset or "${" in words[1] else (not words[1]) == (words[0] == "-z")
+    if len(words) == 1 and words[0] in ("-z", "-n"):
+        return words[0] == "-z"
+    if any("${" in word for word in words) or len(words) != 3:
+        return None
+    left, test, right = words
+    if test in ("==", "="):
+        return fnmatchcase(left, right)
+    if test == "!=":
+        return not fnmatchcase(left, right)
+    tests: dict[str, Callable[[int, int], bool]] = {
+        **{"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt},
+        **{"-ge": operator.ge, "-lt": operator.lt, "-le": operator.le},
+    }
+    if test not in tests or not re.fullmatch(r"-?\d+", left) or not re.fullmatch(r"-?\d+", right):
+        return None
+    return tests[test](int(left), int(right))
+
+
+FLAG = re.compile(r"--?[A-Za-z][\w.:-]*(=.*)?", re.DOTALL)
+
+
+def flags_of(words: Sequence[Word]) -> list[tuple[str, Any, int]]:
+    """Return flags with their values and lines. True stands for a flag without a value, a list for several values.
+
+    >>> flags_of([Word("--tp", 1), Word("2", 1), Word("--bf16", 2), Word("--lr=1e-4", 3)])
+    [('--tp', '2', 1), ('--bf16', True, 2), ('--lr', '1e-4', 3)]
+    """
+    found: list[tuple[str, Any, int]] = []
+    values: list[str] = []
+    name, line = "", 0
+
+    def close() -> None:
+        if name:
+            found.append((name, values[0] if len(values) == 1 else list(values) if values else True, line))
+
+    for word in words:
+        if FLAG.fullmatch(word.text):
+            close()
+            name, equals, value = word.text.partition("=")
+            values, line = [value] if equals else [], word.line
+        elif name:
+            values.append(word.text)
+    close()
+    return found

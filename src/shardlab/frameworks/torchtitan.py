@@ -1,0 +1,342 @@
+"""torchtitan: TOML files of 2024 to 2026 and command lines `--section.key=value`.
+
+torchtitan of August 2026 has no files: a command names a function of its registry (`--module llama3 --config
+llama3_8b`) and changes its result. `torchtitan.toml` lists the keys, with their commits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from shardlab.common.errors import UserError, suggest_name
+from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, make_plan
+from shardlab.frameworks.settings import Config, KeyTable, Setting
+from shardlab.language import Mesh
+from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.models import Blocks
+from shardlab.models.named import find_model, with_written
+from shardlab.simulate.hardware import Cluster
+from shardlab.simulate.predict.recipe import Recipe, find_recipe, recipes
+
+NAME = "torchtitan"
+
+SCHEDULES = {
+    "1F1B": "1f1b",
+    "GPipe": "gpipe",
+    "Interleaved1F1B": "interleaved-1f1b",
+    "LoopedBFS": "breadth-first",
+    "ZBVZeroBubble": "zb-v",
+    "InterleavedZeroBubble": "interleaved-1f1b",
+    "DualPipeV": "dualpipe-v",
+}
+"""Classes of torch.distributed.pipelining, and schedules of shardlab."""
+
+SECTIONS = (
+    *("job", "profiling", "profiler", "metrics", "model", "optimizer", "lr_scheduler", "training", "parallelism"),
+    *("checkpoint", "activation_checkpoint", "compile", "float8", "mx", "quantize", "comm", "memory_estimation"),
+    *("fault_tolerance", "experimental", "validation", "validator", "debug", "dataloader"),
+)
+
+
+def table() -> KeyTable:
+    """Return the vocabulary of torchtitan."""
+    return KeyTable.load(NAME)
+
+
+def read_toml(text: str, file: str) -> list[Setting]:
+    """Return the settings of a TOML file, each with its line.
+
+    Raises:
+        UserError: if it is no TOML.
+    """
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{file} is no TOML: {error}") from None
+    lines = _lines(text)
+    return [Setting(key, value, lines.get(key, 0)) for key, value in _flat(document)]
+
+
+def _flat(written: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in written.items():
+        if isinstance(value, dict):
+            yield from _flat(cast(dict[str, Any], value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _lines(text: str) -> dict[str, int]:
+    """Return the line of each key of a TOML file."""
+    found: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if head := re.match(r"\s*\[([^\[\]]+)\]", line):
+            section = head[1].strip() + "."
+        elif key := re.match(r"\s*([\w.\"-]+)\s*=", line):
+            found[section + key[1].strip('"')] = number
+    return found
+
+
+def read_arguments(arguments: Sequence[tuple[str, Any, int]]) -> tuple[list[Setting], dict[str, str]]:
+    """Return the settings of flags such as --training.seq_len=8192, and those that select a file or a function.
+
+    Args:
+        arguments: name, value and line of each flag.
+    """
+    settings: list[Setting] = []
+    selected: dict[str, str] = {}
+    for name, value, line in arguments:
+        key = name.removeprefix("--")
+        if key in ("module", "config", "job.config_file"):
+            selected[key] = str(value)
+        else:
+            on = value is True
+            off = on and (found := re.fullmatch(r"(\w+\.)no[-_](\w+)", key))
+            settings.append(Setting(found[1] + found[2], False, line) if off and found else Setting(key, value, line))
+    return settings, selected
+
+
+def registry_settings(module: str, config: str) -> list[Setting]:
+    """Return the settings of a function of torchtitan's registry.
+
+    Raises:
+        UserError: if it is not known.
+    """
+    known = cast(dict[str, dict[str, Any]], table().data["registry"])
+    if config not in known:
+        raise UserError(
+            f"--config {config} is a function of torchtitan's registry that is not known here; "
+            f"{suggest_name(config, known)}"
+        )
+    return [Setting("model.name", module or "llama3"), *(Setting(key, each) for key, each in known[config].items())]
+
+
+def run(config: Config, cluster: Cluster) -> FrameworkRun:
+    """Return the step of a configuration.
+
+    Raises:
+        UserError: if the model is not known, or numbers do not fit together.
+    """
+    values, notes = config.values, list[str]()
+    name, model = _model(config, values)
+    mesh = _mesh(config, values, cluster.size)
+    stages, blocks = _stages(config, values, model, mesh)
+    recipe = _recipe(values)
+    layout = Layout(
+        mesh,
+        zero=3 if mesh.dp_shard * mesh.cp > 1 else 0,
+        schedule=_schedule(values, notes),
+        stages=stages,
+        blocks_of_stages=blocks,
+        sequence_parallel=values["sequence_parallel"],
+        recompute=_recompute(config, values, model.layers, notes),
+        keeps_weights=values["reshard"] == "never",
+        context="all_gather" if values["rotate"] == "allgather" else "ring",
+    )
+    plan, recipe = make_plan(layout, model, recipe)
+    size, microbatches = _batch(config, values, mesh, plan.data_ranks)
+    if mesh.ep > 1:
+        notes.append("the weights beside the experts are taken as whole on each rank along ep; torchtitan shards them")
+    if values["cpu_offload"]:
+        notes.append("training.enable_cpu_offload is not predicted: its step is longer, and memory smaller")
+    return FrameworkRun(
+        config,
+        name,
+        model,
+        plan,
+        cluster,
+        size,
+        microbatches,
+        _precision(values, notes),
+        recipe,
+        _optimizer(values, notes),
+        tuple(notes),
+    )
+
+
+def _model(config: Config, values: Mapping[str, Any]) -> tuple[str, Blocks]:
+    family, flavor = values["model_name"], values["model_flavor"]
+    known = cast(dict[str, dict[str, Any]], config.table.data["models"])
+    family = "llama3" if family in ("llama", "llama3_ft", "llama3_simple_fsdp") else family
+    plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
+    row = known.get(f"{family}/{plain}")
+    if row is None:
+        raise UserError(
+            f"{config.file}: the sizes of model {family}, flavor {flavor}, are not known here; give --model, or "
+            f"one of {', '.join(sorted(known))}"
+        )
+    written = {key: value for key, value in row.items() if key != "model"}
+    model = with_written(find_model(row["model"]), written | {"seq_len": values["seq_len"]}, f"{family}/{flavor}")
+    return f"{family} {flavor}", model
+
+
+def _mesh(config: Config, values: Mapping[str, Any], devices: int) -> Mesh:
+    tp, pp, cp, ep, replicas, shards = (values[each] for each in ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard"))
+    words = f"tp {tp}, pp {pp}, cp {cp} and {replicas} replicas"
+    left = data_ranks(devices, tp * pp * cp * replicas, config.file, words)
+    if shards not in (-1, left):
+        raise UserError(
+            f"{config.file}: data_parallel_shard_degree is {shards}, but the cluster's {devices:,} devices leave {left} "
+            f"beside {words}; give a --cluster of {shards * tp * pp * cp * replicas} devices, or -1"
+        )
+    if ep > 1 and left % ep:
+        raise UserError(
+            f"{config.file}: expert_parallel_degree is {ep}, which does not divide the {left} sharding ranks; others "
+            "are not predicted"
+        )
+    return Mesh(pp=pp, dp_replicate=replicas, dp_shard=left // ep, cp=cp, tp=tp, ep=ep)
+
+
+def _schedule(values: Mapping[str, Any], notes: list[str]) -> str:
+    if values["pp"] == 1:
+        return "1f1b"
+    names = {name.lower(): name for name in SCHEDULES}
+    if (name := names.get(values["schedule"].lower())) is None:
+        raise UserError(f"schedule {values['schedule']} is not known; {suggest_name(values['schedule'], SCHEDULES)}")
+    if name == "InterleavedZeroBubble":
+        notes.append("InterleavedZeroBubble is predicted as Interleaved1F1B, with the bubble that it would save")
+    return SCHEDULES[name]
+
+
+def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh) -> tuple[int, tuple[int, ...]]:
+    """Return the stages on each rank, and the blocks of each stage (`generate_llm_fqn_per_model_part`)."""
+    if mesh.pp == 1:
+        return 1, ()
+    one = values["schedule"].lower() in ("1f1b", "gpipe")
+    stages = mesh.pp * (1 if one else 2)
+    first, last = values["first_stage_less"], values["last_stage_less"]
+    if values["split_points"]:
+        cuts = [int(found[1]) for point in values["split_points"] if (found := re.search(r"(\d+)$", point))]
+        bounds = [0, *cuts, model.layers]
+        return max(1, (len(cuts) + 1) // mesh.pp), tuple(
+            end - begin for begin, end in zip(bounds, bounds[1:], strict=False)
+        )
+    if values["layers_per_stage"] is not None:
+        stages = math.ceil((model.layers + first + last) / int(values["layers_per_stage"]))
+        if stages % mesh.pp:
+            raise UserError(
+                f"{config.file}: pipeline_parallel_layers_per_stage {values['layers_per_stage']} makes {stages} stages, "
+                f"which do not divide among {mesh.pp} pipeline ranks"
+            )
+    each, more = divmod(model.layers + first + last, stages)
+    blocks = [each + (stage < more) for stage in range(stages)]
+    blocks[0] -= first
+    blocks[-1] -= last
+    return stages // mesh.pp, tuple(blocks) if min(blocks) > 0 else ()
+
+
+def _recompute(config: Config, values: Mapping[str, Any], layers: int, notes: list[str]) -> Any:
+    """Return what is recomputed (`distributed/activation_checkpoint.py`: every n-th block, or every second product)."""
+    mode, option = values["recompute"], str(values["recompute_option"])
+    if mode in ("none", "full"):
+        return mode
+    if mode == "memory_budget":
+        notes.append("activation_checkpoint.mode memory_budget is predicted as selective with option op")
+        return "per-op"
+    if mode != "selective":
+        raise UserError(f"{config.file}: activation_checkpoint.mode is {mode!r}; give none, selective or full")
+    if option == "op" or values["microbatch_tokens"] is not None:
+        return "per-op"
+    if not option.isdigit():
+        raise UserError(f"{config.file}: selective_ac_option is {option!r}; give op or a whole number")
+    every = int(option)
+    return "full" if every < 2 else tuple(range(every - 1, layers, every))
+
+
+def _recipe(values: Mapping[str, Any]) -> Recipe:
+    if not values["compile"]:
+        return find_recipe("fsdp2")
+    name = "torchtitan-async-tp" if values["async_tp"] and values["tp"] > 1 else "torchtitan"
+    if "loss" in values["compiled_parts"] and values["local_batch"] is not None:
+        year = name.replace("torchtitan", "torchtitan-2025")
+        name = year if year in recipes() else name
+    return find_recipe(name)
+
+
+def _precision(values: Mapping[str, Any], notes: list[str]) -> Precision:
+    if any("float8" in each for each in values["converters"]) or values["float8_2024"]:
+        return _known("fp8", notes)
+    if any("mx" in each for each in values["converters"]):
+        return _known("mxfp8", notes)
+    if values["dtype"] == "bfloat16":
+        return _known("bf16-params", notes)
+    if values["precision"] == "float32":
+        return find_precision("fp32")
+    return find_precision("bf16" if values["reduce_precision"] == "bfloat16" else "bf16-fp32-grads")
+
+
+def _known(name: str, notes: list[str]) -> Precision:
+    try:
+        return find_precision(name)
+    except UserError:
+        notes.append(f"{name} is predicted as bf16, so the step will be faster")
+        return find_precision("bf16-fp32-grads")
+
+
+def _optimizer(values: Mapping[str, Any], notes: list[str]) -> Optimizer:
+    names: dict[str, Optimizer] = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "lion": "lion", "muon": "muon"}
+    found = names.get(values["optimizer"].lower())
+    if found is None:
+        notes.append(f"optimizer {values['optimizer']} is predicted as AdamW")
+    return found or "adamw"
+
+
+def _batch(config: Config, values: Mapping[str, Any], mesh: Mesh, ranks: int) -> tuple[int, int]:
+    """Return the sequences of a microbatch, and the microbatches of a step."""
+    local = values["local_batch"]
+    if values["microbatch_tokens"] is not None:  # one forward pass of a rank
+        size = max(1, int(values["microbatch_tokens"]) // values["seq_len"])
+        each = int(values["pp_microbatches"] or 1) if mesh.pp > 1 else 1
+        tokens = int(values["step_tokens"] or -1)
+        sequences = size * each * ranks if tokens < 0 else tokens // values["seq_len"]
+        return size, cut_batch(config.file, sequences, size, ranks)
+    sequences = local * ranks if values["global_batch"] < 0 else values["global_batch"]
+    if mesh.pp == 1:
+        return local, cut_batch(config.file, sequences, local, ranks)
+    if values["pp_microbatches"] is not None or config.version.startswith("2024"):
+        each = int(values["pp_microbatches"] or mesh.pp)
+        size = max(1, local // each)
+    else:
+        size = values["micro_batch_size"]
+    return size, cut_batch(config.file, sequences, size, ranks)
+
+
+def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
+    """Yield changes of single keys that may save time or memory, as values of meanings."""
+    values, mesh = config.values, step.plan.mesh
+    modes = {
+        "none": {"recompute": "none"},
+        "op": {"recompute": "selective", "recompute_option": "op"},
+        "2": {"recompute": "selective", "recompute_option": "2"},
+        "full": {"recompute": "full"},
+    }
+    yield from modes.values()
+    if not values["compile"]:
+        yield {"compile": True}
+    local = values["local_batch"]
+    for size in {local // 2, local * 2, 1} - {0, local}:
+        keep = {"global_batch": step.sequences} if step.sequences % (size * step.plan.data_ranks) == 0 else {}
+        yield {"local_batch": size, **keep}
+    for tp in (1, 2, 4, 8):
+        if tp != mesh.tp and tp <= step.cluster.per_node:
+            yield {"tp": tp, **({"dp_shard": -1} if values["dp_shard"] != -1 else {})}
+    if mesh.tp > 1 and not values["async_tp"]:
+        yield {"async_tp": True}
+    yield from ({"reshard": each} for each in ("always", "never") if each != values["reshard"])
+    if step.cluster.nodes > 1 and mesh.dp_replicate == 1 and mesh.dp_shard > step.cluster.per_node:
+        yield {"dp_replicate": step.cluster.nodes, **({"dp_shard": -1} if values["dp_shard"] != -1 else {})}
+    if mesh.dp_replicate > 1:
+        yield {"dp_replicate": 1, **({"dp_shard": -1} if values["dp_shard"] != -1 else {})}
+    for cp in (2, 4):
+        if mesh.cp == 1 and values["seq_len"] >= 16384:
+            yield {"cp": cp}
+    if mesh.pp > 1:
+        yield from ({"schedule": name} for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"))
+
+
