@@ -19,10 +19,11 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 280,
     "check": 2280,
-    "cli": 7260,
+    "cli": 7450,
     "common": 830,
     "draw": 1710,
     "execute": 3785,
+    "frameworks": 1800,
     "language": 4460,
     "learn": 5500,
     "measure": 2200,

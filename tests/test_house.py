@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "draw": CORE | {"check", "simulate"},
     "execute": CORE | {"check", "models"},
     "planner": CORE | {"check", "strategies", "models", "simulate"},
+    "frameworks": CORE | {"strategies", "models", "simulate", "planner"},
     "train": CORE | {"check", "strategies", "models", "simulate", "draw", "execute"},
     "measure": CORE | {"check", "strategies", "models", "simulate", "draw", "execute", "train"},
     "learn": CORE | {"check", "strategies", "models", "simulate", "draw", "execute", "train"},

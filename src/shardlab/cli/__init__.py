@@ -29,6 +29,7 @@ from shardlab.cli.convert import Convert
 from shardlab.cli.data import DataCommand
 from shardlab.cli.doctor import Doctor, SmokeTest
 from shardlab.cli.evaluate import Eval
+from shardlab.cli.explain.command import Explain
 from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch, Submit
 from shardlab.cli.learn.command import Learn
@@ -85,6 +86,7 @@ COMMANDS: dict[str, type[Command]] = {
     "recipes": Recipes,
     "validate": Validate,
     "plan": PlanCommand,
+    "explain": Explain,
     "bench": Bench,
     "compare": Compare,
     "learn": Learn,

@@ -110,6 +110,14 @@ def _distinct(config: Config, changes: Iterator[Mapping[str, Any]]) -> Iterator[
 
 
 def _best(trials: list[Trial], found: Forecast) -> list[Trial]:
+    """Return the trials that help, the best first, and of those that change the same keys only the best."""
+    kinds: dict[frozenset[str], Trial] = {}
+    for each in _helpful(trials, found):
+        kinds.setdefault(frozenset(setting.key for setting in each.settings), each)
+    return list(kinds.values())
+
+
+def _helpful(trials: list[Trial], found: Forecast) -> list[Trial]:
     if found.memory.fits:
         helpful = [each for each in trials if each.forecast.memory.fits and each.seconds < -LEAST_GAIN]
         return sorted(helpful, key=lambda each: (not each.forecast.memory.safe, each.seconds))

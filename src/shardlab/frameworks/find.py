@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +90,7 @@ def read_config(name: str, overrides: Sequence[str] = (), framework: str | None 
     changed = Overrides.of(overrides)
     if name in FRAMEWORKS and not Path(name).exists():
         if not overrides:
-            raise UserError(f"{name} has no arguments; give them after --, as in shardlab explain {name} -- --key value")
+            raise UserError(f"{name} has no arguments; give them after --, as in: explain {name} -- --key value")
         return _from_script("", "the command line", changed, name, Path())
     path = Path(name)
     require_regular_file(path)
@@ -112,8 +112,8 @@ def _from_text(text: str, path: Path, changed: Overrides, framework: str | None)
         found = torchtitan.read_toml(text, path.name)
         if framework is None and not any(each.key.split(".")[0] in torchtitan.SECTIONS for each in found):
             raise UserError(
-                f"{path} has no section of torchtitan ({', '.join(torchtitan.SECTIONS[:8])}, ...); a plan of shardlab is "
-                "for shardlab simulate --plan"
+                f"{path} has no section of torchtitan, such as training or parallelism; a plan of shardlab is for "
+                "shardlab simulate --plan"
             )
         return Config(torchtitan.table(), path.name, (*found, *settings))
     if re.search(r"(^|\s)--[A-Za-z]", text):
@@ -148,8 +148,7 @@ def _from_script(text: str, file: str, changed: Overrides, framework: str | None
     config = Config(megatron.table(), file, settings, facts, notes)
     if framework is None and not config.given:
         raise UserError(
-            f"{file} has no argument of a framework that is known here; --framework names it "
-            f"({', '.join(FRAMEWORKS)})"
+            f"{file} has no argument of a framework that is known here; --framework names it ({', '.join(FRAMEWORKS)})"
         )
     return config
 
@@ -196,7 +195,8 @@ def _commands(script: Script) -> list[list[Word]]:
         inner = next((word for word in words if " --" in word.text and re.search(r"\.py\b|run_train", word.text)), None)
         if inner is not None:
             inside = run_script(inner.text, {name: each[0].text for name, each in script.variables.items() if each})
-            found += [[*words, *(word._replace(line=word.line + inner.line - 1) for word in each)] for each in inside.commands]
+            for each in inside.commands:
+                found.append([*words, *(word._replace(line=word.line + inner.line - 1) for word in each)])
         else:
             found.append(words)
     return found
@@ -229,5 +229,3 @@ def read_run(config: Config, cluster: Cluster) -> FrameworkRun:
         UserError: if something is missing, or numbers do not fit together.
     """
     return FRAMEWORKS[config.table.framework].run(config, cluster)
-
-

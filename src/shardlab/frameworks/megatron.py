@@ -16,10 +16,15 @@ from shardlab.language import Mesh
 from shardlab.language.precision import Optimizer, Precision, find_precision
 from shardlab.models import GPT, Blocks, Llama
 from shardlab.models.architectures import Mixtral, MoE
+from shardlab.models.named import find_model, with_written
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.recipe import Recipe, find_recipe
+from shardlab.strategies.plan.plan import Context
 
 NAME = "megatron"
+
+CONTEXTS: dict[str, Context] = {"p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses"}
+"""Values of --cp-comm-type, and forms of context parallelism."""
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256}
 """Sizes of the vocabularies of tokenizers."""
@@ -54,7 +59,10 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     """
     values, notes = config.values, list[str]()
     mesh = _mesh(config, values, cluster.size)
-    model = _model(config, values, mesh, notes)
+    if config.model:
+        model = with_written(find_model(config.model), _length(values), config.model)
+    else:
+        model = _model(config, values, mesh, notes)
     stages, blocks = _stages(config, values, model, mesh)
     zero = _zero(values, notes)
     recipe = _recipe(config, values, notes)
@@ -67,7 +75,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
         sequence_parallel=values["sequence_parallel"],
         recompute=_recompute(values, model, mesh, stages, notes),
         reduce_at="layer" if values["overlap_grad_reduce"] or zero == 3 else "step",
-        context={"p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses"}.get(str(values["context"][0]), "ring"),
+        context=CONTEXTS.get(str(values["context"][0]), "ring"),
     )
     plan, recipe = make_plan(layout, model, recipe)
     size = int(values["micro_batch_size"] or 0)
@@ -77,7 +85,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     microbatches = cut_batch(config.file, sequences, size, plan.data_ranks)
     return FrameworkRun(
         config,
-        _model_words(model),
+        config.model or _model_words(model),
         model,
         plan,
         cluster,
@@ -88,6 +96,10 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
         _optimizer(values, notes),
         tuple(notes),
     )
+
+
+def _length(values: Mapping[str, Any]) -> dict[str, int]:
+    return {} if values["seq_len"] is None else {"seq_len": int(values["seq_len"])}
 
 
 def _model_words(model: Blocks) -> str:
@@ -148,7 +160,7 @@ def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[st
             notes.append(f"heads are {head} wide, and are predicted as {hidden // heads}")
     if values["latent_attention"]:
         notes.append("latent attention is predicted as attention with whole keys and values")
-    if 0 < values["attention_dropout"] != values["hidden_dropout"] or 0 < values["hidden_dropout"]:
+    if 0 < values["attention_dropout"] != values["hidden_dropout"] or values["hidden_dropout"] > 0:
         notes.append(f"dropout {common['dropout']}: attention runs step by step unless its fused kernel drops as well")
     if values["qkv_bias"] and not values["bias"]:
         notes.append("biases of queries, keys and values alone are left out")
@@ -164,14 +176,14 @@ def _mixture(values: Mapping[str, Any], common: dict[str, Any], notes: list[str]
     if str(values["moe_layers"]) not in ("1", "[1]"):
         notes.append(f"every block is predicted as a mixture; {values['moe_layers']} says which are")
     capacity = float(values["capacity"]) if values["capacity"] is not None else 1.0
-    mixture = {
+    mixture: dict[str, Any] = {
         "experts": int(values["experts"]),
         "top_k": values["top_k"],
         "shared_experts": round(shared / expert),
         "capacity_factor": capacity,
     }
-    kind = Mixtral if common["activation"] == "swiglu" else MoE
-    return kind(**common | {"ffn_hidden_size": expert} | mixture)
+    fields: dict[str, Any] = {**common, "ffn_hidden_size": expert, **mixture}
+    return Mixtral(**fields) if common["activation"] == "swiglu" else MoE(**fields)
 
 
 def _vocabulary(values: Mapping[str, Any], tp: int, notes: list[str]) -> int:
@@ -228,7 +240,7 @@ def _zero(values: Mapping[str, Any], notes: list[str]) -> int:
         strategies = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
         return strategies.get(values["sharding"], 3)
     if values["optimizer_instances"] > 1:
-        notes.append("the optimizer's state is predicted as sharded over all data-parallel ranks, not over an instance's")
+        notes.append("the optimizer's state is predicted as sharded over all data-parallel ranks, not an instance's")
     return int(values["distributed_optimizer"])
 
 
@@ -257,7 +269,7 @@ def _recompute(values: Mapping[str, Any], model: Blocks, mesh: Mesh, stages: int
 def _recipe(config: Config, values: Mapping[str, Any], notes: list[str]) -> Recipe:
     old = config.version.startswith(("2020", "2021"))
     if old:
-        return find_recipe("megatron-2021" if values["recompute_2021"] or not values["sequence_parallel"] else "megatron-2022")
+        return find_recipe("megatron-2022" if values["sequence_parallel"] else "megatron-2021")
     if values["implementation"] == "local" and not values["flash_attention"]:
         notes.append("--transformer-impl local is predicted with fused attention")
     return find_recipe("megatron-core")
@@ -314,5 +326,3 @@ def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
             if not rest and count:
                 yield {"virtual_layers": count, "virtual_stages": None}
     yield from ({"cp": cp} for cp in (mesh.cp // 2, mesh.cp * 2) if cp >= 1 and step.model.seq_len >= 8192)
-
-

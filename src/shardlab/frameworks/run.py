@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from shardlab.common.errors import UserError
 from shardlab.common.text import counted
@@ -20,7 +21,7 @@ from shardlab.models.architectures import MoE
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.recipe import Recipe
 from shardlab.simulate.predict.workload import Workload
-from shardlab.strategies.plan.plan import Plan, Recompute
+from shardlab.strategies.plan.plan import Context, Plan, Recompute, ReduceAt
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,10 @@ class Layout:
     stages: int = 1
     blocks_of_stages: tuple[int, ...] = ()
     sequence_parallel: bool = False
-    recompute: Recompute | tuple[int, ...] | str = "none"
+    recompute: Recompute | tuple[int, ...] | Literal["per-op"] = "none"
     keeps_weights: bool = False
-    reduce_at: str = "layer"
-    context: str = "all_gather"
+    reduce_at: ReduceAt = "layer"
+    context: Context = "all_gather"
 
 
 def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Recipe]:
@@ -116,11 +117,11 @@ def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Reci
         shard_parameters=shard if zero >= 3 else (),
         shard_gradients=shard if zero >= 2 and not keeps else (),
         shard_optimizer=shard if zero >= 1 else (),
-        reduce_at="step" if layout.reduce_at == "step" else "layer",
+        reduce_at=layout.reduce_at,
         reshard_after="step" if keeps else "layer",
         sequence_parallel=layout.sequence_parallel and mesh.tp > 1,
-        recompute="none" if per_op else _recompute(layout.recompute),
-        context="all_gather" if layout.context == "all_gather" else "ulysses" if layout.context == "ulysses" else "ring",
+        recompute="none" if layout.recompute == "per-op" else layout.recompute,
+        context=layout.context,
     )
     if piped and layout.blocks_of_stages:
         halves = plan.attention_apart or mesh.tp > 1 or bool(model.borrowed(model.layers - 1))
@@ -130,12 +131,6 @@ def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Reci
 
 LOOPED = ("interleaved-1f1b", "breadth-first")
 """Schedules whose number of stages on each rank can be chosen."""
-
-
-def _recompute(words: Recompute | tuple[int, ...] | str) -> Recompute | tuple[int, ...]:
-    if isinstance(words, tuple):
-        return words
-    return "full" if words == "full" else "selective" if words == "selective" else "none"
 
 
 def _units(blocks: Sequence[int], model: Blocks, *, halves: bool) -> tuple[int, ...]:
@@ -173,8 +168,8 @@ def cut_batch(file: str, sequences: int, micro_batch_size: int, ranks: int) -> i
     each, rest = divmod(sequences, micro_batch_size * ranks)
     if rest or not each:
         raise UserError(
-            f"{file}: a global batch of {sequences:,} does not divide among {counted(ranks, 'data-parallel rank')} with "
-            f"microbatches of {micro_batch_size}; it must be a multiple of {micro_batch_size * ranks:,}"
+            f"{file}: a global batch of {sequences:,} does not divide among {counted(ranks, 'data-parallel rank')} "
+            f"with microbatches of {micro_batch_size}; it must be a multiple of {micro_batch_size * ranks:,}"
         )
     return each * ranks
 

@@ -67,12 +67,11 @@ class Key:
         value = setting.value
         if self.off:
             return value is False or str(value).lower() == "false"
-        kind = type(self.default) if self.default is not None else None
+        kind = cast(type[Any], type(self.default)) if self.default is not None else None
         try:
             return value if kind is None or value is None else _CONVERT[kind](value)
         except (ValueError, TypeError, KeyError):
-            wanted = {int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
-            wanted = wanted.get(cast(Any, kind), "text")
+            wanted = _WANTED.get(kind or str, "text")
             raise UserError(f"{setting.place}: {setting.key} is {value!r}; give {wanted}") from None
 
 
@@ -83,9 +82,9 @@ def _as_bool(value: Any) -> bool:
 
 
 def _as_int(value: Any) -> int:
-    if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+    if isinstance(value, bool) or float(value) != int(float(value)):
         raise ValueError(value)
-    return int(str(value).replace("_", "")) if isinstance(value, str) else int(value)
+    return int(float(value))
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -93,6 +92,8 @@ def _as_list(value: Any) -> list[Any]:
         return cast(list[Any], value)
     return [part.strip() for part in str(value).strip("[]").replace(",", " ").split()] if value else []
 
+
+_WANTED: dict[type[Any], str] = {int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 
 _CONVERT: dict[type, Any] = {int: _as_int, float: float, bool: _as_bool, str: str, list: _as_list}
 
@@ -154,7 +155,7 @@ class KeyTable:
 def _load(framework: str) -> KeyTable:
     table = load_table(f"frameworks/{framework}.toml")
     keys = {
-        meaning: Key(meaning, **{name: tuple(value) if name == "also" else value for name, value in row.items()})
+        meaning: Key(meaning, row["name"], tuple(row.get("also", ())), row.get("default"), row.get("off", False))
         for meaning, row in table.pop("keys").items()
     }
     ignored = {pattern: reason for reason, patterns in table.pop("ignored").items() for pattern in patterns}
@@ -174,6 +175,7 @@ class Config:
         settings: all settings in order. A later one replaces an earlier one with the same meaning.
         facts: what the file says of its devices: "nodes", "per_node" and "devices", with their settings.
         notes: remarks on how it was read.
+        model: name of a model that replaces the configuration's ("": none).
     """
 
     table: KeyTable
@@ -181,6 +183,7 @@ class Config:
     settings: tuple[Setting, ...]
     facts: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     notes: tuple[str, ...] = ()
+    model: str = ""
 
     @cached_property
     def given(self) -> dict[str, Setting]:
@@ -266,9 +269,14 @@ class Config:
 
         The keys are those of the file, or else the framework's present ones. A value None removes the key.
         """
-        kept = [each for each in self.settings if (key := self.table.find(each.key)) is None or key.meaning not in changes]
+        kept = [each for each in self.settings if self.meaning_of(each) not in changes]
         added = [self.edit(meaning, value) for meaning, value in changes.items() if value is not None]
         return replace(self, settings=(*kept, *added))
+
+    def meaning_of(self, setting: Setting) -> str | None:
+        """Return what a setting means (None: its key is not one that matters)."""
+        key = self.table.find(setting.key)
+        return None if key is None else key.meaning
 
     def edit(self, meaning: str, value: Any) -> Setting:
         """Return the setting with which this file gives a meaning a value: its own key and line if it has the key."""

@@ -14,7 +14,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
+
+from shardlab.frameworks.settings import UNSET
 
 OPERATORS = ("&&", "||", ";;", "|", ";", "&", "\n", "(", ")", "<<<", "<<", ">>", ">", "<")
 
@@ -246,7 +248,7 @@ class _Runner:
         while self.at < len(self.tokens) and self.tokens[self.at].text != "in":
             self.at += 1
         self.at += 1
-        known, taken = "${" not in subject, False
+        known, taken = UNSET not in subject, False
         if active and not known:
             self.script.notes.append(f"line {line}: the case of {subject} is not known, and none is followed")
         while self.at < len(self.tokens):
@@ -276,7 +278,8 @@ class _Runner:
                     continue
                 break
             self.at += 1
-            if found := re.fullmatch(r"([A-Za-z_]\w*)(\+?)=(.*)", token.text, re.DOTALL) if not words or declares else None:
+            found = re.fullmatch(r"([A-Za-z_]\w*)(\+?)=(.*)", token.text, re.DOTALL)
+            if found and (declares or not words):
                 self._assign(found[1], bool(found[2]), Token(found[3], token.line), active=active)
             elif not words and token.text in ("export", "local", "readonly", "declare", "typeset"):
                 declares = True
@@ -317,7 +320,8 @@ class _Runner:
                     if place or not open_word:
                         if open_word:
                             words.append(Word(text, line))
-                        text, line, open_word = "", word.line, True
+                        text, open_word = "", True
+                    line = word.line if not text else line
                     text += word.text
                 continue
             if quoted or not split or not re.search(r"\s", part):
@@ -385,7 +389,7 @@ class _Runner:
         """Return the value of a substitution, and its end in the text."""
         if text[at] == "`" or (text.startswith("$(", at) and not text.startswith("$((", at)):
             end = _end_of_quoted(text, at)
-            return Word(f"${{{text[at:end].strip('$`()').split()[0] if text[at:end].strip('$`()') else ''} ...}}", line), end
+            return Word(f"{UNSET}{text[at:end].strip('$`()')}}}".replace(" ", "_"), line), end
         if text.startswith("$((", at):
             end = _end_of_quoted(text, at)
             return Word(self._arithmetic(text[at + 3 : end - 2]), line), end
@@ -394,13 +398,13 @@ class _Runner:
             return self._parameter(text[at + 2 : end - 1], line), end
         if found := re.match(r"\$([A-Za-z_]\w*|[0-9@*#?])", text[at:]):
             words = self.script.variables.get(found[1])
-            return words[0] if words else Word(f"${{{found[1]}}}", line), at + len(found[0])
+            return words[0] if words else Word(f"{UNSET}{found[1]}}}", line), at + len(found[0])
         return Word("$", line), at + 1
 
     def _parameter(self, inner: str, line: int) -> Word | list[Word]:
         found = re.fullmatch(r"(#?)([A-Za-z_]\w*|[0-9@])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*)|(.*))", inner, re.DOTALL)
         if found is None:
-            return Word(f"${{{inner}}}", line)
+            return Word(f"{UNSET}{inner}}}", line)
         counts, name, index, operation, other, rest = found.groups()
         words = self.script.variables.get(name)
         if counts:
@@ -413,11 +417,11 @@ class _Runner:
         if operation in (":+", "+"):
             return self.expand(Token(other, line), split=False)[0] if words and words[0].text else Word("", line)
         if rest and words:  # the end or the begin is cut off, or a part is replaced
-            return Word(_changed(words[0].text, rest) or f"${{{inner}}}", line)
+            return Word(_changed(words[0].text, rest) or f"{UNSET}{inner}}}", line)
         if index in ("@", "*"):
-            return list(words) if words is not None else [Word(f"${{{name}}}", line)]
+            return list(words) if words is not None else [Word(f"{UNSET}{name}}}", line)]
         if words is None:
-            return Word(f"${{{name}}}", line)
+            return Word(f"{UNSET}{name}}}", line)
         place = int(index or 0)
         return words[place] if place < len(words) else Word("", line)
 
@@ -430,7 +434,7 @@ class _Runner:
         try:
             return str(_calculate(ast.parse(expanded, mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-            return f"${{(({text.strip()}))}}"
+            return f"{UNSET}({text.strip()})}}"
 
 
 def _changed(value: str, change: str) -> str:
@@ -444,23 +448,23 @@ def _changed(value: str, change: str) -> str:
     return ""
 
 
-_OPERATIONS: dict[type, Callable[[int, int], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+_OPERATIONS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: lambda one, other: one + other,
+    ast.Sub: lambda one, other: one - other,
+    ast.Mult: lambda one, other: one * other,
+    ast.Div: lambda one, other: one // other,
+    ast.FloorDiv: lambda one, other: one // other,
+    ast.Mod: lambda one, other: one % other,
 }
 
 
 def _calculate(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int:
-        return cast(int, node.value)
+        return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_calculate(node.operand)
     if isinstance(node, ast.BinOp) and (operation := _OPERATIONS.get(type(node.op))):
-        return int(operation(_calculate(node.left), _calculate(node.right)))
+        return operation(_calculate(node.left), _calculate(node.right))
     raise ValueError(ast.unparse(node))
 
 
@@ -468,10 +472,10 @@ def _compare(words: Sequence[str]) -> bool | None:
     """Return whether the words of a test hold (None: one of them is not known)."""
     if len(words) == 2 and words[0] in ("-z", "-n"):
         unset = re.fullmatch(r"\$\{\w+\}", words[1]) is not None
-        return None if unset or "${" in words[1] else (not words[1]) == (words[0] == "-z")
+        return None if unset or UNSET in words[1] else (not words[1]) == (words[0] == "-z")
     if len(words) == 1 and words[0] in ("-z", "-n"):
         return words[0] == "-z"
-    if any("${" in word for word in words) or len(words) != 3:
+    if any(UNSET in word for word in words) or len(words) != 3:
         return None
     left, test, right = words
     if test in ("==", "="):

@@ -10,8 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise
 from typing import Any, cast
 
 from shardlab.common.errors import UserError, suggest_name
@@ -96,9 +95,8 @@ def read_arguments(arguments: Sequence[tuple[str, Any, int]]) -> tuple[list[Sett
         if key in ("module", "config", "job.config_file"):
             selected[key] = str(value)
         else:
-            on = value is True
-            off = on and (found := re.fullmatch(r"(\w+\.)no[-_](\w+)", key))
-            settings.append(Setting(found[1] + found[2], False, line) if off and found else Setting(key, value, line))
+            off = re.fullmatch(r"(\w+\.)no[-_](\w+)", key) if value is True else None
+            settings.append(Setting(off[1] + off[2], False, line) if off else Setting(key, value, line))
     return settings, selected
 
 
@@ -127,7 +125,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     name, model = _model(config, values)
     mesh = _mesh(config, values, cluster.size)
     stages, blocks = _stages(config, values, model, mesh)
-    recipe = _recipe(values)
+    recipe = _recipe(config, values)
     layout = Layout(
         mesh,
         zero=3 if mesh.dp_shard * mesh.cp > 1 else 0,
@@ -164,6 +162,8 @@ def _model(config: Config, values: Mapping[str, Any]) -> tuple[str, Blocks]:
     family, flavor = values["model_name"], values["model_flavor"]
     known = cast(dict[str, dict[str, Any]], config.table.data["models"])
     family = "llama3" if family in ("llama", "llama3_ft", "llama3_simple_fsdp") else family
+    if config.model:
+        return config.model, with_written(find_model(config.model), {"seq_len": values["seq_len"]}, config.model)
     plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
     row = known.get(f"{family}/{plain}")
     if row is None:
@@ -182,8 +182,8 @@ def _mesh(config: Config, values: Mapping[str, Any], devices: int) -> Mesh:
     left = data_ranks(devices, tp * pp * cp * replicas, config.file, words)
     if shards not in (-1, left):
         raise UserError(
-            f"{config.file}: data_parallel_shard_degree is {shards}, but the cluster's {devices:,} devices leave {left} "
-            f"beside {words}; give a --cluster of {shards * tp * pp * cp * replicas} devices, or -1"
+            f"{config.file}: data_parallel_shard_degree is {shards}, but the cluster's {devices:,} devices leave "
+            f"{left} beside {words}; give a --cluster of {shards * tp * pp * cp * replicas} devices, or -1"
         )
     if ep > 1 and left % ep:
         raise UserError(
@@ -214,15 +214,13 @@ def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh
     if values["split_points"]:
         cuts = [int(found[1]) for point in values["split_points"] if (found := re.search(r"(\d+)$", point))]
         bounds = [0, *cuts, model.layers]
-        return max(1, (len(cuts) + 1) // mesh.pp), tuple(
-            end - begin for begin, end in zip(bounds, bounds[1:], strict=False)
-        )
+        return max(1, (len(cuts) + 1) // mesh.pp), tuple(end - begin for begin, end in pairwise(bounds))
     if values["layers_per_stage"] is not None:
         stages = math.ceil((model.layers + first + last) / int(values["layers_per_stage"]))
         if stages % mesh.pp:
             raise UserError(
-                f"{config.file}: pipeline_parallel_layers_per_stage {values['layers_per_stage']} makes {stages} stages, "
-                f"which do not divide among {mesh.pp} pipeline ranks"
+                f"{config.file}: pipeline_parallel_layers_per_stage {values['layers_per_stage']} makes {stages} "
+                f"stages, which do not divide among {mesh.pp} pipeline ranks"
             )
     each, more = divmod(model.layers + first + last, stages)
     blocks = [each + (stage < more) for stage in range(stages)]
@@ -249,11 +247,11 @@ def _recompute(config: Config, values: Mapping[str, Any], layers: int, notes: li
     return "full" if every < 2 else tuple(range(every - 1, layers, every))
 
 
-def _recipe(values: Mapping[str, Any]) -> Recipe:
+def _recipe(config: Config, values: Mapping[str, Any]) -> Recipe:
     if not values["compile"]:
         return find_recipe("fsdp2")
     name = "torchtitan-async-tp" if values["async_tp"] and values["tp"] > 1 else "torchtitan"
-    if "loss" in values["compiled_parts"] and values["local_batch"] is not None:
+    if "loss" in values["compiled_parts"] and not config.version.startswith("2024"):
         year = name.replace("torchtitan", "torchtitan-2025")
         name = year if year in recipes() else name
     return find_recipe(name)
@@ -338,5 +336,3 @@ def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
             yield {"cp": cp}
     if mesh.pp > 1:
         yield from ({"schedule": name} for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"))
-
-

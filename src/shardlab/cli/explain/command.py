@@ -1,0 +1,96 @@
+"""`shardlab explain CONFIG`: predict the step of another framework's configuration, and the changes that would help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from shardlab.cli.options import Flag, Name
+from shardlab.cli.plan_options import DeviceMemory, cluster_called
+from shardlab.language import UserError
+
+if TYPE_CHECKING:
+    from shardlab.frameworks.settings import Config
+    from shardlab.simulate.hardware import Cluster
+
+
+@dataclass(frozen=True)
+class Explain:
+    """Say what a configuration of another framework will do: time, memory, and the smallest changes that would help.
+
+    The file may be a torchtitan TOML or the script that starts it, or a shell script or list of Megatron-LM arguments.
+    Keys that are not understood are named. Each change is one key of that file, tried with a forecast.
+    """
+
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="")]
+    """The file, or the name of a framework (torchtitan, megatron) whose arguments all follow after --."""
+
+    overrides: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- OVERRIDE ...", help_behavior_hint="")
+    ] = ()
+    """Arguments that replace those of the file, and NAME=VALUE for variables of a script."""
+
+    cluster: Annotated[Name, tyro.conf.arg(help_behavior_hint="(default: the number that the file gives)")] = None
+    """Devices and their number, such as h100x64, or path/to/cluster.toml. If the file gives the number, the device is
+    enough: h100."""
+
+    framework: Annotated[Name, tyro.conf.arg(help_behavior_hint="(default: as the contents show)")] = None
+    """Framework of the file: torchtitan or megatron."""
+
+    model: Name = None
+    """Model in place of the configuration's, such as llama3-8b or path/to/model.toml."""
+
+    memory: DeviceMemory = None
+    """Memory of each device that the step may use, such as 72GiB."""
+
+    changes: Annotated[int, tyro.conf.arg(metavar="N")] = 6
+    """Largest number of changes that are shown. 0 tries none."""
+
+    verbose: Flag = False
+    """Also list every key with its meaning, and the keys that do not matter."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        from shardlab.cli.explain.report import ExplainReport
+        from shardlab.frameworks.changes import predict, try_changes
+        from shardlab.frameworks.find import read_config, read_run
+
+        if self.changes < 0:
+            raise UserError(f"--changes is {self.changes}; give 0 or more")
+        config = replace(read_config(self.config, self.overrides, self.framework), model=self.model or "")
+        step = read_run(config, self._cluster(config))
+        found = predict(step)
+        trials = try_changes(step, found) if self.changes else []
+        ExplainReport(step, found, trials, self.changes).report(verbose=self.verbose).show(json=self.json)
+        return 0
+
+    def _cluster(self, config: Config) -> Cluster:
+        """Return the cluster: that of the option, or its device in the number that the file gives.
+
+        Raises:
+            UserError: if the devices or their number are not known.
+        """
+        from shardlab.simulate.hardware import DEVICES, find_device
+        from shardlab.simulate.hardware.cluster import cluster_of
+        from shardlab.simulate.hardware.device import ALIASES
+
+        devices = config.devices
+        if self.cluster is None:
+            example = f"--cluster h100 (its number of devices is {devices:,})" if devices else "--cluster h100x64"
+            what = "the kind of its devices" if devices else "on how many devices of which kind it runs"
+            raise UserError(f"{config.file} does not say {what}; give {example}")
+        name = self.cluster.strip().lower()
+        if name not in DEVICES and name not in ALIASES:
+            return cluster_called(self.cluster, other_machine=False, memory=self.memory)
+        if devices is None:
+            raise UserError(f"{config.file} does not say on how many devices it runs; give --cluster {name}x64")
+        cluster = cluster_of(find_device(name), devices)
+        per_node = config.fact("per_node")
+        if per_node is not None and per_node < cluster.per_node and devices % per_node == 0:
+            nics = max(1, cluster.nics * per_node // cluster.per_node)
+            cluster = replace(cluster, per_node=per_node, nodes=devices // per_node, nics=nics)
+        return cluster

@@ -1,0 +1,235 @@
+"""Report of `shardlab explain`: what was understood, the prediction, and the changes that would help, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from rich.text import Text
+
+from shardlab.cli.console import Report
+from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
+from shardlab.frameworks.changes import Trial
+from shardlab.frameworks.run import FrameworkRun
+from shardlab.frameworks.settings import Config, Setting
+from shardlab.planner.describe import UNTRACED, StepShares, describe, step_shares, trace_seconds
+from shardlab.planner.error_model import find_errors
+from shardlab.planner.problem import Candidate, Problem
+from shardlab.simulate.predict.forecast import Forecast
+from shardlab.simulate.predict.memory_advice import broken_limit
+
+MOST_TRACE_SECONDS = 20.0
+"""Longest time for finding out what a step's time goes to."""
+
+NAMED_KEYS = 6
+"""Largest number of keys that are named where more are counted."""
+
+
+@dataclass(frozen=True)
+class ExplainReport:
+    """Report of a configuration.
+
+    Attributes:
+        step, found: the step and its forecast.
+        trials: changes that help, the best first.
+        most: largest number of changes that are shown.
+    """
+
+    step: FrameworkRun
+    found: Forecast
+    trials: Sequence[Trial]
+    most: int
+
+    def report(self, *, verbose: bool = False) -> Report:
+        """Return the report.
+
+        Args:
+            verbose: whether the console also lists every key.
+        """
+        step, config = self.step, self.step.config
+        report = Report(framework=config.table.framework, file=config.file, version=config.version or None)
+        head = Text.assemble((f"{step.model_name}", "bold cyan"), f" on {step.cluster}, from {config.file}")
+        report.line(head, wrap=False)
+        self._add_keys(report, config, verbose=verbose)
+        self._add_plan(report)
+        report.line()
+        self._add_prediction(report)
+        self._add_changes(report)
+        return report
+
+    def _add_keys(self, report: Report, config: Config, *, verbose: bool) -> None:
+        version = f" of {config.version}" if config.version else ""
+        others = f"{len(config.ignored)} that change neither time nor memory"
+        counts = f"{counted(len(config.understood), 'key')}, and {others}"
+        report.fact("understood", f"{config.table.framework}{version}: {counts}")
+        report.data["understood"] = [
+            {"key": key.key, "value": key.value, "line": key.line or None} for key in config.understood
+        ]
+        report.data["ignored"] = [
+            {"key": key, "value": value, "line": line or None, "reason": reason}
+            for (key, value, line), reason in config.ignored
+        ]
+        report.data["unpredicted"] = [
+            {"key": key, "value": value, "line": line or None, "reason": reason}
+            for (key, value, line), reason in config.unpredicted
+        ]
+        report.data["not_understood"] = [
+            {"key": each.key, "value": each.value, "line": each.line or None} for each in config.unknown
+        ]
+        if verbose:
+            for setting in config.understood:
+                report.fact("", f"{written(setting)} ({setting.place})")
+            for reason in config.ignored:
+                report.fact("", f"{reason.setting.key} ({reason.setting.place}): {reason.reason}", style="dim")
+        if config.unknown:
+            report.fact("not understood", _keys(config.unknown), style="bold yellow")
+        if config.unpredicted:
+            texts = [f"{each.setting.key} ({each.reason})" for each in config.unpredicted]
+            report.fact("not predicted", "; ".join(_some(texts)))
+        notes = [*config.notes, *self.step.notes]
+        if (limit := broken_limit(self.step.workload)) != "":
+            notes.insert(0, limit)
+        if (devices := config.devices) is not None and devices != self.step.cluster.size:
+            notes.append(f"the file starts {devices:,} devices; the prediction is for {self.step.cluster.size:,}")
+        report.data["notes"] = notes
+        for number, note in enumerate(notes):
+            report.fact("assumed" if not number else "", note)
+
+    @property
+    def _problem(self) -> tuple[Problem, Candidate]:
+        step = self.step
+        candidate = Candidate(step.plan, step.micro_batch_size, step.precision)
+        problem = Problem(step.model, step.cluster, step.sequences, (step.precision,), step.recipe, step.optimizer)
+        return problem, candidate
+
+    def _add_plan(self, report: Report) -> None:
+        step = self.step
+        lines = describe(*self._problem)
+        if step.recipe.memory.saved.per_op:
+            lines[-1] = "every second product of a block computed again (selective, per op)"
+        for number, line in enumerate(lines):
+            report.fact("plan" if not number else "", line)
+        batch = f"{step.sequences:,} sequences of {step.model.seq_len:,} tokens a step"
+        report.fact("", f"{batch}, as {step.recipe.name} runs it")
+        report.data |= {
+            "plan": step.plan.as_dict(),
+            "model": step.model_name,
+            "cluster": str(step.cluster),
+            "recipe": step.recipe.name,
+            "precision": step.precision.name,
+            "micro_batch_size": step.micro_batch_size,
+            "global_batch": step.sequences,
+            "tokens": step.workload.tokens,
+        }
+
+    def _add_prediction(self, report: Report) -> None:
+        workload, found, device = self.step.workload, self.found, self.step.cluster.device
+        world, speed, mfu = workload.mesh.world, workload.tokens / found.seconds, workload.mfu(found.seconds)
+        errors = find_errors(self.step.recipe.name, device.name)
+        report.fact("step time", str(errors), seconds_text(found.seconds), step_seconds=found.seconds)
+        report.data["error"] = vars(errors)
+        report.fact("tokens/s", f"{speed / world:,.0f} on each device", f"{speed:,.0f}", tokens_per_second=speed)
+        report.fact("MFU", f"of {device.name}'s {workload.precision.compute} peak", percent_text(mfu), mfu=mfu)
+        shares = self._shares()
+        report.data["time"] = shares.parts if shares else None
+        report.fact("time goes to", str(shares) if shares else UNTRACED, "")
+        memory, peak = found.memory, max(found.peaks, key=lambda peak: peak.bytes)
+        total, room = memory.unlimited, memory.capacity
+        over = f", {bytes_text(memory.needed - room, 1)} too much" if not memory.fits else ""
+        tight = "" if memory.safe or not memory.fits else ", but closer to full than the error of predictions"
+        fits = f"of {memory_text(room)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{over}{tight}"
+        report.fact("memory", fits, bytes_text(total, 1), style="" if memory.fits else "bold red")
+        parts = {**peak.by_category, "beyond tensors": max(0.0, total - peak.bytes)}
+        report.fact("", _parts(total, parts), "")
+        report.data |= {
+            "memory": total,
+            "memory_needed": memory.needed,
+            "device_memory": room,
+            "fits": memory.fits,
+            "safe": memory.safe,
+            "rank": peak.rank,
+            "memory_by_part": parts,
+        }
+
+    def _other_batch(self, trial: Trial) -> str:
+        """Return the global batch of a change that has another one, in words."""
+        sequences = trial.step.sequences
+        return "" if sequences == self.step.sequences else f", a global batch of {sequences:,}"
+
+    def _shares(self) -> StepShares | None:
+        workload = self.step.workload
+        return step_shares(workload) if trace_seconds(workload) <= MOST_TRACE_SECONDS else None
+
+    def _add_changes(self, report: Report) -> None:
+        report.data["changes"] = [
+            {
+                "settings": [{"key": key, "value": value, "line": line or None} for key, value, line in each.settings],
+                "text": change_text(each.settings),
+                "time": each.seconds,
+                "memory": each.bytes,
+                "fits": each.forecast.memory.fits,
+                "step_seconds": each.forecast.seconds,
+            }
+            for each in self.trials
+        ]
+        if not self.most:
+            return
+        report.line()
+        shown = self.trials[: self.most]
+        if not shown:
+            text = (
+                "no single key that was tried makes a token faster"
+                if self.found.memory.fits
+                else ("no single key that was tried saves memory: take more devices")
+            )
+            report.fact("changes", text)
+            return
+        columns: dict[str, Callable[[Any], str | Text]] = {
+            "change": lambda trial: change_text(trial.settings) + self._other_batch(trial),
+            "time/token": lambda trial: f"{trial.seconds:+.1%}",
+            "memory": lambda trial: f"{trial.bytes / 2**30:+,.1f} GiB",
+            "": lambda trial: "fits" if trial.forecast.memory.fits else "does not fit",
+        }
+        report.table(columns, shown, wrapped=0)
+
+
+def change_text(settings: Sequence[Setting]) -> str:
+    """Return a change as the lines of the file or the flags that make it, and the keys that it leaves out."""
+    added = [written(each) for each in settings if each.value is not None and each.value is not False]
+    added += [written(each) for each in settings if each.value is False and not each.key.startswith("--")]
+    left = [each.key for each in settings if each.value is None or (each.value is False and each.key.startswith("--"))]
+    lines = sorted({each.line for each in settings if each.line})
+    parts = [*([" ".join(added)] if added else []), *([f"without {', '.join(left)}"] if left else [])]
+    return " ".join([*parts, *([f"(line {', '.join(map(str, lines))})"] if lines else [])])
+
+
+def written(setting: Setting) -> str:
+    """Return a setting in the words of its framework."""
+    key, value = setting.key, setting.value
+    if key.startswith("--"):
+        values = " ".join(map(str, cast(list[Any], value))) if isinstance(value, list) else value
+        return key if value is True else f"{key} {values}"
+    return f"{key} = {_toml(value)}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _keys(settings: Sequence[Setting]) -> str:
+    return ", ".join(_some([f"{each.key} ({each.place})" for each in settings]))
+
+
+def _some(texts: Sequence[str]) -> list[str]:
+    """Return the first texts, and the number of the others."""
+    left = len(texts) - NAMED_KEYS
+    return [*texts[:NAMED_KEYS], *([f"{left} more (--verbose lists all)"] if left > 0 else [])]
+
+
+def _parts(all: float, parts: dict[str, float]) -> str:
+    _, size = byte_unit(all)
+    shares = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{part} {bytes / size:,.1f}" for part, bytes in shares if bytes >= 0.005 * all)

@@ -1,0 +1,42 @@
+"""The smallest changes that would help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardlab.frameworks.changes import predict, try_changes
+from shardlab.frameworks.find import read_config, read_run
+from shardlab.simulate.hardware import find_cluster
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
+
+
+def test_changes_of_a_step_that_does_not_fit_name_those_that_fit_first() -> None:
+    step = read_run(read_config(str(EXAMPLES / "llama3_8b.toml")), find_cluster("h100x8"))
+    found = predict(step)
+    assert not found.memory.fits
+    trials = try_changes(step, found, seconds=1000)
+    fits = [trial.forecast.memory.fits for trial in trials]
+    assert fits[0]
+    assert fits == sorted(fits, reverse=True)
+    assert [trial.seconds for trial in trials if trial.forecast.memory.fits] == sorted(
+        trial.seconds for trial in trials if trial.forecast.memory.fits
+    )
+    assert ("compile.enable", True) in [(each.key, each.value) for each in trials[0].settings]
+
+
+def test_changes_of_a_step_that_fits_make_it_faster_and_still_fit() -> None:
+    step = read_run(read_config(str(EXAMPLES / "train_70b.sh")), find_cluster("h100x64"))
+    found = predict(step)
+    trials = try_changes(step, found, seconds=1000)
+    assert trials
+    assert all(trial.forecast.memory.fits and trial.seconds < 0 for trial in trials)
+    keys = [frozenset(each.key for each in trial.settings) for trial in trials]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_trial_is_the_changed_configuration_itself() -> None:
+    step = read_run(read_config(str(EXAMPLES / "llama3_8b.toml")), find_cluster("h100x8"))
+    for trial in try_changes(step, predict(step), seconds=1000):
+        again = read_run(trial.config, step.cluster)
+        assert (again.plan, again.microbatches) == (trial.step.plan, trial.step.microbatches)

@@ -1,0 +1,83 @@
+"""Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlab.common.errors import UserError
+from shardlab.frameworks import megatron
+from shardlab.frameworks.find import read_config
+from shardlab.frameworks.run import FrameworkRun
+from shardlab.models import GPT, Llama
+from shardlab.simulate.hardware import find_cluster
+
+SMALL = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 --bf16"
+
+
+def step_of(arguments: str, cluster: str = "h100x16") -> FrameworkRun:
+    config = read_config("megatron", [*SMALL.split(), *arguments.split()])
+    return megatron.run(config, find_cluster(cluster))
+
+
+def test_defaults_are_those_of_megatron() -> None:
+    step = step_of("")
+    model = step.model
+    assert (step.plan.mesh.dp_shard, step.microbatches, step.plan.shard_optimizer) == (16, 16, ())
+    assert isinstance(model, GPT)
+    assert (model.hidden, model.dropout, model.vocab_size) == (8192, 0.1, 50304)
+    assert step.precision.name == "bf16-fp32-grads"
+    assert step.plan.reduce_at == "step"
+
+
+def test_a_gated_width_is_two_thirds_of_four_times() -> None:
+    arguments = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+    model = step_of(arguments + " --group-query-attention --num-query-groups 4").model
+    assert isinstance(model, Llama)
+    assert (model.hidden, model.kv_heads) == (5440, 4)
+
+
+def test_a_later_argument_replaces_an_earlier_one() -> None:
+    assert step_of("--num-layers 12").model.layers == 12
+
+
+def test_virtual_stages_make_an_interleaved_pipeline() -> None:
+    step = step_of("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 64")
+    assert (step.plan.schedule, step.plan.stages_per_rank) == ("interleaved-1f1b", 3)
+    with pytest.raises(UserError, match="24 layers do not divide among 5 pipeline stages"):
+        step_of("--pipeline-model-parallel-size 5 --global-batch-size 64", "h100x40")
+
+
+def test_blocks_are_recomputed_by_stage() -> None:
+    arguments = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+    step = step_of(arguments + " --pipeline-model-parallel-size 4 --global-batch-size 32")
+    assert step.plan.recompute == (0, 1, 6, 7, 12, 13, 18, 19)
+    assert step_of("--recompute-activations").plan.recompute == "selective"
+    assert step_of("--recompute-activations --attention-dropout 0 --hidden-dropout 0").plan.recompute == "none"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage"), [("no_shard", 0), ("optim", 1), ("optim_grads", 2), ("optim_grads_params", 3)]
+)
+def test_megatron_fsdp_has_stages_of_zero(strategy: str, stage: int) -> None:
+    step = step_of(f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}")
+    assert step.plan.zero_stage == stage
+
+
+def test_a_missing_size_is_asked_for() -> None:
+    config = read_config("megatron", ["--num-layers", "24"])
+    with pytest.raises(UserError, match="gives no --hidden-size; give it after --"):
+        megatron.run(config, find_cluster("h100x8"))
+
+
+def test_what_is_not_predicted_is_named_and_false_is_not() -> None:
+    config = read_config("megatron", ["--optimizer-cpu-offload", "--num-layers", "2", "--magic", "3"])
+    assert [each.setting.key for each in config.unpredicted] == ["--optimizer-cpu-offload"]
+    assert [each.key for each in config.unknown] == ["--magic"]
+
+
+def test_every_change_is_an_argument_of_megatron() -> None:
+    config = read_config("megatron", [*SMALL.split(), "--tensor-model-parallel-size", "2", "--global-batch-size", "64"])
+    step = megatron.run(config, find_cluster("h100x16"))
+    changes = list(megatron.changes(config, step))
+    assert {"sequence_parallel": True} in changes
+    assert all(meaning in config.table.keys for each in changes for meaning in each)
