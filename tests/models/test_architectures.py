@@ -92,6 +92,8 @@ def test_activations_go_from_tokens_to_logits() -> None:
         Llama(layers=3),
         Llama(layers=2, heads=6, kv_heads=2, hidden_size=48, seq_len=7, vocab_size=30, ffn_hidden_size=100),
         Llama(layers=2, heads=6, kv_heads=2, hidden_size=48, seq_len=7, vocab_size=30, dropout=0.1),
+        Llama(layers=1, heads=6, kv_heads=2, head_dim=10, hidden_size=48, seq_len=7, vocab_size=30, qk_norm=True),
+        Llama(layers=1, heads=6, hidden_size=48, seq_len=7, vocab_size=30, qkv_bias=True, activation="geglu"),
     ],
     ids=str,
 )
@@ -208,6 +210,18 @@ def test_shared_experts_are_one_that_is_so_many_times_as_wide_and_whole_on_every
     assert [three.layout(l).slices for l in shared] == [1, 1]
 
 
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(ep=2), Mesh(ep=2, tp=2), Mesh(ep=2, cp=2), Mesh(tp=2)], ids=str)
+def test_the_first_layers_of_a_mixture_may_have_an_mlp_of_its_own_width(mesh: Mesh) -> None:
+    mixed = replace(MoE(shared_experts=2, shared_ffn_hidden_size=24, **SMALL), layers=3)
+    dense = replace(mixed, dense_layers=2, dense_ffn_hidden_size=40)
+    router, shared, experts, mlp = 4 * 16, 2 * 16 * 48 + 48 + 16, 4 * (2 * 16 * 64 + 64 + 16), 2 * 16 * 40 + 40 + 16
+    model = cut_for(dense, mesh)
+    assert cut_for(mixed, mesh).parameter_count - model.parameter_count == 2 * (router + shared + experts - mlp)
+    own = [step.block for step in dense.steps if isinstance(step.primitive, Route)]
+    assert own == [2]
+    assert all(len({p.name for _, p in run.parameters()}) == len(run.parameters()) for run in model.runs)
+
+
 @given(st.integers(1, 200), st.integers(1, 8), st.floats(0.1, 4), st.data())
 def test_capacity_is_enough_for_balanced_tokens_from_a_factor_of_1_on(
     tokens: int, experts: int, factor: float, data: st.DataObject
@@ -251,7 +265,10 @@ def test_autograd_keeps_the_elements_that_the_model_declares(
     saved_bytes: Callable[..., int], dropout: float, capacity_factor: float | None, top_k: int
 ) -> None:
     kind, shared = (MoE, 0) if top_k == 1 else (Mixtral, 2)
-    whole = kind(top_k=top_k, dropout=dropout, capacity_factor=capacity_factor, shared_experts=shared, **SMALL)
+    whole = kind(
+        top_k=top_k, dropout=dropout, capacity_factor=capacity_factor, shared_experts=shared, dense_layers=shared // 2,
+        **SMALL,
+    )  # fmt: skip
     for layer in range(whole.layers):
         assert saved_bytes(whole, layer, 3, torch.float32) == 4 * whole.microbatch_saved(layer, 3), f"block {layer}"
     for tp, ep in ((1, 1), (1, 2), (2, 1), (2, 2)):
@@ -269,6 +286,8 @@ def test_autograd_keeps_the_elements_that_the_model_declares(
         ({"experts": 0}, "experts is 0"),
         ({"experts": 300}, "256 at most"),
         ({"shared_experts": -1}, "shared_experts is -1; there may be 0 or more"),
+        ({"dense_layers": -1}, "dense_layers is -1; there may be 0 or more"),
+        ({"dense_ffn_hidden_size": 0}, "dense_ffn_hidden_size is 0; a model needs at least 1"),
         ({"top_k": 5}, "top_k is 5, but there are 4 experts"),
         ({"capacity_factor": 0.0}, "capacity_factor is 0.0; give a positive number"),
         ({"auxiliary": -1.0}, "auxiliary is -1.0"),

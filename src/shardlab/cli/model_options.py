@@ -73,6 +73,15 @@ class ModelOptions:
     shared_experts: OptionalCount = None
     """Number of further experts in each layer that process every token (moe, mixtral)."""
 
+    shared_ffn_hidden_size: OptionalCount = None
+    """Features inside each shared expert. By default, as many as inside another expert (moe, mixtral)."""
+
+    dense_layers: OptionalCount = None
+    """Number of first layers that have an MLP in place of experts (moe, mixtral)."""
+
+    dense_ffn_hidden_size: OptionalCount = None
+    """Features inside the MLP of these layers. By default, as many as inside an expert (moe, mixtral)."""
+
     top_k: OptionalCount = None
     """Number of experts that process each token (moe, mixtral)."""
 

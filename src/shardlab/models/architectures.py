@@ -31,11 +31,14 @@ class GPT(Blocks):
         tied: the head uses the token embedding instead of a matrix of its own (Press and Wolf 2017, arXiv 1608.05859).
             With more than one layer, the embedding and the head are layers of their own.
         ffn_hidden_size: features inside each MLP (None: 4 x hidden_size).
-        activation: of the MLPs: gelu, gelu_tanh, squared_relu or swiglu.
+        activation: of the MLPs: gelu, gelu_tanh, squared_relu, swiglu or geglu.
         norm: layer, or rms (RMSNorm).
         norm_eps: number that norms add to the variance, or to the mean square.
         rope_theta: the base of rotary position embeddings (None: positions are learned).
         rope_scaling: scaling of the slower frequencies for contexts longer than the original one (None: no scaling).
+        qk_norm: whether every head's query and key are normalised before their rotation, with a weight for each head
+            (in Qwen3, all heads of a layer share one weight).
+        qkv_bias: whether the projection to queries, keys and values has a bias even if nothing else has (Qwen2).
     """
 
     heads: int = 4
@@ -48,6 +51,8 @@ class GPT(Blocks):
     norm_eps: float = 1e-5
     rope_theta: float | None = None
     rope_scaling: RopeScaling | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,14 +104,19 @@ class GPT(Blocks):
     def attention_part(self) -> tuple[Primitive, ...]:
         """Primitives of the attention half of a block: norm, attention, sum with the residual stream."""
         heads, kv_heads, drops = self.heads, self.kv_heads or self.heads, self.dropout > 0
-        rope = self.rope_theta, self.rope_scaling
-        body = attention(self.seq_len, self.hidden_size, heads, kv_heads, self.head_size, self.bias, drops, *rope)
+        bias, rope, eps = self.bias or self.qkv_bias, (self.rope_theta, self.rope_scaling), None
+        if self.qk_norm:
+            eps = self.norm_eps
+        body = attention(self.seq_len, self.hidden_size, heads, kv_heads, self.head_size, bias, drops, *rope, eps)
         return self.norm_of("ln_1"), *body, self.add(DropoutSite.ATTENTION_OUTPUT, "attn.c_proj.bias")
 
+    def feed_forward_part(self, hidden: int) -> tuple[Primitive, ...]:
+        """Primitives of the other half, with this many features inside the MLP."""
+        body = feed_forward(self.seq_len, self.hidden_size, hidden, self.bias, self.activation)
+        return self.norm_of("ln_2"), *body, self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
+
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
-        body = feed_forward(self.seq_len, self.hidden_size, self.hidden, self.bias, self.activation)
-        added = self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
-        return ("attention", self.attention_part()), ("feed-forward", (self.norm_of("ln_2"), *body, added))
+        return ("attention", self.attention_part()), ("feed-forward", self.feed_forward_part(self.hidden))
 
     def _check_choices(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -159,9 +169,12 @@ class MoE(GPT):
     True
 
     Attributes:
-        experts: experts of every layer, each as large as GPT's MLP.
+        experts: experts of every layer, each as large as GPT's MLP: `ffn_hidden_size` features wide inside.
         shared_experts: experts that every token is sent to, computed as one that is wider by this factor. They read the
             router's input (Dai et al. 2024, arXiv 2401.06066, eq. 9).
+        shared_ffn_hidden_size: features inside each shared expert (None: as many as inside another expert).
+        dense_layers: first layers that have one MLP for all tokens in place of experts (there, section 4.1).
+        dense_ffn_hidden_size: features inside the MLP of such a layer (None: as many as inside an expert).
         top_k: number of experts that a token is sent to.
         capacity_factor: an expert's slots for a microbatch, as a multiple of top_k * tokens / experts. None: dropless,
             with a slot for every token at every expert. The buffers then always take experts * tokens * width elements
@@ -172,6 +185,9 @@ class MoE(GPT):
 
     experts: int = 4
     shared_experts: int = 0
+    shared_ffn_hidden_size: int | None = None
+    dense_layers: int = 0
+    dense_ffn_hidden_size: int | None = None
     top_k: int = 2
     capacity_factor: float | None = 1.25
     auxiliary: float = 0.01
@@ -179,8 +195,12 @@ class MoE(GPT):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least_one("experts", "top_k")
-        if self.shared_experts < 0:
-            raise UserError(f"shared_experts is {self.shared_experts}; there may be 0 or more")
+        for name in ("shared_ffn_hidden_size", "dense_ffn_hidden_size"):
+            if getattr(self, name) is not None:
+                self.at_least_one(name)
+        for name in ("shared_experts", "dense_layers"):
+            if (count := getattr(self, name)) < 0:
+                raise UserError(f"{name} is {count}; there may be 0 or more")
         if self.experts > MOST_EXPERTS:
             raise UserError(f"experts is {self.experts}; there may be {MOST_EXPERTS} at most")
         if self.top_k > self.experts:
@@ -206,10 +226,18 @@ class MoE(GPT):
             auxiliary=self.auxiliary,
         )
 
+    @property
+    def leading_blocks(self) -> int:
+        return min(self.dense_layers, self.layers)
+
+    def leading_block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
+        hidden = self.dense_ffn_hidden_size or self.hidden
+        return ("attention", self.attention_part()), ("feed-forward", self.feed_forward_part(hidden))
+
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
         body = mixture(self.seq_len, self.router, self.hidden, self.bias, self.activation)
         experts = (*body, self.add(DropoutSite.FEED_FORWARD_OUTPUT))
-        norm, hidden = self.norm_of("ln_2"), self.shared_experts * self.hidden
+        norm, hidden = self.norm_of("ln_2"), self.shared_experts * (self.shared_ffn_hidden_size or self.hidden)
         if not hidden:
             return ("attention", self.attention_part()), ("experts", (norm, *experts))
         shared = shared_experts(self.seq_len, self.hidden_size, hidden, self.bias, self.activation)

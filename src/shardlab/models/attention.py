@@ -103,6 +103,43 @@ class Projection(GroupedHeads):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadNorm(GroupedHeads):
+    """RMSNorm of every head's query and key, then their rotation (Henry et al. 2020, arXiv 2010.04245).
+
+    Each head has a weight of its own. It is cut by heads, like the projection before it.
+
+    Attributes:
+        eps: number added to the mean square.
+        rope_theta, rope_scaling: as those of `Projection`, which does not rotate if this primitive follows.
+    """
+
+    einsum: ClassVar[str] = "q(head) kv(head) -> q(head) kv(head)"
+
+    eps: float
+    rope_theta: float | None
+    rope_scaling: RopeScaling | None = None
+
+    def features(self, tensor: str) -> int:
+        return self.width if tensor == "q" else 2 * self.kv_width
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        sizes = {"attn.q_norm.weight": self.width, "attn.k_norm.weight": self.kv_width}
+        return tuple(Parameter(name, (size,), False, ("head",)) for name, size in sizes.items())
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("q", "kv")
+
+    def keeps_beside(self, rows: int) -> int:
+        """Return the elements of 1/deviation of each head's query and key."""
+        return rows * self.tokens * (self.heads + self.kv_heads)
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        elements = piece(sequences * tokens * (self.width + self.kv_width), pieces, "head")
+        norm = Pointwise("rms_norm", 2 * elements, 3 * elements)
+        return (norm,) if self.rope_theta is None else (norm, Pointwise("rotary", 2 * elements, 2 * elements))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attend(GroupedHeads):
     """Causal scaled dot product attention of queries `q` to keys and values `kv`, with result `x` (rows, T,
     width).
@@ -184,18 +221,26 @@ def attention(
     drops: bool,
     rope_theta: float | None,
     rope_scaling: RopeScaling | None = None,
-) -> tuple[Projection, Attend, Linear]:
+    norm_eps: float | None = None,
+) -> tuple[Primitive, ...]:
     """Return the primitives of an attention: projection, attention, and the map back to the residual stream.
 
-    The bias of the last map is added with the residual.
+    The bias of the last map is added with the residual. With `norm_eps`, queries and keys are normalised.
     """
+    normed = norm_eps is not None
     projection = Projection(
         tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=bias,
-        rope_theta=rope_theta, rope_scaling=rope_scaling,
+        rope_theta=None if normed else rope_theta, rope_scaling=rope_scaling,
     )  # fmt: skip
     output = Linear(
         tokens=tokens, name="attn.c_proj", outputs=hidden_size, inputs=heads * head_dim, bias=False,
         out_index="width", in_index="head",
     )  # fmt: skip
     attend = Attend(tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, drops=drops)
-    return projection, attend, output
+    if norm_eps is None:
+        return projection, attend, output
+    norm = HeadNorm(
+        tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, eps=norm_eps, rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+    )  # fmt: skip
+    return projection, norm, attend, output

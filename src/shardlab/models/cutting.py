@@ -2,7 +2,8 @@
 
 `cut_for` decides how a mesh and a plan cut a model. `cut` splits the blocks around their bodies, and `cut_at_tie` makes
 the embedding and the head layers of their own. Both return a `CutModel`. `sampled` and `Repeated`, at the end, describe
-a model whose blocks are identical by three of them: the first, one in the middle, and the last.
+a model whose blocks are identical by three of them: the first, one in the middle, and the last. First blocks that
+differ from the others come before these.
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ class CutModel(Model):
     @property
     def parameter_count(self) -> int:
         return self.whole.parameter_count
+
+    @property
+    def leading_blocks(self) -> int:
+        return self.whole.leading_blocks
 
     @property
     def block_bounds(self) -> tuple[int, ...]:
@@ -163,6 +168,8 @@ def cut(
         # Attention belongs to the layers before experts.
         if tp == 1 and not attention_apart and not (model.tied and halves):
             ends = [1, len(steps) - 1] if model.tied else []
+            blocks = [step.block for step in steps]
+            ends += [blocks.index(block) for block in range(1, model.leading_blocks + 1) if block < model.layers]
             return _sliced(model, runs(steps, sorted([*_experts(steps), *ends])), {"expert": ep})
     want_cuttable(steps, pieces)
     breaks = set(_bodies(steps))
@@ -233,10 +240,12 @@ SAMPLED = 3
 
 
 def sampled(model: Blocks) -> Blocks:
-    """Return a model with three of this model's blocks, or all blocks if it has fewer or if they differ."""
+    """Return a model with three of this model's blocks after its leading ones, or all blocks if it has no more or if
+    they differ.
+    """
     kind = type(model)
     alike = kind.steps is Blocks.steps and kind.runs is Blocks.runs
-    return replace(model, layers=min(SAMPLED, model.layers)) if alike else model
+    return replace(model, layers=min(model.leading_blocks + SAMPLED, model.layers)) if alike else model
 
 
 @dataclass(frozen=True)
@@ -244,7 +253,7 @@ class Repeated:
     """Layers of a model, each identical to a layer of a sample.
 
     Attributes:
-        sample: three blocks, cut into layers as the model is, or all of its blocks.
+        sample: leading blocks and three others, cut into layers as the model is, or all of its blocks.
         more: number of the model's blocks beyond those of the sample.
     """
 
@@ -254,13 +263,21 @@ class Repeated:
     @cached_property
     def each(self) -> int:
         """Number of layers of a block in the middle."""
-        return sum(run.steps[-1].block == 1 for run in self.sample.runs)
+        return sum(self._in_middle)
+
+    @cached_property
+    def first(self) -> int:
+        """Number of the first of these layers."""
+        return self._in_middle.index(True) if self.each else 0
+
+    @cached_property
+    def _in_middle(self) -> list[bool]:
+        return [run.steps[-1].block == self.sample.leading_blocks + 1 for run in self.sample.runs]
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
         """For each layer, the identical layer of the sample, then the number of the sample's loss."""
-        sampled, each = self.sample.layers, self.each
-        first = (sampled - each) // 2
+        sampled, each, first = self.sample.layers, self.each, self.first
         again = [first + layer % each for layer in range(self.more * each)]
         return (*range(first + each), *again, *range(first + each, sampled + 1))
 
@@ -276,8 +293,8 @@ class Repeated:
         """Return the sizes of the model, given those of its sample."""
         if not self.more:
             return sizes
-        layers = self.alike[:-1]
-        starts = sizes.blocks[:1] and [sizes.blocks[0] + block * self.each for block in range(self.more)]
+        layers, leading = self.alike[:-1], self.sample.leading_blocks
+        starts = [start + block * self.each for start in sizes.blocks[leading:][:1] for block in range(self.more)]
         return replace(
             sizes,
             weights=_taken(sizes.weights, layers),
@@ -296,7 +313,11 @@ class Repeated:
                     for layer, like in enumerate(layers)
                 ]
             ),
-            blocks=(*starts, *[start + self.more * self.each for start in sizes.blocks]),
+            blocks=(
+                *sizes.blocks[:leading],
+                *starts,
+                *[start + self.more * self.each for start in sizes.blocks[leading:]],
+            ),
         )
 
 

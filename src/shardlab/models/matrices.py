@@ -18,7 +18,7 @@ from shardlab.models.attention import Attend, Projection
 from shardlab.models.layer import Run
 from shardlab.models.layout import LayerLayout, Matmul, Parameter
 from shardlab.models.model import Model
-from shardlab.models.primitives import Activate, Embed, Linear, Norm, Primitive, Scores
+from shardlab.models.primitives import GATED, Activate, Embed, Linear, Norm, Primitive, Scores
 
 ITERATIONS = 5
 """Iterations of Newton-Schulz (Jordan 2024, https://kellerjordan.github.io/posts/muon/)."""
@@ -157,7 +157,7 @@ def _matrices(parameter: Parameter, pieces: Mapping[str, int], begins: Sequence[
 
 def _dropped(primitive: Primitive, kept: SavedActivations, element: int, rows: int) -> float:
     """Return the elements of a primitive that autograd keeps and this choice does not (negative: it keeps more)."""
-    if isinstance(primitive, Activate) and kept.activated and primitive.activation == "swiglu":
+    if isinstance(primitive, Activate) and kept.activated and primitive.activation in GATED:
         return -rows * primitive.tokens * primitive.hidden
     if isinstance(primitive, Projection) and kept.copied:
         return -2 * rows * primitive.tokens * primitive.kv_width

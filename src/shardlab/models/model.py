@@ -204,6 +204,11 @@ class Model(ABC):
         return build_layers(written, tied=bool(self.borrowed(self.layers - 1)) and self.layers > 1)
 
     @property
+    def leading_blocks(self) -> int:
+        """Number of first blocks that differ from the others. All others are identical."""
+        return 0
+
+    @property
     def block_bounds(self) -> tuple[int, ...]:
         """First layer of each block, and the end of the last block; empty if each layer is a block."""
         return ()
@@ -273,6 +278,10 @@ class Blocks(Model):
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
         """Parts of every block: each part's name for messages, and its primitives."""
 
+    def leading_block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
+        """Parts of each of the `leading_blocks`."""
+        return self.block_parts()
+
     @property
     def positions(self) -> bool:
         """Whether positions are learned."""
@@ -301,8 +310,9 @@ class Blocks(Model):
         lookup = Lookup(tokens=tokens, hidden_size=hidden_size, vocab_size=self.vocab_size)
         embed = Embed(tokens=tokens, hidden_size=hidden_size, positions=self.positions, drops=drops)
         found = [Step(lookup, first, "embedding"), Step(embed, first, "embedding")]
-        parts = self.block_parts()
+        leading, others = self.leading_block_parts(), self.block_parts()
         for block in range(self.layers):
+            parts = leading if block < self.leading_blocks else others
             found += [Step(each, block, f"block {block}, {name}") for name, part in parts for each in part]
         scores = Scores(
             tokens=tokens, name="lm_head", outputs=self.vocab_size, inputs=hidden_size, bias=False,

@@ -196,11 +196,15 @@ class Step(NamedTuple):
     place: str
 
 
-Activation = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu"]
+Activation = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu"]
 """Activation functions: exact GELU; GELU by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415; as in GPT-2); max(x,
-0)^2 (So et al. 2021, arXiv 2109.08668); silu(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
+0)^2 (So et al. 2021, arXiv 2109.08668); silu(gate) * up and GELU by tanh(gate) * up (Shazeer 2020, arXiv
+2002.05202)."""
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+
+GATED = ("swiglu", "geglu")
+"""Activation functions that take two features for each hidden one."""
 
 
 class DropoutSite(IntEnum):
@@ -399,7 +403,7 @@ class Scores(Linear):
 class Activate(Primitive):
     """Activation function, from the features of the linear map before it to the `hidden` features of the one after it.
 
-    SwiGLU takes two features for each hidden one: all gates come first, then all factors of the gates.
+    A gated one takes two features for each hidden one: all gates come first, then all factors of the gates.
 
     Attributes:
         tensor, index: name of the tensor that it reads and makes, and index name of its features.
@@ -429,12 +433,13 @@ class Activate(Primitive):
 def activation_kernel(activation: Activation, rows: int, hidden: int) -> Pointwise:
     """Return the kernel of the activation function on rows of a linear map's result."""
     before, after = rows * features_of(activation, hidden), rows * hidden
-    return Pointwise(activation, before + after, 2 * before + after)
+    name = "swiglu" if activation in GATED else activation  # recipes give one count of kernels for both
+    return Pointwise(name, before + after, 2 * before + after)
 
 
 def features_of(activation: Activation, hidden: int) -> int:
     """Return the features that a linear map makes for `hidden` features after the activation."""
-    return 2 * hidden if activation == "swiglu" else hidden
+    return 2 * hidden if activation in GATED else hidden
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardlab.models.attention import Attend, Projection
+from shardlab.models.attention import Attend, HeadNorm, Projection
 from shardlab.models.layout import Parameter
 from shardlab.models.mixture import Combine, Dispatch, ExpertActivate, ExpertLinear, Place, Route, Router
 from shardlab.models.primitives import (
@@ -82,7 +82,7 @@ PRIMITIVES: list[tuple[Primitive, str]] = [
     (scores(tied=True), "vocab width"),
     *(
         (Activate(tokens=T, activation=each, hidden=HIDDEN), "ffn")
-        for each in ("gelu", "gelu_tanh", "squared_relu", "swiglu")
+        for each in ("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu")
     ),
     (Add(tokens=T, hidden_size=C, bias="bias", drops=False, site=SITE), "width"),
     (Add(tokens=T, hidden_size=C, bias="", drops=True, site=SITE), ""),
@@ -94,6 +94,8 @@ PRIMITIVES: list[tuple[Primitive, str]] = [
     (projection(bias=True, head_dim=6, rope_theta=100.0), "head"),
     (Attend(tokens=T, head_dim=C // 4, heads=4, kv_heads=2, drops=False), "head"),
     (Attend(tokens=T, head_dim=6, heads=4, kv_heads=2, drops=False), "head"),
+    (HeadNorm(tokens=T, head_dim=6, heads=4, kv_heads=2, eps=1e-6, rope_theta=100.0), "head"),
+    (HeadNorm(tokens=T, head_dim=3, heads=4, kv_heads=4, eps=1e-2, rope_theta=None), "head"),
     (Attend(tokens=T, head_dim=C // 4, heads=4, kv_heads=4, drops=True), "head"),
     (Attend(tokens=T, head_dim=C // 4, heads=4, kv_heads=2, drops=True), "head"),
     (Route(tokens=T, router=ROUTER), ""),
@@ -128,7 +130,7 @@ def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dic
     choices = torch.rand(rows, T, ROUTER.experts).argsort(-1)[..., : ROUTER.top_k].to(torch.int32)
     buffers = "expert" in primitive.reads.get("x", "")
     shape = (ROUTER.experts, ROUTER.capacity(rows * T)) if buffers else (rows, T)
-    q, kv = (primitive.width, 2 * primitive.kv_width) if isinstance(primitive, Attend) else (0, 0)
+    q, kv = (primitive.width, 2 * primitive.kv_width) if isinstance(primitive, Attend | HeadNorm) else (0, 0)
     given = {
         **{name: torch.randn(*shape, features, dtype=dtype) for name in ("x", "y")},
         **{

@@ -187,7 +187,9 @@ def test_slices_equal_the_whole_model_however_wide_its_heads_are(data: st.DataOb
     dropout, bias = data.draw(st.sampled_from((0.0, 0.3))), data.draw(st.booleans())
     whole = GPT(
         heads=kv_heads * grouped, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e3 if rotary else None,
-        ffn_hidden_size=24, dropout=dropout, bias=bias, **HALVES_SMALL,
+        ffn_hidden_size=24, dropout=data.draw(st.sampled_from((0.0, 0.3))), bias=data.draw(st.booleans()),
+        qk_norm=data.draw(st.booleans()), qkv_bias=data.draw(st.booleans()),
+        **HALVES_SMALL,
     )  # fmt: skip
     require_equal_slices(whole, slices, sequence_parallel=data.draw(st.booleans()))
 
@@ -311,7 +313,7 @@ CONTEXT_MODELS: list[Blocks] = [
     GPT(heads=8, kv_heads=4, bias=False, **CONTEXT_SMALL),
     MLP(ffn_hidden_size=20, dropout=0.3, **CONTEXT_SMALL),
     Llama(heads=4, kv_heads=2, **CONTEXT_SMALL),
-    Llama(heads=4, kv_heads=2, head_dim=6, **CONTEXT_SMALL),
+    Llama(heads=4, kv_heads=2, head_dim=6, qk_norm=True, qkv_bias=True, **CONTEXT_SMALL),
     GPT(heads=4, rope_theta=1e3, activation="squared_relu", **CONTEXT_SMALL),
 ]
 TOKENS = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab.common.errors import UserError
-from shardlab.models.attention import Attend, Projection
+from shardlab.models.attention import Attend, HeadNorm, Projection
 from shardlab.models.mixture import Combine, Dispatch, ExpertActivate, ExpertLinear, Place, Route
 from shardlab.models.primitives import LARGE, Activate, Activation, Add, Embed, Linear, Lookup, Norm, Primitive, Scores
 from shardlab.models.tensors import mixture
@@ -147,6 +147,22 @@ def _(primitive: Projection, operands: Operands) -> tuple[Tensor, ...]:
 
 
 @compute.register
+def _(primitive: HeadNorm, operands: Operands) -> tuple[Tensor, ...]:
+    """One tensor has the results, as that of a projection does."""
+    of = operands.share.piece("head")[1]
+    together = torch.cat([operands.tensors["q"], operands.tensors["kv"]], -1)
+    weight = torch.cat([operands.parameters[f"attn.{name}_norm.weight"] for name in "qk"])
+    normed = (primitive.heads + primitive.kv_heads) // of
+    heads = together.unflatten(-1, (-1, primitive.head_dim))
+    scaled = rms_normalize(heads[..., :normed, :], primitive.eps)[0] * weight.view(normed, -1)
+    features = torch.cat([scaled, heads[..., normed:, :]], -2).flatten(-2)
+    if operands.factor is not None:
+        features = rotate(features, operands.factor, normed)
+    queries, keys_values = features.split_with_sizes((primitive.width // of, 2 * primitive.kv_width // of), -1)
+    return queries, keys_values
+
+
+@compute.register
 def _(primitive: Attend, operands: Operands) -> tuple[Tensor, ...]:
     of, size = operands.share.piece("head")[1], primitive.head_dim
     heads, kv_heads = primitive.heads // of, primitive.kv_heads // of
@@ -213,7 +229,7 @@ def activate(activation: Activation, x: Tensor) -> Tensor:
     if activation == "squared_relu":
         return F.relu(x).square()
     gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:

@@ -15,7 +15,7 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from shardlab.models.attention import Attend, Projection
+from shardlab.models.attention import Attend, HeadNorm, Projection
 from shardlab.models.primitives import Add, DropoutSite, Embed, Primitive
 from shardlab.models.tensors.attention import rotations
 from shardlab.models.tensors.share import Share
@@ -130,8 +130,9 @@ def _(primitive: Attend, inputs: FactorInputs) -> Tensor | None:
     return inputs.dropout.mask(DropoutSite.ATTENTION, whole, inputs.like, 1, here)
 
 
-@make_factor.register
-def _(primitive: Projection, inputs: FactorInputs) -> Tensor | None:
+@make_factor.register(Projection)
+@make_factor.register(HeadNorm)
+def _(primitive: Projection | HeadNorm, inputs: FactorInputs) -> Tensor | None:
     """Return the rotations of this rank's tokens."""
     if primitive.rope_theta is None:
         return None

@@ -286,7 +286,7 @@ GPT2 = Family(
         ConfigField("bias", "bias", True),  # nanoGPT's word; transformers always has biases, which are zero then
     ),
     {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-    {"norm": "layer", "rope_theta": None},
+    {"norm": "layer", "rope_theta": None, "qk_norm": False, "qkv_bias": False},
     Naming(
         {
             "wte": ["transformer.wte"],
@@ -338,7 +338,7 @@ LLAMA = Family(
         ConfigField("attention_bias", "bias", False, like=("mlp_bias",)),
     ),
     {"hidden_act": "silu", "attention_dropout": 0.0},
-    {"norm": "rms", "activation": "swiglu"},
+    {"norm": "rms", "activation": "swiglu", "qk_norm": False, "qkv_bias": False},
     Naming(
         _ATTENTION
         | {
@@ -366,7 +366,10 @@ MIXTRAL = Family(
         ConfigField("router_aux_loss_coef", "auxiliary", 0.001),
     ),
     {"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
-    {"norm": "rms", "activation": "swiglu", "bias": False, "capacity_factor": None},
+    {
+        **{"norm": "rms", "activation": "swiglu", "bias": False, "qk_norm": False, "qkv_bias": False},
+        **{"capacity_factor": None, "shared_experts": 0, "dense_layers": 0},
+    },
     Naming(
         _ATTENTION
         | {

@@ -53,6 +53,7 @@ WHOLE: list[Model] = [
     MoE(**SMALL, top_k=1),
     MoE(**LARGE, dropout=0.2, capacity_factor=None),
     Mixtral(**LARGE, shared_experts=1),
+    Llama(**SMALL, kv_heads=2, head_dim=6, qk_norm=True, qkv_bias=True, activation="geglu"),
 ]
 CUT: Sequence[Model] = [
     *(cut(model) for model in WHOLE if isinstance(model, Blocks) and model.layers > 1),
@@ -63,7 +64,8 @@ CUT: Sequence[Model] = [
     cut(GPT(**SMALL, dropout=0.2), attention_apart=True),
     cut(MLP(layers=1, hidden_size=16, seq_len=8), tp=2, columns=True),
     cut(MoE(layers=1, hidden_size=16, heads=2, seq_len=8), ep=2),
-    cut(Llama(**LARGE, ffn_hidden_size=1024), tp=2, attention_apart=True),
+    cut(MoE(**SMALL, dense_layers=1, dense_ffn_hidden_size=40), ep=2),
+    cut(Llama(**LARGE, ffn_hidden_size=1024, qk_norm=True), tp=2, attention_apart=True),
     cut(MLP(layers=2, hidden_size=256, vocab_size=30, seq_len=8), tp=2, columns=True),
     cut(MoE(**SMALL), ep=2),
     cut(MoE(**LARGE, dropout=0.2), tp=2, ep=2),

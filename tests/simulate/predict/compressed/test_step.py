@@ -37,6 +37,18 @@ MODELS: dict[str, Callable[[int], Blocks]] = {
     "gpt": lambda layers: GPT(layers=layers, hidden_size=256, heads=8, vocab_size=1024, seq_len=256, dropout=0.1),
     "tied": lambda layers: GPT(layers=layers, hidden_size=256, heads=8, vocab_size=1024, seq_len=256, tied=True),
     "mixture": lambda layers: MoE(layers=layers, hidden_size=256, heads=8, vocab_size=1024, seq_len=256, experts=8),
+    "dense first": lambda layers: MoE(
+        layers=layers,
+        hidden_size=256,
+        heads=8,
+        vocab_size=1024,
+        seq_len=256,
+        experts=8,
+        ffn_hidden_size=512,
+        dense_layers=2,
+        dense_ffn_hidden_size=1024,
+        shared_experts=1,
+    ),
 }
 
 SHARDS = [
@@ -165,7 +177,8 @@ def test_a_short_model_tells_the_step_of_the_whole_model(workload: Workload) -> 
 
 def test_the_layers_of_three_blocks_have_the_sizes_of_all() -> None:
     for name, model in MODELS.items():
-        for mesh in (Mesh(), Mesh(tp=2), Mesh(cp=2), Mesh(cp=2, tp=2), Mesh(dp_shard=2)):
+        meshes = [Mesh(), Mesh(tp=2), Mesh(cp=2), Mesh(cp=2, tp=2), Mesh(dp_shard=2)]
+        for mesh in [*meshes, *[Mesh(ep=2), Mesh(ep=2, tp=2)][: 2 * isinstance(model(7), MoE)]]:
             workload = Workload(Plan(mesh), model(7), find_cluster("h100x64"), 8, 2, find_precision("bf16"))
             whole = workload.precision.sizes(workload.cut.sizes(2, 2))
             assert workload.sizes == whole, name

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab.models.attention import Attend, Projection
+from shardlab.models.attention import Attend, HeadNorm, Projection
 from shardlab.models.mixture import ExpertActivate
 from shardlab.models.primitives import Activate, Activation, Add, Embed, Linear, Lookup, Norm, Scores
 from shardlab.models.tensors.attention import consecutive_runs, rotate, rotate_back, select_rows
@@ -80,6 +80,60 @@ def _(primitive: Projection, places: TensorPlaces) -> BothPasses:
         backward_of(ctx)
 
     return BothPasses(forward, backward, keeps)
+
+
+@make_passes.register
+def _(primitive: HeadNorm, places: TensorPlaces) -> BothPasses:
+    """It keeps 1/deviation of each head, as an RMSNorm keeps that of each token."""
+    q, kv, block, size = places.tensors["q"], places.tensors["kv"], places.block, primitive.head_dim
+    of_queries, of_keys = (places.weights[f"attn.{name}_norm.weight"] for name in "qk")
+    queries, keys_values, scale = places.make("q"), places.make("kv"), places.make()
+    rotary = primitive.rope_theta is not None
+
+    def heads(ctx: Context) -> tuple[Tensor, int]:
+        """View queries, keys and values as heads (rows x T, heads, size), and count those that are normalised."""
+        together = side_by_side(ctx.tensors[q], ctx.tensors[kv])
+        return together.unflatten(-1, (-1, size)), (primitive.heads + primitive.kv_heads) // ctx.share.piece("head")[1]
+
+    def rotated(ctx: Context, whole: Tensor, rotation: Callable[[Tensor, Tensor, int], Tensor], count: int) -> Tensor:
+        if not rotary:
+            return whole
+        angles = ctx.factor(primitive, block)
+        assert angles is not None, "rotary positions have angles"
+        return rotation(ctx.of_sequences(whole), angles, count).flatten(0, 1)
+
+    def weights(ctx: Context) -> Tensor:
+        return torch.cat((ctx.weights[of_queries], ctx.weights[of_keys])).view(-1, size)
+
+    def split(whole: Tensor, ctx: Context) -> Sequence[Tensor]:
+        """Split features into those of queries, and of keys and values."""
+        features = ctx.weights[of_queries].numel()
+        return whole.split_with_sizes((features, whole.shape[-1] - features), -1)
+
+    def forward(ctx: Context) -> None:
+        each, count = heads(ctx)
+        normalised, ctx.tensors[scale] = rms_normalize(each[:, :count], primitive.eps)
+        whole = torch.cat((normalised * weights(ctx), each[:, count:]), 1).flatten(1)
+        ctx.tensors[queries], ctx.tensors[keys_values] = split(rotated(ctx, whole, rotate, count), ctx)
+
+    def add(totals: Weights, gradient: Tensor, _: Tensor) -> None:
+        features = totals[of_queries].numel()
+        totals[of_queries].add_(gradient[:features])
+        totals[of_keys].add_(gradient[features:])
+
+    def backward(ctx: Context) -> None:
+        each, count = heads(ctx)
+        whole = side_by_side(ctx.pop_gradient(queries), ctx.pop_gradient(keys_values))
+        gradient = rotated(ctx, whole, rotate_back, count).unflatten(-1, (-1, size))
+        normalised, given = each[:, :count] * ctx.tensors[scale], gradient[:, :count] * weights(ctx)
+        of_weight = (gradient[:, :count] * normalised).sum(0).flatten()
+        of_heads = (given - normalised * (given * normalised).mean(-1, keepdim=True)) * ctx.tensors[scale]
+        of_q, of_kv = split(torch.cat((of_heads, gradient[:, count:]), 1).flatten(1), ctx)
+        ctx.add_gradient(q, of_q)
+        ctx.add_gradient(kv, of_kv)
+        ctx.accumulate(add, of_weight, of_weight)
+
+    return BothPasses(forward, backward, (q, kv, scale))
 
 
 def _linear(places: TensorPlaces, read: str, makes: str, weight: int, bias: int) -> BothPasses:
@@ -229,6 +283,9 @@ def _activated_backward(activation: Activation, gradient: Tensor, x: Tensor) -> 
     if activation == "squared_relu":
         return F.relu(x).mul_(gradient).mul_(2)
     gate, up = x.chunk(2, -1)
+    if activation == "geglu":
+        of_gate = torch.ops.aten.gelu_backward.default(gradient * up, gate, approximate="tanh")
+        return torch.cat([of_gate, gradient * F.gelu(gate, approximate="tanh")], -1)
     return torch.cat([torch.ops.aten.silu_backward.default(gradient * up, gate), gradient * F.silu(gate)], -1)
 
 

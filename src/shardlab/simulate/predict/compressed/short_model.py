@@ -182,7 +182,7 @@ def _identical_blocks(
     plan: Plan, model: ModelLayers, repeated: Repeated, stages: Sequence[range]
 ) -> Iterator[tuple[int, range]]:
     """Yield the layers of each run of identical blocks, all or none of them recomputed, with their stage's number."""
-    each, first = repeated.each, (repeated.sample.layers - repeated.each) // 2
+    each, first = repeated.each, repeated.first
     stop = first + (repeated.more + 1) * each
     recomputed = _recomputed(plan, model)
     for number, stage in enumerate(stages):
