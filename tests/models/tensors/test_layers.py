@@ -184,7 +184,6 @@ def test_slices_equal_the_whole_model_however_wide_its_heads_are(data: st.DataOb
     slices, grouped, head_dim = (data.draw(st.integers(*ends)) for ends in ((1, 3), (1, 3), (1, 9)))
     kv_heads = slices * data.draw(st.integers(1, 2))
     rotary = head_dim % 2 == 0 and data.draw(st.booleans())
-    dropout, bias = data.draw(st.sampled_from((0.0, 0.3))), data.draw(st.booleans())
     whole = GPT(
         heads=kv_heads * grouped, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e3 if rotary else None,
         ffn_hidden_size=24, dropout=data.draw(st.sampled_from((0.0, 0.3))), bias=data.draw(st.booleans()),

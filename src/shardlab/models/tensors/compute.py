@@ -153,7 +153,7 @@ def _(primitive: HeadNorm, operands: Operands) -> tuple[Tensor, ...]:
     together = torch.cat([operands.tensors["q"], operands.tensors["kv"]], -1)
     weight = torch.cat([operands.parameters[f"attn.{name}_norm.weight"] for name in "qk"])
     normed = (primitive.heads + primitive.kv_heads) // of
-    heads = together.unflatten(-1, (-1, primitive.head_dim))
+    heads: Tensor = together.unflatten(-1, (-1, primitive.head_dim))
     scaled = rms_normalize(heads[..., :normed, :], primitive.eps)[0] * weight.view(normed, -1)
     features = torch.cat([scaled, heads[..., normed:, :]], -2).flatten(-2)
     if operands.factor is not None:
