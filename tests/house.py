@@ -27,7 +27,7 @@ CODE_LINES = {
     "language": 4460,
     "learn": 5500,
     "measure": 2200,
-    "models": 3670,
+    "models": 3760,
     "planner": 2910,
     "simulate": 6790,
     "strategies": 2630,

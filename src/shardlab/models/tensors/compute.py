@@ -14,7 +14,7 @@
 - `with_auxiliary_loss` is for primitives that add a loss of their own.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves some of its annotations out.
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _(primitive: HeadNorm, operands: Operands) -> tuple[Tensor, ...]:
     weight = torch.cat([operands.parameters[f"attn.{name}_norm.weight"] for name in "qk"])
     normed = (primitive.heads + primitive.kv_heads) // of
     heads: Tensor = together.unflatten(-1, (-1, primitive.head_dim))
-    scaled = rms_normalize(heads[..., :normed, :], primitive.eps)[0] * weight.view(normed, -1)
+    scaled: Tensor = rms_normalize(heads.narrow(-2, 0, normed), primitive.eps)[0] * weight.view(normed, -1)
     features = torch.cat([scaled, heads[..., normed:, :]], -2).flatten(-2)
     if operands.factor is not None:
         features = rotate(features, operands.factor, normed)
