@@ -13,6 +13,7 @@ from rich.console import Console
 
 from shardlab.cli import COMMANDS, main
 from shardlab.cli.listings import print_strategies, sends_text
+from shardlab.simulate.hardware import DEVICES, LINKS
 from shardlab.simulate.predict.recipe import recipes
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.schedules import SCHEDULES
@@ -113,6 +114,46 @@ def test_of_one_recipe_every_figure_is_told_with_where_it_is_from(capsys: Captur
 def test_an_unknown_recipe_is_a_sentence_with_the_nearest(command: list[str], capsys: Captured) -> None:
     assert main(command) == 2
     assert "there is no recipe 'megatron'; did you mean megatron-" in capsys.readouterr().err
+
+
+# `shardlab clusters`.
+
+
+def test_every_device_and_link_is_listed_with_its_source(capsys: Captured) -> None:
+    assert main(["clusters"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if line[:1].strip()} >= {*DEVICES, *LINKS}
+    tables = told(capsys, "clusters")
+    assert (tables["devices"].keys(), tables["links"].keys()) == (DEVICES.keys(), LINKS.keys())
+    assert tables["nodes"].keys() == DEVICES.keys()
+    rows = [row for table in tables.values() for row in table.values()]
+    assert all(row["source"] for row in rows)
+    assert tables["devices"]["mi355x"]["runs"] == []
+
+
+@pytest.mark.parametrize("name", [*DEVICES, *LINKS])
+def test_of_one_device_or_link_every_figure_has_a_source(name: str, capsys: Captured) -> None:
+    shown = told(capsys, "clusters", name)
+    assert shown["source"]
+    figures = shown["efficiency"]["figures"] if name in DEVICES else shown["figures"]
+    assert all(figure["source"] or figure["fitted_to"] for figure in figures.values())
+
+
+def test_a_cluster_says_what_of_its_network_is_assumed(capsys: Captured, tmp_path: Path) -> None:
+    assert told(capsys, "clusters", "a100x16")["assumed"] == ["intra_node", "inter_node", "nics"]
+    file = tmp_path / "ours.toml"
+    file.write_text('device = "a100"\nnodes = 2\nnics = 2\n')
+    assert told(capsys, "clusters", str(file))["assumed"] == ["intra_node", "inter_node"]
+    assert main(["clusters", str(file)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 nodes of 8 a100-80gb 2 NICs a node; assumed, as in a usual node: intra_node, inter_node" in said
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("h10", "h100"), ("nvlink9", "nvlink"), ("h10x16", "h100x")])
+def test_an_unknown_device_or_link_is_a_sentence_with_the_nearest(name: str, nearest: str, capsys: Captured) -> None:
+    assert main(["clusters", name]) == 2
+    assert nearest in capsys.readouterr().err
 
 
 def test_a_recipe_without_a_cluster_is_refused(capsys: Captured) -> None:

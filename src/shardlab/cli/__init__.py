@@ -33,7 +33,7 @@ from shardlab.cli.explain.command import Explain
 from shardlab.cli.history import History, Show
 from shardlab.cli.launch import Launch, Submit
 from shardlab.cli.learn.command import Learn
-from shardlab.cli.listings import Recipes, ScheduleCommand, Strategies
+from shardlab.cli.listings import Clusters, Recipes, ScheduleCommand, Strategies
 from shardlab.cli.options import option_names
 from shardlab.cli.passes import PassesCommand
 from shardlab.cli.plan.command import PlanCommand
@@ -84,6 +84,7 @@ COMMANDS: dict[str, type[Command]] = {
     "convert": Convert,
     "checkpoint": CheckpointCommand,
     "recipes": Recipes,
+    "clusters": Clusters,
     "validate": Validate,
     "plan": PlanCommand,
     "explain": Explain,

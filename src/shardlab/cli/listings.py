@@ -1,12 +1,13 @@
-"""`shardlab strategies`, `shardlab recipes` and `shardlab schedule`: list what is built in.
+"""`shardlab strategies`, `recipes`, `clusters` and `schedule`: list what is built in.
 
 `Strategies` lists the strategies with their traffic, which is counted on tapes. `Recipes` lists the recipes, which
-describe how a framework runs a step, and the source of each figure. `ScheduleCommand` writes a pipeline schedule as the
-CSV file that PyTorch's pipelining reads.
+describe how a framework runs a step, and the source of each figure. `Clusters` lists devices, links and nodes with
+their sources. `ScheduleCommand` writes a pipeline schedule as the CSV file that PyTorch's pipelining reads.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, cast
@@ -18,13 +19,17 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab.check import check
-from shardlab.cli.console import print_fact, print_json, stdout_console
+from shardlab.cli.console import print_fact, print_json, stdout_console, table_of
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, NewFile, OptionalCount, check_new_file, writing
+from shardlab.common.errors import unknown_name
 from shardlab.common.files import write_atomically
-from shardlab.common.text import counted
+from shardlab.common.text import counted, memory_text
 from shardlab.language import Mesh, trace
 from shardlab.models.matrices import SavedActivations
-from shardlab.simulate.hardware.device import Figure
+from shardlab.simulate.hardware import DEVICES, LINKS, Device, Link, find_cluster
+from shardlab.simulate.hardware.cluster import NODES
+from shardlab.simulate.hardware.device import ALIASES, Figure
+from shardlab.simulate.predict.confidence import measured_runs
 from shardlab.simulate.predict.recipe import GROUPS, Recipe, find_recipe, recipes
 from shardlab.simulate.timeline import Traffic, traffic
 from shardlab.strategies import STRATEGIES, StrategyEntry
@@ -89,6 +94,27 @@ class Recipes:
             print_json([recipe_as_json(recipe) for recipe in recipes().values()])
         else:
             print_recipes(stdout_console())
+        return 0
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """List devices, their usual nodes and the links between them, with sources; or show one cluster, device or link."""
+
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")] = None
+    """Device, link, or cluster: DEVICExCOUNT such as h100x16, or path/to/cluster.toml."""
+
+    json: Flag = False
+    """Print only JSON."""
+
+    def run(self) -> int:
+        console, shown = stdout_console(), hardware_tables() if self.name is None else hardware_of(self.name)
+        if self.json:
+            print_json(shown)
+        elif self.name is None:
+            print_hardware(shown, console)
+        else:
+            print_hardware_row(self.name, shown, console)
         return 0
 
 
@@ -298,8 +324,142 @@ def print_recipe(recipe: Recipe, console: Console) -> None:
         for name, figure in figures.items():
             label, value = Text(name.split(".")[1], "cyan"), as_text(figure.value)
             console.print(Padding(Text.assemble(label, f" = {value}"), (0, 0, 0, 2)))
-            if provenance := _provenance(figure, recipe):
+            if provenance := _provenance(figure, recipe.source):
                 console.print(Padding(Text(provenance, "dim"), (0, 0, 0, 4)))
+
+
+def hardware_tables() -> dict[str, dict[str, Any]]:
+    """Return all devices, their usual nodes and all links for --json, by name."""
+    return {
+        "devices": {name: device_as_json(device) for name, device in DEVICES.items()},
+        "nodes": {name: asdict(node) for name, node in NODES.items()},
+        "links": {name: link_as_json(link) for name, link in LINKS.items()},
+    }
+
+
+def hardware_of(name: str) -> dict[str, Any]:
+    """Return a device with its usual node, a link, or a cluster, for --json.
+
+    Raises:
+        UserError: if nothing has that name.
+    """
+    known = ALIASES.get(name.lower(), name.lower())
+    if known in LINKS:
+        return link_as_json(LINKS[known])
+    if known in DEVICES:
+        return device_as_json(DEVICES[known]) | {"node": asdict(NODES[known])}
+    if not (name.endswith((".toml", ".json")) or re.fullmatch(r".+x\d+|local", known)):
+        raise unknown_name("device, link or cluster", name, [*DEVICES, *LINKS], ", clusters such as h100x16, and files")
+    cluster = find_cluster(name)
+    return {
+        "nodes": cluster.nodes,
+        "devices_per_node": cluster.per_node,
+        "nics": cluster.nics,
+        "assumed": cluster.assumed,
+        "device": device_as_json(cluster.device),
+        "links": {
+            place: link_as_json(link)
+            for place, link in (("intra_node", cluster.intra_node), ("inter_node", cluster.inter_node))
+            if place in cluster.network
+        },
+    }
+
+
+def device_as_json(device: Device) -> dict[str, Any]:
+    """Return the data sheet of a device, and the shares of it that are reached, each with its source."""
+    figures = {name: asdict(figure) for name, figure in device.efficiency.figures.items()}
+    return {
+        "name": device.name,
+        "flops": dict(device.flops),
+        "memory": device.memory,
+        "bandwidth": device.bandwidth,
+        "sms": device.sms,
+        "source": device.source,
+        "efficiency": {"source": device.efficiency.source, "figures": figures},
+        "runs": sorted({run.recipe for run in measured_runs() if run.device == device.name}),
+    }
+
+
+def link_as_json(link: Link) -> dict[str, Any]:
+    """Return the figures of a link, each with its source."""
+    return asdict(link)
+
+
+def print_hardware(tables: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    """Print a row for each device with its usual node, and for each link, and then the sources of all."""
+    devices, nodes, links = tables["devices"], tables["nodes"], tables["links"]
+    table = table_of("device", "memory", "GB/s", "TFLOP/s", "its usual node", words=1)
+    for column in table.columns[4:]:
+        column.justify, column.no_wrap = "left", False
+    for name, device in devices.items():
+        node = nodes[name]
+        usual = f"{node['devices']} with {node['intra_node']}, {node['nics']} x {node['inter_node']}"
+        _, peak = _best_peak(device["flops"])
+        figures = memory_text(device["memory"]), f"{device['bandwidth'] / 1e9:,.0f}", f"{peak / 1e12:,.0f}"
+        table.add_row(name, *figures, usual, style="" if device["runs"] else "dim")
+    console.print(table)
+    console.print(
+        "\nTFLOP/s are dense, in bfloat16 or else float16; no measured run is known on dim devices\n", style="dim"
+    )
+    table = table_of("link, in one direction", "GB/s", "reached", "a hop", words=1)
+    for name, link in links.items():
+        speed, hop = f"{link['bandwidth'] / 1e9:,.4g}", f"{link['latency'] * 1e6:.2g} us"
+        table.add_row(name, speed, f"{link['efficiency']:.0%}", hop)
+    console.print(table)
+    console.print("\nsources", style="bold")
+    for name, device in devices.items():
+        print_fact(console, name, f"{device['source']}; its node: {nodes[name]['source']}")
+    for name, link in links.items():
+        print_fact(console, name, link["source"])
+    console.print("\n[dim]Each figure of a device, link or cluster, with its source:[/] shardlab clusters NAME")
+
+
+def print_hardware_row(name: str, row: Mapping[str, Any], console: Console) -> None:
+    """Print a device, a link or a cluster with the source of each figure."""
+    if "devices_per_node" in row:
+        print_fact(
+            console, name, f"{counted(row['nodes'], 'node')} of {row['devices_per_node']} {row['device']['name']}"
+        )
+        assumed = ", ".join(row["assumed"]) or "nothing"
+        print_fact(console, "", f"{counted(row['nics'], 'NIC')} a node; assumed, as in a usual node: {assumed}")
+        for each in (row["device"], *row["links"].values()):
+            console.print()
+            print_hardware_row(each["name"], each, console)
+        return
+    print_fact(console, row["name"], _sheet(row) if "flops" in row else _link_text(row))
+    print_fact(console, "", f"source: {row['source']}", style="dim")
+    if node := row.get("node"):
+        links = (
+            f"{node['intra_node']} inside, {node['nics']} x {node['inter_node']} between, {node['host']} to the host"
+        )
+        print_fact(console, "node", f"{node['devices']} devices, {links}")
+        print_fact(console, "", f"source: {node['source']}", style="dim")
+    figures = row["efficiency"]["figures"] if "efficiency" in row and "flops" in row else row["figures"]
+    for figure_name, figure in figures.items():
+        found = Figure(**figure)
+        console.print(Padding(Text.assemble((figure_name, "cyan"), f" = {as_text(found.value)}"), (0, 0, 0, 2)))
+        if provenance := _provenance(found, row["source"]):
+            console.print(Padding(Text(provenance, "dim"), (0, 0, 0, 4)))
+
+
+def _sheet(device: Mapping[str, Any]) -> str:
+    """Return the data sheet of a device in words."""
+    dtype, peak = _best_peak(device["flops"])
+    speed = f"{device['bandwidth'] / 1e9:,.0f} GB/s, {peak / 1e12:,.0f} TFLOP/s in {dtype}"
+    runs = f"runs of {', '.join(device['runs'])} are known" if device["runs"] else "no measured run is known"
+    return f"{memory_text(device['memory'])} at {speed}; {runs}"
+
+
+def _best_peak(flops: Mapping[str, float]) -> tuple[str, float]:
+    """Return the FLOP/s of a device in bfloat16, or else in float16 or float32, with the name of the dtype."""
+    dtype = next(each for each in ("bfloat16", "float16", "float32") if each in flops)
+    return dtype, flops[dtype]
+
+
+def _link_text(link: Mapping[str, Any]) -> str:
+    """Return the figures of a link in words."""
+    speed, hop = link["bandwidth"] / 1e9, link["latency"] * 1e6
+    return f"{speed:,.4g} GB/s, of which collectives reach {link['efficiency']:.0%}; {hop:.2g} us a hop"
 
 
 def as_text(value: Any) -> str:
@@ -315,10 +475,10 @@ def as_text(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _provenance(figure: Figure, recipe: Recipe) -> str:
-    """Return the source of a figure if it is not the recipe's own, what it was fitted to, and its runs."""
+def _provenance(figure: Figure, source: str) -> str:
+    """Return the source of a figure if it is not the given one, what it was fitted to, and its runs."""
     parts = [
-        f"{'assumed' if figure.assumed else 'source'}: {figure.source}" if figure.source != recipe.source else "",
+        f"{'assumed' if figure.assumed else 'source'}: {figure.source}" if figure.source not in ("", source) else "",
         f"fitted to: {figure.fitted_to}" if figure.fitted_to else "",
         f"runs: {', '.join(figure.runs)}" if figure.runs else "",
     ]
