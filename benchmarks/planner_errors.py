@@ -1,30 +1,98 @@
-"""Print the errors of predicted steps by recipe and device, as the planner reports them.
+"""Write the errors of predictions of published runs, on which `simulate` and `plan` base how sure they are.
 
-    python benchmarks/planner_errors.py [RUNS.json] [--every N]
+    python benchmarks/planner_errors.py [RUNS.json] [--every N] [--print]
 
-The output is src/shardlab/planner/errors.toml, without its rows for runs that are not in this repository. The error of
-a run is computed with constants that were fitted without the run's source, as in the column "left out" of
-fit_devices.py.
+Each run is predicted with constants that were fitted without the runs of its publisher, as in the column "left out" of
+fit_devices.py. The errors of its step time and memory go to src/shardlab/simulate/predict/errors.toml, in place of
+those of all publishers in the file; rows of other publishers, and of first predictions, stay. With --print, nothing is
+written.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from statistics import mean
+import tomllib
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
-from fit_devices import refit_as_told
+from fit_devices import RUNS, Errors, refit, rows_of
+
+from shardlab.common.files import toml_value, write_atomically
+from shardlab.planner.published.reading import read_run
+from shardlab.simulate.predict.confidence import AXES, Kind, RunErrors
+
+ERRORS = Path(__file__).parents[1] / "src/shardlab/simulate/predict/errors.toml"
 
 
 def main() -> None:
-    """Print the mean and the worst error of each recipe on each device."""
-    made = refit_as_told(__doc__)
-    errors = defaultdict[tuple[str, str], list[float]](list)
-    for row, (seconds, _) in zip(made.rows, made.left_out, strict=True):
-        if seconds is not None:
-            errors[row["framework"], row["hardware"]["device"]].append(abs(seconds))
-    for (recipe, device), found in sorted(errors.items()):
-        print(f'\n[[error]]\nrecipes = ["{recipe}"]\ndevice = "{device}"')
-        print(f"runs = {len(found)}\nmean = {mean(found):.3f}\nworst = {max(found):.3f}")
+    """Refit the runs of a file without each publisher, and write the errors."""
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="?", type=Path, default=RUNS)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--print", action="store_true")
+    options = parser.parse_args()
+    made = refit(rows_of(options.runs, options.every))
+    found = [errors_of_run(row, errors) for row, errors in zip(made.rows, made.left_out, strict=True)]
+    text = with_runs(ERRORS.read_text(encoding="utf-8"), found)
+    if options.print:
+        print(text)
+    else:
+        write_atomically(ERRORS, text)
+
+
+def errors_of_run(row: dict[str, Any], errors: Errors) -> RunErrors:
+    """Return the errors of one run, with its publisher and kind."""
+    kind = Kind.of(read_run(row).workload)
+    axes = tuple(axis for axis in AXES if axis in (kind.axes or ()))
+    time, memory = (() if error is None else (round(error, 3),) for error in errors)
+    return RunErrors(
+        publisher=row["publication"],
+        recipe=kind.recipe[0],
+        device=kind.device,
+        seq_len=kind.seq_len,
+        switches=tuple(sorted(kind.switches)),
+        mixture=kind.mixture,
+        axes=axes,
+        time=time,
+        memory=memory,
+    )
+
+
+def with_runs(text: str, found: Iterable[RunErrors]) -> str:
+    """Return the text of errors.toml with the errors of the given runs in place of those of their publishers.
+
+    Runs of one publisher and kind share a row. The comment above the first row stays.
+    """
+    head, _, _ = text.partition("\n[[")
+    tables = tomllib.loads(text)
+    ours: dict[tuple[Any, ...], RunErrors] = {}
+    for run in found:
+        key = (run.publisher, run.recipe, run.device, run.seq_len, run.switches, run.mixture, run.axes)
+        old = ours.get(key)
+        ours[key] = run if old is None else _joined(old, run)
+    publishers = {run.publisher for run in ours.values()}
+    kept = [row for row in tables.get("runs", []) if row["publisher"] not in publishers]
+    rows = [*kept, *(_as_row(ours[key]) for key in sorted(ours))]
+    rows.sort(key=lambda row: row["publisher"])
+    parts = [*_tables("runs", rows), *_tables("first_sight", tables.get("first_sight", []))]
+    return "\n\n".join([head.rstrip(), *parts]) + "\n"
+
+
+def _joined(one: RunErrors, other: RunErrors) -> RunErrors:
+    return replace(one, time=one.time + other.time, memory=one.memory + other.memory)
+
+
+def _as_row(run: RunErrors) -> dict[str, Any]:
+    """Return a row with the fields that are not left out."""
+    return {name: value for name, value in asdict(run).items() if value}
+
+
+def _tables(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        lines = [f"{key} = {toml_value(value)}" for key, value in row.items()]
+        yield "\n".join([f"[[{name}]]", *lines])
 
 
 if __name__ == "__main__":

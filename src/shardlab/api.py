@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardlab.models import Blocks
     from shardlab.planner.choose import PlanChoice
     from shardlab.simulate.hardware import Cluster
+    from shardlab.simulate.predict.confidence import Confidence
     from shardlab.simulate.predict.forecast import Forecast
     from shardlab.simulate.predict.workload import Workload
     from shardlab.simulate.timeline import Timeline
@@ -154,8 +155,25 @@ class Prediction:
 
     def __repr__(self) -> str:
         speed, limit = f"{self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}", self.forecast.memory.capacity
-        memory = f"{bytes_text(self.memory, 1)} of {bytes_text(limit, 1)}{'' if self.fits else ', does not fit'}"
-        return f"<Prediction {seconds_text(self.seconds)} a step, {speed}, {memory}>"
+        sure = {each.figure: f" ± {each.error:.0%}" for each in self.confidence}
+        doubt = ", may not fit" if self.may_not_fit else ""
+        fits = doubt if self.fits else ", does not fit"
+        memory = f"{bytes_text(self.memory, 1)}{sure.get('memory', '')} of {bytes_text(limit, 1)}{fits}"
+        return f"<Prediction {seconds_text(self.seconds)}{sure['time']} a step, {speed}, {memory}>"
+
+    @property
+    def confidence(self) -> tuple[Confidence, ...]:
+        """How sure the time is, and the memory: the errors of predictions of the most similar measured runs."""
+        from shardlab.simulate.predict.confidence import step_confidence
+
+        return step_confidence(self.workload)
+
+    @property
+    def may_not_fit(self) -> str:
+        """Sentence that says that the step may not fit, given the error of its memory ("": it leaves enough free)."""
+        from shardlab.simulate.predict.confidence import may_not_fit
+
+        return may_not_fit(self.confidence, self.forecast.memory)
 
     def timeline(self) -> Timeline:
         """Replay all ops of the step, and return their timeline. It takes long for many microbatches."""

@@ -13,11 +13,12 @@ from rich.console import Console
 from shardlab.cli.plan.report import PlanReport, print_families, searched
 from shardlab.common.text import seconds_text
 from shardlab.common.user_code import trace_limits
-from shardlab.planner.choose import STEPS, PlanChoice, choose, find_contenders
+from shardlab.planner.choose import STEPS, PlanChoice, choose, expected_error, find_contenders
 from shardlab.planner.explain import explain_choice
 from shardlab.planner.problem import Limits
 from shardlab.planner.search import Budget
 from shardlab.planner.workers import InProcess, workers
+from shardlab.simulate.predict.confidence import MOST_MARGIN
 from tests.planner.problems import problem
 
 
@@ -124,7 +125,7 @@ def test_the_plan_that_is_predicted_fastest_comes_first_and_none_is_far_slower(c
     found = find_contenders(choice, inf)
     assert found[0] == choice.best
     assert len(found) > 1
-    assert all(each.seconds <= choice.best.seconds * (1 + choice.published_errors.mean) for each in found)
+    assert all(each.seconds <= choice.best.seconds * (1 + expected_error(choice.problem)) for each in found)
     assert len({each.candidate for each in found}) == len(found)
 
 
@@ -138,7 +139,7 @@ def test_no_more_take_turns_than_there_is_time_for(choice: PlanChoice) -> None:
 
 def test_those_that_take_turns_lie_in_memory_at_once(choice: PlanChoice) -> None:
     found = find_contenders(choice, inf)
-    room = sum(each.forecast.memory.total for each in found[:2]) / (1 - choice.problem.recipe.memory.error)
+    room = sum(each.forecast.memory.total for each in found[:2]) / (1 - MOST_MARGIN)
     device = replace(choice.problem.cluster.device, memory=1.001 * room)
     tight = replace(choice.problem, cluster=replace(choice.problem.cluster, device=device))
     assert find_contenders(replace(choice, problem=tight), inf) == found[:2]

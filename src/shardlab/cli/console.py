@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from io import StringIO
@@ -137,6 +137,11 @@ class Report:
         """
         self._parts.append(Fact(label, text, figure, style, indent))
         self.data |= data
+
+    def facts(self, label: str, texts: Iterable[str]) -> None:
+        """Add facts of one label, each on lines of its own. Empty texts are left out."""
+        for number, text in enumerate(filter(None, texts)):
+            self.fact("" if number else label, text)
 
     def line(self, text: RenderableType = "", style: str = "", *, wrap: bool = True) -> None:
         """Add a line or a table for the console, wrapped at the width of the terminal unless `wrap` is False."""

@@ -200,7 +200,7 @@ def alternative_text(alternative: Alternative, chosen: Answer, problem: Problem)
     sign = "+" if more >= 0 else "-"
     least = min(2**26, 0.01 * chosen.forecast.memory.total)
     size = f"{sign}{bytes_text(abs(more), 1)}" if abs(more) >= least else "as much memory"
-    kept = f"leaves less than the {bytes_text(margin, 0)} that the recipe keeps free: "
+    kept = f"leaves less than the {bytes_text(margin, 0)} that must stay free: "
     reused = "fits only if the allocator gives back what it holds in reserve: "
     full = "" if memory.safe else reused if memory.unlimited > room else kept
     return f"{full}{size}, step {step:+.1%}{_why(answer, chosen)}{_better(alternative, chosen)}"

@@ -15,12 +15,9 @@ from shardlab.common.text import seconds_text
 from shardlab.planner.alternatives import Alternative, add_shares, nearest_alternatives
 from shardlab.planner.describe import UNTRACED, path_seconds, summary, trace_seconds
 from shardlab.planner.error_model import (
-    ON_PROFILES,
     ErrorModel,
     MeasuredStep,
-    RunErrors,
     choose_experiments,
-    find_errors,
     fit_errors,
     measured_outcomes,
     out_of_memory,
@@ -33,6 +30,7 @@ from shardlab.planner.results import PlanOutcome, Results
 from shardlab.planner.search import UNLIMITED, Budget, OnProgress, Search
 from shardlab.planner.space import meshes
 from shardlab.planner.workers import Answer, Change, Query, TimedQueries, Workers, trace_or_none
+from shardlab.simulate.predict.confidence import Confidence, Kind, confidences, may_not_fit, step_confidence
 
 NOTABLE = 0.02
 """Smallest share of the step time that a plan with more memory must save to be reported."""
@@ -79,15 +77,20 @@ class PlanChoice:
         return f"<PlanChoice of {summary(self.best.candidate)}, {seconds_text(self.best.seconds)} a step>"
 
     @property
-    def published_errors(self) -> RunErrors:
-        """Errors of similar predictions in the past."""
-        return published_errors(self.problem)
+    def confidence(self) -> tuple[Confidence, ...]:
+        """How sure the time of the chosen plan is, and its memory, without measured steps."""
+        return step_confidence(self.problem.workload(self.best.candidate))
+
+    @property
+    def may_not_fit(self) -> str:
+        """Sentence that says that the chosen plan may not fit ("": it leaves enough memory free)."""
+        return may_not_fit(self.confidence, self.best.forecast.memory)
 
     @property
     def expected_error(self) -> float:
         """Expected size of the error of the chosen plan's time, as a share, including measured steps."""
         model = self.error_model
-        return model.expected_error_of(self.best.candidate) if model and model.measured else self.published_errors.mean
+        return model.expected_error_of(self.best.candidate) if model and model.measured else self.confidence[0].error
 
     @property
     def unknown(self) -> str:
@@ -95,10 +98,10 @@ class PlanChoice:
         return "the time was up" if self.missed else UNTRACED
 
 
-def published_errors(problem: Problem) -> RunErrors:
-    """Return the errors of similar predictions: on published runs, or on machines with a measured profile."""
-    cluster = problem.cluster
-    return ON_PROFILES if cluster.profile is not None else find_errors(problem.recipe.name, cluster.device.name)
+def expected_error(problem: Problem) -> float:
+    """Return the expected size of the error of a plan's time, as a share, whatever the plan."""
+    kind = Kind.of_problem(problem.recipe, problem.cluster, problem.model)
+    return confidences(kind, problem.cluster)[0].error
 
 
 def choose(
@@ -127,7 +130,7 @@ def choose(
     began = time.monotonic()
     if not any(has_plan(problem, mesh) for mesh in meshes(problem)):
         raise UserError(explain_empty_space(problem))
-    error, ran = published_errors(problem).mean, measured_outcomes(problem, measured or (), workers)
+    error, ran = expected_error(problem), measured_outcomes(problem, measured or (), workers)
     found = Search(
         problem,
         workers,

@@ -13,15 +13,15 @@ the common part of all measured errors applies in full to plans that were not me
 twice as slow as predicted, plans that nobody measured would win. One measured step therefore corrects all plans by the
 same factor, and several steps separate the parts.
 
-`ErrorModel` is the model. `choose_experiments` picks the plans to measure next, `find_errors` looks up the errors on
-published runs, `measured_outcomes` checks measured steps, and `fit_errors` ranks the results of a search again.
+`ErrorModel` is the model. `choose_experiments` picks the plans to measure next, `measured_outcomes` checks measured
+steps, and `fit_errors` ranks the results of a search again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from math import erf, exp, isclose, log, pi, sqrt
 from statistics import median
 from typing import Any
@@ -30,9 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlab.common.errors import UserError
-from shardlab.common.fields import read_value
-from shardlab.common.files import load_table
-from shardlab.common.text import counted
 from shardlab.planner.alternatives import TELLING
 from shardlab.planner.describe import COMPUTE, IDLE, StepShares, chosen_fields, summary
 from shardlab.planner.problem import Candidate, Problem, family
@@ -292,71 +289,6 @@ def _why(model: ErrorModel, best: int, at: int, chance: float) -> str:
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of different values, spelled as flags."""
     return [name.replace("_", "-") for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
-
-
-FEW = 5
-"""Smallest number of runs of a kind; if there are fewer, a wider kind is taken."""
-
-NAMED = 3
-"""Largest number of recipes that are named; more are counted."""
-
-
-@dataclass(frozen=True)
-class RunErrors:
-    """Errors of predicted step times of runs of one kind.
-
-    Attributes:
-        recipes: recipes of the runs (empty: they are not published runs).
-        device: device of the runs ("": several).
-        runs: number of runs.
-        mean, worst: mean and largest size of the errors, predicted / measured - 1.
-        what: word for a run.
-    """
-
-    recipes: tuple[str, ...]
-    device: str
-    runs: int
-    mean: float
-    worst: float
-    what: str = "published run"
-
-    def __str__(self) -> str:
-        """Return the errors in words: `± 13.1% over 27 published runs of llm-foundry on h100, ..., at most 38%`."""
-        where = f" on {self.device}" if self.device else ""
-        names = self.recipes if len(self.recipes) <= NAMED else (counted(len(self.recipes), "recipe"),)
-        whose = f" of {', '.join(names)}" if names else ""
-        unseen = ", each source left out of the fit" if self.recipes else ""
-        size = f"± {self.mean:.1%} over {counted(self.runs, self.what)}"
-        return f"{size}{whose}{where}{unseen}, at most {self.worst:.0%}"
-
-
-ON_PROFILES = RunErrors((), "two CPU cores", 34, 0.061, 0.192, "step")
-"""Errors on a machine with a measured profile: the steps of runs 7 and 8 of docs/agreement.md."""
-
-
-@cache
-def known_errors() -> tuple[RunErrors, ...]:
-    """Return the errors of every recipe on every device with published runs."""
-    return read_value(tuple[RunErrors, ...], load_table("planner/errors.toml")["error"], "errors.toml", "error")
-
-
-def find_errors(recipe: str, device: str) -> RunErrors:
-    """Return the errors of the most similar runs with enough of them.
-
-    These are runs of the recipe on the device, or else of all recipes on the device, or else all runs.
-    """
-    known = known_errors()
-    here = [row for row in known if row.device == device]
-    own = [row for row in here if row.recipes == (recipe,)]
-    some = next((rows for rows in (own, here) if sum(row.runs for row in rows) >= FEW), known)
-    runs = sum(row.runs for row in some)
-    return RunErrors(
-        tuple(sorted({name for row in some for name in row.recipes})),
-        "" if some is known else device,
-        runs,
-        sum(row.runs * row.mean for row in some) / runs,
-        max(row.worst for row in some),
-    )
 
 
 FARTHEST = 10

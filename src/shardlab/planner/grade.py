@@ -183,7 +183,7 @@ class TriedPlan:
         predicted: predicted tokens/s of each device (None: there is no prediction).
         bytes: predicted bytes of the fullest device, counted as they were measured.
         fits: whether the prediction fits into memory.
-        safe: whether it leaves the recipe's margin free.
+        safe: whether it leaves the margin free.
         assumed: assumptions of the prediction about what the row does not say.
         reason: why there is no prediction.
         breaks_limit: whether the reason is a limit of the framework. Otherwise the row's numbers do not make a plan.

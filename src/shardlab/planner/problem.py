@@ -18,6 +18,7 @@ from shardlab.language.precision import Optimizer, Precision
 from shardlab.models import Blocks, cut_for
 from shardlab.models.cutting import Repeated, sampled
 from shardlab.simulate.hardware import Cluster
+from shardlab.simulate.predict.confidence import memory_margin
 from shardlab.simulate.predict.recipe import OWN, Recipe
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
@@ -144,12 +145,11 @@ class Problem:
     @property
     def margin(self) -> float:
         """Bytes of a device that must stay free, because predictions of memory err. CPUs need none."""
-        memory = self.cluster.device.memory
-        return 0.0 if self.cluster.on_cpu else self.recipe.memory.margin(memory)
+        return memory_margin(self.recipe, self.cluster, self.model)
 
     @property
     def room(self) -> float:
-        """Bytes of a device that a plan which is chosen may take: all but the recipe's margin."""
+        """Bytes of a device that a plan which is chosen may take: all but the margin."""
         return self.cluster.device.memory - self.margin
 
     @property

@@ -30,7 +30,7 @@ class PlanOutcome:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan ran, or fits into memory with the margin that the recipe keeps free."""
+        """Whether the plan ran, or fits into memory with the margin that must stay free."""
         fits = self.corrected is not None or (self.forecast.memory.fits and self.forecast.memory.safe)
         return fits and not self.ran_out
 

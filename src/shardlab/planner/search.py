@@ -98,7 +98,7 @@ class Explored(NamedTuple):
         candidate: the plan.
         share: the share of recomputed blocks.
         forecast: its forecast.
-        fits: whether it fits, with the recipe's margin.
+        fits: whether it fits, with the margin.
     """
 
     candidate: Candidate

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardlab.cli import main
-from shardlab.simulate.predict.recipe import OWN
+from shardlab.simulate.predict.confidence import MOST_MARGIN
 
 MODEL = """
 model = "gpt"
@@ -241,7 +241,7 @@ def test_a_plan_leaves_as_much_memory_free_as_predictions_of_memory_err(capsys: 
     plan = ["--dp-shard", "2", *sharded, "--reshard-after", "layer", "--micro-batch-size", "1"]
     fixed = [*plan, "--recompute", "none"]
     assert main(["plan", *words, "80GiB", *fixed, "--json"]) == 0
-    needed = json.loads(capsys.readouterr().out)["chosen"]["memory"] / (1 - OWN.memory.error)
+    needed = json.loads(capsys.readouterr().out)["chosen"]["memory"] / (1 - MOST_MARGIN)
     assert main(["plan", *words, f"{int(1.001 * needed)}B", *fixed]) == 0
     assert "for the error of the prediction" in refused(capsys, *words, f"{int(0.999 * needed)}B", *fixed)
     assert main(["simulate", *words, f"{int(0.999 * needed)}B", *plan]) == 0
@@ -252,7 +252,7 @@ def test_where_the_state_alone_is_too_much_the_fewest_devices_are_said(capsys: p
     told = refused(capsys, "--model", "llama3-8b", "--cluster", "h100x2", "--memory", "8GiB", "--max-pp", "1")
     found = re.search(r"alone take ([\d.]+) GiB; take at least (\d+) devices", told)
     assert found
-    assert int(found[2]) == math.ceil(2 * (float(found[1]) - 1) / (8 * (1 - OWN.memory.error) - 1))
+    assert int(found[2]) == math.ceil(2 * (float(found[1]) - 1) / (8 * (1 - MOST_MARGIN) - 1))
 
 
 def test_how_a_sequence_is_shared_is_not_asked_of_no_context_parallel_ranks(

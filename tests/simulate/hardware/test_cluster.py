@@ -122,3 +122,18 @@ def test_a_link_without_latency_is_one(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text('device = "h100"\n[intra_node]\nlatency = 0\n')
     assert find_cluster(str(path)).intra_node.latency == 0
+
+
+def test_the_network_is_told_with_what_nobody_gave(tmp_path: Path) -> None:
+    text = "8 NICs of infiniband-ndr a node, nvlink4 inside a node; assumed, as in the usual node of h100"
+    assert find_cluster("h100x16").network_text == text
+    assert find_cluster("h100x8").network_text == "nvlink4 inside a node; assumed, as in the usual node of h100"
+    assert find_cluster("h100x1").network_text == ""
+    file = tmp_path / "ours.toml"
+    file.write_text('device = "h100"\nnodes = 2\ninter_node = "roce-400"\nintra_node = "nvlink4"\n')
+    found = find_cluster(str(file))
+    assert found.assumed == ("nics",)
+    text = "8 NICs of roce-400 a node, nvlink4 inside a node; nics assumed, as in the usual node of h100"
+    assert found.network_text == text
+    file.write_text(file.read_text() + "nics = 1\n")
+    assert find_cluster(str(file)).network_text == "1 NIC of roce-400 a node, nvlink4 inside a node"

@@ -158,14 +158,14 @@ def add_ran_out(report: Report, found: Results) -> None:
         report.fact("does not fit", f"{each.family}, {summary(each.candidate)}: it ran out of memory")
 
 
-def expected_error_text(choice: PlanChoice) -> str:
+def time_error_text(choice: PlanChoice) -> str:
     """Return the expected error of the chosen plan's time as text."""
-    model = choice.error_model
-    if model is None or not model.measured:
-        return f"{choice.published_errors}; plans that are closer are as good as equal"
-    steps = counted(len(model.measured), "measured step")
-    now = f"± {choice.expected_error:.1%} after {steps}, ± {choice.published_errors.mean:.1%} before"
-    return f"{now}; plans that are closer are as good as equal"
+    model, known = choice.error_model, choice.confidence[0]
+    now = str(known)
+    if model is not None and model.measured:
+        steps = counted(len(model.measured), "measured step")
+        now = f"time ± {choice.expected_error:.1%} after {steps}, ± {known.error:.1%} before"
+    return f"{now}; closer plans count as equal"
 
 
 def read_measured(paths: Sequence[Path], problem: Problem, model: str, cluster: str) -> list[MeasuredStep]:

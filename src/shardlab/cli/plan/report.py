@@ -17,13 +17,15 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.cli.console import INDENT, Report, print_path, table_of
-from shardlab.cli.plan.measure import add_measured, expected_error_text, measured_as_json
+from shardlab.cli.plan.measure import add_measured, measured_as_json, time_error_text
+from shardlab.cli.simulate.priced import add_network
 from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.planner.alternatives import TELLING, alternative_text
 from shardlab.planner.choose import NOTABLE
 from shardlab.planner.describe import describe, draw_mesh, summary
 from shardlab.planner.explain import explain_choice
 from shardlab.planner.problem import family
+from shardlab.simulate.predict.confidence import sure_as_json
 from shardlab.simulate.predict.memory import uncounted_memory
 from shardlab.simulate.predict.memory_advice import assumed_figures
 
@@ -127,7 +129,7 @@ class PlanReport:
             ],
             "decisions": [vars(decision) for decision in explain_choice(self.choice)],
             "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : self.top + 1]],
-            "error_on_published_runs": vars(self.choice.published_errors),
+            "how_sure": sure_as_json(self.choice.confidence, self.choice.may_not_fit),
             "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
             "measured": measured_as_json(errors) if errors and errors.measured else None,
             "critical_path": self.choice.path,
@@ -175,7 +177,9 @@ class PlanReport:
         for label, figure, text in figures(self.choice):
             report.fact(label, text, figure)
         report.fact("", memory_bar(self.choice))
-        report.fact("how sure", expected_error_text(self.choice))
+        add_network(report, problem.cluster)
+        texts = [time_error_text(self.choice), *map(str, self.choice.confidence[1:]), self.choice.may_not_fit]
+        report.facts("how sure", texts)
 
     def _add_mesh(self, report: Report) -> None:
         problem, best = self.choice.problem, self.choice.best

@@ -31,6 +31,7 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry
 
 if TYPE_CHECKING:
+    from shardlab.simulate.hardware import Cluster
     from shardlab.simulate.passes import PassResult
     from shardlab.simulate.predict.estimate import Estimate, Peak
     from shardlab.simulate.predict.forecast import Forecast
@@ -213,6 +214,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     Args:
         written: files that were written.
     """
+    from shardlab.simulate.predict.confidence import may_not_fit, step_confidence, sure_as_json
     from shardlab.simulate.predict.memory_advice import assumed_figures
     from shardlab.simulate.predict.recipe import OWN
 
@@ -262,6 +264,11 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     if result.forecast is None:
         report.fact("ops", f"{ops:,}, of {_ranks_text(result)}", ops=ops, ranks_simulated=program.ranks)
     report.fact("check", _check_text(result), checked=result.checked)
+    add_network(report, workload.cluster)
+    sure = step_confidence(workload)
+    doubt = may_not_fit(sure, held)
+    report.facts("how sure", [*map(str, sure), doubt])
+    report.data["how_sure"] = sure_as_json(sure, doubt)
     assumed = assumed_figures(workload)
     report.data |= {"assumed": {name: asdict(figure) for name, figure in assumed.items()}, "notes": result.notes}
     if assumed:
@@ -289,6 +296,13 @@ def _add_shares(report: Report, workload: Workload, estimate: Estimate) -> None:
     report.fact("idle", "a rank waits for others, or has ended", f"{share:.1%}", idle_share=share)
     if workload.mesh.pp > 1:
         add_bubble(report, schedule_bubble(estimate.traced, workload.prices), bubble(estimate.timeline()))
+
+
+def add_network(report: Report, cluster: Cluster) -> None:
+    """Add the links between devices, and which of them are assumed."""
+    if text := cluster.network_text:
+        report.fact("network", text)
+    report.data["network"] = {**cluster.network, "assumed": cluster.assumed}
 
 
 def add_bubble(report: Report, free: float, share: float) -> None:

@@ -128,6 +128,7 @@ class Cluster:
         host: the link between a device and its host's memory.
         nics: number of NICs of a node, shared evenly by its devices.
         profile: measurements of this machine, which replace the links.
+        assumed: fields of the network that nobody gave, so they are those of the device's usual node.
     """
 
     device: Device
@@ -138,6 +139,7 @@ class Cluster:
     host: Link
     nics: int
     profile: Profile | None = None
+    assumed: tuple[str, ...] = ()
 
     @classmethod
     def of_profile(cls, profile: Profile) -> Cluster:
@@ -171,6 +173,27 @@ class Cluster:
 
     def __str__(self) -> str:
         return f"{self.nodes} x {self.per_node} {self.device.name}"
+
+    @property
+    def network(self) -> dict[str, str | int]:
+        """Names of the links on which collectives depend, and the number of NICs; none of a measured machine."""
+        if self.profile is not None:
+            return {}
+        inside: dict[str, str | int] = {"intra_node": self.intra_node.name} if self.per_node > 1 else {}
+        between: dict[str, str | int] = {"inter_node": self.inter_node.name, "nics": self.nics}
+        return inside | (between if self.nodes > 1 else {})
+
+    @property
+    def network_text(self) -> str:
+        """The network in words, and what of it is assumed ("": there is a single device, or it was measured)."""
+        known = self.network
+        between = f"{counted(self.nics, 'NIC')} of {self.inter_node.name} a node" if "nics" in known else ""
+        inside = f"{self.intra_node.name} inside a node" if "intra_node" in known else ""
+        text = ", ".join(filter(None, (between, inside)))
+        if not (guessed := [name for name in known if name in self.assumed]):
+            return text
+        all = "" if len(guessed) == len(known) else f"{', '.join(guessed)} "
+        return f"{text}; {all}assumed, as in the usual node of {self.device.name}"
 
     def require(self, ranks: int) -> None:
         """Raise an error if there are more ranks than devices.
@@ -291,6 +314,9 @@ class NodeType:
     source: str
 
 
+NETWORK = ("intra_node", "inter_node", "nics")
+"""Fields of a cluster that describe its network."""
+
 NODES = {name: read_settings(NodeType, row, "nodes.toml", name) for name, row in rows("nodes", "node").items()}
 """The node that each device usually sits in."""
 
@@ -370,7 +396,7 @@ def cluster_of(device: Device, count: int) -> Cluster:
         )
     nics = max(1, node.nics * per_node // node.devices)
     intra_node, inter_node, host = map(find_link, (node.intra_node, node.inter_node, node.host))
-    return Cluster(device, per_node, count // per_node, intra_node, inter_node, host, nics)
+    return Cluster(device, per_node, count // per_node, intra_node, inter_node, host, nics, assumed=NETWORK)
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -390,6 +416,7 @@ def read_cluster(path: Path) -> Cluster:
         _changed(path, find_link, file.inter_node, node.inter_node),
         _changed(path, find_link, file.host, node.host),
         file.nics or max(1, node.nics * per_node // node.devices),
+        assumed=tuple(name for name in NETWORK if getattr(file, name) is None),
     )
 
 

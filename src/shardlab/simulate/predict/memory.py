@@ -28,6 +28,7 @@ from shardlab.language import Kind, Mesh, OpKind, Sizes
 from shardlab.language.precision import Optimizer, Precision
 from shardlab.models import Blocks
 from shardlab.simulate.hardware import Cluster
+from shardlab.simulate.predict.confidence import memory_margin
 from shardlab.simulate.predict.estimate import Peak, peak_of
 from shardlab.simulate.predict.recipe import OWN, Recipe
 from shardlab.simulate.timeline.memory import Category, memory_in_bytes
@@ -77,7 +78,7 @@ class DeviceMemory:
         needed: the least with which the step runs: `unlimited` without the blocks that the allocator frees before it
             fails.
         capacity: memory of the device.
-        safe: whether `unlimited` leaves the margin free that the recipe asks of a plan that is chosen.
+        safe: whether `unlimited` leaves the margin free that is asked of a plan that is chosen (`memory_margin`).
         logged: the reserved bytes that the framework logs: those of the fullest device, or of the first rank's.
     """
 
@@ -167,7 +168,7 @@ def device_memory(inputs: MemoryInputs, peaks: Sequence[Peak] | None = None) -> 
     unlimited = max(used + slack, *with_gathers)
     most = capacity - context if needed <= capacity else math.inf
     reserved, first = min(unlimited, most), min(with_gathers[0], most)
-    safe = unlimited + context + on_gpu * recipe.margin(capacity) <= capacity
+    safe = unlimited + context + memory_margin(inputs.recipe, inputs.cluster, inputs.model) <= capacity
     logged = first if recipe.logs_first_rank else reserved
     return DeviceMemory(allocated, reserved, reserved + context, unlimited + context, needed, capacity, safe, logged)
 

@@ -142,9 +142,6 @@ class MemoryUse:
             allocator holds back for the stream that gathered them, and gives up when there is no room.
         margin_bytes: bytes of a device that must stay free for a plan to be chosen: near full memory the allocator
             frees and asks again, and steps take several times as long.
-        error: mean size of the error of predicted memory, as a share. As much of a device must stay free too. The
-            default is the error over all publications without their own runs (docs/validation.md, errors without the
-            source).
         logs_first_rank: what the framework logs is its first rank's memory, not the fullest's.
     """
 
@@ -160,12 +157,7 @@ class MemoryUse:
     context_bytes: Amount = 0.0
     gathers_held_back: Amount = 0.0
     margin_bytes: Amount = 0.0
-    error: Amount = 0.075
     logs_first_rank: bool = False
-
-    def margin(self, device_bytes: float) -> float:
-        """Return the bytes of a GPU that must stay free for a plan to be chosen."""
-        return max(self.margin_bytes, self.error * device_bytes)
 
     def state_precision(self, precision: Precision, plan: Plan | Mesh) -> Precision:
         """Return a precision with the bytes that this framework keeps of parameters and the optimizer's state.
@@ -356,6 +348,7 @@ class Recipe:
     Attributes:
         name: how it is asked for.
         source: where its choices are described.
+        bases: recipe on which it builds, the one on which that builds, and so on.
         kernels, memory, overlap, defaults: its figures.
         figures: by group and field, as in "memory.reserved", each figure that its files give.
         switches: its options by name, each with the value that the figures are for.
@@ -364,6 +357,7 @@ class Recipe:
 
     name: str = ""
     source: str = ""
+    bases: tuple[str, ...] = field(default=(), compare=False)
     kernels: Kernels = field(default_factory=Kernels)
     memory: MemoryUse = field(default_factory=MemoryUse)
     overlap: Overlap = field(default_factory=Overlap)
@@ -488,7 +482,8 @@ def _made(name: str, where: str, document: Any, switches: Switches, files: tuple
     written: Mapping[str, _SwitchTable] = table.get("switches", {})
     chosen = {switch: each.default for switch, each in written.items() if each.default} | dict(switches)
     base = _found(str(table["base"]), chosen, files) if "base" in table else Recipe()
-    recipe = _with_figures(replace(base, name=name, source=source), table, source, where)
+    bases = (base.name, *base.bases) if base.name else ()
+    recipe = _with_figures(replace(base, name=name, source=source, bases=bases), table, source, where)
     found = dict(base.switches)
     for switch, each in written.items():
         below, inside = found.get(switch), f"{where}: switches.{switch}"

@@ -1,0 +1,352 @@
+"""How sure a prediction is: the errors of earlier predictions of the measured runs that are most like it.
+
+`errors.toml` beside this file lists measured runs by publisher and kind, with the relative errors of their predicted
+step time and memory (predicted / measured - 1). Each run was predicted with constants that were fitted again without
+the runs of its publisher (`benchmarks/planner_errors.py` writes the list). A kind is the recipe, the device, whether
+the model is a mixture of experts, the axes of the mesh, and the length of a sequence.
+
+`confidence` picks the runs of the kind of a step, or else those of the nearest kinds. If a step has something that no
+run of its recipe has, or if a single publisher measured its kind, the error is at least that of `first_sight`:
+predictions made before anything of the publisher was known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from statistics import mean
+from typing import Any, Literal, Protocol
+
+from shardlab.common.fields import read_value
+from shardlab.common.files import load_table
+from shardlab.common.text import bytes_text, counted
+from shardlab.language import Mesh
+from shardlab.models import Blocks
+from shardlab.simulate.hardware import DEVICES, Cluster
+from shardlab.simulate.predict.recipe import OWN, Recipe
+
+Figure = Literal["time", "memory"]
+"""Predicted figure that has an error."""
+
+AXES = ("tp", "pp", "cp")
+"""Axes of a mesh that make a kind of step, because other kernels and collectives matter with them."""
+
+FEW = 5
+"""Smallest number of runs that stand alone; if there are fewer, those of the next nearest kinds are taken as well."""
+
+LONGER = 4
+"""Factor between the lengths of two sequences from which they are of different kinds."""
+
+OTHER_LENGTH, OTHER_SWITCH, OTHER_AXIS, OTHER_RECIPE, OTHER_MODEL = 1, 1, {"pp": 2, "tp": 4, "cp": 4}, 10, 100
+OTHER_SIZE, OTHER_DEVICE, RELATED_RECIPE = 3, 8, 3
+"""Distances of two kinds that differ in one respect. Devices with the same efficiencies, and recipes that build on one
+another, are nearer than others. A mixture of experts is far from a dense model, whatever else is the same."""
+
+
+class Step(Protocol):
+    """Attributes of a `Workload` that decide its kind."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def model(self) -> Blocks: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def recipe(self) -> Recipe: ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kind of a step.
+
+    Attributes:
+        recipe: recipe, and then the recipes on which it builds.
+        switches: its switches that are not at their default, each as `name=value`.
+        device: name of the device.
+        mixture: whether the model is a mixture of experts.
+        axes: axes of `AXES` with several ranks (None: those of any step).
+        seq_len: tokens of a sequence.
+    """
+
+    recipe: tuple[str, ...]
+    switches: frozenset[str]
+    device: str
+    mixture: bool
+    axes: frozenset[str] | None
+    seq_len: int
+
+    @classmethod
+    def of(cls, step: Step) -> Kind:
+        """Return the kind of a step."""
+        axes = frozenset(axis for axis in AXES if step.mesh.sizes()[axis] > 1)
+        return cls.of_problem(step.recipe, step.cluster, step.model, axes)
+
+    @classmethod
+    def of_problem(cls, recipe: Recipe, cluster: Cluster, model: Blocks, axes: frozenset[str] | None = None) -> Kind:
+        """Return the kind of the steps of a model on a cluster, under any plan unless `axes` are given."""
+        mixture = getattr(model, "experts", 0) > 1
+        switches = frozenset(f"{name}={value}" for name, value in recipe.changed_switches.items())
+        return cls((recipe.name, *recipe.bases), switches, cluster.device.name, mixture, axes, model.seq_len)
+
+
+@dataclass(frozen=True)
+class RunErrors:
+    """Errors of the predictions of one publisher's runs of one kind.
+
+    Attributes:
+        publisher: who published the runs.
+        recipe, device, seq_len, switches, mixture, axes: their kind.
+        time, memory: the errors of the runs that measured them, predicted / measured - 1.
+    """
+
+    publisher: str
+    recipe: str
+    device: str
+    seq_len: int
+    switches: tuple[str, ...] = ()
+    mixture: bool = False
+    axes: tuple[str, ...] = ()
+    time: tuple[float, ...] = ()
+    memory: tuple[float, ...] = ()
+
+    def errors(self, figure: Figure) -> tuple[float, ...]:
+        """Return the errors of a figure."""
+        return self.time if figure == "time" else self.memory
+
+    def distance(self, kind: Kind) -> int:
+        """Return how far these runs are from a kind; 0: they are of this kind."""
+        found = OTHER_MODEL * (self.mixture != kind.mixture)
+        if self.recipe != kind.recipe[0]:
+            found += RELATED_RECIPE if self.recipe in kind.recipe else OTHER_RECIPE
+        if self.device != kind.device:
+            found += OTHER_SIZE if _as_efficient(self.device, kind.device) else OTHER_DEVICE
+        if kind.axes is not None:
+            found += sum(OTHER_AXIS[axis] for axis in kind.axes.symmetric_difference(self.axes))
+        found += OTHER_SWITCH * len(kind.switches.symmetric_difference(self.switches))
+        long, short = max(self.seq_len, kind.seq_len), min(self.seq_len, kind.seq_len)
+        return found + OTHER_LENGTH * (long >= LONGER * short)
+
+
+def _as_efficient(one: str, other: str) -> bool:
+    """Return whether two devices reach the same shares of their data sheets, such as two sizes of a GPU."""
+    return one in DEVICES and other in DEVICES and DEVICES[one].efficiency is DEVICES[other].efficiency
+
+
+@cache
+def measured_runs() -> tuple[RunErrors, ...]:
+    """Return all measured runs, predicted without their publisher."""
+    return _read("runs")
+
+
+@cache
+def first_sight() -> tuple[RunErrors, ...]:
+    """Return the runs of publishers of which nobody here had seen any run when they were predicted."""
+    return _read("first_sight")
+
+
+def _read(name: str) -> tuple[RunErrors, ...]:
+    table = load_table("simulate/predict/errors.toml")
+    return read_value(tuple[RunErrors, ...], table[name], "errors.toml", name)
+
+
+NAMED = 3
+"""Largest number of recipes or devices that are named; more are counted."""
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """Errors of the predictions of similar steps in the past.
+
+    Attributes:
+        figure: "time" or "memory".
+        runs: number of runs.
+        mean, worst: mean and largest size of their errors, predicted / measured - 1.
+        bias: mean of the errors with their sign. Below 0, predictions are too fast or too small.
+        basis: the runs in words, such as "26 runs of megatron-core on h100".
+        recipes, devices, publishers: recipes, devices and publishers of the runs.
+        unmeasured: what no run has in common with the step, in words.
+        at_least: mean size of the errors of first predictions, if the step is unmeasured (0: it is not).
+    """
+
+    figure: Figure
+    runs: int
+    mean: float
+    worst: float
+    bias: float
+    basis: str
+    recipes: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    publishers: tuple[str, ...] = ()
+    unmeasured: tuple[str, ...] = ()
+    at_least: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """Expected size of the error of the prediction, as a share."""
+        return max(self.mean, self.at_least)
+
+    def __str__(self) -> str:
+        """Return the expected error, and on what it rests, in words."""
+        lean = "" if abs(self.bias) < LEANING * self.mean else f", mostly too {LEANS[self.figure][self.bias > 0]}"
+        if not self.unmeasured:
+            unseen = ", publisher left out" if self.publishers else ""
+            return f"{self.figure} ± {self.mean:.1%}, at most {self.worst:.0%}{lean}: {self.basis}{unseen}"
+        new = " as for new publishers" if self.at_least > self.mean else ""
+        nearest = f"{self.basis} are off by {self.mean:.1%}, at most {self.worst:.0%}{lean}"
+        return f"{self.figure} ± {self.error:.1%}{new}: {', '.join(self.unmeasured)}; {nearest}"
+
+    def fields(self) -> dict[str, Any]:
+        """Return the error and the runs for --json."""
+        return {"expected_error": self.error, **asdict(self), "text": str(self)}
+
+
+LEANING = 0.6
+"""Share of the mean size of errors from which their bias is named."""
+
+LEANS: dict[Figure, tuple[str, str]] = {"time": ("fast", "slow"), "memory": ("small", "large")}
+"""What a prediction is too much of if its error is below 0, and above."""
+
+ON_PROFILES = Confidence("time", 34, 0.061, 0.192, 0.0, "34 steps on two CPU cores")
+"""Errors on a machine with a measured profile: the steps of runs 7 and 8 of docs/agreement.md."""
+
+
+def step_confidence(step: Step) -> tuple[Confidence, ...]:
+    """Return how sure the predicted time of a step is, and its predicted memory."""
+    return confidences(Kind.of(step), step.cluster)
+
+
+def confidences(kind: Kind, cluster: Cluster) -> tuple[Confidence, ...]:
+    """Return how sure the time and the memory of steps of a kind are. Memory on CPU cores is not measured."""
+    if cluster.profile is not None:
+        return (ON_PROFILES,)
+    return confidence(kind, "time"), confidence(kind, "memory")
+
+
+@cache
+def confidence(kind: Kind, figure: Figure) -> Confidence:
+    """Return how sure a figure of steps of a kind is, from the runs of the nearest kinds."""
+    near = nearest(measured_runs(), kind, figure)
+    errors = [error for each in near for error in each.errors(figure)]
+    sizes = [abs(error) for error in errors]
+    recipes, devices = _sorted(each.recipe for each in near), _sorted(each.device for each in near)
+    publishers = _sorted(each.publisher for each in near)
+    unmeasured = [*_unmeasured(kind, [each for each in measured_runs() if each.errors(figure)], figure)]
+    if not unmeasured and len(publishers) == 1:
+        unmeasured = [f"only {publishers[0]} measured it"]
+    first = nearest(first_sight(), kind, figure) if unmeasured else []
+    return Confidence(
+        figure,
+        len(errors),
+        mean(sizes),
+        max(sizes),
+        mean(errors),
+        f"{counted(len(errors), 'run')} of {_names(recipes, 'recipe')} on {_names(devices, 'device')}",
+        recipes,
+        devices,
+        publishers,
+        tuple(unmeasured),
+        mean(abs(error) for each in first for error in each.errors(figure)) if first else 0.0,
+    )
+
+
+def nearest(runs: Iterable[RunErrors], kind: Kind, figure: Figure) -> list[RunErrors]:
+    """Return the runs of the nearest kinds, at least `FEW` of them unless that would mix dense models and mixtures."""
+    known = sorted((each for each in runs if each.errors(figure)), key=lambda each: each.distance(kind))
+    found: list[RunErrors] = []
+    for each in known:
+        far = each.distance(kind)
+        if found and far > found[-1].distance(kind):
+            enough = sum(len(one.errors(figure)) for one in found) >= FEW
+            if enough or far >= OTHER_MODEL > found[-1].distance(kind):
+                break
+        found.append(each)
+    return found
+
+
+def _unmeasured(kind: Kind, runs: Sequence[RunErrors], figure: Figure) -> Iterator[str]:
+    """Yield what no run of the step's recipe, or no run at all, has in common with the step."""
+    what = "run" if figure == "time" else "memory"
+    recipe = kind.recipe[0]
+    same = [each for each in runs if each.recipe == recipe]
+    if recipe == OWN.name:
+        yield NEVER_RUN
+    elif not same:
+        yield f"no {what} of {recipe} is known"
+    if not any(each.device == kind.device for each in runs):
+        yield f"no {what} on {kind.device} is known"
+    elif same and not any(each.device == kind.device for each in same):
+        yield f"no {what} of {recipe} on {kind.device}"
+    similar = same or runs
+    whose = f" of {recipe}" if same else ""
+    if kind.mixture and not any(each.mixture for each in similar):
+        yield f"no {what}{whose} of a mixture of experts"
+    axes = [axis for axis in AXES if axis in (kind.axes or ()) and not any(axis in each.axes for each in similar)]
+    if axes and recipe != OWN.name:
+        yield f"no {what}{whose} with {' or '.join(axes)}"
+    longest = max(each.seq_len for each in similar)
+    if kind.seq_len >= LONGER * longest and recipe != OWN.name:
+        yield f"no {what}{whose} with sequences of more than {longest:,} tokens"
+
+
+NEVER_RUN = f"{OWN.name} has never run on several GPUs"
+"""Words for Shardlab's own executor (docs/limits.md)."""
+
+
+def _names(names: Sequence[str], noun: str) -> str:
+    return ", ".join(names) if len(names) <= NAMED else counted(len(names), noun)
+
+
+def _sorted(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(names)))
+
+
+MOST_MARGIN = 0.075
+"""Largest share of a device's memory that a plan must leave free for the error of its prediction. If the error is
+larger, the report says that the plan may not fit."""
+
+
+def memory_margin(recipe: Recipe, cluster: Cluster, model: Blocks) -> float:
+    """Return the bytes of a device that must stay free for a plan to be chosen: 0 on CPU cores.
+
+    It is the expected error of the predicted memory, at most `MOST_MARGIN` of the device, or the recipe's
+    `margin_bytes`, if these are more.
+    """
+    if cluster.on_cpu:
+        return 0.0
+    error = confidence(Kind.of_problem(recipe, cluster, model), "memory").error
+    return max(recipe.memory.margin_bytes, min(MOST_MARGIN, error) * cluster.device.memory)
+
+
+class Memory(Protocol):
+    """Attributes of a `DeviceMemory` that decide whether it fits."""
+
+    @property
+    def total(self) -> float: ...
+    @property
+    def capacity(self) -> float: ...
+
+
+def may_not_fit(found: Sequence[Confidence], memory: Memory) -> str:
+    """Say that a step may not fit, if it leaves less memory free than its expected error ("": it leaves enough).
+
+    Args:
+        found: how sure its figures are.
+        memory: predicted memory of the fullest device.
+    """
+    error = next((each.error * memory.total for each in found if each.figure == "memory"), 0.0)
+    if memory.total + error <= memory.capacity:
+        return ""
+    free, much = (bytes_text(max(0.0, each), 1) for each in (memory.capacity - memory.total, error))
+    return f"may not fit: {free} are free, and the expected error of memory is {much}"
+
+
+def sure_as_json(found: Sequence[Confidence], doubt: str) -> dict[str, Any]:
+    """Return how sure the figures of a step are for --json.
+
+    Args:
+        found: how sure its figures are.
+        doubt: sentence that says that it may not fit.
+    """
+    return {**{each.figure: each.fields() for each in found}, "may_not_fit": doubt}
