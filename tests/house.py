@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 280,
+    "": 295,
     "check": 2280,
-    "cli": 7450,
+    "cli": 7570,
     "common": 830,
     "draw": 1710,
     "execute": 3785,
@@ -29,7 +29,7 @@ CODE_LINES = {
     "measure": 2200,
     "models": 3760,
     "planner": 2910,
-    "simulate": 6790,
+    "simulate": 6940,
     "strategies": 2630,
     "train": 8475,
 }
