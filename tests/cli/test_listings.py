@@ -99,12 +99,13 @@ def test_every_recipe_is_listed_with_its_source(capsys: Captured) -> None:
 
 
 def test_of_one_recipe_every_figure_is_told_with_where_it_is_from(capsys: Captured) -> None:
-    assert main(["recipes", "megatron-core"]) == 0
+    assert main(["recipes", "megatron-core-tuned"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "reserved = 1.01 fitted to: the allocator's peak of two recipes" in said
+    assert "; fitted to: the allocator's peak of two recipes" in said
+    assert "tp_overlap: off, on (default)" in said
     assert "share = tp 0.7, dp_shard 0.9, cp 0.7 assumed: round figures" in said
     assert "layer_norm 1 and 1.333" in said
-    recipe = told(capsys, "recipes", "megatron-core")
+    recipe = told(capsys, "recipes", "megatron-core-tuned")
     assert recipe["kernels"]["attention"] == "cudnn"
     figure = recipe["figures"]["memory.kept_when_full"]
     assert (figure["value"], figure["assumed"]) == (0.5, True)
@@ -163,14 +164,14 @@ def test_a_recipe_without_a_cluster_is_refused(capsys: Captured) -> None:
 
 def test_a_step_is_timed_as_its_recipe_runs_it(capsys: Captured, tmp_path: Path) -> None:
     """With the framework's precision and sharding, where nobody says; a file may change any figure."""
-    own, core = told(capsys, *STEP), told(capsys, *STEP, "--recipe", "megatron-core")
-    assert (own["recipe"], core["recipe"]) == ("shardlab", "megatron-core")
+    own, core = told(capsys, *STEP), told(capsys, *STEP, "--recipe", "megatron-core-tuned")
+    assert (own["recipe"], core["recipe"]) == ("shardlab", "megatron-core-tuned")
     assert own["step_seconds"] != core["step_seconds"]
     assert core["plan"]["shard_optimizer"] == ["dp_shard"]
     assert own["plan"].get("shard_optimizer", []) == []
     assert told(capsys, *STEP, "--recipe", "fsdp2")["precision"] == "bf16-fp32-grads"
     slow = tmp_path / "slow.toml"
-    slow.write_text('base = "megatron-core"\nsource = "ours"\noverlap.blocking_p2p = 1.0\n')
+    slow.write_text('base = "megatron-core-tuned"\nsource = "ours"\noverlap.blocking_p2p = 1.0\n')
     ours = told(capsys, *STEP, "--recipe", str(slow))
     assert ours["step_seconds"] > core["step_seconds"]
     assert ours["recipe"] == "slow"
@@ -203,8 +204,8 @@ def test_a_report_names_the_assumed_figures_that_it_rests_on(capsys: Captured) -
     assert assumed["shardlab memory.context_bytes"]["value"] == 2**30
     assert {"nvlink4 efficiency", "h100 attention.flash2"} <= assumed.keys()
     assert not any("infiniband" in name or "float64" in name for name in assumed)
-    core = told(capsys, *STEP, "--recipe", "megatron-core")["assumed"]
-    assert "megatron-core overlap.share" in core
+    core = told(capsys, *STEP, "--recipe", "megatron-core-tuned")["assumed"]
+    assert "megatron-core-tuned overlap.share" in core
     assert not any(name.startswith(("shardlab", "h100")) for name in core), "cudnn's attention was fitted"
     assert main([*STEP]) == 0
     assert "assumed         shardlab memory.reserved, " in capsys.readouterr().out

@@ -69,7 +69,8 @@ def test_switches_of_flags_go_before_those_of_the_job(tmp_path: Path) -> None:
         ("shardlab", "v100", "fp32"),
         ("torchtitan", "h100", "bf16-fp32-grads"),  # FSDP2 reduces gradients in float32
         ("torchtitan", "v100", "fp32"),
-        ("megatron-core", "a100", "bf16"),
+        ("megatron-core-tuned", "a100", "bf16"),
+        ("megatron-core", "a100", "bf16-fp32-grads"),
         ("megatron-2021", "a100", "bf16-fp32-grads"),  # --bf16 sums gradients in float32
         ("nanotron", "h100", "bf16-fp32-grads"),
     ],
@@ -136,7 +137,7 @@ def test_flags_override_a_job(flags: tuple[str, ...], expected: dict[str, Any], 
 
 def test_a_recipe_completes_a_plan_by_flags_but_not_the_plan_of_a_job(job: Path, capsys: Captured) -> None:
     job.write_text(job.read_text().replace('shard_optimizer = ["dp_shard"]', ""))
-    words = ("--config", str(job), "--recipe", "megatron-core")  # which has ZeRO-1 at least
+    words = ("--config", str(job), "--recipe", "megatron-core-tuned")  # which has ZeRO-1 at least
     assert "shard_optimizer" not in simulated(capsys, *words)["plan"]
     of_flags = simulated(capsys, *words, "--dp-shard", "2", "--tp", "1")
     assert of_flags["plan"]["shard_optimizer"] == ["dp_shard"]

@@ -135,7 +135,8 @@ class StepRequest:
         assert self.model is not None
         if not isinstance(self.model, str):
             return self.model
-        return with_written(find_model(self.model), self.model_fields, self.model)
+        model = with_written(find_model(self.model), self.model_fields, self.model)
+        return self.found_recipe.model_as_run(model)
 
     @cached_property
     def found_recipe(self) -> Recipe:

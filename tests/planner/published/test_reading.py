@@ -170,7 +170,7 @@ def test_names_that_stand_in_texts_are_assumed_and_every_one_is_told() -> None:
     ("device", "zero_stage", "framework"),
     [
         ("a100-80gb", 0, "megatron-2021"),
-        ("h100", 1, "megatron-core"),
+        ("h100", 1, "megatron-core-tuned"),
         ("a100-80gb", 3, "deepspeed"),
         ("h100", 3, "fsdp2"),
     ],

@@ -231,7 +231,7 @@ def test_what_a_row_changes_of_its_base_is_not_told_as_the_bases() -> None:
 
 @pytest.mark.parametrize(
     ("name", "owner"),
-    [("h100-pcie", "h100"), ("a100-pcie", "a100-80gb"), ("a100-pcie", "a100-40gb"), ("b200", "gb200")],
+    [("h100-pcie", "h100"), ("a100-pcie", "a100-80gb"), ("a100-pcie", "a100-40gb")],
 )
 def test_what_another_device_was_fitted_to_is_assumed_of_one_that_no_run_was_of(name: str, owner: str) -> None:
     theirs, fitted = find_device(name).efficiency, find_device(owner).efficiency

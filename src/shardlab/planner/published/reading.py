@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 from shardlab.common.errors import suggest_name
 from shardlab.language import Mesh, UserError
+from shardlab.language.pass_names import with_offload
 from shardlab.language.precision import WIDE, Precision, find_precision
-from shardlab.models import GPT, Blocks, Llama
+from shardlab.models import GPT, Blocks, Llama, Mixtral
 from shardlab.planner.published.records import (
     HardwareRecord,
     Incomplete,
@@ -115,15 +116,18 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
     recipe = replace(recipe, memory=replace(recipe.memory, saved=saved))
     zero = max(recipe.defaults.zero_stage, record.parallelism.zero_stage or 0)
     cluster, mesh, rows = cluster_of(record), mesh_of(record), record.batch.micro_batch
-    each, rest = divmod(record.batch.global_sequences, rows * mesh.dp_shard)
+    data_ranks = mesh.dp_shard * mesh.dp_replicate * mesh.ep
+    each, rest = divmod(record.batch.global_sequences, rows * data_ranks)
     if rest or not each:
         raise Incomplete(
-            f"has {record.batch.global_sequences} sequences, which {mesh.dp_shard} data-parallel ranks cannot take in "
+            f"has {record.batch.global_sequences} sequences, which {data_ranks} data-parallel ranks cannot take in "
             f"microbatches of {rows}"
         )
-    model = model_of(record, recipe, zero)
+    model = recipe.model_as_run(model_of(record, recipe, zero))
     plan = plan_of(record, mesh, zero, recipe, model, RECOMPUTE[recompute])
-    return Workload(plan, model, cluster, each * mesh.dp_shard, rows, precision_of(record, recipe), recipe=recipe)
+    if recipe.defaults.gradient_sync == "last" and each > 1:
+        plan = replace(plan, shard_gradients=())
+    return Workload(plan, model, cluster, each * data_ranks, rows, precision_of(record, recipe), recipe=recipe)
 
 
 def recipe_of(record: RunRecord) -> Recipe:
@@ -151,14 +155,15 @@ def _usual(record: RunRecord) -> str:
     sharded, recent = record.parallelism.zero_stage == 3, "float8" in device_of(record.hardware).flops
     if sharded:
         return "fsdp2" if recent else "deepspeed"
-    return "megatron-core" if recent else "megatron-2021"
+    return "megatron-core-tuned" if recent else "megatron-2021"
 
 
 def mesh_of(record: RunRecord) -> Mesh:
     """Return the mesh of a run. If the data-parallel ranks are not given, they are the remaining GPUs."""
     axes, gpus = record.parallelism, record.hardware.gpus
-    cp = axes.cp or 1
-    mesh = Mesh(pp=axes.pp, dp_shard=axes.dp or max(1, gpus // (axes.tp * axes.pp * cp)), cp=cp, tp=axes.tp)
+    cp, ep, replicas = axes.cp or 1, axes.ep or 1, axes.dp_replicate or 1
+    rest = max(1, gpus // (axes.tp * axes.pp * cp * ep * replicas))
+    mesh = Mesh(pp=axes.pp, dp_replicate=replicas, dp_shard=axes.dp or rest, cp=cp, ep=ep, tp=axes.tp)
     if mesh.world != gpus:
         raise Incomplete(f"has a mesh of {mesh.world} ranks on {gpus} GPUs")
     return mesh
@@ -183,7 +188,8 @@ def cluster_of(record: RunRecord) -> Cluster:
     network, each = told or (usual.inter_node, 1)
     nics = hardware.nics or per_node * each
     nodes = math.ceil(hardware.gpus / per_node)
-    intra_node, host = find_link(usual.intra_node), find_link(usual.host)
+    on_board = hardware.gpus_per_node or usual.devices
+    intra_node, host = find_link(usual.link_between(on_board)), find_link(usual.host)
     return Cluster(device, per_node, nodes, intra_node, _known(find_link, network), host, nics)
 
 
@@ -207,7 +213,11 @@ def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
         "vocab_size": -(-vocabulary // to) * to if recipe.defaults.pads_vocab or parallelism.tp > 1 else vocabulary,
         "seq_len": written.seq_len,
         "tied": tied,
+        "head_dim": written.head_dim,
     }
+    if written.experts:
+        capacity = {"experts": written.experts, "top_k": written.top_k or 2, "capacity_factor": written.capacity_factor}
+        return Mixtral(**common, **capacity)
     kind = written.ffn_type or "gelu"
     if kind == "swiglu":
         return Llama(**common)
@@ -251,6 +261,7 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
         sequence_parallel=bool(parallelism.sequence_parallel) and mesh.tp > 1,
         recompute=recompute,
         context="all_gather",
+        passes=with_offload(None, parallelism.offload.split()) if parallelism.offload else None,
     )
 
 

@@ -50,7 +50,11 @@ Switch = Annotated[bool, FieldType(bool, "", lambda _: "", of_file=bool)]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord:
-    """A model's sizes, and its activation function."""
+    """A model's sizes, and its activation function.
+
+    Attributes:
+        experts, top_k, capacity_factor: of a mixture of experts; without a capacity factor no token is dropped.
+    """
 
     layers: Stages
     hidden: Count
@@ -61,6 +65,10 @@ class ModelRecord:
     ffn_type: Text | None = None
     vocab: Count | None = None
     tied_embeddings: Switch | None = None
+    head_dim: Count | None = None
+    experts: Count | None = None
+    top_k: Count | None = None
+    capacity_factor: Annotated[float | None, replace(POSITIVE, of_file=_positive)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +93,20 @@ class HardwareRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismRecord:
-    """Parallelism of a run."""
+    """Parallelism of a run.
+
+    Attributes:
+        dp: ranks that share what the ZeRO stage says.
+        dp_replicate: replicas of these ranks, as in FSDP's hybrid sharding.
+        offload: what goes where, as in "activations=host".
+    """
 
     tp: Ranks
     pp: Stages
     dp: Ranks | None = None
+    dp_replicate: Ranks | None = None
+    ep: Ranks | None = None
+    offload: Text | None = None
     cp: Ranks | None = None
     zero_stage: ZeroStage | None = None
     interleave_v: Stages | None = None
@@ -200,7 +217,9 @@ GB, GIB = 1e9, 2.0**30
 
 MEMORY_FIELDS: tuple[tuple[str, Memory, float], ...] = (
     ("peak_memory_GB", "allocated", GB),
+    ("peak_allocated_GiB", "allocated", GIB),
     ("peak_memory_GiB", "reserved", GIB),
+    ("peak_reserved_GiB", "reserved", GIB),
     ("peak_memory_GB_nvidia_smi", "nvidia-smi", GIB),
     ("model_state_memory_GB", "model state", GB),
 )

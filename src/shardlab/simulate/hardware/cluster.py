@@ -210,11 +210,13 @@ class Cluster:
     def span(self, ranks: Sequence[int]) -> GroupSpan:
         """Return the layout of a group. Other groups of its axis use the rest of a node's NICs at the same time."""
         nodes, members = nodes_of(ranks, self.per_node)
+        link = self.intra_node
+        lanes = link.pair_speed * max(1, members - 1) if link.pair else link.speed  # those to the other members
         return GroupSpan(
             size=len(ranks),
             nodes=nodes,
             members=members,
-            intra_node=self.intra_node.speed,
+            intra_node=min(link.speed, lanes),
             inter_node=self.inter_node.speed * self.nics / self.per_node,
             hop_intra_node=self.intra_node.latency,
             hop_inter_node=self.inter_node.latency,
@@ -304,7 +306,10 @@ T = TypeVar("T", Device, Link)
 
 @dataclass(frozen=True)
 class NodeType:
-    """Usual node of a device: number of devices, names of its links, number of NICs, and the source."""
+    """Usual node of a device: number of devices, names of its links, number of NICs, and the source.
+
+    `boards` names the link inside nodes with another number of devices, whose boards are built otherwise.
+    """
 
     devices: int
     intra_node: str
@@ -312,6 +317,11 @@ class NodeType:
     host: str
     nics: int
     source: str
+    boards: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def link_between(self, devices: int) -> str:
+        """Return the name of the link inside nodes of so many devices."""
+        return self.boards.get(str(devices), self.intra_node)
 
 
 NETWORK = ("intra_node", "inter_node", "nics")
@@ -412,7 +422,7 @@ def read_cluster(path: Path) -> Cluster:
         device,
         per_node := file.per_node or node.devices,
         file.nodes,
-        _changed(path, find_link, file.intra_node, node.intra_node),
+        _changed(path, find_link, file.intra_node, node.link_between(per_node)),
         _changed(path, find_link, file.inter_node, node.inter_node),
         _changed(path, find_link, file.host, node.host),
         file.nics or max(1, node.nics * per_node // node.devices),

@@ -164,13 +164,16 @@ def device_memory(inputs: MemoryInputs, peaks: Sequence[Peak] | None = None) -> 
     factor = recipe.reserved if on_gpu else 1.0
     with_gathers = [factor * bytes + gather_bytes(inputs, peak) for bytes, peak in zip(each, peaks, strict=True)]
     slack, context = (factor - 1) * used, on_gpu * recipe.context_bytes
-    needed = used + recipe.kept_when_full * slack + context
+    held = recipe.tp_context_bytes if on_gpu and inputs.mesh.tp > 1 else 0.0
+    needed = used + recipe.kept_when_full * (slack + held) + context
     unlimited = max(used + slack, *with_gathers)
     most = capacity - context if needed <= capacity else math.inf
     reserved, first = min(unlimited, most), min(with_gathers[0], most)
-    safe = unlimited + context + memory_margin(inputs.recipe, inputs.cluster, inputs.model) <= capacity
+    safe = unlimited + held + context + memory_margin(inputs.recipe, inputs.cluster, inputs.model) <= capacity
     logged = first if recipe.logs_first_rank else reserved
-    return DeviceMemory(allocated, reserved, reserved + context, unlimited + context, needed, capacity, safe, logged)
+    whole = unlimited + held + context
+    total = min(reserved + held + context, max(reserved + context, capacity))
+    return DeviceMemory(allocated, reserved, total, whole, needed, capacity, safe, logged)
 
 
 def uncounted_memory(inputs: MemoryInputs) -> str:

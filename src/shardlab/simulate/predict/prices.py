@@ -88,9 +88,11 @@ class ClusterPrices(Prices):
             return self.layer_seconds(kind, forward)
         slices = _slices(op, specs)
         if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
-            loss = self.recipe.kernels.run(self.model.loss_kernels(sequences, tokens, slices))
+            gathered = self._gathered_logits_seconds(sequences * tokens) if slices > 1 and kind is OpKind.LOSS else 0.0
+            whole = self.recipe.memory.gathers_logits
+            loss = self.recipe.kernels.run(self.model.loss_kernels(sequences, tokens, 1 if whole else slices))
             stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
-            return self.seconds_of([*stats, *(() if kind is OpKind.LOSS_STATS else backward_input(loss))])
+            return gathered + self.seconds_of([*stats, *(() if kind is OpKind.LOSS_STATS else backward_input(loss))])
         kernels = self.recipe.kernels.run(self.model.kernels(op.layer, sequences, tokens, slices))
         return self.layer_seconds(kind, kernels)
 
@@ -133,6 +135,13 @@ class ClusterPrices(Prices):
             for kernel in matrix.kernels()
         )
 
+    def _gathered_logits_seconds(self, tokens: int) -> float:
+        """The time in which a tensor-parallel rank gathers the logits of so many tokens, if the framework does so."""
+        if not self.recipe.memory.gathers_logits:
+            return 0.0
+        bytes = tokens * self.model.logits * bytes_of(self.precision.dtype(Kind.ACTIVATION))
+        return self.cluster.collective_seconds("all_gather", bytes, self.mesh.group(0, "tp").ranks)
+
     def collective_time(self, kind: OpKind, bytes: float, group: Group) -> float:
         if len(group.ranks) == 1:
             return 0.0
@@ -142,7 +151,7 @@ class ClusterPrices(Prices):
         done = "all_reduce" if whole_too else kind.value
         seconds = self.cluster.collective_seconds(done, whole, group.ranks)
         if group.axis == "tp":
-            seconds += self.recipe.overlap.tp_seconds
+            seconds = seconds * self.recipe.overlap.tp_traffic + self.recipe.overlap.tp_seconds
         share = bytes / whole if whole else 1.0
         return seconds * share * (1.0 - self.recipe.overlap.share.get(group.axis, 0.0))
 

@@ -39,7 +39,7 @@ from shardlab.common.files import load_table, read_file
 from shardlab.language import Kind, Mesh, OpKind, Sizes
 from shardlab.language.precision import WIDE, Precision, find_precision
 from shardlab.language.rules.kinds import bytes_of
-from shardlab.models import Blocks, CutModel
+from shardlab.models import Blocks, CutModel, MoE
 from shardlab.models.layout import Kernel, Matmul, Pointwise
 from shardlab.models.matrices import (
     AUTOGRAD,
@@ -83,6 +83,13 @@ class Kernels:
     Attributes:
         attention: generation of fused attention kernels (see `Efficiency.attention`); PyTorch's own is "flash2".
         memory_traffic: by a pointwise kernel's name, bytes moved over those of one fused kernel: forward, backward.
+        expert_load: with expert parallelism, rows of the fullest rank's experts over those of the mean, for which the
+            others wait.
+        dropless_slots: slots of an expert over an equal share of the tokens, if the model has no capacity factor (None:
+            one for each token).
+        padded_slots: the same whatever the model's capacity factor, because all experts are padded to the fullest one
+            (None: they are not).
+        expert_loop: experts are computed one after the other, each with products of its own.
         fused_accumulation: the product that makes a weight's gradient adds to the older ones.
         update_bytes: bytes that the optimizer moves for each parameter (None: as the precision says).
         cp_imbalance: 0 where every rank along `cp` attends to as much; 1 where each has one run of a causal sequence,
@@ -100,6 +107,10 @@ class Kernels:
     memory_traffic: Mapping[str, Annotated[tuple[float, float], RATIOS]] = field(
         default_factory=dict[str, tuple[float, float]]
     )
+    expert_load: Amount = 1.0
+    dropless_slots: Amount | None = None
+    padded_slots: Amount | None = None
+    expert_loop: bool = False
     fused_accumulation: bool = False
     update_bytes: Amount | None = None
     cp_imbalance: Amount = 0.0
@@ -110,13 +121,16 @@ class Kernels:
 
     def run(self, kernels: Iterable[Kernel]) -> list[Kernel]:
         """A model's kernels as this framework runs them."""
-        return [self._run(kernel) for kernel in kernels]
+        return [run for kernel in kernels for run in self._run(kernel)]
 
-    def _run(self, kernel: Kernel) -> Kernel:
+    def _run(self, kernel: Kernel) -> list[Kernel]:
+        if isinstance(kernel, Matmul) and kernel.learned and kernel.batch > 1:  # of experts
+            loaded = kernel._replace(m=math.ceil(kernel.m * self.expert_load))
+            return [loaded._replace(batch=1)] * loaded.batch if self.expert_loop else [loaded]
         if not isinstance(kernel, Pointwise):
-            return kernel
+            return [kernel]
         forward, backward = self.memory_traffic.get(kernel.name, (1.0, 1.0))
-        return Pointwise(kernel.name, kernel.elements * forward, kernel.back * backward)
+        return [Pointwise(kernel.name, kernel.elements * forward, kernel.back * backward)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +142,7 @@ class MemoryUse:
         logit_bytes: bytes that the loss holds for each logit at its peak, logits and gradients included (None: two
             activations).
         sliced_logit_bytes: `logit_bytes` where each tensor-parallel rank has a slice of the logits (None: the same).
+        gathers_logits: every tensor-parallel rank gathers all logits, and computes the whole loss.
         half_gradients: gradients that add up in float32 are made in half precision, and stay beside their sum.
         shards_in_copy: sharded parameters are slices of the optimizer's float32 copy, as in PyTorch's FSDP: gathers
             round them (see `state_precision`).
@@ -138,6 +153,8 @@ class MemoryUse:
             before it fails it frees the blocks in which nothing lies (`c10/cuda/CUDACachingAllocator.cpp`,
             `release_cached_blocks`).
         context_bytes: bytes that a GPU holds beyond the allocator's, as nvidia-smi shows it (CUDA's context, NCCL).
+        tp_context_bytes: bytes that a GPU shows beyond `context_bytes` with tensor parallelism; a share
+            `kept_when_full` of them must be there.
         gathers_held_back: of each block and microbatch that is kept, the gathered inputs of a slice's matrices that the
             allocator holds back for the stream that gathered them, and gives up when there is no room.
         margin_bytes: bytes of a device that must stay free for a plan to be chosen: near full memory the allocator
@@ -148,6 +165,7 @@ class MemoryUse:
     saved: SavedActivations = AUTOGRAD
     logit_bytes: Amount | None = None
     sliced_logit_bytes: Amount | None = None
+    gathers_logits: bool = False
     half_gradients: bool = False
     shards_in_copy: bool = False
     gradient_buffer: bool = False
@@ -155,6 +173,7 @@ class MemoryUse:
     reserved: Amount = 1.0
     kept_when_full: Amount = 1.0
     context_bytes: Amount = 0.0
+    tp_context_bytes: Amount = 0.0
     gathers_held_back: Amount = 0.0
     margin_bytes: Amount = 0.0
     logs_first_rank: bool = False
@@ -189,9 +208,11 @@ class MemoryUse:
         saves = tuple(saves_residual(model, layer, self.saved) for layer in range(model.layers))
         activations = kept_activations(model, micro_batch_size, self.saved, slices)
         if self.logit_bytes is not None:  # of logits and their gradient, which are counted alike
-            sliced = isinstance(model, CutModel) and model.vocab_slices > 1 and self.sliced_logit_bytes is not None
+            pieces = model.vocab_slices if isinstance(model, CutModel) else 1
+            sliced = pieces > 1 and not self.gathers_logits and self.sliced_logit_bytes is not None
             each = self.sliced_logit_bytes if sliced else self.logit_bytes
-            activations = (*activations[:-1], int(activations[-1] * (each or 0.0) / (2 * width)))
+            each = (each or 0.0) * (pieces if self.gathers_logits else 1)
+            activations = (*activations[:-1], int(activations[-1] * each / (2 * width)))
         bytes = dict(sizes.element_bytes)
         bytes[Kind.GRAD_WEIGHT] = self.held_gradient_bytes(bytes[Kind.GRAD_WEIGHT])
         kept = replace(sizes, saved=saved, saves_residual=saves, activations=activations, keeps_input=())
@@ -233,6 +254,8 @@ class Overlap:
         contention: seconds that compute loses in a second in which a communication is in flight beside it.
         bucket_bytes: gradients or parameters that are communicated at once, so that small ones share a start.
         gathered_bytes: parameters that are gathered at once over the ranks that have other tokens (0: `bucket_bytes`).
+        tp_traffic: bytes that collectives along `tp` move over those of one gather or reduction for each half of a
+            block. It is above 1 where each product gathers its own input.
         tp_seconds: that each collective along `tp` takes beyond its bytes and hops, until its ranks' hosts have come.
     """
 
@@ -245,6 +268,7 @@ class Overlap:
     contention: Amount = 0.0
     bucket_bytes: Amount = 0.0
     gathered_bytes: Amount = 0.0
+    tp_traffic: Amount = 1.0
     tp_seconds: Amount = 0.0
 
     def at_once(self, kind: OpKind) -> float:
@@ -263,6 +287,8 @@ class Defaults:
         dropout: of its GPTs.
         gradient_bytes: bytes of a gradient's element when it is reduced.
         bf16_gradient_bytes: `gradient_bytes` of gradients in bfloat16 (None: the same).
+        gradient_sync: after which microbatches sharded gradients are reduced: each one, or the last, until which they
+            are kept whole.
         reduce_at: when gradients are reduced (see `Plan.reduce_at`).
         sharded_reduce_at: `reduce_at` where the optimizer's state is sharded ("": the same).
         zero_stage: the least ZeRO stage that it uses.
@@ -280,6 +306,7 @@ class Defaults:
     dropout: Amount = 0.0
     gradient_bytes: Natural = 2
     bf16_gradient_bytes: Natural | None = None
+    gradient_sync: Literal["each", "last"] = "each"
     reduce_at: Literal["layer", "step"] = "layer"
     sharded_reduce_at: Literal["", "layer", "step"] = ""
     zero_stage: Natural = 0
@@ -366,6 +393,17 @@ class Recipe:
     switches: Mapping[str, Switch] = field(default_factory=dict[str, Switch], compare=False)
     file: str = field(default="", compare=False)
 
+    def model_as_run(self, model: Blocks) -> Blocks:
+        """Return a model with the experts' slots that this framework computes on."""
+        if not isinstance(model, MoE):
+            return model
+        kernels = self.kernels
+        if kernels.padded_slots is not None:
+            return replace(model, capacity_factor=kernels.padded_slots)
+        if model.capacity_factor is None and kernels.dropless_slots is not None:
+            return replace(model, capacity_factor=kernels.dropless_slots)
+        return model
+
     @property
     def changed_switches(self) -> Switches:
         """Values of the switches that are not at their default."""
@@ -387,6 +425,14 @@ def recipes() -> Mapping[str, Recipe]:
     """Every built-in recipe by name, Shardlab's own first, those that build on it below their base."""
     found = {name: find_recipe(name) for name in _names()}
     return dict(sorted(found.items(), key=lambda item: item[0] != "shardlab"))
+
+
+RENAMED = {
+    "torchtitan-async-tp": "torchtitan with --switch attention=flash2 loss=float32 async_tp=on",
+    "torchtitan-2025": "torchtitan with --switch attention=flash2 loss=compiled",
+    "torchtitan-2025-async-tp": "torchtitan with --switch attention=flash2 loss=compiled async_tp=on",
+}
+"""Recipes of earlier versions, and what to write instead."""
 
 
 def find_recipe(name: str, switches: Switches = MappingProxyType({})) -> Recipe:
@@ -454,6 +500,8 @@ def _names() -> list[str]:
 
 @cache
 def _packaged(name: str, switches: tuple[tuple[str, str], ...]) -> Recipe:
+    if name in RENAMED:
+        raise UserError(f"recipe {name} is now a switch; write {RENAMED[name]}")
     if name not in _names():
         raise unknown_name("recipe", name, _names(), " and files that end in .toml")
     return replace(_made(name, name, load_table(f"{FOLDER}/{name}.toml"), dict(switches)), file=name)

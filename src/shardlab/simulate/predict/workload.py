@@ -245,8 +245,11 @@ class Workload:
         if self.recipe.overlap.single_nic:
             cluster = replace(cluster, nics=1)
         cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.kernels.attention))
+        recipe = self.recipe
+        if self.mesh.ep == 1:  # no rank waits for another's experts
+            recipe = replace(recipe, kernels=replace(recipe.kernels, expert_load=1.0))
         numbers = self.state_precision.under(self.optimizer, ema=self.ema)
-        return ClusterPrices(self.cut, self.micro_batch_size, cluster, numbers, self.recipe, self.mesh)
+        return ClusterPrices(self.cut, self.micro_batch_size, cluster, numbers, recipe, self.mesh)
 
     def peak_bytes(self) -> int:
         """Return the bytes of tensors on the fullest rank at its peak, without timing the step."""
