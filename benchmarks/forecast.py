@@ -107,7 +107,7 @@ def searched() -> list[dict[str, object]]:
     devices, rows = find_cluster("h100x256"), list[dict[str, object]]()
     for name, (words, each) in PLANS.items():
         row: dict[str, object] = {"plan": name}
-        for recipe in ("torchtitan", "megatron-core"):
+        for recipe in ("torchtitan", "megatron-core-tuned"):
             plan = Plan.from_dict(words | {"sequence_parallel": "tp" in words["mesh"]})
             count = plan.data_ranks * each
             seconds: list[float] = []

@@ -51,11 +51,11 @@ PROBLEMS = {
     "llama3-70b, 32,768 tokens, h100x128, torchtitan": PlanCommand(
         None, "llama3-70b", "h100x128", sequence=32768, recipe="torchtitan"
     ),
-    "llama3-70b, h100x256, megatron-core": PlanCommand(None, "llama3-70b", "h100x256", recipe="megatron-core"),
-    "llama3-405b, h100x512, megatron-core": PlanCommand(None, "llama3-405b", "h100x512", recipe="megatron-core"),
+    "llama3-70b, h100x256, megatron-core-tuned": PlanCommand(None, "llama3-70b", "h100x256", recipe="megatron-core-tuned"),
+    "llama3-405b, h100x512, megatron-core-tuned": PlanCommand(None, "llama3-405b", "h100x512", recipe="megatron-core-tuned"),
     "mixtral-8x7b, h100x64, torchtitan": PlanCommand(None, "mixtral-8x7b", "h100x64", recipe="torchtitan"),
-    "mixtral-8x7b, a100-80gbx128, megatron-core": PlanCommand(
-        None, "mixtral-8x7b", "a100-80gbx128", recipe="megatron-core"
+    "mixtral-8x7b, a100-80gbx128, megatron-core-tuned": PlanCommand(
+        None, "mixtral-8x7b", "a100-80gbx128", recipe="megatron-core-tuned"
     ),
     "gpt3-6.7b, a100-40gbx32, megatron-2022": PlanCommand(None, "gpt3-6.7b", "a100-40gbx32", recipe="megatron-2022"),
     "gpt2-xl, a100-40gbx8, fsdp2": PlanCommand(None, "gpt2-xl", "a100-40gbx8", recipe="fsdp2"),

@@ -29,7 +29,7 @@ CODE_LINES = {
     "measure": 2200,
     "models": 3760,
     "planner": 2910,
-    "simulate": 6940,
+    "simulate": 7020,
     "strategies": 2630,
     "train": 8475,
 }
