@@ -33,7 +33,8 @@ def test_a_file_of_2024_and_one_of_2025_mean_the_same() -> None:
     assert (old.plan, old.model, old.micro_batch_size, old.microbatches) == (
         *(new.plan, new.model, new.micro_batch_size, new.microbatches),
     )
-    assert (old.recipe.name, new.recipe.name) == ("torchtitan", "torchtitan-2025")  # which compiles the loss as well
+    assert old.recipe.changed_switches == {"attention": "flash2", "loss": "float32"}
+    assert new.recipe.changed_switches == {"attention": "flash2", "loss": "compiled"}
     assert old.config.version == "2024 (training.batch_size)"
     assert new.config.version == "2025 or early 2026 (training.local_batch_size)"
 

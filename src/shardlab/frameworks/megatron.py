@@ -272,7 +272,13 @@ def _recipe(config: Config, values: Mapping[str, Any], notes: list[str]) -> Reci
         return find_recipe("megatron-2022" if values["sequence_parallel"] else "megatron-2021")
     if values["implementation"] == "local" and not values["flash_attention"]:
         notes.append("--transformer-impl local is predicted with fused attention")
-    return find_recipe("megatron-core")
+    switches = {
+        "attention": "flash2" if values["attention_dropout"] or values["flash_attention"] else "cudnn",
+        "tp_overlap": "on" if values["tp_overlap"] else "off",
+        "dp_overlap": "on" if values["overlap_grad_reduce"] else "off",
+        "gradients": "bf16" if values["bf16_gradients"] else "fp32",
+    }
+    return find_recipe("megatron-core", switches)
 
 
 def _precision(values: Mapping[str, Any], notes: list[str]) -> Precision:

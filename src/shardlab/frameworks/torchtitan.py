@@ -21,7 +21,7 @@ from shardlab.language.precision import Optimizer, Precision, find_precision
 from shardlab.models import Blocks
 from shardlab.models.named import find_model, with_written
 from shardlab.simulate.hardware import Cluster
-from shardlab.simulate.predict.recipe import Recipe, find_recipe, recipes
+from shardlab.simulate.predict.recipe import Recipe, find_recipe
 
 NAME = "torchtitan"
 
@@ -248,13 +248,14 @@ def _recompute(config: Config, values: Mapping[str, Any], layers: int, notes: li
 
 
 def _recipe(config: Config, values: Mapping[str, Any]) -> Recipe:
+    switches = {"attention": "flash2", "loss": "float32"}
     if not values["compile"]:
-        return find_recipe("fsdp2")
-    name = "torchtitan-async-tp" if values["async_tp"] and values["tp"] > 1 else "torchtitan"
-    if "loss" in values["compiled_parts"] and not config.version.startswith("2024"):
-        year = name.replace("torchtitan", "torchtitan-2025")
-        name = year if year in recipes() else name
-    return find_recipe(name)
+        switches["compile"] = "off"
+    elif "loss" in values["compiled_parts"] and not config.version.startswith("2024"):
+        switches["loss"] = "compiled"
+    if values["compile"] and values["async_tp"] and values["tp"] > 1:
+        switches["async_tp"] = "on"
+    return find_recipe("torchtitan", switches)
 
 
 def _precision(values: Mapping[str, Any], notes: list[str]) -> Precision:

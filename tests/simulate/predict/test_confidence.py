@@ -36,10 +36,10 @@ from shardlab.simulate.predict.recipe import OWN, find_recipe, recipes
 
 RUNS = Path(__file__).parents[3] / "benchmarks" / "published_runs.json"
 
-DENSE = Kind(("megatron-core",), frozenset(), "h100", False, frozenset({"tp", "pp"}), 8192)
+DENSE = Kind(("megatron-core-tuned",), frozenset(), "h100", False, frozenset({"tp", "pp"}), 8192)
 
 
-def kind_of(recipe: str = "megatron-core", device: str = "h100", **changes: object) -> Kind:
+def kind_of(recipe: str = "megatron-core-tuned", device: str = "h100", **changes: object) -> Kind:
     found = find_recipe(recipe)
     return replace(DENSE, recipe=(found.name, *found.bases), device=device, **changes)
 
@@ -72,9 +72,9 @@ def test_no_publisher_has_more_rows_than_it_published() -> None:
 
 def test_runs_of_the_same_kind_stand_alone() -> None:
     found = confidence(kind_of(), "time")
-    assert (found.recipes, found.devices) == (("megatron-core",), ("h100",))
+    assert (found.recipes, found.devices) == (("megatron-core-tuned",), ("h100",))
     assert str(found).startswith(f"time ± {found.mean:.1%}, at most {found.worst:.0%}")
-    assert str(found).endswith(f": {found.runs} runs of megatron-core on h100, publisher left out")
+    assert str(found).endswith(f": {found.runs} runs of megatron-core-tuned on h100, publisher left out")
     assert not found.unmeasured
 
 
@@ -104,7 +104,7 @@ def test_the_expected_error_is_between_the_mean_and_the_worst_unless_first_predi
 
 def test_a_mixture_is_never_as_sure_as_a_dense_model() -> None:
     assert OTHER_MODEL > 2 * OTHER_DEVICE
-    dense = RunErrors("someone", "megatron-core", "h100", 8192, axes=("tp", "pp"), time=(0.01,) * FEW)
+    dense = RunErrors("someone", "megatron-core-tuned", "h100", 8192, axes=("tp", "pp"), time=(0.01,) * FEW)
     mixture = RunErrors("other", "fsdp2", "h200", 512, mixture=True, time=(-0.6,))
     assert nearest([dense, mixture], replace(DENSE, mixture=True), "time") == [mixture]
 
@@ -143,11 +143,11 @@ def test_what_a_single_publisher_measured_is_as_sure_as_a_first_prediction() -> 
 
 def test_a_recipe_of_a_user_is_like_its_base(tmp_path: Path) -> None:
     file = tmp_path / "ours.toml"
-    file.write_text('base = "megatron-core"\nsource = "our branch"\n')
+    file.write_text('base = "megatron-core-tuned"\nsource = "our branch"\n')
     ours = find_recipe(str(file))
     kind = replace(DENSE, recipe=(ours.name, *ours.bases))
     found = confidence(kind, "time")
-    assert found.recipes == ("megatron-core",)
+    assert found.recipes == ("megatron-core-tuned",)
     assert "no run of ours is known" in str(found)
 
 
