@@ -51,8 +51,12 @@ PROBLEMS = {
     "llama3-70b, 32,768 tokens, h100x128, torchtitan": PlanCommand(
         None, "llama3-70b", "h100x128", sequence=32768, recipe="torchtitan"
     ),
-    "llama3-70b, h100x256, megatron-core-tuned": PlanCommand(None, "llama3-70b", "h100x256", recipe="megatron-core-tuned"),
-    "llama3-405b, h100x512, megatron-core-tuned": PlanCommand(None, "llama3-405b", "h100x512", recipe="megatron-core-tuned"),
+    "llama3-70b, h100x256, megatron-core-tuned": PlanCommand(
+        None, "llama3-70b", "h100x256", recipe="megatron-core-tuned"
+    ),
+    "llama3-405b, h100x512, megatron-core-tuned": PlanCommand(
+        None, "llama3-405b", "h100x512", recipe="megatron-core-tuned"
+    ),
     "mixtral-8x7b, h100x64, torchtitan": PlanCommand(None, "mixtral-8x7b", "h100x64", recipe="torchtitan"),
     "mixtral-8x7b, a100-80gbx128, megatron-core-tuned": PlanCommand(
         None, "mixtral-8x7b", "a100-80gbx128", recipe="megatron-core-tuned"
