@@ -14,8 +14,8 @@ from shardlab.frameworks.changes import Trial
 from shardlab.frameworks.run import FrameworkRun
 from shardlab.frameworks.settings import Config, Setting
 from shardlab.planner.describe import UNTRACED, StepShares, describe, step_shares, trace_seconds
-from shardlab.planner.error_model import find_errors
 from shardlab.planner.problem import Candidate, Problem
+from shardlab.simulate.predict.confidence import may_not_fit, step_confidence, sure_as_json
 from shardlab.simulate.predict.forecast import Forecast
 from shardlab.simulate.predict.memory_advice import broken_limit
 
@@ -126,9 +126,9 @@ class ExplainReport:
     def _add_prediction(self, report: Report) -> None:
         workload, found, device = self.step.workload, self.found, self.step.cluster.device
         world, speed, mfu = workload.mesh.world, workload.tokens / found.seconds, workload.mfu(found.seconds)
-        errors = find_errors(self.step.recipe.name, device.name)
-        report.fact("step time", str(errors), seconds_text(found.seconds), step_seconds=found.seconds)
-        report.data["error"] = vars(errors)
+        sure = step_confidence(workload)
+        doubt = may_not_fit(sure, found.memory) if found.memory.fits else ""
+        report.fact("step time", "", seconds_text(found.seconds), step_seconds=found.seconds)
         report.fact("tokens/s", f"{speed / world:,.0f} on each device", f"{speed:,.0f}", tokens_per_second=speed)
         report.fact("MFU", f"of {device.name}'s {workload.precision.compute} peak", percent_text(mfu), mfu=mfu)
         shares = self._shares()
@@ -137,8 +137,7 @@ class ExplainReport:
         memory, peak = found.memory, max(found.peaks, key=lambda peak: peak.bytes)
         total, room = memory.unlimited, memory.capacity
         over = f", {bytes_text(memory.needed - room, 1)} too much" if not memory.fits else ""
-        tight = "" if memory.safe or not memory.fits else ", but closer to full than the error of predictions"
-        fits = f"of {memory_text(room)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{over}{tight}"
+        fits = f"of {memory_text(room)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{over}"
         report.fact("memory", fits, bytes_text(total, 1), style="" if memory.fits else "bold red")
         parts = {**peak.by_category, "beyond tensors": max(0.0, total - peak.bytes)}
         report.fact("", _parts(total, parts), "")
@@ -150,7 +149,9 @@ class ExplainReport:
             "safe": memory.safe,
             "rank": peak.rank,
             "memory_by_part": parts,
+            "how_sure": sure_as_json(sure, doubt),
         }
+        report.facts("how sure", [*map(str, sure), doubt])
 
     def _other_batch(self, trial: Trial) -> str:
         """Return the global batch of a change that has another one, in words."""
