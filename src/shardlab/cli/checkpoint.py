@@ -51,7 +51,7 @@ class VerifyCheckpoints:
 
 @dataclass(frozen=True)
 class ConvertCheckpoint:
-    """Write the whole weights of a checkpoint into a new folder, as those of a run or in Hugging Face's format."""
+    """Write the whole weights of a checkpoint into a new folder, as those of a run, Hugging Face or torchtitan."""
 
     run_folder: Run
     """Folder of a run."""
@@ -62,11 +62,11 @@ class ConvertCheckpoint:
     step: OptionalCount = None
     """Convert the checkpoint after N steps. Default: the newest one."""
 
-    to: Literal["hf", "shardlab"] = "hf"
-    """Format to write."""
+    to: Literal["hf", "shardlab", "dcp"] = "hf"
+    """Format to write: Hugging Face's, a run's, or torch.distributed.checkpoint as torchtitan lays it out."""
 
     shard_mb: Count = 5000
-    """Largest size of a Hugging Face file, in megabytes. Larger weights are split into several files with an index."""
+    """Largest size of a file, in megabytes. Larger weights are split into several files."""
 
     json: Flag = False
     """Print only JSON."""

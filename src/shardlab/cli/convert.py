@@ -1,11 +1,11 @@
-"""`shardlab convert FROM TO`: convert the weights of a run into Hugging Face's format, and back."""
+"""`shardlab convert FROM TO`: convert the weights of a run into Hugging Face's or torchtitan's format, and back."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -20,30 +20,29 @@ from shardlab.language import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardlab.train.huggingface.convert import OutputTensor
-
 
 @dataclass(frozen=True)
 class Convert:
     """Write the weights of a run as a Hugging Face folder (config.json and safetensors), or the other way round.
 
-    GPT-2, Llama and Mixtral are supported. Every number stays as it is.
+    GPT-2, Llama and Mixtral are supported, and Llama also as a checkpoint of torchtitan (torch.distributed.checkpoint).
+    Every number stays as it is, and memory holds only parts of the model.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROM", help_behavior_hint="")]
-    """Folder of a run, or Hugging Face folder."""
+    """Folder of a run, Hugging Face folder, or folder of torch.distributed.checkpoint."""
 
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO", help_behavior_hint="")]
     """New folder."""
 
     to: Annotated[
-        Literal["hf", "shardlab"] | None,
-        tyro.conf.arg(help_behavior_hint="(default: the format that FROM does not have)"),
+        Literal["hf", "shardlab", "dcp"] | None,
+        tyro.conf.arg(help_behavior_hint="(default: hf for a run, otherwise shardlab)"),
     ] = None
-    """Format to write."""
+    """Format to write: Hugging Face's, a run's, or torch.distributed.checkpoint as torchtitan lays it out."""
 
     shard_mb: Count = 5000
-    """Largest size of a file, in megabytes. Larger weights are split into several files with an index."""
+    """Largest size of a file, in megabytes. Larger weights are split into several files."""
 
     json: Flag = False
     """Print only JSON."""
@@ -59,7 +58,7 @@ class Convert:
 
         source = open_source(self.source, self.model.apply)
         form = self.to or ("hf" if source.form == "shardlab" else "shardlab")
-        tokenizer = find_tokenizer(source.folder) if form == "hf" else None
+        tokenizer = find_tokenizer(source.folder) if form != "shardlab" else None
         beside = {} if tokenizer is None else tokenizer.files() | export_tokenizer(tokenizer)
         special: dict[str, int] = {}
         if tokenizer is not None and tokenizer.end is not None:
@@ -72,10 +71,12 @@ class Convert:
         report.fact("model", f"{done.model}, {done.parameters:,} parameters in {counted(done.tensors, 'tensor')}")
         report.draw(partial(print_path, label="folder", path=Path(done.folder)))
         report.fact("files", ", ".join(done.files))
+        if done.left_out:
+            report.fact("left out", f"{', '.join(done.left_out)}: only weights are converted")
         report.show(json=self.json)
         return 0
 
 
-def _show_progress(planned: list[OutputTensor]) -> Iterable[OutputTensor]:
+def _show_progress(planned: list[Any]) -> Iterable[Any]:
     console = Console(stderr=True)
     return track(planned, "converting", console=console, transient=True, disable=not console.is_terminal)

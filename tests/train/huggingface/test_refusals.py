@@ -181,7 +181,7 @@ def test_folders_without_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "is a file; name the folder" in refusal(tmp_path / "file")
     (tmp_path / "empty").mkdir()
-    assert "has neither weights.safetensors nor config.json" in refusal(tmp_path / "empty")
+    assert "has no weights.safetensors, config.json or .metadata" in refusal(tmp_path / "empty")
     folder = hf_folder(tmp_path, MODELS["gpt2"])
     (tmp_path / "run" / "weights.safetensors").unlink()
     assert "has no weights.safetensors: the run has ended without any" in refusal(tmp_path / "run")

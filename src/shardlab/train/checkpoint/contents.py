@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -204,6 +204,58 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Names of data types in a safetensors file."""
 
 
+PIECE_BYTES = 2**24
+"""About the most bytes of an `OutputTensor` that are read at once."""
+
+
+class OutputTensor(NamedTuple):
+    """Tensor that is read in pieces while it is written.
+
+    Attributes:
+        name: its name in the new file.
+        shape: its shape.
+        dtype: data type of its elements.
+        read: function that reads rows `start` to `stop` (indices of its first dim).
+        together: number of rows that are read together: pieces begin at its multiples.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], Tensor]
+    together: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Yield the rows `start` to `stop`, contiguous pieces of about PIECE_BYTES one after the other."""
+        row = max(1, self.nbytes // max(1, self.shape[0]))
+        step = max(1, PIECE_BYTES // (row * self.together)) * self.together
+        while start < stop:
+            end = min((start // step + 1) * step, stop)
+            yield self.read(start, end).to(self.dtype).contiguous()
+            start = end
+
+
+def file_chunks(tensors: Iterable[OutputTensor], followed: Iterable[OutputTensor]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file of tensors that are read piece by piece.
+
+    Args:
+        tensors: the tensors.
+        followed: the same tensors, in an iterator that shows progress.
+    """
+    yield header_of({each.name: (each.dtype, each.shape) for each in tensors}, {"format": "pt"})
+    yield from (bytes_of(piece) for each in followed for piece in each.pieces(0, each.shape[0]))
+
+
 def chunks_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file chunk by chunk.
 
@@ -217,13 +269,16 @@ def chunks_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield from map(bytes_of, tensors.values())
 
 
-def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
+def header_of(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Return the header of a safetensors file. The bytes of the tensors follow it in the same order.
 
     Args:
         tensors: data type and shape of each tensor, by name.
+        metadata: further texts by name. transformers wants "format" to be "pt".
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, (dtype, shape) in tensors.items():
         end = at + math.prod(shape) * dtype.itemsize

@@ -37,6 +37,9 @@ from shardlab.train.checkpoint.write import MANIFEST, VERSION, checksum_of
 STATE, CONFIG = "state.json", "config.toml"
 """Files of a checkpoint besides those with tensors and the manifest."""
 
+METADATA = ".metadata"
+"""File of a folder of torch.distributed.checkpoint that lists all tensors."""
+
 HASH_BYTES = 2**20
 """Bytes that are read at once to compute a checksum."""
 

@@ -1,63 +1,43 @@
-"""Conversion of a folder of weights into the other format: a run's, or Hugging Face's.
+"""Conversion of a folder of weights into another format: a run's, Hugging Face's, or that of torchtitan's checkpoints.
 
-`convert_weights` first lists the tensors of the new folder (`_plan`), and then reads and writes them file by file, so
-that memory holds only one file. Every number stays as it is.
+`convert_weights` first lists the tensors of the new folder (`_plan`), and then reads and writes them piece by piece.
+Memory never holds more than a piece, and the chunk of a tensor that torch.distributed.checkpoint reads or writes at
+once. Every number stays as it is.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# safetensors leaves its annotations out.
+# torch leaves some of its annotations out.
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shardlab.common.errors import UserError
 from shardlab.common.files import atomic_folder, write_atomically
 from shardlab.models import Parameter
 from shardlab.models.named import SHARD_BYTES, SINGLE, index_of, index_text, name_of, shards_of
-from shardlab.models.tensors.weights import reason
-from shardlab.train.huggingface.families import GPT2, Part, family_of, run_parts, write_config
-from shardlab.train.huggingface.sources import CONFIG, RUN, WEIGHTS, Form, Source, parameters_of
+from shardlab.models.tensors.weights import matrix_of, reason
+from shardlab.train.checkpoint import Disk, OutputTensor, file_chunks
+from shardlab.train.huggingface.families import GPT2, Part, family_of, write_config
+from shardlab.train.huggingface.sources import CONFIG, EMBEDDING, HEAD, RUN, WEIGHTS, Form, Source, parameters_of
+from shardlab.train.huggingface.torchtitan import torchtitan_naming
 
 COMPANIONS = (
     *("tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("generation_config.json", "vocabulary.json", "vocab.bpe", "encoder.json", "*.tiktoken", "*.model"),
 )
 """Files beside the weights that are copied: those of Hugging Face's folders, and the tokenizers of runs."""
-
-
-class OutputTensor(NamedTuple):
-    """Tensor that will be written.
-
-    Attributes:
-        name: its name in the new file.
-        numel: number of its elements.
-        dtype: data type of its elements.
-        make: function that reads it from the source.
-    """
-
-    name: str
-    numel: int
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -70,6 +50,7 @@ class Converted:
         parameters: elements of all tensors, including zeros for biases that the model does not have.
         tensors: number of tensors.
         files: names of all files.
+        left_out: states in the source that are not weights, such as the optimizer's.
     """
 
     folder: str
@@ -78,10 +59,11 @@ class Converted:
     parameters: int
     tensors: int
     files: list[str]
+    left_out: list[str]
 
 
-Track = Callable[[list[OutputTensor]], Iterable[OutputTensor]]
-"""Iterator over the tensors that also shows progress."""
+Track = Callable[[list[Any]], Iterable[Any]]
+"""Iterator over the tensors, or the files, that also shows progress."""
 
 
 def convert_weights(
@@ -100,10 +82,10 @@ def convert_weights(
         source: the weights.
         out: the new folder.
         form: format of the new folder.
-        shard_bytes: most bytes of a file. If there are several files, an index is written beside them.
+        shard_bytes: most bytes of a file. If there are several safetensors files, an index is written beside them.
         beside: further files by name, such as a tokenizer's. Files beside the source's weights take precedence.
         special: special tokens such as eos_token_id, for a config.json that lacks them.
-        follow: wraps the iterator over the tensors, to show progress.
+        follow: wraps the iterator over the tensors or files, to show progress.
 
     Raises:
         UserError: if the format cannot express the model, or the folder cannot be written.
@@ -113,13 +95,12 @@ def convert_weights(
         with atomic_folder(out) as part:
             if (free := shutil.disk_usage(part).free) < (needed := sum(each.nbytes for each in planned)):
                 raise UserError(f"the weights have {needed:,} bytes, but the disk of {out} has {free:,} bytes free")
-            single = WEIGHTS if form == "shardlab" else SINGLE
-            files = shards_of((each.nbytes for each in planned), single, shard_bytes)
-            for name, tensors in groupby(zip(follow(planned), files, strict=True), lambda pair: pair[1]):
-                save_file({each.name: each.make() for each, _ in tensors}, part / name, {"format": "pt"})
-            if files[0] != single:
-                index = dict(zip((each.name for each in planned), files, strict=True))
-                write_atomically(index_of(part / single), index_text(index, needed))
+            if form == "dcp":
+                from shardlab.train.checkpoint.distributed import write_distributed  # imports much of torch
+
+                write_distributed(part, planned, shard_bytes, follow)
+            else:
+                _write_safetensors(part / (WEIGHTS if form == "shardlab" else SINGLE), planned, shard_bytes, follow)
             _write_config(source, form, part, {each.dtype for each in planned}, special or {})
             for name, content in (beside or {}).items():
                 (part / name).write_bytes(content)
@@ -132,7 +113,19 @@ def convert_weights(
             f"{out} cannot be written ({reason(error)}); free some space, or name another folder"
         ) from error
     count = sum(each.numel for each in planned)
-    return Converted(str(out), form, name_of(type(source.model)), count, len(planned), written)
+    return Converted(str(out), form, name_of(type(source.model)), count, len(planned), written, list(source.left_out))
+
+
+def _write_safetensors(single: Path, planned: Sequence[OutputTensor], shard_bytes: int, follow: Track) -> None:
+    """Write tensors into one file, or into several files and their index."""
+    files = shards_of((each.nbytes for each in planned), single.name, shard_bytes)
+    followed = zip(follow(list(planned)), files, strict=True)
+    for name, tensors in groupby(followed, lambda pair: pair[1]):
+        written = [each for each, file in zip(planned, files, strict=True) if file == name]
+        Disk().write(single.with_name(name), file_chunks(written, (each for each, _ in tensors)))
+    if files[0] != single.name:
+        index = dict(zip((each.name for each in planned), files, strict=True))
+        write_atomically(index_of(single), index_text(index, sum(each.nbytes for each in planned)))
 
 
 def _plan(source: Source, form: Form) -> list[OutputTensor]:
@@ -140,43 +133,54 @@ def _plan(source: Source, form: Form) -> list[OutputTensor]:
     if form == "shardlab":
         return [
             OutputTensor(
-                f"layers.{block}.{p.name}", p.numel, source.dtype(block, p), partial(_read_whole, source, block, p)
+                f"layers.{block}.{p.name}", p.shape, source.dtype(block, p), partial(_read_whole, source, block, p)
             )
             for block, p in source.parameters()
         ]
     family, model = family_of(source.model, str(source.folder))
+    naming = torchtitan_naming(model, str(source.folder)) if form == "dcp" else family.naming
     there = {(block, parameter.name) for block, parameter in source.parameters()}
     default = source.dtype(*next(source.parameters()))
     planned: list[OutputTensor] = []
     for block, parameter in parameters_of(replace(model, bias=True) if family is GPT2 else model):
         own = (block, parameter.name) in there
         dtype = source.dtype(block, parameter) if own else default
-        for matrix, parts in enumerate(family.naming.parts(model, block, parameter)):
+        for matrix, parts in enumerate(naming.parts(model, block, parameter)):
             for part in parts:
                 read = partial(_read_part, source, block, parameter, matrix, part)
-                make = read if own else partial(torch.zeros, part.shape, dtype=dtype)
-                planned.append(OutputTensor(part.name, math.prod(part.shape), dtype, make))
+                make = read if own else partial(_zeros, part.shape[1:])
+                planned.append(OutputTensor(part.name, part.shape, dtype, make, max(1, part.head_size)))
+        if form == "dcp" and model.has_tied_head and parameter.name == EMBEDDING:  # torchtitan saves it twice
+            planned.append(planned[-1]._replace(name=HEAD))
     return planned
 
 
-def _read_whole(source: Source, block: int, parameter: Parameter) -> Tensor:
-    """Read a parameter as a run stores it."""
-    matrices = [
-        source.read(block, parameter, matrix, torch.arange(part.rows), torch.arange(part.columns))
-        for matrix, (part,) in enumerate(run_parts(block, parameter))
-    ]
-    return torch.stack(matrices).view(parameter.shape)
+def _read_whole(source: Source, block: int, parameter: Parameter, start: int, stop: int) -> Tensor:
+    """Read some rows of a parameter as a run stores it. If it has three dims, each row is a matrix."""
+    _, rows, columns = matrix_of(parameter)
+    whole, across = torch.arange(rows), torch.arange(columns)
+    if len(parameter.shape) < 3:
+        return source.read(block, parameter, 0, whole[start:stop], across).view(-1, *parameter.shape[1:])
+    return torch.stack([source.read(block, parameter, matrix, whole, across) for matrix in range(start, stop)])
 
 
-def _read_part(source: Source, block: int, parameter: Parameter, matrix: int, part: Part) -> Tensor:
-    """Read a parameter's part as Hugging Face stores it."""
-    rows = torch.arange(part.rows)
-    ours = source.read(block, parameter, matrix, part.start + rows, torch.arange(part.columns))
-    theirs = torch.empty_like(ours)
-    theirs[part.theirs(rows)] = ours
-    if part.vector:
-        return theirs[:, 0].contiguous()
-    return theirs.t().contiguous() if part.transposed else theirs
+def _read_part(
+    source: Source, block: int, parameter: Parameter, matrix: int, part: Part, start: int, stop: int
+) -> Tensor:
+    """Read some rows of a parameter's part as the new file stores it."""
+    rows, across = torch.arange(part.rows), torch.arange(part.columns)
+    if part.transposed:
+        return source.read(block, parameter, matrix, part.start + rows, across[start:stop]).t()
+    theirs = part.theirs(rows)
+    mine = ((theirs >= start) & (theirs < stop)).nonzero()[:, 0]
+    ours = source.read(block, parameter, matrix, part.start + mine, across)
+    if part.head_size:
+        ours[theirs[mine] - start] = ours.clone()
+    return ours[:, 0] if part.vector else ours
+
+
+def _zeros(rest: tuple[int, ...], start: int, stop: int) -> Tensor:
+    return torch.zeros(stop - start, *rest)
 
 
 def _write_config(

@@ -1,4 +1,4 @@
-"""Folders with the weights of a model, in a run's or in Hugging Face's format, of which any rows can be read.
+"""Folders with the weights of a model, in any format that is exchanged, of which any rows can be read.
 
 `open_source` recognizes the format and checks the names and shapes of all tensors, but reads none. `initial_from`
 returns the function with which each rank of a training reads only the first weights that it holds.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,12 +20,13 @@ from shardlab.common.fields import read_table
 from shardlab.common.files import path_from_here, read_file
 from shardlab.common.text import counted
 from shardlab.common.user_code import file_and_name
-from shardlab.models import GPT, Blocks, CutModel, Model, Parameter
+from shardlab.models import GPT, Blocks, CutModel, Llama, Model, Parameter
 from shardlab.models.named import ENDING, SINGLE, find_model, weights_at, with_written
 from shardlab.models.tensors import Initial
 from shardlab.models.tensors.weights import TensorFiles, read_range, weight_files
-from shardlab.train.checkpoint import STATE, WEIGHTS_KIND, Checkpoint, CheckpointTensors
+from shardlab.train.checkpoint import METADATA, STATE, WEIGHTS_KIND, Checkpoint, CheckpointTensors
 from shardlab.train.huggingface.families import Part, read_model, run_parts
+from shardlab.train.huggingface.torchtitan import OLD_HEAD, OTHER_STATES, torchtitan_naming
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class CheckpointSource:
         tensors: the weights.
         form: format of the weights, that of a run.
         config: config.json; a checkpoint has none.
+        left_out: as that of `WeightSource`, always empty: a run resumes from the checkpoint itself.
     """
 
     folder: Path
@@ -45,6 +47,7 @@ class CheckpointSource:
     tensors: CheckpointTensors
     form: Literal["shardlab"] = "shardlab"
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    left_out: tuple[str, ...] = ()
 
     def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
         """Return the data type of a parameter."""
@@ -66,19 +69,44 @@ def parameters_of(model: Blocks) -> Iterator[tuple[int, Parameter]]:
             yield block, parameter
 
 
-Form = Literal["hf", "shardlab"]
-"""Format of the weights in a folder: that of transformers, or that of a run."""
+Form = Literal["hf", "shardlab", "dcp"]
+"""Format of the weights in a folder: that of transformers, that of a run, or torch.distributed.checkpoint's with the
+names of torchtitan."""
 
 RUN, WEIGHTS, CONFIG = "run.json", "weights.safetensors", "config.json"
 
 EMBEDDING, HEAD = "wte.weight", "lm_head.weight"
 """Names of the token embedding in our models, and of an untied head in files."""
 
+HEADS = frozenset({HEAD, f"{OLD_HEAD}.weight"})
+"""Names of a head in the files of all formats."""
+
 COMPARED = 1 << 24
 """Elements of two matrices that are compared in one piece."""
 
 Parts = Callable[[int, Parameter], list[list[Part]]]
 """Function that returns the parts of each matrix of a block's parameter."""
+
+
+class Tensors(Protocol):
+    """Tensors by name, of which parts are read: `TensorFiles`, or `DistributedFiles`."""
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        ...
+
+    def read(self, name: str, *where: slice | int) -> Tensor:
+        """Read the part `where` of a tensor, or all of it if `where` is empty."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -93,15 +121,17 @@ class WeightSource:
         parts: function that returns where each parameter lies in them.
         prefix: prefix that the names in the files lack, because they were saved without the head.
         config: the config.json of the weights, or of those from which they were converted.
+        left_out: states in the folder that are not weights, such as the optimizer's.
     """
 
     folder: Path
     form: Form
     model: Blocks
-    tensors: TensorFiles
+    tensors: Tensors
     parts: Parts
     prefix: str = ""
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    left_out: tuple[str, ...] = ()
 
     def name(self, part: Part) -> str:
         """Return the name of a part's tensor in the files."""
@@ -162,9 +192,9 @@ class WeightSource:
         extra = sorted(name for name in there - wanted.keys() if not name.endswith(ignored))
         if not self.model.bias:  # transformers' GPT-2 has biases all the same
             extra = [name for name in extra if not name.endswith(".bias") or bool(self.tensors.read(name).any())]
-        if self.model.has_tied_head and HEAD in extra:
-            extra.remove(HEAD)
-            self._want_tied()
+        for head in HEADS.intersection(extra) if self.model.has_tied_head else ():
+            extra.remove(head)
+            self._want_tied(head)
         if extra:
             raise UserError(
                 f"{self.folder} has {counted(len(extra), 'tensor')} that its model has no place for: {_some(extra)}"
@@ -186,7 +216,7 @@ class WeightSource:
             found = self.tensors.read(name, down, across)
         return found[theirs - first] if part.head_size else found
 
-    def _want_tied(self) -> None:
+    def _want_tied(self, head: str) -> None:
         """Refuse a stored head that differs from the embedding to which it is tied.
 
         Raises:
@@ -194,13 +224,13 @@ class WeightSource:
         """
         ((embedding,),) = next(self.parts(block, each) for block, each in self.parameters() if each.name == EMBEDDING)
         name, rows = self.name(embedding), max(1, COMPARED // embedding.columns)
-        same_shape = self.tensors.shape(HEAD) == self.tensors.shape(name)
+        same_shape = self.tensors.shape(head) == self.tensors.shape(name)
         for first in range(0, embedding.rows, rows):
             part = slice(first, min(first + rows, embedding.rows))
-            if same_shape and torch.equal(self.tensors.read(HEAD, part), self.tensors.read(name, part)):
+            if same_shape and torch.equal(self.tensors.read(head, part), self.tensors.read(name, part)):
                 continue
             raise UserError(
-                f"{self.folder} ties the head to the embedding, but its {HEAD} is another matrix than {name}; say "
+                f"{self.folder} ties the head to the embedding, but its {head} is another matrix than {name}; say "
                 f"tie_word_embeddings false in {CONFIG} to take that head, or remove it from the files"
             )
 
@@ -212,13 +242,14 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     """Open the weights in a folder. All names and shapes are checked, and no tensor is read.
 
     Args:
-        folder: of a run (run.json and weights.safetensors), of one of its checkpoints, or in Hugging Face's form
-            (config.json and safetensors); or another file of weights in a run's folder, such as its ema.safetensors.
+        folder: of a run (run.json and weights.safetensors), of one of its checkpoints, in Hugging Face's form
+            (config.json and safetensors), or of torch.distributed.checkpoint as torchtitan writes it; or another file
+            of weights in a run's folder, such as its ema.safetensors.
         change: function from the folder's model, and the name of the file that describes it, to the model of the
             weights.
 
     Raises:
-        UserError: if there are no weights in safetensors, Shardlab has no such model, or they do not fit it.
+        UserError: if there are no weights in these formats, Shardlab has no such model, or they do not fit it.
     """
     weights = folder / WEIGHTS
     if folder.suffix == ENDING and weights_at(folder) and (folder.parent / RUN).is_file():
@@ -231,6 +262,8 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         checkpoint = Checkpoint.open(folder).verify()
         model = changed(recorded_model(dict(checkpoint.state), folder / STATE), str(folder / STATE))
         return CheckpointSource(folder, model, checkpoint.tensors(WEIGHTS_KIND))
+    if (folder / METADATA).is_file() or any(folder.glob("*.distcp")):
+        return _open_distributed(folder, changed)
     if weights_at(weights):
         record = read_table(read_file(folder / RUN, "JSON"), str(folder / RUN))
         model = changed(recorded_model(record, folder / RUN), str(folder / RUN))
@@ -243,8 +276,13 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
             raise UserError(
                 f"{folder} has no {WEIGHTS}: the run has ended without any; name another run, or one of its checkpoints"
             )
+        if steps := sorted(
+            (path.parent.name for path in folder.glob(f"*/{METADATA}")), key=lambda step: (len(step), step)
+        ):
+            raise UserError(f"{folder} has several checkpoints; name one of them, such as {folder / steps[-1]}")
         raise UserError(
-            f"{folder} has neither {WEIGHTS} nor {CONFIG}; name a run's folder or one of Hugging Face's form"
+            f"{folder} has no {WEIGHTS}, {CONFIG} or {METADATA}; name a run's folder, or one of Hugging Face's or "
+            "torchtitan's form"
         )
     config = read_table(read_file(folder / CONFIG, "JSON"), str(folder / CONFIG))
     family, found = read_model(config, str(folder / CONFIG))
@@ -255,6 +293,32 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     return WeightSource(folder, "hf", model, tensors, parts, family.prefix if bare else "", config).check(
         family.ignored
     )
+
+
+class _Unknown(Llama):
+    """Model of a folder that does not describe it."""
+
+
+def _open_distributed(folder: Path, change: Callable[[Blocks, str], Blocks]) -> WeightSource:
+    """Open a folder of torch.distributed.checkpoint. A config.json beside it, or `change`, gives the model."""
+    from shardlab.train.checkpoint.distributed import DistributedFiles  # imports much of torch
+
+    path = folder / CONFIG
+    config = read_table(read_file(path, "JSON"), str(path)) if path.is_file() else {}
+    model = change(read_model(config, str(path))[1] if config else _Unknown(), str(folder))
+    if isinstance(model, _Unknown):
+        raise UserError(
+            f"{folder} does not say of which model its weights are; name it, as by shardlab convert --model llama3-8b, "
+            f"or put the model's {CONFIG} of Hugging Face into the folder"
+        )
+    if not isinstance(model, GPT):
+        raise UserError(
+            f"{folder}: torchtitan's checkpoints are exchanged for llama, not {type(model).__name__.lower()}"
+        )
+    tensors = DistributedFiles(folder, OTHER_STATES)
+    parts = partial(torchtitan_naming(model, str(folder), tensors.names).parts, model)
+    source = WeightSource(folder, "dcp", model, tensors, parts, config=config, left_out=tensors.left_out)
+    return source.check()
 
 
 def recorded_model(record: Any, path: Path) -> Blocks:

@@ -1,0 +1,287 @@
+"""Folders of torch.distributed.checkpoint (DCP), read and written by parts of tensors in one process.
+
+torch's own reader, writer and resharding do the work. `DistributedFiles` reads any part of a tensor, and keeps one
+stored chunk in memory. `write_distributed` writes as many files as ranks of FSDP would, each with its rows of every
+tensor. Two properties of torch 2.13 are worked around: its reader unpickles `.metadata` with any class, which could run
+any code, and its writer keeps every tensor of a file until the file is complete.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves some of its annotations out.
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from shardlab.common.errors import UserError
+from shardlab.models.tensors.weights import DTYPES
+from shardlab.train.checkpoint.contents import OutputTensor
+from shardlab.train.checkpoint.read import METADATA
+
+
+class DistributedFiles:
+    """Tensors of a folder of torch.distributed.checkpoint by name.
+
+    Args:
+        folder: the folder.
+        others: beginnings of names that are not read, such as "optimizer.".
+
+    Attributes:
+        left_out: beginnings among `others` of which the folder has entries, without the dot.
+    """
+
+    def __init__(self, folder: Path, others: Sequence[str] = ()) -> None:
+        self._reader = _Reader(folder)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        entries = metadata.state_dict_metadata
+        self.left_out = tuple(other.rstrip(".") for other in others if any(name.startswith(other) for name in entries))
+        self._entries = {
+            name: entry
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata) and not name.startswith(tuple(others))
+        }
+        self._folder = folder
+        self._stored: tuple[MetadataIndex, Tensor] | None = None
+        self._require_files()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self._entries[name].size)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor.
+
+        Raises:
+            UserError: if it is not a floating-point dtype of 16 bits or more.
+        """
+        dtype = self._entries[name].properties.dtype
+        if dtype not in DTYPES.values():
+            given = str(dtype).removeprefix("torch.")
+            raise UserError(f"tensor {name} is in {given}; weights are exchanged in {', '.join(DTYPES)}")
+        return dtype
+
+    def read(self, name: str, *where: slice | int) -> Tensor:
+        """Read the part `where` of a tensor, one slice for each of its first dims."""
+        entry = self._entries[name]
+        given = [*cast(tuple[slice, ...], where), *(slice(None) for _ in entry.size[len(where) :])]
+        spans = [each.indices(length) for each, length in zip(given, entry.size, strict=True)]
+        part = torch.empty([stop - start for start, stop, _ in spans], dtype=self.dtype(name))
+        wanted = ChunkStorageMetadata(torch.Size(start for start, _, _ in spans), part.shape)
+        for item in create_read_items_for_chunk_list(name, entry, [wanted]):
+            stored = self._chunk(item.storage_index)
+            part[_region(item.dest_offsets, item.lengths)] = stored[_region(item.storage_offsets, item.lengths)]
+        return part
+
+    def _chunk(self, index: MetadataIndex) -> Tensor:
+        """Return a stored chunk, the last one from memory."""
+        if self._stored is None or self._stored[0] != index:
+            self._stored = None  # its memory is free before the next chunk is read
+            entry = self._entries[index.fqn]
+            sizes = next(each.sizes for each in entry.chunks if each.offsets == index.offset)
+            chunk, zeros = torch.empty(sizes, dtype=entry.properties.dtype), torch.Size([0] * len(sizes))
+            item = ReadItem(LoadItemType.TENSOR, MetadataIndex(index.fqn), zeros, index, zeros, sizes)
+            try:
+                self._reader.read_data(LoadPlan([item]), _Destination(chunk)).wait()
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, AssertionError) as error:
+                reason = str(error).partition("\n")[0]
+                raise UserError(f"{self._folder}: {index.fqn} cannot be read ({reason}); the file is damaged") from None
+            self._stored = index, chunk
+        return self._stored[1]
+
+    def _require_files(self) -> None:
+        """Require that all chunks of the tensors exist.
+
+        Raises:
+            UserError: if a file is missing or truncated, or chunks do not make up their tensor.
+        """
+        ends: dict[str, int] = defaultdict(int)
+        for name, entry in self._entries.items():
+            stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if stored != math.prod(entry.size):
+                raise UserError(
+                    f"{self._folder} has {stored:,} of the {math.prod(entry.size):,} elements of {name}; "
+                    "it was written by a part of the ranks, or by another program"
+                )
+            for chunk in entry.chunks:
+                place = self._reader.storage_data.get(MetadataIndex(name, chunk.offsets))
+                if place is None:
+                    raise UserError(f"{self._folder / METADATA} does not say in which file {name} is")
+                ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
+        for name, end in sorted(ends.items()):
+            path = self._folder / name
+            if not path.is_file():
+                raise UserError(f"{self._folder} lacks {name}, which its {METADATA} names; copy the whole folder")
+            if (size := path.stat().st_size) < end:
+                raise UserError(f"{path} has {size:,} bytes, but its tensors end at byte {end:,}; copy it again")
+
+
+def write_distributed(
+    folder: Path,
+    tensors: Sequence[OutputTensor],
+    shard_bytes: int,
+    follow: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> None:
+    """Write tensors as torch.distributed.checkpoint does, in files of about equal size.
+
+    Each file has the rows of every tensor that a rank of FSDP2 would have (`torch.chunk` along the first dim).
+
+    Args:
+        folder: an existing folder.
+        tensors: the tensors, which are read while they are written.
+        shard_bytes: about the most bytes of a file.
+        follow: wraps the iterator over the files, to show progress.
+    """
+    files = max(1, math.ceil(sum(each.nbytes for each in tensors) / shard_bytes))
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+    writer.set_up_storage_writer(is_coordinator=True)
+    plans = [SavePlan([item for each in tensors for item in _items(each, file, files)]) for file in range(files)]
+    plans, metadata = create_default_global_save_plan([writer.prepare_local_plan(plan) for plan in plans])
+    metadata.planner_data = {each.name: (each.name,) for each in tensors}
+    planner = _Rows({each.name: each for each in tensors})
+    written = [writer.write_data(plan, planner).wait() for plan in follow(writer.prepare_global_plan(plans))]
+    writer.finish(metadata, written)
+
+
+def _items(tensor: OutputTensor, file: int, files: int) -> list[WriteItem]:
+    """Return the item for the rows of a tensor that a file has; none if the tensor has fewer rows than files."""
+    rows, *rest = tensor.shape
+    each = math.ceil(rows / files)
+    start, stop = min(file * each, rows), min((file + 1) * each, rows)
+    if start == stop:
+        return []
+    offsets = torch.Size([start, *(0 for _ in rest)])
+    chunk = ChunkStorageMetadata(offsets, torch.Size([stop - start, *rest]))
+    data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape))
+    return [WriteItem(MetadataIndex(tensor.name, offsets), WriteItemType.SHARD, tensor_data=data)]
+
+
+class _Rows(DefaultSavePlanner):
+    """Planner that reads the rows of an item when the writer asks for them.
+
+    The writer keeps a reference to every tensor of a file. So the storage of the last one is freed here.
+    """
+
+    def __init__(self, tensors: Mapping[str, OutputTensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._last: Tensor | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Return the rows of an item."""
+        if self._last is not None:
+            self._last.untyped_storage().resize_(0)
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        self._last = rows = torch.empty(chunk.sizes, dtype=write_item.tensor_data.properties.dtype)
+        at = 0
+        for piece in self._tensors[write_item.index.fqn].pieces(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
+            rows[at : at + len(piece)] = piece
+            at += len(piece)
+        return rows
+
+
+class _Destination(DefaultLoadPlanner):
+    """Planner whose only tensor is the given one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Return the tensor into which an item is read."""
+        return self._tensor
+
+
+class _Reader(FileSystemReader):
+    """Reader that loads no other classes from `.metadata` than those that describe tensors."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read `.metadata`.
+
+        Raises:
+            UserError: if it is missing, damaged, of an unknown version, or needs other classes.
+        """
+        path = Path(self.path) / METADATA
+        if not path.is_file():
+            raise UserError(
+                f"{self.path} has no {METADATA}: the checkpoint is not complete; name one that was written to its end"
+            )
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise UserError(f"{path} cannot be read ({error}); save the checkpoint again with torch 2") from None
+        except (AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError, MemoryError) as error:
+            raise UserError(f"{path} is damaged, or of another version of torch ({error})") from None
+        if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "storage_data", None), dict):
+            raise UserError(f"{path} is not of torch.distributed.checkpoint as torch 2 writes it on a file system")
+        version = getattr(metadata, "version", None)  # torch wrote none until 2.8
+        if version is not None and not str(version).startswith("1."):
+            raise UserError(
+                f"{path} was written in version {version} of the format, and this Shardlab reads version 1; save it "
+                "again with an older torch"
+            )
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler of `.metadata` that cannot run code of the file."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Return a class that describes tensors or their place, or a constant of torch."""
+        package = module_name.partition(".")[0]
+        if package == "pathlib" and global_name.endswith("Path"):
+            return PurePath
+        if (module_name, global_name) == ("torch.serialization", "_get_layout"):
+            return super().find_class(module_name, global_name)
+        if (module_name == "torch" or module_name.startswith("torch.distributed.checkpoint.")) and (
+            "." not in global_name
+        ):
+            found = super().find_class(module_name, global_name)
+            record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            if record or found is torch.Size or isinstance(found, torch.dtype | torch.layout):
+                return found
+        raise pickle.UnpicklingError(f"it needs {module_name}.{global_name}, which does not describe tensors")
+
+
+def _region(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
