@@ -1,14 +1,18 @@
 """`shardlab convert`: a run's folder to Hugging Face's form and back, as a user sees it."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# safetensors leaves some of its annotations out.
+
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from shardlab.cli import main
-from shardlab.models import GPT, Mixtral
+from shardlab.models import GPT, Llama, Mixtral
 from shardlab.train.data.prepared_folder import find_tokenizer
 from shardlab.train.data.tokenizers import Characters, HuggingFace
 from tests.support.tokenizer_files import byte_level, of_transformers
@@ -39,9 +43,26 @@ def test_a_run_goes_out_and_back(folder: Path, capsys: Captured) -> None:
         "parameters": 14912,
         "tensors": 29,
         "files": ["run.json", "weights.safetensors"],
+        "left_out": [],
     }
     assert main(["convert", "back", "again"]) == 0
     assert (folder / "hf" / "model.safetensors").read_bytes() == (folder / "again" / "model.safetensors").read_bytes()
+
+
+def test_a_run_goes_to_torchtitan_and_back(folder: Path, capsys: Captured) -> None:
+    random_run(folder / "llama", Llama(layers=2, hidden_size=16, heads=2, seq_len=8), tokenizer=Characters("abc"))
+    assert main(["convert", "llama", "dcp", "--to", "dcp"]) == 0
+    said = capsys.readouterr().out
+    assert ".metadata, __0_0.distcp, config.json" in said
+    assert "left out" not in said
+    (folder / "dcp" / "config.json").unlink()
+    assert main(["convert", "dcp", "back"]) == 2
+    assert "name it, as by shardlab convert --model llama3-8b" in capsys.readouterr().err
+    flags = ["--model", "llama", "--layers", "2", "--hidden-size", "16", "--heads", "2", "--seq-len", "8"]
+    assert main(["convert", "dcp", "back", *flags]) == 0
+    ours, back = (load_file(folder / each / "weights.safetensors") for each in ("llama", "back"))
+    assert ours.keys() == back.keys()
+    assert all(ours[name].equal(back[name]) for name in ours)
 
 
 def test_the_tokens_of_a_run_are_those_of_transformers(folder: Path, capsys: Captured) -> None:

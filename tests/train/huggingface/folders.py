@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
+from shardlab.train.checkpoint import OutputTensor
 from shardlab.train.data.prepared_folder import tokenizer_record
 from shardlab.train.data.tokenizers import Tokenizer
+
+
+def output_of(name: str, tensor: Tensor) -> OutputTensor:
+    """A tensor that is to be written."""
+    return OutputTensor(name, tuple(tensor.shape), tensor.dtype, partial(_rows, tensor))
+
+
+def _rows(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return tensor[start:stop]
 
 
 def random_run(

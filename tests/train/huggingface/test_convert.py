@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shardlab.language import UserError
 from shardlab.models import GPT, Blocks, Llama, Mixtral
+from shardlab.train.checkpoint import OutputTensor, contents
 from shardlab.train.huggingface import convert_weights, open_source
-from shardlab.train.huggingface.convert import OutputTensor
 from tests.support.thorough import examples
 from tests.train.huggingface.folders import random_run
 
@@ -82,6 +82,34 @@ def test_a_model_goes_out_and_comes_back_to_the_bit(model: Blocks, dtype: torch.
         first, again = (sorted((folder / each).iterdir()) for each in ("hf", "again"))
         assert [path.name for path in first] == [path.name for path in again]
         assert all(a.read_bytes() == b.read_bytes() for a, b in zip(first, again, strict=True))
+
+
+def is_in_torchtitan(model: Blocks) -> bool:
+    return type(model) is Llama and not model.bias
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    models().filter(is_in_torchtitan),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([700, 3000, 10**9]),
+    st.sampled_from([10, 2**24]),
+)
+def test_a_model_goes_to_torchtitan_and_from_there_anywhere(
+    model: Blocks, dtype: torch.dtype, shard_bytes: int, piece_bytes: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name, patch.object(contents, "PIECE_BYTES", piece_bytes):
+        folder = Path(name)
+        run = random_run(folder / "run", model, dtype)
+        convert_weights(open_source(run), folder / "dcp", "dcp", shard_bytes=shard_bytes)
+        convert_weights(open_source(folder / "dcp"), folder / "back", "shardlab")
+        assert equal(load_file(run / "weights.safetensors"), load_file(folder / "back" / "weights.safetensors"))
+        convert_weights(open_source(run), folder / "hf", "hf")
+        convert_weights(open_source(folder / "dcp"), folder / "hf from dcp", "hf")
+        convert_weights(open_source(folder / "hf"), folder / "dcp from hf", "dcp", shard_bytes=2 * shard_bytes)
+        convert_weights(open_source(folder / "dcp from hf"), folder / "again", "hf")
+        files = [(folder / each / "model.safetensors").read_bytes() for each in ("hf", "hf from dcp", "again")]
+        assert files[0] == files[1] == files[2]
 
 
 def test_of_many_files_an_index_says_which_tensor_is_where(tmp_path: Path) -> None:

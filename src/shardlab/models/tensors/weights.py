@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -212,13 +213,17 @@ def read_range(
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported dtypes of weights, by safetensors' names."""
 
+RELEASED_BYTES = 2**24
+"""Bytes of reads after which the pages of all files are given back. After each small read, that would take most time."""
+
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class TensorFiles:
     """Tensors of safetensors files by name. Only the parts that are asked for are read.
 
-    Files are mapped read-only, because a limit on a process's memory counts writable mappings.
+    Files are mapped read-only, because a limit on a process's memory counts writable mappings. Pages that were read are
+    given back, so that the process does not seem to hold whole files.
 
     Args:
         paths: the files.
@@ -227,7 +232,9 @@ class TensorFiles:
     def __init__(self, paths: list[Path]) -> None:
         self._opened = {path: _open(path) for path in paths}
         self._file = {name: file for file in self._opened.values() for name in cast(list[str], file.keys())}
-        self._bytes = {name: each for path in paths for name, each in _tensors(path)}
+        self._mapped = {path: _map(path) for path in paths}
+        self._bytes = {name: each for mapped in self._mapped.values() for name, each in _tensors(mapped)}
+        self._read_bytes = 0
 
     @property
     def names(self) -> set[str]:
@@ -253,7 +260,13 @@ class TensorFiles:
         """Read the part `where` of a tensor, or all of it if `where` is empty."""
         dtype = self.dtype(name)
         whole = self._bytes[name].view(f"u{dtype.itemsize}").reshape(self.shape(name))
-        return torch.from_numpy(np.array(whole[where] if where else whole)).view(dtype)
+        part = np.array(whole[where] if where else whole)
+        self._read_bytes += part.nbytes
+        if self._read_bytes >= RELEASED_BYTES:
+            self._read_bytes = 0
+            for mapped in self._mapped.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
+        return torch.from_numpy(part).view(dtype)
 
 
 def weight_files(single: Path) -> list[Path]:
@@ -336,12 +349,16 @@ def _open(path: Path) -> Any:
         raise UserError(f"{path} cannot be read as safetensors ({reason(error)})") from None
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[np.uint8]]]]:
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _tensors(mapped: mmap.mmap) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[np.uint8]]]]:
     """Yield the name and the bytes of each tensor in a file."""
-    mapped = np.memmap(path, np.uint8, "r")
-    start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
-    header: dict[str, dict[str, Any]] = json.loads(mapped[8:start].tobytes())
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    header: dict[str, dict[str, Any]] = json.loads(mapped[8:start])
     for name, entry in header.items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
-            yield name, mapped[start + begin : start + end]
+            yield name, np.frombuffer(mapped, np.uint8, end - begin, start + begin)

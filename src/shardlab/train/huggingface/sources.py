@@ -21,7 +21,7 @@ from shardlab.common.files import path_from_here, read_file
 from shardlab.common.text import counted
 from shardlab.common.user_code import file_and_name
 from shardlab.models import GPT, Blocks, CutModel, Llama, Model, Parameter
-from shardlab.models.named import ENDING, SINGLE, find_model, weights_at, with_written
+from shardlab.models.named import ENDING, SINGLE, find_model, name_of, weights_at, with_written
 from shardlab.models.tensors import Initial
 from shardlab.models.tensors.weights import TensorFiles, read_range, weight_files
 from shardlab.train.checkpoint import METADATA, STATE, WEIGHTS_KIND, Checkpoint, CheckpointTensors
@@ -276,10 +276,10 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
             raise UserError(
                 f"{folder} has no {WEIGHTS}: the run has ended without any; name another run, or one of its checkpoints"
             )
-        if steps := sorted(
-            (path.parent.name for path in folder.glob(f"*/{METADATA}")), key=lambda step: (len(step), step)
-        ):
-            raise UserError(f"{folder} has several checkpoints; name one of them, such as {folder / steps[-1]}")
+        if steps := sorted((path.parent for path in folder.glob(f"*/{METADATA}")), key=lambda at: (len(at.name), at)):
+            raise UserError(
+                f"{folder} is a folder of {counted(len(steps), 'checkpoint')}; name one, such as {steps[-1]}"
+            )
         raise UserError(
             f"{folder} has no {WEIGHTS}, {CONFIG} or {METADATA}; name a run's folder, or one of Hugging Face's or "
             "torchtitan's form"
@@ -313,7 +313,8 @@ def _open_distributed(folder: Path, change: Callable[[Blocks, str], Blocks]) -> 
         )
     if not isinstance(model, GPT):
         raise UserError(
-            f"{folder}: torchtitan's checkpoints are exchanged for llama, not {type(model).__name__.lower()}"
+            f"{folder}: torchtitan's checkpoints are exchanged for llama, not for {name_of(type(model))}; "
+            "name another --model"
         )
     tensors = DistributedFiles(folder, OTHER_STATES)
     parts = partial(torchtitan_naming(model, str(folder), tensors.names).parts, model)
