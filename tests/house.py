@@ -27,11 +27,11 @@ CODE_LINES = {
     "language": 4460,
     "learn": 5500,
     "measure": 2200,
-    "models": 3760,
+    "models": 3770,
     "planner": 2910,
     "simulate": 7020,
     "strategies": 2630,
-    "train": 8475,
+    "train": 8765,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

@@ -258,8 +258,8 @@ def field(name):
 
 def convert(begin):
     for number, step in enumerate(("hf", "shardlab", "dcp", "hf", "dcp", "shardlab")):
-        convert_weights(open_source(Path(begin)), Path(f"{begin}-{number}"), step, shard_bytes=10**9 if number == 2 else 10**7)
-        begin = f"{begin}-{number}"
+        source, begin = open_source(Path(begin)), f"{begin}-{number}"
+        convert_weights(source, Path(begin), step, shard_bytes=10**9 if number == 2 else 10**7)
 
 convert("small")
 before = field("VmRSS")

@@ -214,7 +214,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """Supported dtypes of weights, by safetensors' names."""
 
 RELEASED_BYTES = 2**24
-"""Bytes of reads after which the pages of all files are given back. After each small read, that would take most time."""
+"""Bytes of reads after which the pages of all files are given back. After each small read, that would be slow."""
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
