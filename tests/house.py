@@ -19,11 +19,11 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 295,
     "check": 2280,
-    "cli": 7570,
+    "cli": 7615,
     "common": 830,
     "draw": 1710,
     "execute": 3785,
-    "frameworks": 1800,
+    "frameworks": 1955,
     "language": 4460,
     "learn": 5500,
     "measure": 2200,
