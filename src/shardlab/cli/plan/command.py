@@ -150,6 +150,10 @@ class PlanCommand:
     """Write the chosen plan, with model, cluster and batch, into this TOML file, which simulate, verify and train
     accept as --config. An earlier plan is replaced."""
 
+    write: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Write the chosen plan into this folder as files of the recipe's framework, such as torchtitan's TOML file or a
+    script with Megatron-LM's arguments. What cannot be said there stands in a comment."""
+
     measure: OptionalCount = None
     """Suggest at most N plans to measure next: those whose measured step times could change the choice, each with its
     command and a reason."""
@@ -164,7 +168,7 @@ class PlanCommand:
     run."""
 
     force: Flag = False
-    """Replace --out even if Shardlab did not write that file."""
+    """Replace --out, or files of --write, even if Shardlab did not write them."""
 
     json: Flag = False
     """Print only JSON."""
@@ -182,13 +186,16 @@ class PlanCommand:
             return 0
         from shardlab.cli.plan.measure import add_experiments, add_ran_out, commands, read_measured
         from shardlab.cli.plan.report import PlanReport
+        from shardlab.cli.plan.write import add_written, check_folder, write_files
         from shardlab.planner.error_model import choose_experiments
 
         request = StepRequest.of(self)
         problem = self.problem(request)
-        if self.force and self.out is None:
-            raise UserError("--force replaces the file of --out; give --out FILE, or leave it out")
+        if self.force and self.out is None and self.write is None:
+            raise UserError("--force replaces the file of --out or those of --write; give one of them, or leave it out")
         check_new_file("--out", self.out, "plan.toml", force=self.force)
+        if self.write is not None:
+            check_folder(self.write, problem, force=self.force)
         assert isinstance(request.model, str)
         assert isinstance(request.cluster, str)
         model, cluster = request.model, request.cluster
@@ -202,6 +209,8 @@ class PlanCommand:
             with writing("--out", self.out):
                 self.out.write_text(self.job_text(choice), encoding="utf-8")
         report = PlanReport(choice, model, cluster, how, self.top, self.out).report(explain=self.explain)
+        if self.write is not None:
+            add_written(report, self.write, write_files(self.write, choice, model))
         add_ran_out(report, choice.results)
         if self.measure:
             add_experiments(report, asked, run, choice, self._next_command(problem))

@@ -1,0 +1,83 @@
+"""`Translation`: a step in the meanings of a framework's table of keys."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, cast
+
+from shardlab.models import GPT, Blocks
+from shardlab.planner.problem import plan_layers
+from shardlab.simulate.predict.workload import Workload
+from shardlab.strategies.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Step in the meanings of a framework's keys.
+
+    Attributes:
+        values: value by meaning. Meanings that are left out have the framework's default.
+        unsaid: what the framework's file cannot say, beside what a comparison of the steps shows.
+        says_model: whether the values give the model.
+        more: further words of the file, of which no prediction depends or which `explain` does not follow.
+        switches: switches of the recipe that the file says, or that no file of the framework says.
+    """
+
+    values: Mapping[str, Any]
+    unsaid: tuple[str, ...] = ()
+    says_model: bool = True
+    more: tuple[str, ...] = ()
+    switches: frozenset[str] = frozenset()
+
+
+def plan_of(step: Workload) -> Plan:
+    """Return the plan of a step."""
+    assert isinstance(step.plan, Plan), "programs without a plan are not written"
+    return step.plan
+
+
+def switch_of(step: Workload, name: str) -> str:
+    """Return the value of a switch of a step's recipe ("": it has no such switch)."""
+    switch = step.recipe.switches.get(name)
+    return "" if switch is None else switch.value
+
+
+def blocks_of_stages(step: Workload) -> list[int] | None:
+    """Return the number of blocks of each pipeline stage (None: a stage has half a block, or the head's half alone)."""
+    plan = plan_of(step)
+    layers = plan_layers(step.model, plan)
+    counts = [end - begin for begin, end in pairwise(plan.bounds(layers.pipeline_units))]
+    over = layers.pipeline_units - step.model.layers
+    if over <= 1:
+        counts[-1] -= over  # the head is a layer of its own
+        return counts if min(counts) >= 0 else None
+    counts[-1] -= 1
+    if any(count % 2 for count in counts):
+        return None
+    return [count // 2 for count in counts]
+
+
+def commented(remarks: Sequence[str], width: int = 118) -> str:
+    """Return remarks as lines of comments."""
+    lines = [line for each in remarks for line in textwrap.wrap(each, width, subsequent_indent="  ")]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+UNPRICED = ("rope_theta", "rope_scaling", "norm_eps", "auxiliary")
+"""Fields of a model that change neither the time nor the memory of a step."""
+
+
+def model_properties(model: Blocks) -> dict[str, Any]:
+    """Return the fields of a model that change its step, with the values that stand for None."""
+    found = {each.name: getattr(model, each.name) for each in fields(model) if each.name not in UNPRICED}
+    heads, hidden = found.get("heads"), found.get("hidden_size")
+    if heads and hidden:
+        found["kv_heads"] = found.get("kv_heads") or heads
+        found["head_dim"] = found.get("head_dim") or hidden // heads
+    if hasattr(model, "hidden"):
+        found["ffn_hidden_size"] = cast(GPT, model).hidden
+    found["positions"] = "learned" if getattr(model, "rope_theta", None) is None else "rotary"
+    return found

@@ -1,0 +1,161 @@
+"""Write a step as the configuration of its recipe's framework, with a comment for what cannot be said there.
+
+`write_step` translates the step, reads the translation back as `explain` reads a file, and compares the two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardlab.common.errors import Refused, UserError
+from shardlab.common.fields import as_text
+from shardlab.frameworks.find import FRAMEWORKS
+from shardlab.frameworks.settings import Config, KeyTable
+from shardlab.frameworks.writers import megatron, torchtitan
+from shardlab.frameworks.writers.translation import Translation, model_properties
+from shardlab.planner.problem import plan_layers
+from shardlab.simulate.predict.recipe import Recipe
+from shardlab.simulate.predict.workload import Workload
+from shardlab.strategies.plan.plan import Plan
+
+
+class Writer(NamedTuple):
+    """Module that writes the configurations of a framework.
+
+    Attributes:
+        files: names of the files. The first one is that which `explain` reads.
+        translate: makes the meanings of a step.
+        render: makes the text of each file of a translation.
+    """
+
+    files: tuple[str, ...]
+
+    translate: Callable[[Workload], Translation]
+    render: Callable[[Translation, Workload, Sequence[str]], tuple[str, ...]]
+
+
+WRITERS: dict[str, Writer] = {
+    "torchtitan": Writer((torchtitan.FILE,), torchtitan.translate, torchtitan.render),
+    "megatron": Writer((megatron.FILE,), megatron.translate, megatron.render),
+}
+"""Every framework that is written."""
+
+FRAMEWORK_OF_RECIPE = {
+    "torchtitan": "torchtitan",
+    "fsdp2": "torchtitan",
+    "megatron-core": "megatron",
+    "megatron-2022": "megatron",
+}
+"""Framework of a recipe, and of those that build on it."""
+
+
+class Written(NamedTuple):
+    """Files of a framework.
+
+    Attributes:
+        framework: name of the framework.
+        texts: text of each file by name, that which `explain` reads first.
+        unsaid: what of the step the files cannot say.
+    """
+
+    framework: str
+    texts: Mapping[str, str]
+    unsaid: tuple[str, ...]
+
+
+def framework_of(recipe: Recipe) -> str:
+    """Return the framework whose files say how a recipe runs.
+
+    Raises:
+        UserError: if there is none.
+    """
+    for name in (recipe.name, *recipe.bases):
+        if name in FRAMEWORK_OF_RECIPE:
+            return FRAMEWORK_OF_RECIPE[name]
+    known = ", ".join(FRAMEWORK_OF_RECIPE)
+    raise UserError(f"no framework's files are written for recipe {recipe.name}; give a recipe such as {known}")
+
+
+def write_step(step: Workload, model: str) -> Written:
+    """Return the files of the framework of a step's recipe.
+
+    Args:
+        step: the step.
+        model: name of its model.
+
+    Raises:
+        UserError: if no files are written for its recipe.
+    """
+    name = framework_of(step.recipe)
+    writer = WRITERS[name]
+    found = writer.translate(step)
+    unsaid = [*found.unsaid, *differences(step, found, name, model)]
+    head = f"written by shardlab plan: {model} on {step.cluster}, recipe {step.recipe.title}"
+    remarks = [head, *(f"cannot be said here: {each}" for each in unsaid)]
+    texts = zip(writer.files, writer.render(found, step, remarks), strict=True)
+    return Written(name, dict(texts), tuple(unsaid))
+
+
+def differences(step: Workload, found: Translation, framework: str, model: str) -> list[str]:
+    """Return in what a translation, read as `explain` reads it, differs from its step."""
+    table = KeyTable.load(framework)
+    settings = tuple(table.write(meaning, value)._replace(line=1) for meaning, value in found.values.items())
+    config = Config(table, "the file", settings, model="" if found.says_model else model)
+    try:
+        back = FRAMEWORKS[framework].run(config, step.cluster).workload
+        differing = list(_compared(step, back, found))
+    except (UserError, Refused) as error:
+        return [f"what {framework} makes of it is not known, since {error}"]
+    return [f"{what} {mine} ({framework}: {theirs})" for what, mine, theirs in differing]
+
+
+def _compared(step: Workload, back: Workload, found: Translation) -> Iterator[tuple[str, str, str]]:
+    """Yield name and both values of each property that differs."""
+    assert isinstance(step.plan, Plan)
+    assert isinstance(back.plan, Plan)
+    mine, theirs = plan_properties(step, step.plan), plan_properties(back, back.plan)
+    for each in (mine, theirs):
+        each |= {} if found.says_model else {"model": "", "stages": each["stages"]}
+    mine |= _other_properties(step)
+    theirs |= _other_properties(back)
+    for name in (step.recipe.switches.keys() & back.recipe.switches.keys()) - found.switches:
+        mine[f"recipe's {name}"] = step.recipe.switches[name].value
+        theirs[f"recipe's {name}"] = back.recipe.switches[name].value
+    if found.says_model:
+        mine |= model_properties(step.model)
+        theirs |= model_properties(back.model)
+    for name in {**mine, **theirs}:
+        if mine.get(name) != theirs.get(name):
+            yield name.replace("_", " "), as_text(mine.get(name)) or "none", as_text(theirs.get(name)) or "none"
+
+
+def _other_properties(step: Workload) -> dict[str, Any]:
+    return {
+        "micro_batch_size": step.micro_batch_size,
+        "microbatches": step.microbatches,
+        "precision": step.precision.name,
+        "optimizer": step.optimizer,
+    }
+
+
+def plan_properties(step: Workload, plan: Plan) -> dict[str, Any]:
+    """Return the properties of a plan that change its step, so that plans of equal steps have equal ones."""
+    mesh, shared = plan.mesh, plan.data_ranks > 1
+    stages: list[int] = []
+    if mesh.pp > 1:
+        stages = plan.bounds(plan_layers(step.model, plan).pipeline_units)
+    recompute = tuple(sorted(plan.recompute)) if isinstance(plan.recompute, tuple) else plan.recompute
+    return {
+        "mesh": dict(mesh.used),
+        "schedule": plan.schedule_name if mesh.pp > 1 else "",
+        "stages": stages,
+        "shard_parameters": plan.shard_parameters,
+        "shard_gradients": plan.shard_gradients,
+        "shard_optimizer": plan.shard_optimizer,
+        "reduce_at": plan.reduce_at if shared else "",
+        "reshard_after": plan.reshard_after if plan.shard_parameters else "",
+        "sequence_parallel": plan.sequence_parallel and mesh.tp > 1,
+        "recompute": "per-op" if step.recipe.memory.saved.per_op else recompute,
+        "context": plan.context if mesh.cp > 1 else "",
+    }
