@@ -9,10 +9,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardlab.cli import main
 from shardlab.models import GPT, Llama, Mixtral
+from shardlab.train.checkpoint.distributed import DistributedFiles
 from shardlab.train.data.prepared_folder import find_tokenizer
 from shardlab.train.data.tokenizers import Characters, HuggingFace
 from tests.support.tokenizer_files import byte_level, of_transformers
@@ -49,6 +52,7 @@ def test_a_run_goes_out_and_back(folder: Path, capsys: Captured) -> None:
     assert (folder / "hf" / "model.safetensors").read_bytes() == (folder / "again" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_goes_to_torchtitan_and_back(folder: Path, capsys: Captured) -> None:
     random_run(folder / "llama", Llama(layers=2, hidden_size=16, heads=2, seq_len=8), tokenizer=Characters("abc"))
     assert main(["convert", "llama", "dcp", "--to", "dcp"]) == 0
@@ -63,6 +67,11 @@ def test_a_run_goes_to_torchtitan_and_back(folder: Path, capsys: Captured) -> No
     ours, back = (load_file(folder / each / "weights.safetensors") for each in ("llama", "back"))
     assert ours.keys() == back.keys()
     assert all(ours[name].equal(back[name]) for name in ours)
+    files = DistributedFiles(folder / "dcp")
+    state = {name: files.read(name) for name in files.names} | {"optimizer": {"state.norm.weight.step": torch.ones(1)}}
+    save(state, checkpoint_id=folder / "trained", no_dist=True)
+    assert main(["convert", "trained", "weights", *flags]) == 0
+    assert "left out        optimizer: only weights are converted\n" in capsys.readouterr().out
 
 
 def test_the_tokens_of_a_run_are_those_of_transformers(folder: Path, capsys: Captured) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardlab.common.errors import UserError
 from shardlab.models import Llama
@@ -115,8 +116,11 @@ def saved_by_fsdp(rank: int, model: Llama, folder: Path) -> dict[str, Tensor]:
     moments = {
         f"state.{name}.exp_avg": optimizer.state[parameter]["exp_avg"] for name, parameter in whole.named_parameters()
     }
+    state = whole.state_dict()
+    across = "layers.0.attention.wo.weight"  # tensor parallelism shards its columns
+    state[across] = distribute_tensor(weights[across], mesh, [Shard(1)])
     save(
-        {**whole.state_dict(), "optimizer": moments, "lr_scheduler": {"last_epoch": 1}, "train_state": {"step": 1}},
+        {**state, "optimizer": moments, "lr_scheduler": {"last_epoch": 1}, "train_state": {"step": 1}},
         checkpoint_id=folder,
     )
     return weights
