@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardlab.frameworks.changes import predict, try_changes
+from shardlab.frameworks.changes import best_changes, predict, try_changes
 from shardlab.frameworks.find import read_config, read_run
 from shardlab.simulate.hardware import find_cluster
 
@@ -15,7 +15,7 @@ def test_changes_of_a_step_that_does_not_fit_name_those_that_fit_first() -> None
     step = read_run(read_config(str(EXAMPLES / "llama3_8b.toml")), find_cluster("h100x8"))
     found = predict(step)
     assert not found.memory.fits
-    trials = try_changes(step, found, seconds=1000)
+    trials = best_changes(try_changes(step, found, seconds=1000), found)
     fits = [trial.forecast.memory.fits for trial in trials]
     assert fits[0]
     assert fits == sorted(fits, reverse=True)
@@ -28,7 +28,7 @@ def test_changes_of_a_step_that_does_not_fit_name_those_that_fit_first() -> None
 def test_changes_of_a_step_that_fits_make_it_faster_and_still_fit() -> None:
     step = read_run(read_config(str(EXAMPLES / "train_70b.sh")), find_cluster("h100x64"))
     found = predict(step)
-    trials = try_changes(step, found, seconds=1000)
+    trials = best_changes(try_changes(step, found, seconds=1000), found)
     assert trials
     assert all(trial.forecast.memory.fits and trial.seconds < 0 for trial in trials)
     keys = [frozenset(each.key for each in trial.settings) for trial in trials]

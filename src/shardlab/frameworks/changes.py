@@ -7,7 +7,7 @@ as the file is, so that its meaning, its limits and its words are the framework'
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,10 +51,7 @@ def predict(step: FrameworkRun) -> Forecast:
 
 
 def try_changes(step: FrameworkRun, found: Forecast, *, seconds: float = 20.0) -> list[Trial]:
-    """Try changes of single keys, and return those that help, the best first.
-
-    If the step fits, the best changes save most time among those that fit. If it does not, those that fit come first,
-    the fastest first, and then those that save most memory.
+    """Try changes of single keys, and return all that the framework can run.
 
     Args:
         step: the step as it is.
@@ -77,17 +74,26 @@ def try_changes(step: FrameworkRun, found: Forecast, *, seconds: float = 20.0) -
             result = predict(other)
         except (UserError, Refused):
             continue  # the framework, the model or the cluster rules it out
-        trials.append(
-            Trial(
-                tuple(config.edit(meaning, value) for meaning, value in meanings.items()),
-                changed,
-                other,
-                result,
-                result.seconds / other.workload.tokens / per_token - 1,
-                result.memory.unlimited - bytes,
-            )
-        )
-    return _best(trials, found)
+        settings = tuple(config.edit(meaning, value) for meaning, value in meanings.items())
+        faster = result.seconds / other.workload.tokens / per_token - 1
+        trials.append(Trial(settings, changed, other, result, faster, result.memory.unlimited - bytes))
+    return trials
+
+
+def best_changes(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
+    """Return the trials that help, the best first, and of those that change the same keys only the best.
+
+    If the step fits, the best changes save most time among those that fit. If it does not, those that fit come first,
+    the fastest first, and then those that save most memory.
+
+    Args:
+        trials: all trials.
+        found: the forecast of the step as it is.
+    """
+    kinds: dict[frozenset[str], Trial] = {}
+    for each in _helpful(trials, found):
+        kinds.setdefault(frozenset(setting.key for setting in each.settings), each)
+    return list(kinds.values())
 
 
 def _key(step: FrameworkRun) -> str:
@@ -109,15 +115,7 @@ def _distinct(config: Config, changes: Iterator[Mapping[str, Any]]) -> Iterator[
             yield kept
 
 
-def _best(trials: list[Trial], found: Forecast) -> list[Trial]:
-    """Return the trials that help, the best first, and of those that change the same keys only the best."""
-    kinds: dict[frozenset[str], Trial] = {}
-    for each in _helpful(trials, found):
-        kinds.setdefault(frozenset(setting.key for setting in each.settings), each)
-    return list(kinds.values())
-
-
-def _helpful(trials: list[Trial], found: Forecast) -> list[Trial]:
+def _helpful(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
     if found.memory.fits:
         helpful = [each for each in trials if each.forecast.memory.fits and each.seconds < -LEAST_GAIN]
         return sorted(helpful, key=lambda each: (not each.forecast.memory.safe, each.seconds))

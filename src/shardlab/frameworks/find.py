@@ -10,14 +10,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from shardlab.common.errors import UserError, naming, suggest_name, why_unreadable
 from shardlab.common.files import require_regular_file
-from shardlab.frameworks import megatron, torchtitan
+from shardlab.frameworks import deepspeed, megatron, nanotron, nemo, torchtitan
 from shardlab.frameworks.run import FrameworkRun
 from shardlab.frameworks.settings import UNSET, Config, Setting
 from shardlab.frameworks.shell import Script, Word, flags_of, run_script
+from shardlab.frameworks.yaml_file import read_json, read_yaml
 from shardlab.simulate.hardware import Cluster
 
 MOST_BYTES = 2**21
@@ -49,6 +50,10 @@ class Framework(NamedTuple):
 FRAMEWORKS: dict[str, Framework] = {
     torchtitan.NAME: Framework(torchtitan.run, torchtitan.changes),
     megatron.NAME: Framework(megatron.run, megatron.changes),
+    nemo.NAME: Framework(nemo.run, nemo.changes),
+    nanotron.NAME: Framework(nanotron.run, nanotron.changes),
+    deepspeed.NAME: Framework(deepspeed.run, deepspeed.changes),
+    deepspeed.ACCELERATE: Framework(deepspeed.run_accelerate, deepspeed.changes_accelerate),
 }
 """Every framework that is read."""
 
@@ -91,6 +96,8 @@ def read_config(name: str, overrides: Sequence[str] = (), framework: str | None 
     if name in FRAMEWORKS and not Path(name).exists():
         if not overrides:
             raise UserError(f"{name} has no arguments; give them after --, as in: explain {name} -- --key value")
+        if name in READERS:
+            raise UserError(f"{name} has files; name one")
         return _from_script("", "the command line", changed, name, Path())
     path = Path(name)
     require_regular_file(path)
@@ -116,12 +123,67 @@ def _from_text(text: str, path: Path, changed: Overrides, framework: str | None)
                 "shardlab simulate --plan"
             )
         return Config(torchtitan.table(), path.name, (*found, *settings))
+    if path.suffix in (".json", ".yaml", ".yml") or framework in READERS:
+        return _from_table(text, path, changed, framework)
     if re.search(r"(^|\s)--[A-Za-z]", text):
         return _from_script(text, path.name, changed, framework, path.parent)
     raise UserError(
-        f"{path} is for no framework that is known here; give a torchtitan TOML, or a script or list of Megatron-LM "
-        "arguments, or name the framework with --framework"
+        f"{path} is for no framework that is known here; give a torchtitan TOML, a script or list of Megatron-LM "
+        "arguments, a YAML of NeMo, nanotron or accelerate, or a JSON of DeepSpeed"
     )
+
+
+READERS: dict[str, Callable[[str, str, Sequence[Setting]], Config]] = {
+    nemo.NAME: nemo.config_of,
+    nanotron.NAME: nanotron.config_of,
+    deepspeed.NAME: deepspeed.config_of,
+    deepspeed.ACCELERATE: deepspeed.accelerate_config_of,
+}
+"""Readers of YAML and JSON files."""
+
+
+def _from_table(text: str, path: Path, changed: Overrides, framework: str | None) -> Config:
+    """Return the configuration of a YAML or JSON file."""
+    read = read_json if path.suffix == ".json" else read_yaml
+    document, settings = read(text, path.name)
+    if framework is None and isinstance(arguments := document.get("MODEL_ARGS"), dict):  # tests of Megatron-LM
+        prefix = "MODEL_ARGS."
+        own = [each._replace(key=each.key.removeprefix(prefix)) for each in settings if each.key.startswith(prefix)]
+        given = [Setting(name, value, line) for name, value, line in flags_of(changed.words)]
+        kept = [each for each in own if each.value is not False and each.value is not None and cast(Any, arguments)]
+        return Config(megatron.table(), path.name, (*kept, *given))
+    if (name := framework or _shape(document)) is None:
+        raise UserError(
+            f"{path.name} is for no framework that is known here; --framework names it ({', '.join(FRAMEWORKS)})"
+        )
+    if name not in READERS:
+        raise UserError(f"{path.name} is YAML or JSON, which {name} does not read; leave out --framework")
+    given = [Setting(key, value, line) for key, value, line in flags_of(changed.words)]
+    given += [Setting(key, value) for key, value in changed.variables.items()]
+    given += [Setting(*pair) for word in changed.words if (pair := _assignment(word.text)) is not None]
+    return READERS[name](text, path.name, given)
+
+
+def _assignment(text: str) -> tuple[str, str] | None:
+    """Return the key and the value of Hydra's `model.x=1` and `+model.x=1` (None: it is something else)."""
+    found = re.fullmatch(r"\+{0,2}([a-z_][\w.]*)=(.*)", text, re.DOTALL)
+    return None if found is None else (found[1], found[2])
+
+
+def _shape(document: Mapping[str, Any]) -> str | None:
+    """Return the framework whose sections a document has (None: no known one's)."""
+    model = document.get("model")
+    if "parallelism" in document and ("tokens" in document or "optimizer" in document):
+        return nanotron.NAME
+    if {"distributed_type", "compute_environment", "fsdp_config", "deepspeed_config"} & document.keys():
+        return deepspeed.ACCELERATE
+    if {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16"} & document.keys():
+        return deepspeed.NAME
+    if isinstance(model, dict) and ("trainer" in document or "train" in document):
+        return nemo.NAME
+    if isinstance(model, dict) and any("parallel_size" in str(key) for key in cast(dict[Any, Any], model)):
+        return nemo.NAME
+    return None
 
 
 def _from_script(text: str, file: str, changed: Overrides, framework: str | None, folder: Path) -> Config:

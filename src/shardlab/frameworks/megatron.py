@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardlab.common.errors import UserError
-from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, make_plan, padded
+from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, make_plan, model_words, padded
 from shardlab.frameworks.settings import Config, KeyTable
 from shardlab.language import Mesh
 from shardlab.language.precision import Optimizer, Precision, find_precision
@@ -57,7 +57,16 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     Raises:
         UserError: if sizes are missing, or do not fit together.
     """
-    values, notes = config.values, list[str]()
+    return step_of(config, config.values, cluster)
+
+
+def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> FrameworkRun:
+    """Return the step of values of Megatron-LM's meanings, which another file than its own may give.
+
+    Raises:
+        UserError: if sizes are missing, or do not fit together.
+    """
+    notes = list[str]()
     mesh = _mesh(config, values, cluster.size)
     if config.model:
         model = with_written(find_model(config.model), _length(values), config.model)
@@ -85,7 +94,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     microbatches = cut_batch(config.file, sequences, size, plan.data_ranks)
     return FrameworkRun(
         config,
-        config.model or _model_words(model),
+        config.model or model_words(model),
         model,
         plan,
         cluster,
@@ -100,13 +109,6 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
 
 def _length(values: Mapping[str, Any]) -> dict[str, int]:
     return {} if values["seq_len"] is None else {"seq_len": int(values["seq_len"])}
-
-
-def _model_words(model: Blocks) -> str:
-    count = model.parameter_count
-    size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
-    kind = "mixture" if isinstance(model, MoE) else "Llama" if isinstance(model, Llama) else "GPT"
-    return f"{kind} of {size} parameters"
 
 
 def _mesh(config: Config, values: Mapping[str, Any], devices: int) -> Mesh:
@@ -247,7 +249,7 @@ def _zero(values: Mapping[str, Any], notes: list[str]) -> int:
 def _recompute(values: Mapping[str, Any], model: Blocks, mesh: Mesh, stages: int, notes: list[str]) -> Any:
     """Return what is recomputed (`megatron/core/transformer/transformer_block.py`, `_checkpointed_forward`)."""
     mode = "selective" if values["recompute_activations"] and not values["recompute"] else values["recompute"]
-    if values["recompute_2021"]:
+    if values["recompute_2021"] or values["recompute_2022"]:
         return "full"
     if mode == "full" and values["recompute_method"] == "block":
         count = int(values["recompute_layers"] or 1)
@@ -303,9 +305,14 @@ def _optimizer(values: Mapping[str, Any], notes: list[str]) -> Optimizer:
     return found or "adamw"
 
 
-def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
-    """Yield changes of single arguments that may save time or memory, as values of meanings."""
-    values, mesh, layers = config.values, step.plan.mesh, step.model.layers
+def changes(config: Config, step: FrameworkRun, values: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield changes of single arguments that may save time or memory, as values of meanings.
+
+    Args:
+        config, step: the configuration and its step.
+        values: values of the meanings (None: the configuration's).
+    """
+    values, mesh, layers = values or config.values, step.plan.mesh, step.model.layers
     each = max(1, layers // mesh.pp // (step.plan.stages_per_rank or 1))
     none = {"recompute": None, "recompute_method": None, "recompute_layers": None, "recompute_activations": None}
     if step.plan.recompute != "none":

@@ -17,7 +17,7 @@ from shardlab.frameworks.settings import Config
 from shardlab.language import Mesh
 from shardlab.language.precision import Optimizer, Precision
 from shardlab.models import Blocks
-from shardlab.models.architectures import MoE
+from shardlab.models.architectures import Llama, MoE
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.recipe import Recipe
 from shardlab.simulate.predict.workload import Workload
@@ -78,6 +78,7 @@ class Layout:
         zero: stage of ZeRO, from 0 to 3.
         schedule, stages: the pipeline's schedule, and the number of stages on each rank.
         blocks_of_stages: number of blocks of each stage (empty: as even as possible).
+        units_of_stages: the same as a plan counts its layers.
         sequence_parallel: whether sequences are sharded along tp between the matrices.
         recompute: what is recomputed: as in a plan, or "per-op".
         keeps_weights: gathered weights are kept until the step ends.
@@ -90,6 +91,7 @@ class Layout:
     schedule: str = "1f1b"
     stages: int = 1
     blocks_of_stages: tuple[int, ...] = ()
+    units_of_stages: tuple[int, ...] = ()
     sequence_parallel: bool = False
     recompute: Recompute | tuple[int, ...] | Literal["per-op"] = "none"
     keeps_weights: bool = False
@@ -123,6 +125,8 @@ def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Reci
         recompute="none" if layout.recompute == "per-op" else layout.recompute,
         context=layout.context,
     )
+    if piped and layout.units_of_stages:
+        plan = replace(plan, layers_per_stage=layout.units_of_stages)
     if piped and layout.blocks_of_stages:
         halves = plan.attention_apart or mesh.tp > 1 or bool(model.borrowed(model.layers - 1))
         plan = replace(plan, layers_per_stage=_units(layout.blocks_of_stages, model, halves=halves))
@@ -172,6 +176,14 @@ def cut_batch(file: str, sequences: int, micro_batch_size: int, ranks: int) -> i
             f"with microbatches of {micro_batch_size}; it must be a multiple of {micro_batch_size * ranks:,}"
         )
     return each * ranks
+
+
+def model_words(model: Blocks) -> str:
+    """Return a model without a name in words, such as `Llama of 8.03B parameters`."""
+    count = model.parameter_count
+    size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+    kind = "mixture" if isinstance(model, MoE) else "Llama" if isinstance(model, Llama) else "GPT"
+    return f"{kind} of {size} parameters"
 
 
 def padded(vocabulary: int, multiple: int) -> int:

@@ -8,7 +8,7 @@ prediction here follows. Any other key is reported as not understood. A `Config`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -19,6 +19,10 @@ from shardlab.common.files import load_table
 
 UNSET = "${"
 """Begin of a variable of a script that has no value."""
+
+
+OFF = (False, None, "", 0, "0", "false", "False", "none", "null")
+"""Values of keys that turn something off."""
 
 
 class Setting(NamedTuple):
@@ -38,6 +42,29 @@ class Setting(NamedTuple):
     def place(self) -> str:
         """The line in words."""
         return f"line {self.line}" if self.line else "command line"
+
+    @property
+    def text(self) -> str:
+        """The setting in the words of its framework."""
+        key, value = self.key, self.value
+        if key.startswith("--"):
+            values = " ".join(map(str, cast(list[Any], value))) if isinstance(value, list) else value
+            return key if value is True else f"{key} {values}"
+        text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+        return f"{key} = {text}"
+
+    @property
+    def removed(self) -> bool:
+        """Whether this change of a file leaves the key out."""
+        return self.value is None or (self.value is False and self.key.startswith("--"))
+
+
+def change_text(settings: Sequence[Setting]) -> str:
+    """Return a change as the lines of the file or the flags that make it, and the keys that it leaves out."""
+    added, left = [each.text for each in settings if not each.removed], [each.key for each in settings if each.removed]
+    lines = sorted({each.line for each in settings if each.line})
+    parts = [*([" ".join(added)] if added else []), *([f"without {', '.join(left)}"] if left else [])]
+    return " ".join([*parts, *([f"(line {', '.join(map(str, lines))})"] if lines else [])])
 
 
 @dataclass(frozen=True)
@@ -114,7 +141,7 @@ class KeyTable:
         source: repository, files and commits from which the keys and their defaults are taken.
         keys: keys that matter, by meaning.
         ignored: reasons why keys do not matter, by pattern.
-        unpredicted: what is missing in the prediction, by key.
+        unpredicted: what is missing in the prediction, by pattern.
         versions: patterns of keys that only one version has, by version.
         data: further tables of the file.
     """
@@ -135,7 +162,7 @@ class KeyTable:
     @cached_property
     def by_name(self) -> Mapping[str, Key]:
         """Keys by all their names."""
-        return {name: key for key in self.keys.values() for name in (*key.also, key.name)}
+        return {name: key for key in self.keys.values() for name in (*key.also, key.name) if name}
 
     def find(self, name: str) -> Key | None:
         """Return the key of a name (None: it is not a key that matters)."""
@@ -144,6 +171,10 @@ class KeyTable:
     def reason_to_ignore(self, name: str) -> str | None:
         """Return why a key does not matter (None: it is not known)."""
         return next((reason for pattern, reason in self.ignored.items() if fnmatchcase(name, pattern)), None)
+
+    def reason_unpredicted(self, name: str) -> str | None:
+        """Return what a prediction lacks because of a key (None: nothing)."""
+        return next((reason for pattern, reason in self.unpredicted.items() if fnmatchcase(name, pattern)), None)
 
     def write(self, meaning: str, value: Any) -> Setting:
         """Return the setting that gives a meaning a value, under the key's present name."""
@@ -159,6 +190,8 @@ def _load(framework: str) -> KeyTable:
         for meaning, row in table.pop("keys").items()
     }
     ignored = {pattern: reason for reason, patterns in table.pop("ignored").items() for pattern in patterns}
+    if base := table.pop("base", None):  # whose keys have no name here, but a default
+        keys = {meaning: replace(key, name="", also=()) for meaning, key in _load(base).keys.items()} | keys
     versions = {version: tuple(patterns) for version, patterns in table.pop("versions", {}).items()}
     return KeyTable(
         framework, table.pop("source"), keys, ignored, table.pop("unpredicted", {}), versions, cast(Any, table)
@@ -233,19 +266,20 @@ class Config:
     @cached_property
     def unpredicted(self) -> list[Reason]:
         """Settings that matter, but that the prediction does not follow."""
-        known = self.table.unpredicted
-        off = (False, None, "", 0, "false", "False", "none")
-        return [
-            Reason(each, known[each.key])
-            for each in self._last(self.settings)
-            if each.key in known and each.value not in off
-        ]
+        found = [(each, self.table.reason_unpredicted(each.key)) for each in self._last(self.settings)]
+        return [Reason(each, reason) for each, reason in found if reason is not None and each.value not in OFF]
 
     @cached_property
     def unknown(self) -> list[Setting]:
         """Settings whose keys are not known."""
-        known = self.table.unpredicted
-        return [each for each in self._others if each.key not in known and not self.table.reason_to_ignore(each.key)]
+        table = self.table
+        return [
+            each
+            for each in self._others
+            if each.value is not None
+            and not table.reason_unpredicted(each.key)
+            and not table.reason_to_ignore(each.key)
+        ]
 
     @property
     def version(self) -> str:

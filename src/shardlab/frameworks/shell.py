@@ -299,7 +299,7 @@ class _Runner:
             before = self.script.variables.get(name, []) if adds else []
             words = [*before, *words]
         else:
-            text = "".join(word.text for word in self.expand(value, split=False))
+            text = " ".join(word.text for word in self.expand(value, split=False))
             before = self.script.variables.get(name, [Word("", value.line)]) if adds else [Word("", value.line)]
             words = [Word(before[0].text + text, before[0].line if adds else value.line)]
         if active and name not in self.fixed:
@@ -418,7 +418,9 @@ class _Runner:
             return self.expand(Token(other, line), split=False)[0] if words and words[0].text else Word("", line)
         if rest and words:  # the end or the begin is cut off, or a part is replaced
             return Word(_changed(words[0].text, rest) or f"{UNSET}{inner}}}", line)
-        if index in ("@", "*"):
+        if index == "*" and words is not None:
+            return Word(" ".join(word.text for word in words), line)
+        if index == "@":
             return list(words) if words is not None else [Word(f"{UNSET}{name}}}", line)]
         if words is None:
             return Word(f"{UNSET}{name}}}", line)

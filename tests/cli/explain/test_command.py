@@ -67,3 +67,19 @@ def test_a_device_alone_takes_the_scripts_number(capsys: Captured) -> None:
 def test_another_model_replaces_the_configurations(capsys: Captured) -> None:
     words = [str(EXAMPLES / "train_70b.sh"), "--cluster", "h100", "--json", "--changes", "0", "--model", "llama3-8b"]
     assert json.loads(out_of(words, capsys))["model"] == "llama3-8b"
+
+
+def test_a_log_is_compared_with_the_prediction(capsys: Captured) -> None:
+    words = [str(EXAMPLES / "train_70b.sh"), "--cluster", "h100", "--changes", "0", "--measured"]
+    log = str(EXAMPLES / "train_70b_log.txt")
+    text = out_of([*words, log], capsys)
+    assert "measured step" in text
+    assert "could be" in text
+    data = json.loads(out_of([*words, log, "--json"], capsys))
+    assert data["measured"]["memory_kind"] == "reserved"
+    assert data["measured"]["could_be"]
+
+
+def test_a_wrong_measurement_is_refused_in_a_sentence(capsys: Captured) -> None:
+    words = [str(EXAMPLES / "train_70b.sh"), "--cluster", "h100", "--measured", "speed=3"]
+    assert "tokens/s=52000" in out_of(words, capsys, 2)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Explain:
     """Say what a configuration of another framework will do: time, memory, and the smallest changes that would help.
 
-    The file may be a torchtitan TOML or the script that starts it, or a shell script or list of Megatron-LM arguments.
+    The file may be a torchtitan TOML or the script that starts it, a shell script or list of Megatron-LM arguments, a
+    YAML of NeMo, nanotron or accelerate, or a JSON of DeepSpeed, with the arguments of the training program after --.
     Keys that are not understood are named. Each change is one key of that file, tried with a forecast.
     """
 
@@ -37,13 +38,18 @@ class Explain:
     enough: h100."""
 
     framework: Annotated[Name, tyro.conf.arg(help_behavior_hint="(default: as the contents show)")] = None
-    """Framework of the file: torchtitan or megatron."""
+    """Framework of the file: torchtitan, megatron, nemo, nanotron, deepspeed or accelerate."""
 
     model: Name = None
     """Model in place of the configuration's, such as llama3-8b or path/to/model.toml."""
 
     memory: DeviceMemory = None
     """Memory of each device that the step may use, such as 72GiB."""
+
+    measured: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE|LOG", help_behavior_hint="")] = ()
+    """Figures of the run: step=2.4s, tokens/s=52000, tokens/s/device=6500, memory=71GiB (nvidia-smi's), reserved=70GiB,
+    allocated=62GiB or mfu=38%; or a log of torchtitan, Megatron-LM or nanotron. The report then says what could explain
+    the difference."""
 
     changes: Annotated[int, tyro.conf.arg(metavar="N")] = 6
     """Largest number of changes that are shown. 0 tries none."""
@@ -56,16 +62,26 @@ class Explain:
 
     def run(self) -> int:
         from shardlab.cli.explain.report import ExplainReport
-        from shardlab.frameworks.changes import predict, try_changes
+        from shardlab.frameworks.changes import best_changes, predict, try_changes
         from shardlab.frameworks.find import read_config, read_run
+        from shardlab.frameworks.logs import read_measured
+        from shardlab.frameworks.measured import explain_difference
+        from shardlab.planner.error_model import find_errors
 
         if self.changes < 0:
             raise UserError(f"--changes is {self.changes}; give 0 or more")
         config = replace(read_config(self.config, self.overrides, self.framework), model=self.model or "")
         step = read_run(config, self._cluster(config))
         found = predict(step)
-        trials = try_changes(step, found) if self.changes else []
-        ExplainReport(step, found, trials, self.changes).report(verbose=self.verbose).show(json=self.json)
+        trials = try_changes(step, found) if self.changes or self.measured else []
+        errors = find_errors(step.recipe.name, step.cluster.device.name)
+        comparison = None
+        if self.measured:
+            figures = read_measured(self.measured)
+            comparison = explain_difference(figures, step, found, trials, errors.mean, step.recipe.memory.error)
+        best = best_changes(trials, found) if self.changes else []
+        report = ExplainReport(step, found, errors, best, self.changes, comparison)
+        report.report(verbose=self.verbose).show(json=self.json)
         return 0
 
     def _cluster(self, config: Config) -> Cluster:

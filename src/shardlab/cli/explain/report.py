@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from rich.text import Text
 
 from shardlab.cli.console import Report
 from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.frameworks.changes import Trial
+from shardlab.frameworks.measured import Comparison
 from shardlab.frameworks.run import FrameworkRun
-from shardlab.frameworks.settings import Config, Setting
+from shardlab.frameworks.settings import Config, Setting, change_text
 from shardlab.planner.describe import UNTRACED, StepShares, describe, step_shares, trace_seconds
+from shardlab.planner.error_model import RunErrors
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.simulate.predict.confidence import may_not_fit, step_confidence, sure_as_json
 from shardlab.simulate.predict.forecast import Forecast
 from shardlab.simulate.predict.memory_advice import broken_limit
 
@@ -32,14 +33,18 @@ class ExplainReport:
 
     Attributes:
         step, found: the step and its forecast.
+        errors: errors of such predictions on published runs.
         trials: changes that help, the best first.
         most: largest number of changes that are shown.
+        comparison: the measured step beside the prediction (None: it is not measured).
     """
 
     step: FrameworkRun
     found: Forecast
+    errors: RunErrors
     trials: Sequence[Trial]
     most: int
+    comparison: Comparison | None = None
 
     def report(self, *, verbose: bool = False) -> Report:
         """Return the report.
@@ -55,6 +60,8 @@ class ExplainReport:
         self._add_plan(report)
         report.line()
         self._add_prediction(report)
+        if self.comparison is not None:
+            _add_comparison(report, self.comparison)
         self._add_changes(report)
         return report
 
@@ -79,7 +86,7 @@ class ExplainReport:
         ]
         if verbose:
             for setting in config.understood:
-                report.fact("", f"{written(setting)} ({setting.place})")
+                report.fact("", f"{setting.text} ({setting.place})")
             for reason in config.ignored:
                 report.fact("", f"{reason.setting.key} ({reason.setting.place}): {reason.reason}", style="dim")
         if config.unknown:
@@ -126,9 +133,9 @@ class ExplainReport:
     def _add_prediction(self, report: Report) -> None:
         workload, found, device = self.step.workload, self.found, self.step.cluster.device
         world, speed, mfu = workload.mesh.world, workload.tokens / found.seconds, workload.mfu(found.seconds)
-        sure = step_confidence(workload)
-        doubt = may_not_fit(sure, found.memory) if found.memory.fits else ""
-        report.fact("step time", "", seconds_text(found.seconds), step_seconds=found.seconds)
+        errors = self.errors
+        report.fact("step time", str(errors), seconds_text(found.seconds), step_seconds=found.seconds)
+        report.data["error"] = vars(errors)
         report.fact("tokens/s", f"{speed / world:,.0f} on each device", f"{speed:,.0f}", tokens_per_second=speed)
         report.fact("MFU", f"of {device.name}'s {workload.precision.compute} peak", percent_text(mfu), mfu=mfu)
         shares = self._shares()
@@ -137,7 +144,8 @@ class ExplainReport:
         memory, peak = found.memory, max(found.peaks, key=lambda peak: peak.bytes)
         total, room = memory.unlimited, memory.capacity
         over = f", {bytes_text(memory.needed - room, 1)} too much" if not memory.fits else ""
-        fits = f"of {memory_text(room)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{over}"
+        tight = "" if memory.safe or not memory.fits else ", but closer to full than the error of predictions"
+        fits = f"of {memory_text(room)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{over}{tight}"
         report.fact("memory", fits, bytes_text(total, 1), style="" if memory.fits else "bold red")
         parts = {**peak.by_category, "beyond tensors": max(0.0, total - peak.bytes)}
         report.fact("", _parts(total, parts), "")
@@ -149,9 +157,7 @@ class ExplainReport:
             "safe": memory.safe,
             "rank": peak.rank,
             "memory_by_part": parts,
-            "how_sure": sure_as_json(sure, doubt),
         }
-        report.facts("how sure", [*map(str, sure), doubt])
 
     def _other_batch(self, trial: Trial) -> str:
         """Return the global batch of a change that has another one, in words."""
@@ -195,29 +201,40 @@ class ExplainReport:
         report.table(columns, shown, wrapped=0)
 
 
-def change_text(settings: Sequence[Setting]) -> str:
-    """Return a change as the lines of the file or the flags that make it, and the keys that it leaves out."""
-    added = [written(each) for each in settings if each.value is not None and each.value is not False]
-    added += [written(each) for each in settings if each.value is False and not each.key.startswith("--")]
-    left = [each.key for each in settings if each.value is None or (each.value is False and each.key.startswith("--"))]
-    lines = sorted({each.line for each in settings if each.line})
-    parts = [*([" ".join(added)] if added else []), *([f"without {', '.join(left)}"] if left else [])]
-    return " ".join([*parts, *([f"(line {', '.join(map(str, lines))})"] if lines else [])])
+def _add_comparison(report: Report, found: Comparison) -> None:
+    """Add the measured figures, their differences to the prediction, and what could explain them."""
+    report.line()
+    time, memory = found.time_difference, found.memory_difference
+    if found.seconds is not None and time is not None:
+        inside = ", inside the mean error of predictions" if abs(time) <= found.error else ""
+        text = f"{time:+.1%}: {seconds_text(abs(found.seconds - found.predicted_seconds))} "
+        text += f"{'more' if time > 0 else 'less'} than predicted{inside}"
+        report.fact("measured step", text, seconds_text(found.seconds))
+    if found.memory is not None and memory is not None:
+        text = f"{memory:+.1%}, {found.kind}: predicted {bytes_text(found.predicted_memory, 1)}"
+        report.fact("memory", text, bytes_text(found.memory, 1))
+    for note in found.notes:
+        report.fact("", note)
+    report.data["measured"] = {
+        "step_seconds": found.seconds,
+        "memory": found.memory,
+        "memory_kind": found.kind,
+        "predicted_memory": found.predicted_memory,
+        "time_difference": time,
+        "memory_difference": memory,
+        "notes": list(found.notes),
+        "could_be": [each._asdict() for each in found.hypotheses],
+    }
+    for number, each in enumerate(found.hypotheses[:MOST_HYPOTHESES]):
+        left = "" if found.seconds is None else f" would take {seconds_text(each.seconds)}"
+        held = "" if found.memory is None else f", {bytes_text(each.memory, 1)}"
+        report.fact("could be" if not number else "", f"{each.weight:.0%}: {each.what};{left}{held}. Next: {each.next}")
+    if not found.hypotheses:
+        report.fact("could be", "nothing that was tried brings the prediction closer to the measurement")
 
 
-def written(setting: Setting) -> str:
-    """Return a setting in the words of its framework."""
-    key, value = setting.key, setting.value
-    if key.startswith("--"):
-        values = " ".join(map(str, cast(list[Any], value))) if isinstance(value, list) else value
-        return key if value is True else f"{key} {values}"
-    return f"{key} = {_toml(value)}"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
+MOST_HYPOTHESES = 4
+"""Largest number of explanations that are shown. --json has all."""
 
 
 def _keys(settings: Sequence[Setting]) -> str:

@@ -1,0 +1,218 @@
+"""DeepSpeed's JSON with the arguments of Hugging Face's Trainer, and accelerate's YAML for FSDP and DeepSpeed.
+
+Both leave the batch and the model to the training program, so these come from its arguments after `--` or from
+--model. The word "auto" stands for the Trainer's argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardlab.common.errors import UserError
+from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, make_plan
+from shardlab.frameworks.settings import Config, KeyTable, Setting
+from shardlab.frameworks.yaml_file import read_json, read_yaml
+from shardlab.language import Mesh
+from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.models import Blocks
+from shardlab.models.named import find_model, with_written
+from shardlab.simulate.hardware import Cluster
+from shardlab.simulate.predict.recipe import find_recipe
+
+NAME, ACCELERATE = "deepspeed", "accelerate"
+
+AUTO = "auto"
+
+USUAL_BATCH = 8
+"""`per_device_train_batch_size` of the Trainer (`src/transformers/training_args.py`)."""
+
+STRATEGIES = {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2} | {
+    "FULL_SHARD": 3,
+    "SHARD_GRAD_OP": 2,
+    "NO_SHARD": 0,
+    "HYBRID_SHARD": 3,
+    "HYBRID_SHARD_ZERO2": 2,
+}
+"""Stages of ZeRO by FSDP's sharding strategy (`src/accelerate/utils/constants.py`)."""
+
+
+def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config:
+    """Return the configuration of DeepSpeed's JSON with arguments of the command line.
+
+    Raises:
+        UserError: if it is no JSON.
+    """
+    _, settings = read_json(text, file)
+    table = KeyTable.load(NAME)
+    kept = [each for each in settings if each.value != AUTO]
+    automatic = [each.key for each in settings if each.value == AUTO and table.find(each.key) is not None]
+    config = Config(table, file, (*kept, *overrides))
+    left = [key for key in automatic if (found := table.find(key)) is not None and found.meaning not in config.given]
+    notes = (f"{', '.join(left)}: auto, taken as the Trainer's defaults",) if left else ()
+    return replace(config, notes=notes)
+
+
+def accelerate_config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config:
+    """Return the configuration of accelerate's YAML with arguments of the training program.
+
+    Raises:
+        UserError: if it is no YAML.
+    """
+    _, settings = read_yaml(text, file)
+    facts = {
+        fact: each
+        for each in settings
+        for fact, key in (("devices", "num_processes"), ("nodes", "num_machines"))
+        if each.key == key
+    }
+    kept = [each for each in settings if each.value is not None and each.value != AUTO]
+    return Config(KeyTable.load(ACCELERATE), file, (*kept, *overrides), facts)
+
+
+def _on(value: Any) -> bool:
+    return str(value).lower() in ("true", "1", "yes")
+
+
+def run(config: Config, cluster: Cluster) -> FrameworkRun:
+    """Return the step of DeepSpeed's configuration.
+
+    Raises:
+        UserError: if the model is not given, or numbers do not fit together.
+    """
+    values, notes = config.values, list[str]()
+    ranks = cluster.size
+    hosts = {values["offload_optimizer"], values["offload_parameters"]} - {"none", "None", ""}
+    if hosts:
+        notes.append("offloading to the host or to disks is not predicted: steps are longer, and memory smaller")
+    mesh = Mesh(dp_shard=ranks)
+    inner = max(values["replicas"], values["shard_group"])
+    if 1 < inner < ranks and ranks % inner == 0:
+        mesh = Mesh(dp_replicate=ranks // inner, dp_shard=inner)
+        notes.append(f"parameters are shared by {inner} ranks, and the optimizer's state is taken as so as well")
+    wide = values["gradient_dtype"] in ("fp32", "float32")
+    half = "bf16-fp32-grads" if wide else "bf16"
+    precision = half if _on(values["bf16"]) else "fp16" if _on(values["fp16"]) else "fp32"
+    layout = Layout(
+        mesh,
+        zero=values["zero"],
+        recompute="full" if values["recompute"] else "none",
+        reduce_at="layer" if _on(values["overlap"]) else "step",
+    )
+    return _step(config, values, cluster, layout, find_precision(precision), "deepspeed", notes)
+
+
+def run_accelerate(config: Config, cluster: Cluster) -> FrameworkRun:
+    """Return the step of accelerate's configuration.
+
+    Raises:
+        UserError: if the model is not given, or numbers do not fit together.
+    """
+    values, notes = config.values, list[str]()
+    kind = str(values["kind"]).upper()
+    hybrid = "HYBRID" in str(values["strategy"]).upper() or str(values["strategy"]) in ("4", "5")
+    zero, recipe = 0, "pytorch-eager"
+    if kind == "FSDP":
+        zero, recipe = STRATEGIES.get(str(values["strategy"]).upper(), 3), "fsdp2"
+        if values["version"] == 2 or values["reshard"] is not None:
+            zero = 3 if str(values["reshard"]).lower() in ("true", "none", "full_shard") else 2
+    elif kind == "DEEPSPEED":
+        zero, recipe = values["zero"], "deepspeed"
+        if values["json"]:
+            notes.append(f"{values['json']} is another file: explain it to see its keys")
+    elif kind not in ("MULTI_GPU", "NO", "MULTI-GPU"):
+        notes.append(f"distributed_type {values['kind']} is predicted as data parallelism")
+    hosts = {str(values["offload_optimizer"]), str(values["offload_parameters"])} - {"none"}
+    if hosts or _on(values["cpu_offload"]):
+        notes.append("offloading to the host is not predicted: steps are longer, and memory smaller")
+    if values["tp"] * values["cp"] > 1:
+        notes.append("parallelism_config: tensor and context parallelism are predicted without sequence parallelism")
+    ranks = data_ranks(cluster.size, values["tp"] * values["cp"], config.file, "tensor and context parallelism")
+    nodes = cluster.nodes if hybrid and ranks % cluster.nodes == 0 else 1
+    mesh = Mesh(dp_replicate=nodes, dp_shard=ranks // nodes, tp=values["tp"], cp=values["cp"])
+    names = {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp8": "fp8"}
+    name = names.get(str(values["precision"]).lower().replace("false", "no"), "fp32")
+    recompute = values["recompute"] or values["fsdp_recompute"]
+    layout = Layout(mesh, zero=zero, recompute="full" if recompute else "none")
+    return _step(config, values, cluster, layout, find_precision(name), recipe, notes)
+
+
+def _step(
+    config: Config,
+    values: Mapping[str, Any],
+    cluster: Cluster,
+    layout: Layout,
+    precision: Precision,
+    recipe_name: str,
+    notes: list[str],
+) -> FrameworkRun:
+    name, model = _model(config, values)
+    plan, recipe = make_plan(layout, model, find_recipe(recipe_name))
+    if str(values["micro_batch_size"] or AUTO) == AUTO:
+        size = USUAL_BATCH
+        notes.append(f"per_device_train_batch_size is not given; the Trainer's {USUAL_BATCH} is taken")
+    else:
+        size = int(values["micro_batch_size"])
+    each = 1 if str(values["accumulation"]) == AUTO else int(values["accumulation"])
+    sequences = size * each * plan.data_ranks
+    if values.get("global_batch") not in (None, AUTO):
+        sequences = int(values["global_batch"])
+    names: dict[str, Optimizer] = {"adamw": "adamw", "adam": "adamw", "lion": "lion", "sgd": "sgd", "muon": "muon"}
+    optimizer = names.get(str(values["optimizer"]).lower())
+    if optimizer is None:
+        notes.append(f"optimizer {values['optimizer']} is predicted as AdamW")
+    microbatches = cut_batch(config.file, sequences, size, plan.data_ranks)
+    return FrameworkRun(
+        config, name, model, plan, cluster, size, microbatches, precision, recipe, optimizer or "adamw", tuple(notes)
+    )
+
+
+def _model(config: Config, values: Mapping[str, Any]) -> tuple[str, Blocks]:
+    name = config.model or str(values["model"])
+    length = {} if values["seq_len"] is None else {"seq_len": int(values["seq_len"])}
+    if not name:
+        raise UserError(f"{config.file} does not say which model it trains; give --model, such as llama3-8b")
+    if not config.model and Path(name).is_dir():
+        name = str(Path(name) / "config.json")
+    short = Path(name).name.lower()
+    try:
+        found = find_model(name)
+    except UserError as error:
+        known = short.replace("meta-", "").replace("-hf", "").replace("llama-", "llama").replace("llama3.1", "llama3")
+        try:
+            found = find_model(known)
+        except UserError:
+            raise UserError(f"{config.file}: model {name} is not known here ({error}); give --model") from None
+        name = known
+    return name, with_written(found, length, name)
+
+
+def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
+    """Yield changes of single keys that may save time or memory, as values of meanings."""
+    values = config.values
+    yield {"recompute": True if not values["recompute"] else None}
+    for zero in range(4):
+        yield {"zero": zero}
+    size, each = step.micro_batch_size, step.microbatches // step.plan.data_ranks
+    if size % 2 == 0:
+        yield {"micro_batch_size": size // 2, "accumulation": each * 2}
+    if each % 2 == 0:
+        yield {"micro_batch_size": size * 2, "accumulation": each // 2}
+
+
+def changes_accelerate(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
+    """Yield changes of single keys that may save time or memory, as values of meanings."""
+    kind = str(config.values["kind"]).upper()
+    if kind == "DEEPSPEED":
+        yield from changes(config, step)
+        return
+    yield {"fsdp_recompute" if kind == "FSDP" else "recompute": True}
+    if kind == "FSDP":
+        yield from ({"strategy": name} for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"))
+    size, each = step.micro_batch_size, step.microbatches // step.plan.data_ranks
+    if size % 2 == 0:
+        yield {"micro_batch_size": size // 2, "accumulation": each * 2}
+    if each % 2 == 0:
+        yield {"micro_batch_size": size * 2, "accumulation": each // 2}

@@ -1,0 +1,237 @@
+"""Where a measured step and its prediction differ, what could explain it, and what to measure next.
+
+Each hypothesis is a step that may have run in place of the predicted one: a configuration with another key, another
+choice of the recipe, a slower network, communication that does not overlap, slower devices, or time beside the step. It
+is predicted as the configuration is. `explain_difference` orders the hypotheses by a weight: how likely such a thing is
+before anything was measured, times how well its prediction agrees with the measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from typing import NamedTuple
+
+from shardlab.common.errors import Refused, UserError
+from shardlab.common.text import bytes_text, seconds_text
+from shardlab.frameworks.changes import Trial
+from shardlab.frameworks.logs import Measured, MemoryKind
+from shardlab.frameworks.run import FrameworkRun
+from shardlab.frameworks.settings import change_text
+from shardlab.simulate.predict.forecast import Forecast, forecast
+from shardlab.simulate.predict.memory import DeviceMemory
+from shardlab.simulate.predict.recipe import variants
+from shardlab.simulate.predict.workload import Workload
+
+CLOSE = 0.1
+"""Relative difference at which a hypothesis explains a measurement half as well as one that agrees exactly."""
+
+WORTH = 0.01
+"""Least relative change of a prediction that makes a hypothesis worth naming."""
+
+
+class Hypothesis(NamedTuple):
+    """Something that may be so in the run, and is not in the prediction.
+
+    Attributes:
+        what: in words.
+        seconds: predicted step time if it is so.
+        memory: predicted bytes of the fullest device if it is so, counted as the measurement counts.
+        prior: how likely it is before anything was measured, relative to others.
+        next: what to measure to find out.
+        weight: how likely it is now, relative to others.
+    """
+
+    what: str
+    seconds: float
+    memory: float
+    prior: float
+    next: str
+    weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Measured and predicted figures of a step.
+
+    Attributes:
+        seconds: measured step time (None: not measured).
+        memory: measured bytes of the fullest device (None: not measured).
+        predicted_seconds, predicted_memory: the predictions, with memory counted as it was measured.
+        kind: what the bytes count.
+        error: mean error of such predictions of the step time, as a share.
+        hypotheses: what could explain the difference, the likeliest first.
+        notes: how the figures were read.
+    """
+
+    seconds: float | None
+    memory: float | None
+    predicted_seconds: float
+    predicted_memory: float
+    kind: MemoryKind
+    error: float
+    hypotheses: Sequence[Hypothesis]
+    notes: tuple[str, ...]
+
+    @property
+    def time_difference(self) -> float | None:
+        """Measured over predicted step time, less 1."""
+        return None if self.seconds is None else self.seconds / self.predicted_seconds - 1
+
+    @property
+    def memory_difference(self) -> float | None:
+        """Measured over predicted memory, less 1."""
+        return None if self.memory is None else self.memory / self.predicted_memory - 1
+
+
+def counted_as(kind: MemoryKind, memory: DeviceMemory) -> float:
+    """Return the bytes of a forecast's fullest device as a tool counts them."""
+    return {"allocated": memory.allocated, "reserved": memory.logged}.get(kind, memory.unlimited)
+
+
+def explain_difference(
+    measured: Measured, step: FrameworkRun, found: Forecast, trials: Sequence[Trial], error: float, memory_error: float
+) -> Comparison:
+    """Compare a measured step with its prediction.
+
+    Args:
+        measured: the measured figures.
+        step, found: the configuration's step and its forecast.
+        trials: all changes of the configuration that were tried.
+        error, memory_error: mean errors of such predictions of time and memory, as shares.
+    """
+    workload, notes = step.workload, list(measured.notes)
+    seconds = measured.step_seconds(workload.tokens, workload.mesh.world)
+    if seconds is None and measured.mfu is not None:
+        seconds = workload.mfu(1.0) / measured.mfu
+    if measured.sequences not in (None, step.sequences):
+        notes.append(f"the log has a global batch of {measured.sequences}, and the configuration {step.sequences}")
+        if seconds is not None and measured.seconds is not None:
+            seconds *= step.sequences / int(measured.sequences or 1)
+    predicted = counted_as(measured.kind, found.memory)
+    possible = [
+        *_of_units(measured, step, found),
+        *_of_keys(measured, step, trials),
+        *_of_the_machine(step, found, measured, seconds),
+        *_of_memory(measured, found, predicted),
+    ]
+    hypotheses = [each for each in possible if _differs(each, found.seconds, predicted, seconds, measured.memory)]
+    weighed = [
+        each._replace(weight=each.prior * _agreement(each, seconds, measured.memory, error, memory_error))
+        for each in hypotheses
+    ]
+    whole = sum(each.weight for each in weighed) or 1.0
+    weighed = [each._replace(weight=each.weight / whole) for each in weighed]
+    return Comparison(
+        seconds,
+        measured.memory,
+        found.seconds,
+        predicted,
+        measured.kind,
+        error,
+        sorted(weighed, key=lambda each: -each.weight),
+        tuple(notes),
+    )
+
+
+def _differs(each: Hypothesis, seconds: float, memory: float, measured: float | None, bytes: float | None) -> bool:
+    """Tell whether a hypothesis moves the prediction of a measured figure towards the measurement."""
+    closer_time = measured is not None and abs(log(measured / each.seconds)) < abs(log(measured / seconds)) - WORTH
+    closer_memory = bytes is not None and abs(log(bytes / each.memory)) < abs(log(bytes / memory)) - WORTH
+    return closer_time or closer_memory
+
+
+def _agreement(
+    each: Hypothesis, seconds: float | None, bytes: float | None, error: float, memory_error: float
+) -> float:
+    """Return how well a hypothesis agrees with the measurements, from 0 to 1."""
+    found = 1.0
+    if seconds is not None:
+        found *= exp(-((log(seconds / each.seconds) / max(CLOSE, error)) ** 2) * log(2))
+    if bytes is not None:
+        found *= exp(-((log(bytes / each.memory) / max(CLOSE, memory_error)) ** 2) * log(2))
+    return found
+
+
+def _of_units(measured: Measured, step: FrameworkRun, found: Forecast) -> Iterator[Hypothesis]:
+    """Yield mistakes of units: tokens/s of one device that were given as those of all, or the other way round."""
+    world, speed = step.workload.mesh.world, step.workload.tokens / found.seconds
+    memory, all, each = counted_as(measured.kind, found.memory), measured.tokens_per_second, measured.tokens_per_device
+    if world > 1 and all and all / speed < 2 / world:
+        text = f"the tokens/s are those of one device: {all * world:,.0f} on all {world}"
+        yield Hypothesis(text, found.seconds * world, memory, 5.0, "give them as tokens/s/device=")
+    if world > 1 and each and each > speed / 2:
+        text = f"the tokens/s are those of all {world} devices, not of each"
+        yield Hypothesis(text, found.seconds / world, memory, 5.0, "give them as tokens/s=")
+
+
+def _of_keys(measured: Measured, step: FrameworkRun, trials: Sequence[Trial]) -> Iterator[Hypothesis]:
+    """Yield configurations that may have run in place of this one: one key is otherwise."""
+    for trial in trials:
+        if trial.step.sequences == step.sequences:
+            yield Hypothesis(
+                f"the run had {change_text(trial.settings)}",
+                trial.forecast.seconds,
+                counted_as(measured.kind, trial.forecast.memory),
+                0.5,
+                "compare the arguments that the run printed at its start with the file",
+            )
+
+
+def _of_the_machine(
+    step: FrameworkRun, found: Forecast, measured: Measured, seconds: float | None
+) -> Iterator[Hypothesis]:
+    """Yield what may be otherwise on the machine: kernels, network, overlap, clocks, and time beside the step."""
+    workload, memory = step.workload, counted_as(measured.kind, found.memory)
+    for switch, value, recipe in variants(step.recipe):
+        if (other := _forecast(replace(workload, recipe=recipe))) is not None:
+            text = f"{switch} is {value}, not {step.recipe.switches[switch].value}"
+            bytes = counted_as(measured.kind, other.memory)
+            yield Hypothesis(text, other.seconds, bytes, 1.0, f"look in the log for what runs ({switch})")
+    cluster = workload.cluster
+    if cluster.nodes > 1 and cluster.nics > 1:
+        other = _forecast(replace(workload, cluster=replace(cluster, nics=1)))
+        if other is not None:
+            text = f"collectives use 1 of the {cluster.nics} network cards of a node"
+            todo = "run nccl-tests' all_gather_perf on two nodes, and compare with shardlab collectives"
+            yield Hypothesis(text, other.seconds, memory, 0.7, todo)
+    bare = replace(step.recipe, overlap=replace(step.recipe.overlap, share={}))
+    if step.recipe.overlap.share and (other := _forecast(replace(workload, recipe=bare))) is not None:
+        text = "communication does not run beside compute"
+        todo = "look in a trace of torch.profiler for gaps of the compute stream"
+        yield Hypothesis(text, other.seconds, memory, 0.8, todo)
+    if seconds is None or seconds <= found.seconds:
+        return
+    if not found.memory.safe and found.memory.fits:
+        text = f"the allocator is nearly full ({bytes_text(found.memory.unlimited, 1)}), and frees and asks again"
+        yield Hypothesis(text, seconds, memory, 1.5, "count num_alloc_retries in torch.cuda.memory_stats()")
+    text = f"{seconds_text(seconds - found.seconds)} of each step are beside the GPUs: data, logs, checkpoints, Python"
+    todo = "time the next() of the data loader, and a step with one batch repeated"
+    yield Hypothesis(text, seconds, memory, 0.6, todo)
+    if (share := found.seconds / seconds) > 0.5:
+        text = f"the GPUs, or one of them, run at {share:.0%} of their usual clock (power or heat)"
+        todo = "nvidia-smi -q -d CLOCK,PERFORMANCE on every node during a step"
+        yield Hypothesis(text, seconds, memory, 0.4, todo)
+
+
+def _of_memory(measured: Measured, found: Forecast, predicted: float) -> Iterator[Hypothesis]:
+    """Yield what a GPU may hold beyond the prediction."""
+    if measured.memory is None or measured.memory <= predicted:
+        return
+    more = bytes_text(measured.memory - predicted, 1)
+    if measured.kind == "nvidia-smi":
+        text = f"{more} are beside the allocator: NCCL's buffers, CUDA's context, or another process"
+        todo = "compare torch.cuda.max_memory_reserved() with nvidia-smi"
+        yield Hypothesis(text, found.seconds, measured.memory, 0.5, todo)
+    if measured.kind != "allocated":
+        text = f"{more} are reserved and not used, because free blocks have other sizes (fragmentation)"
+        todo = "compare max_memory_allocated() with max_memory_reserved(); try expandable_segments:True"
+        yield Hypothesis(text, found.seconds, measured.memory, 0.5, todo)
+
+
+def _forecast(workload: Workload) -> Forecast | None:
+    try:
+        return forecast(workload)
+    except (UserError, Refused):
+        return None

@@ -1,0 +1,174 @@
+"""nanotron: YAML files of `run_train.py`.
+
+The defaults are those of `src/nanotron/config` (see `nanotron.toml`). A file gives every axis, so it says on how many
+devices it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardlab.common.errors import UserError
+from shardlab.frameworks.run import FrameworkRun, Layout, make_plan, model_words, padded
+from shardlab.frameworks.settings import Config, KeyTable, Setting
+from shardlab.frameworks.yaml_file import read_yaml
+from shardlab.language import Mesh
+from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.models import GPT, Blocks, Llama
+from shardlab.models.architectures import Mixtral
+from shardlab.models.named import find_model, with_written
+from shardlab.simulate.hardware import Cluster
+from shardlab.simulate.predict.recipe import find_recipe, stages_by_cost
+
+NAME = "nanotron"
+
+AXES = ("dp", "pp", "tp", "cp", "ep")
+
+
+def table() -> KeyTable:
+    """Return the vocabulary of nanotron."""
+    return KeyTable.load(NAME)
+
+
+def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config:
+    """Return the configuration of a YAML file with changes of the command line.
+
+    Raises:
+        UserError: if it is no YAML.
+    """
+    _, settings = read_yaml(text, file)
+    settings = [each for each in settings if each.value is not None or table().find(each.key) is None]
+    config = Config(table(), file, (*settings, *(each._replace(key=each.key.removeprefix("--")) for each in overrides)))
+    sizes = [config.values[axis] for axis in AXES]
+    return Config(table(), file, config.settings, {"devices": Setting("parallelism", math.prod(sizes))})
+
+
+def run(config: Config, cluster: Cluster) -> FrameworkRun:
+    """Return the step of a configuration.
+
+    Raises:
+        UserError: if sizes are missing, or do not fit together.
+    """
+    values, notes = config.values, list[str]()
+    mesh = Mesh(pp=values["pp"], dp_shard=values["dp"], cp=values["cp"], tp=values["tp"], ep=values["ep"])
+    if cluster.size < mesh.world:
+        raise UserError(
+            f"{config.file}: dp {values['dp']}, pp {mesh.pp}, tp {mesh.tp} and the others need {mesh.world:,} devices, "
+            f"but the cluster has {cluster.size:,}; give --cluster with {mesh.world:,}"
+        )
+    for meaning in ("seq_len", "micro_batch_size"):
+        if values[meaning] is None:
+            raise UserError(f"{config.file} gives no {config.table.keys[meaning].name}; give it after --")
+    model = _model(config, values, mesh.tp, notes)
+    recipe = find_recipe("nanotron")
+    zero = values["zero"]
+    plain, _ = make_plan(Layout(mesh, zero=zero), model, recipe)
+    halves = mesh.tp > 1 or mesh.cp > 1 or bool(model.borrowed(model.layers - 1))
+    layout = Layout(
+        mesh,
+        zero=zero,
+        schedule="1f1b" if str(values["schedule"]).lower() == "1f1b" else "gpipe",
+        sequence_parallel=str(values["tp_mode"]).lower() == "reduce_scatter",
+        recompute="full" if values["recompute"] else "none",
+        reduce_at=recipe.defaults.reduction(sharded=bool(plain.shard_optimizer)),
+        units_of_stages=stages_by_cost(model, mesh.pp, halves=halves) if mesh.pp > 1 else (),
+        context="ring",
+    )
+    plan, recipe = make_plan(layout, model, recipe)
+    if mesh.tp > 1 and not values["tp_async"]:
+        notes.append("tp_linear_async_communication is false, but is predicted as true")
+    each = int(values["accumulation"])
+    return FrameworkRun(
+        config,
+        config.model or model_words(model),
+        model,
+        plan,
+        cluster,
+        int(values["micro_batch_size"]),
+        each * plan.data_ranks,
+        _precision(values),
+        recipe,
+        _optimizer(values, notes),
+        tuple(notes),
+    )
+
+
+def _model(config: Config, values: Mapping[str, Any], tp: int, notes: list[str]) -> Blocks:
+    seq_len = int(values["seq_len"])
+    if config.model:
+        return with_written(find_model(config.model), {"seq_len": seq_len}, config.model)
+    if values["mamba"] is not None:
+        raise UserError(f"{config.file} describes Mamba layers, which are not predicted; give --model")
+    hidden, heads = values["hidden_size"], values["heads"]
+    gated = values["activation"] in ("silu", "swiglu")
+    common: dict[str, Any] = {
+        "layers": values["layers"],
+        "hidden_size": hidden,
+        "heads": heads,
+        "kv_heads": 1 if values["one_kv_head"] else int(values["kv_heads"] or heads),
+        "ffn_hidden_size": int(values["ffn_hidden_size"] or (11008 if gated else 4 * hidden)),
+        "vocab_size": padded(values["vocab_size"], values["vocab_multiple"] * tp),
+        "seq_len": seq_len,
+        "tied": values["tied"],
+        "rope_theta": 10000.0,
+    }
+    if values["head_dim"] is not None and int(values["head_dim"]) * heads != hidden:
+        common["head_dim"] = int(values["head_dim"])
+    if values["experts"] is None:
+        return Llama(**common) if gated and not values["starcoder"] else GPT(**common)
+    expert = int(values["expert_ffn"] or common["ffn_hidden_size"])
+    shared = round(values["shared_ffn"] / expert) if values["shared_expert"] else 0
+    mixture: dict[str, Any] = {
+        **common,
+        "ffn_hidden_size": expert,
+        "experts": int(values["experts"]),
+        "top_k": values["top_k"],
+        "shared_experts": shared,
+        "capacity_factor": 1.0,
+    }
+    return Mixtral(**mixture)
+
+
+def _precision(values: Mapping[str, Any]) -> Precision:
+    dtype = str(values["dtype"] or "float32").removeprefix("torch.")
+    if dtype == "float16":
+        return find_precision("fp16")
+    if dtype != "bfloat16":
+        return find_precision("fp32")
+    return find_precision("bf16-fp32-grads" if values["fp32_gradients"] else "bf16")
+
+
+def _optimizer(values: Mapping[str, Any], notes: list[str]) -> Optimizer:
+    names: dict[str, Optimizer] = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "lion": "lion", "muon": "muon"}
+    found = names.get(str(values["optimizer"]).lower())
+    if found is None:
+        notes.append(f"optimizer {values['optimizer']} is predicted as AdamW")
+    return found or "adamw"
+
+
+def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
+    """Yield changes of single keys, and of two keys that keep the devices or the batch, as values of meanings."""
+    values, mesh = config.values, step.plan.mesh
+    yield {"recompute": not values["recompute"]}
+    yield {"zero": 1 - min(1, values["zero"])}
+    if mesh.tp > 1:
+        yield {"tp_mode": "REDUCE_SCATTER", "tp_async": True}
+    size, each = step.micro_batch_size, int(values["accumulation"])
+    if size % 2 == 0:
+        yield {"micro_batch_size": size // 2, "accumulation": each * 2}
+    if each % 2 == 0:
+        yield {"micro_batch_size": size * 2, "accumulation": each // 2}
+    dp, tp, pp = values["dp"], values["tp"], values["pp"]
+    if dp % 2 == 0:
+        if 2 * tp <= step.cluster.per_node:
+            yield {"dp": dp // 2, "tp": tp * 2, "accumulation": each * 2}
+        yield {"dp": dp // 2, "pp": pp * 2, "accumulation": each * 2}
+    if each % 2 == 0:
+        if tp % 2 == 0:
+            yield {"dp": dp * 2, "tp": tp // 2, "accumulation": each // 2}
+        if pp % 2 == 0:
+            yield {"dp": dp * 2, "pp": pp // 2, "accumulation": each // 2}
+    if pp > 1:
+        yield {"schedule": "1f1b"}

@@ -1,0 +1,69 @@
+"""DeepSpeed's JSON and accelerate's YAML, with the Trainer's arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardlab.common.errors import UserError
+from shardlab.frameworks.find import read_config, read_run
+from shardlab.frameworks.run import FrameworkRun
+from shardlab.simulate.hardware import find_cluster
+
+JSON = """{
+  "bf16": {"enabled": "auto"},
+  "zero_optimization": {"stage": 3, "overlap_comm": true, "reduce_bucket_size": 5e8},
+  "train_micro_batch_size_per_gpu": "auto",
+  "gradient_accumulation_steps": "auto",
+  "gradient_clipping": "auto",
+  "mystery": 1
+}"""
+
+YAML = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_activation_checkpointing: true
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+"""
+
+MODEL = ["--model_name_or_path", "llama3-8b", "--max_seq_length", "4096"]
+
+
+def step_of(text: str, name: str, arguments: list[str], folder: Path) -> FrameworkRun:
+    path = folder / name
+    path.write_text(text)
+    return read_run(read_config(str(path), arguments), find_cluster("h100x16"))
+
+
+def test_auto_is_the_trainers_argument(tmp_path: Path) -> None:
+    arguments = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps=4", "--bf16"]
+    step = step_of(JSON, "ds.json", [*MODEL, *arguments, "--gradient_checkpointing"], tmp_path)
+    assert (step.micro_batch_size, step.microbatches, step.precision.name) == (2, 64, "bf16")
+    assert (step.plan.zero_stage, step.plan.recompute, step.recipe.name) == (3, "full", "deepspeed")
+    assert [each.key for each in step.config.unknown] == ["mystery"]
+    assert step.config.notes == ()
+
+
+def test_auto_without_an_argument_is_the_trainers_default_and_is_named(tmp_path: Path) -> None:
+    step = step_of(JSON, "ds.json", MODEL, tmp_path)
+    assert step.micro_batch_size == 8
+    assert "train_micro_batch_size_per_gpu" in step.config.notes[0]
+
+
+def test_a_missing_model_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give --model"):
+        step_of(JSON, "ds.json", [], tmp_path)
+
+
+def test_accelerate_says_strategy_precision_and_devices(tmp_path: Path) -> None:
+    step = step_of(YAML, "fsdp.yaml", [*MODEL, "--per_device_train_batch_size", "1"], tmp_path)
+    assert step.config.devices == 16
+    assert (step.plan.zero_stage, step.plan.recompute, step.precision.name) == (2, "full", "bf16")
+    hybrid = YAML.replace("SHARD_GRAD_OP", "HYBRID_SHARD")
+    assert step_of(hybrid, "fsdp.yaml", MODEL, tmp_path).plan.mesh.dp_replicate == 2
