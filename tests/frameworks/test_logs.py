@@ -24,7 +24,7 @@ TORCHTITAN = (
 
 NANOTRON = "".join(
     f"09/18/2025 [INFO|DP=0|PP=1|TP=0]: iteration: {step} / 100 | consumed_tokens: 1.05M | "
-    f"time_per_iteration_ms: {ms} | tokens_per_sec: 53.3K | tokens_per_sec_per_gpu: 6.66K | global_batch_size: 131K | lm_loss: 9.1\n"
+    f"time_per_iteration_ms: {ms} | tokens_per_sec: 53.3K | tokens_per_sec_per_gpu: 6.66K | lm_loss: 9.1\n"
     for step, ms in ((1, "9.87K"), (2, "2.5K"), (3, "2.41K"), (4, "2.46K"))
 )
 
