@@ -23,7 +23,7 @@ CODE_LINES = {
     "common": 830,
     "draw": 1710,
     "execute": 3785,
-    "frameworks": 1955,
+    "frameworks": 2340,
     "language": 4460,
     "learn": 5500,
     "measure": 2200,
