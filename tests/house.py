@@ -19,11 +19,11 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 295,
     "check": 2280,
-    "cli": 7615,
+    "cli": 7650,
     "common": 830,
     "draw": 1710,
     "execute": 3785,
-    "frameworks": 2340,
+    "frameworks": 2800,
     "language": 4460,
     "learn": 5500,
     "measure": 2200,

@@ -276,7 +276,7 @@ class Config:
         return [
             each
             for each in self._others
-            if each.value is not None
+            if each.value not in (None, {}, [])
             and not table.reason_unpredicted(each.key)
             and not table.reason_to_ignore(each.key)
         ]

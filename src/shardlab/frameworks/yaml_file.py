@@ -121,7 +121,7 @@ def resolve(settings: list[Setting]) -> list[Setting]:
                     return str(total)
                 return found[0]
             path = key.rsplit(".", 1)[0] + inner if inner.startswith(".") and "." in key else inner.lstrip(".")
-            known = values.get(path)
+            known = values.get(path, values.get(path.removeprefix("training.")))  # as the launcher of NeMo nests it
             return found[0] if known is None or known == text else str(known)
 
         inner = re.sub(r"\$\{([^${}]*)\}", one, text)

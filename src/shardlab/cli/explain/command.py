@@ -66,7 +66,7 @@ class Explain:
         from shardlab.frameworks.find import read_config, read_run
         from shardlab.frameworks.logs import read_measured
         from shardlab.frameworks.measured import explain_difference
-        from shardlab.planner.error_model import find_errors
+        from shardlab.simulate.predict.confidence import step_confidence
 
         if self.changes < 0:
             raise UserError(f"--changes is {self.changes}; give 0 or more")
@@ -74,13 +74,15 @@ class Explain:
         step = read_run(config, self._cluster(config))
         found = predict(step)
         trials = try_changes(step, found) if self.changes or self.measured else []
-        errors = find_errors(step.recipe.name, step.cluster.device.name)
+        sure = step_confidence(step.workload)
         comparison = None
         if self.measured:
             figures = read_measured(self.measured)
-            comparison = explain_difference(figures, step, found, trials, errors.mean, step.recipe.memory.error)
+            errors = {each.figure: each.error for each in sure}
+            time, memory = errors["time"], errors.get("memory", errors["time"])
+            comparison = explain_difference(figures, step, found, trials, time, memory)
         best = best_changes(trials, found) if self.changes else []
-        report = ExplainReport(step, found, errors, best, self.changes, comparison)
+        report = ExplainReport(step, found, sure, best, self.changes, comparison)
         report.report(verbose=self.verbose).show(json=self.json)
         return 0
 

@@ -15,8 +15,8 @@ from shardlab.frameworks.measured import Comparison
 from shardlab.frameworks.run import FrameworkRun
 from shardlab.frameworks.settings import Config, Setting, change_text
 from shardlab.planner.describe import UNTRACED, StepShares, describe, step_shares, trace_seconds
-from shardlab.planner.error_model import RunErrors
 from shardlab.planner.problem import Candidate, Problem
+from shardlab.simulate.predict.confidence import Confidence, may_not_fit, sure_as_json
 from shardlab.simulate.predict.forecast import Forecast
 from shardlab.simulate.predict.memory_advice import broken_limit
 
@@ -33,7 +33,7 @@ class ExplainReport:
 
     Attributes:
         step, found: the step and its forecast.
-        errors: errors of such predictions on published runs.
+        sure: how sure the predicted time and memory are.
         trials: changes that help, the best first.
         most: largest number of changes that are shown.
         comparison: the measured step beside the prediction (None: it is not measured).
@@ -41,7 +41,7 @@ class ExplainReport:
 
     step: FrameworkRun
     found: Forecast
-    errors: RunErrors
+    sure: Sequence[Confidence]
     trials: Sequence[Trial]
     most: int
     comparison: Comparison | None = None
@@ -118,7 +118,7 @@ class ExplainReport:
         for number, line in enumerate(lines):
             report.fact("plan" if not number else "", line)
         batch = f"{step.sequences:,} sequences of {step.model.seq_len:,} tokens a step"
-        report.fact("", f"{batch}, as {step.recipe.name} runs it")
+        report.fact("", f"{batch}, as {step.recipe.title} runs it")
         report.data |= {
             "plan": step.plan.as_dict(),
             "model": step.model_name,
@@ -133,22 +133,23 @@ class ExplainReport:
     def _add_prediction(self, report: Report) -> None:
         workload, found, device = self.step.workload, self.found, self.step.cluster.device
         world, speed, mfu = workload.mesh.world, workload.tokens / found.seconds, workload.mfu(found.seconds)
-        errors = self.errors
-        report.fact("step time", str(errors), seconds_text(found.seconds), step_seconds=found.seconds)
-        report.data["error"] = vars(errors)
-        report.fact("tokens/s", f"{speed / world:,.0f} on each device", f"{speed:,.0f}", tokens_per_second=speed)
+        step, each = seconds_text(found.seconds), f"{speed / world:,.0f} on each device"
+        report.fact("step time", f"{speed:,.0f} tokens/s, {each}", step, step_seconds=found.seconds)
+        report.data["tokens_per_second"] = speed
         report.fact("MFU", f"of {device.name}'s {workload.precision.compute} peak", percent_text(mfu), mfu=mfu)
         shares = self._shares()
         report.data["time"] = shares.parts if shares else None
         report.fact("time goes to", str(shares) if shares else UNTRACED, "")
         memory, peak = found.memory, max(found.peaks, key=lambda peak: peak.bytes)
         total, room = memory.unlimited, memory.capacity
+        doubt = may_not_fit(self.sure, memory) if memory.fits else ""
+        report.data["how_sure"] = sure_as_json(self.sure, doubt)
         over = f", {bytes_text(memory.needed - room, 1)} too much" if not memory.fits else ""
-        tight = "" if memory.safe or not memory.fits else ", but closer to full than the error of predictions"
-        fits = f"of {memory_text(room)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{over}{tight}"
+        fits = f"of {memory_text(room)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{over}"
         report.fact("memory", fits, bytes_text(total, 1), style="" if memory.fits else "bold red")
         parts = {**peak.by_category, "beyond tensors": max(0.0, total - peak.bytes)}
         report.fact("", _parts(total, parts), "")
+        report.facts("how sure", [*map(str, self.sure), doubt])
         report.data |= {
             "memory": total,
             "memory_needed": memory.needed,
