@@ -20,6 +20,7 @@ from shardlab.common.fields import field_hints, read_fields
 from shardlab.common.files import load_table, read_file
 from shardlab.common.user_code import file_and_name, find_member, load_module, reporting_errors_of
 from shardlab.models.architectures import GPT, MLP, Llama, Mixtral, MoE
+from shardlab.models.from_config import is_config, model_from_config
 from shardlab.models.layer import want_carried, want_sound
 from shardlab.models.model import Blocks
 
@@ -31,7 +32,8 @@ FROM_FILES: dict[type[Blocks], str] = {}
 
 
 def find_model(name: str) -> Blocks:
-    """Return the model of a name, in any case, or of a file: path/to/file.py:NAME or path/to/model.toml.
+    """Return the model of a name, in any case, or of a file: path/to/file.py:NAME, path/to/model.toml, a config.json of
+    transformers, or a folder that has one.
 
     >>> find_model("gpt2").parameter_count
     124439808
@@ -56,9 +58,11 @@ def find_model(name: str) -> Blocks:
         return ARCHITECTURES[low]()
     if low in published:
         written = {field: value for field, value in _table()[low].items() if field != "source"}
-        return with_written(ARCHITECTURES[written.pop("model")](), written, low)
+        return with_written(find_model(written.pop("model")), written, low)
+    if is_config(name):
+        return model_from_config(Path(name))
     known = [*ARCHITECTURES, *published]
-    raise unknown_name("model", name, known, ", path/to/file.py:NAME and files that end in .toml")
+    raise unknown_name("model", name, known, ", path/to/file.py:NAME and files that end in .toml or .json")
 
 
 def unsized(name: str, model: Blocks) -> set[str]:

@@ -54,6 +54,7 @@ THEIRS: dict[str, Any] = {
     "llama with biases": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**OTHERS, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)
     ),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**OTHERS)),
     "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**OTHERS, num_local_experts=4)),
 }
 
@@ -127,6 +128,7 @@ OURS = [
     GPT(**SIZES, activation="swiglu", norm="rms", rope_theta=100.0),
     Llama(**SIZES, kv_heads=2, rope_theta=1e4, rope_scaling=SCALING, tied=True),
     Llama(**SIZES, kv_heads=2, head_dim=12),
+    Llama(**SIZES, kv_heads=2, qkv_bias=True),
     Mixtral(**SIZES, kv_heads=1, experts=3, capacity_factor=None),
 ]
 

@@ -1,28 +1,38 @@
-"""Families of models that Hugging Face's transformers also has: GPT-2, Llama and Mixtral.
+"""Families of models that Hugging Face's transformers also has: GPT-2, Llama, Mistral, Qwen2 and Mixtral.
 
-A `Family` lists the fields of config.json and the names of tensors. `read_model` reads a config.json, and
-`write_config` writes one. A model that the other format cannot express is refused, with every field that differs.
-`Naming.parts` returns the tensors of a file in which the rows of a parameter lie: a parameter is a matrix (rows,
-columns), a vector has one column, and each expert of a mixture has a matrix.
+A `Family` has the names of tensors, beside the fields of config.json (`shardlab.models.from_config`). `read_model`
+reads a config.json, and `write_config` writes one. A model that the other format cannot express is refused, with every
+field that differs. `Naming.parts` returns the tensors of a file in which the rows of a parameter lie: a parameter is a
+matrix (rows, columns), a vector has one column, and each expert of a mixture has a matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from shardlab.common.errors import UserError
 from shardlab.models import GPT, Blocks, Llama, Mixtral, MoE, Parameter
 from shardlab.models.attention import RopeScaling
-from shardlab.models.named import name_of, with_written
+from shardlab.models.from_config import (
+    GELUS,
+    GPT2_CONFIG,
+    LLAMA_CONFIG,
+    MISTRAL_CONFIG,
+    MIXTRAL_CONFIG,
+    QWEN2_CONFIG,
+    REQUIRED,
+    SCALING,
+    ConfigFamily,
+    listed,
+    read_config,
+)
+from shardlab.models.named import name_of
 from shardlab.models.tensors.weights import matrix_of
-
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Fields of Llama 3.1's rotary positions, in the order of `RopeScaling`."""
 
 
 def read_model(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
@@ -34,42 +44,15 @@ def read_model(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise UserError(f"{source}: model_type is {kind!r}, but {_listed(FAMILIES)} are the models that are exchanged")
-    written: dict[str, Any] = {}
-    wrong: list[str] = []
-    for field in family.fields:
-        value = config.get(field.theirs, field.default)
-        if value is REQUIRED:
-            wrong.append(f"{field.theirs} is missing")
-            continue
-        if field.words and not (isinstance(value, str) and value in field.words):
-            wrong.append(f"{field.theirs} is {value!r}, not {_listed(field.words, 'or')}")
-            continue
-        wrong += [
-            f"{other} is {config.get(other, field.default)!r}, not {value!r} like {field.theirs}"
-            for other in field.like
-            if config.get(other, field.default) != value
-        ]
-        if value is not None:
-            written[field.ours] = field.words.get(value, value) if field.words else value
-    wrong += [
-        f"{name} is {config[name]!r}, not {value!r}"
-        for name, value in family.fixed.items()
-        if config.get(name, value) != value
-    ]
-    if family.rope_theta is not None:
-        written |= _rope(config, family.rope_theta, wrong)
-        wrong += _check_window(config)
-    if wrong:
+        raise UserError(f"{source}: model_type is {kind!r}, but {listed(FAMILIES)} are the models that are exchanged")
+    found = read_config(config, source)
+    if found.differences:
         raise UserError(
-            f"{source} is of another architecture than Shardlab's {type(family.base).__name__}: {'; '.join(wrong)}"
+            f"{source} is of another architecture than Shardlab's {type(found.model).__name__}: "
+            f"{'; '.join(found.differences)}"
         )
-    if written.get("head_dim", 0) * written.get("heads", 0) == written.get("hidden_size"):
-        del written["head_dim"]
-    model = with_written(family.base, written, source)
-    assert isinstance(model, GPT)
-    _check_experts(model, source)
-    return family, model
+    _check_experts(found.model, source)
+    return family, found.model
 
 
 def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
@@ -83,7 +66,8 @@ def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
             f"{source}: a model of the kind {name_of(type(model))} has no like in Hugging Face's transformers"
         )
     assert isinstance(model, GPT)
-    family = MIXTRAL if isinstance(model, MoE) else GPT2 if model.rope_theta is None else LLAMA
+    dense = QWEN2 if model.qkv_bias and not model.bias else LLAMA
+    family = MIXTRAL if isinstance(model, MoE) else GPT2 if model.rope_theta is None else dense
     wrong = [
         f"{name} is {getattr(model, name)!r}, not {value!r}"
         for name, value in family.wants.items()
@@ -93,8 +77,8 @@ def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
         wrong.append(f"kv_heads is {model.kv_heads}, not {model.heads} like heads")
     if family is GPT2 and model.head_size * model.heads != model.hidden_size:
         wrong.append(f"head_dim is {model.head_dim}, not hidden_size / heads = {model.hidden_size / model.heads:g}")
-    if family is GPT2 and model.activation not in NAMES_OF_GELUS:
-        wrong.append(f"activation is {model.activation!r}, not {_listed(NAMES_OF_GELUS, 'or')}")
+    if family is GPT2 and model.activation not in GELUS.values():
+        wrong.append(f"activation is {model.activation!r}, not {listed(dict.fromkeys(reversed(GELUS.values())), 'or')}")
     if family is not GPT2 and model.rope_theta is None:
         wrong.append("positions are learned (rope_theta is None), not rotary")
     if wrong:
@@ -106,10 +90,10 @@ def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
 def write_config(family: Family, model: GPT) -> dict[str, Any]:
     """Return the config.json of a model of this family."""
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    for field in family.fields:
+    for field in family.config.fields:
         value: Any = getattr(model, field.ours)
         if field.words:
-            value = NAMES_OF_GELUS[value]
+            value = next(theirs for theirs, ours in field.words.items() if ours == value)
         if field.ours == "kv_heads":
             value = model.kv_heads or model.heads
         if field.ours == "ffn_hidden_size" and field.default is REQUIRED:
@@ -117,9 +101,9 @@ def write_config(family: Family, model: GPT) -> dict[str, Any]:
         if (field.theirs == "bias" and value) or (field.theirs == "head_dim" and value is None):
             continue  # transformers does not know the one, and derives the other
         config |= dict.fromkeys((field.theirs, *field.like), value)
-    if family.rope_theta is not None:
+    if family.config.rope_theta is not None:
         config |= {"rope_theta": model.rope_theta, "rope_scaling": _scaling(model.rope_scaling)}
-    return config | dict(family.fixed) | {"bos_token_id": None, "eos_token_id": None}
+    return config | dict(family.config.fixed) | {"bos_token_id": None, "eos_token_id": None}
 
 
 class Part(NamedTuple):
@@ -212,80 +196,36 @@ def run_parts(block: int, parameter: Parameter) -> list[list[Part]]:
     ]
 
 
-REQUIRED = object()
-"""Default of a field that a configuration must have."""
-
-GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "squared_relu"}
-"""Activations by their names in transformers. If one has two names, the first is written."""
-
-NAMES_OF_GELUS = {ours: theirs for theirs, ours in reversed(GELUS.items())}
-"""Names of activations in transformers, by ours."""
-
-
-class ConfigField(NamedTuple):
-    """Field of a config.json, with the equivalent field of a model.
-
-    Attributes:
-        theirs, ours: names of the two fields.
-        default: value if config.json lacks the field.
-        like: other fields of config.json that must have the same value.
-        words: our values by theirs.
-    """
-
-    theirs: str
-    ours: str
-    default: Any = REQUIRED
-    like: tuple[str, ...] = ()
-    words: Mapping[str, str] = {}
-
-
 @dataclass(frozen=True)
 class Family:
     """Family of models.
 
     Attributes:
-        model_type, architecture: names of the family in config.json.
-        base: model of ours whose fields a config.json replaces.
+        config: its fields in config.json.
+        architecture: name of the family's class in config.json.
         prefix: prefix of the names of tensors, which is missing if they were saved without the head.
-        fields: fields of config.json.
-        fixed: fields of config.json that must have one value, which is their default as well.
         wants: fields of our model that must have one value, and that config.json does not have.
         naming: names of the tensors.
-        rope_theta: default base of rotary positions (None: positions are learned).
         ignored: endings of the names of tensors that are not read.
     """
 
-    model_type: str
+    config: ConfigFamily
     architecture: str
-    base: GPT
     prefix: str
-    fields: Sequence[ConfigField]
-    fixed: Mapping[str, Any]
     wants: Mapping[str, Any]
     naming: Naming
-    rope_theta: float | None = None
     ignored: tuple[str, ...] = ()
+
+    @property
+    def model_type(self) -> str:
+        """Name of the family in config.json."""
+        return self.config.model_type
 
 
 GPT2 = Family(
-    "gpt2",
+    GPT2_CONFIG,
     "GPT2LMHeadModel",
-    GPT(),
     "transformer.",
-    (
-        ConfigField("n_layer", "layers"),
-        ConfigField("n_embd", "hidden_size"),
-        ConfigField("n_head", "heads"),
-        ConfigField("n_inner", "ffn_hidden_size", None),
-        ConfigField("n_positions", "seq_len"),
-        ConfigField("vocab_size", "vocab_size"),
-        ConfigField("layer_norm_epsilon", "norm_eps", 1e-5),
-        ConfigField("activation_function", "activation", "gelu_new", words=GELUS),
-        ConfigField("tie_word_embeddings", "tied", True),
-        ConfigField("resid_pdrop", "dropout", 0.1, like=("embd_pdrop", "attn_pdrop")),
-        ConfigField("bias", "bias", True),  # nanoGPT's word; transformers always has biases, which are zero then
-    ),
-    {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     {"norm": "layer", "rope_theta": None, "qk_norm": False, "qkv_bias": False},
     Naming(
         {
@@ -303,18 +243,6 @@ GPT2 = Family(
     ignored=(".attn.bias", ".attn.masked_bias"),  # masks, in older files
 )
 
-_SIZES = (
-    ConfigField("num_hidden_layers", "layers"),
-    ConfigField("hidden_size", "hidden_size"),
-    ConfigField("num_attention_heads", "heads"),
-    ConfigField("num_key_value_heads", "kv_heads", None),
-    ConfigField("head_dim", "head_dim", None),
-    ConfigField("intermediate_size", "ffn_hidden_size"),
-    ConfigField("max_position_embeddings", "seq_len"),
-    ConfigField("vocab_size", "vocab_size"),
-    ConfigField("tie_word_embeddings", "tied", False),
-)
-
 _ATTENTION = {
     "wte": ["model.embed_tokens"],
     "ln_f": ["model.norm"],
@@ -328,16 +256,9 @@ _ATTENTION = {
 _ROTARY = frozenset({"q_proj", "k_proj"})
 
 LLAMA = Family(
-    "llama",
+    LLAMA_CONFIG,
     "LlamaForCausalLM",
-    Llama(),
     "model.",
-    (
-        *_SIZES,
-        ConfigField("rms_norm_eps", "norm_eps", 1e-6),
-        ConfigField("attention_bias", "bias", False, like=("mlp_bias",)),
-    ),
-    {"hidden_act": "silu", "attention_dropout": 0.0},
     {"norm": "rms", "activation": "swiglu", "qk_norm": False, "qkv_bias": False},
     Naming(
         _ATTENTION
@@ -347,25 +268,20 @@ LLAMA = Family(
         },
         rotary=_ROTARY,
     ),
-    10_000.0,
     (".rotary_emb.inv_freq",),
 )
+
+QWEN2 = replace(LLAMA, config=QWEN2_CONFIG, architecture="Qwen2ForCausalLM", wants={**LLAMA.wants, "qkv_bias": True})
+
+MISTRAL = replace(LLAMA, config=MISTRAL_CONFIG, architecture="MistralForCausalLM")
+"""Only read: our model of it is one of Llama's family, as which it is written."""
 
 _EXPERT = "model.layers.{block}.block_sparse_moe.experts.{expert}"
 
 MIXTRAL = Family(
-    "mixtral",
+    MIXTRAL_CONFIG,
     "MixtralForCausalLM",
-    Mixtral(capacity_factor=None),
     "model.",
-    (
-        *_SIZES,
-        ConfigField("rms_norm_eps", "norm_eps", 1e-5),
-        ConfigField("num_local_experts", "experts", 8),
-        ConfigField("num_experts_per_tok", "top_k", 2),
-        ConfigField("router_aux_loss_coef", "auxiliary", 0.001),
-    ),
-    {"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
     {
         **{"norm": "rms", "activation": "swiglu", "bias": False, "qk_norm": False, "qkv_bias": False},
         **{"capacity_factor": None, "shared_experts": 0, "dense_layers": 0},
@@ -379,38 +295,11 @@ MIXTRAL = Family(
         },
         rotary=_ROTARY,
     ),
-    1_000_000.0,
     (".rotary_emb.inv_freq",),
 )
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL)}
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL)}
 """Families by their names in config.json."""
-
-
-def _rope(config: Mapping[str, Any], theta: float, wrong: list[str]) -> dict[str, Any]:
-    """Return our fields of rotary positions. Newer files have all of theirs in one table, older ones the base apart."""
-    rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        wrong.append(f"rope_scaling is {rope!r}, not a table")
-        return {}
-    rope = cast(dict[str, Any], rope)
-    found: dict[str, Any] = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", theta))}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "llama3" and all(name in rope for name in SCALING):
-        found["rope_scaling"] = tuple(rope[name] for name in SCALING)
-    elif kind != "default":
-        wrong.append(f"rope_type is {kind!r}, not 'default' or 'llama3' with {_listed(SCALING)}")
-    if (part := rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
-        wrong.append(f"partial_rotary_factor is {part!r}, not 1.0")
-    return found
-
-
-def _check_window(config: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with a sliding window, which must not be shorter than the context."""
-    window, length = config.get("sliding_window"), config.get("max_position_embeddings")
-    if window is None or (isinstance(window, int) and isinstance(length, int) and window >= length):
-        return []
-    return [f"sliding_window is {window!r}, not null"]
 
 
 def _check_experts(model: GPT, source: str) -> None:
@@ -423,8 +312,3 @@ def _check_experts(model: GPT, source: str) -> None:
 
 def _scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return None if scaling is None else {"rope_type": "llama3", **dict(zip(SCALING, scaling, strict=True))}
-
-
-def _listed(names: Any, last: str = "and") -> str:
-    *most, end = names
-    return f"{', '.join(most)} {last} {end}" if most else str(end)
