@@ -27,7 +27,7 @@ CODE_LINES = {
     "language": 4460,
     "learn": 5500,
     "measure": 2200,
-    "models": 3770,
+    "models": 4190,
     "planner": 2910,
     "simulate": 7020,
     "strategies": 2630,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import pytest
 import tyro
 
 from shardlab.cli import main
-from shardlab.cli.model_options import ModelOptions
+from shardlab.cli.model_options import ModelOptions, SizeOptions
 from shardlab.language import UserError
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE, find_model
+
+Captured = pytest.CaptureFixture[str]
 
 
 def made(line: str, **small: Any) -> Blocks:
@@ -79,3 +83,35 @@ def test_text_is_bytes_so_that_a_small_vocabulary_is_refused(capsys: pytest.Capt
 def test_a_word_is_no_capacity_factor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--model", "moe", "--capacity-factor", "full"]) == 2
     assert "'full' is not a number; give one, or none" in " ".join(capsys.readouterr().err.split())
+
+
+def test_simulate_and_plan_take_the_flags_of_a_models_sizes(capsys: Captured) -> None:
+    words = ["--model", "llama", "--layers", "2", "--hidden-size", "512", "--heads", "4", "--head-dim", "64"]
+    cluster = ["--cluster", "h100x2", "--ffn-hidden-size", "1024", "--vocab-size", "1024", "--json"]
+    assert main(["simulate", "--dp-shard", "2", *words, *cluster]) == 0
+    flops = json.loads(capsys.readouterr().out)["model_flops"]
+    assert main(["simulate", "--dp-shard", "2", *words[:-2], *cluster]) == 0
+    assert json.loads(capsys.readouterr().out)["model_flops"] > flops
+    assert main(["plan", *words, *cluster, "--seconds", "1"]) == 0
+    commands = json.loads(capsys.readouterr().out)["commands"]
+    assert all("--hidden-size 512 --heads 4 --head-dim 64" in command for command in commands.values())
+
+
+def test_sizes_without_a_model_are_refused(capsys: Captured) -> None:
+    assert main(["simulate", "fsdp", "--hidden-size", "512"]) == 2
+    assert "--hidden-size needs a model and a cluster" in capsys.readouterr().err
+
+
+def test_words_of_sizes_say_the_given_flags() -> None:
+    sizes = SizeOptions(hidden_size=64, capacity_factor=math.inf, no_bias=True, tied=True)
+    assert sizes.words() == ["--hidden-size", "64", "--capacity-factor", "none", "--no-bias", "--tied"]
+
+
+def test_what_a_configuration_leaves_out_is_said_on_stderr(tmp_path: Path, capsys: Captured) -> None:
+    config = {"model_type": "gpt_neox", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    config |= {"intermediate_size": 128, "max_position_embeddings": 64, "vocab_size": 128, "rotary_pct": 0.25}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["simulate", "--dp-shard", "2", "--model", str(tmp_path), "--cluster", "h100x2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["model"] == str(tmp_path)
+    assert "rotary_pct is 0.25, not 1.0" in err

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardlab.cli import main
-from shardlab.cli.model_options import ModelOptions
+from shardlab.cli.model_options import ModelOptions, SizeOptions
 from shardlab.common.errors import UserError
 from shardlab.language import Mesh
 from shardlab.language.rules.kinds import Kind
@@ -496,7 +496,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_class_of_a_file_is_an_architecture_that_keeps_the_sizes_it_says(file: Path) -> None:
     model = ModelOptions(f"{file}:Mine").make(7, hidden_size=16, heads=2)
     assert (model.layers, model.hidden_size, getattr(model, "heads", None)) == (7, 48, 2)
-    assert ModelOptions(f"{file}:Mine", hidden_size=64).make(7).hidden_size == 64
+    assert ModelOptions(f"{file}:Mine", sizes=SizeOptions(hidden_size=64)).make(7).hidden_size == 64
 
 
 def test_a_model_of_a_file_has_the_sizes_that_it_was_made_with(file: Path) -> None:
@@ -562,7 +562,7 @@ def test_a_missing_file_and_a_field_that_a_model_lacks_are_one_sentence(file: Pa
     with pytest.raises(UserError, match=r"none\.py is not a file; give path/to/file\.py:NAME"):
         find_model("none.py:Mine")
     with pytest.raises(UserError, match=r"a model of this kind \(Mine\) has no experts"):
-        ModelOptions(f"{file}:Mine", experts=2).make(4)
+        ModelOptions(f"{file}:Mine", sizes=SizeOptions(experts=2)).make(4)
 
 
 def test_without_a_function_on_torch_a_primitive_is_simulated_and_no_more(

@@ -49,8 +49,8 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "deepseek-moe-16b": 16_375_728_128,
 }
-"""Parameters in the checkpoints of openai-community, meta-llama, mistralai, Qwen and deepseek-ai on Hugging Face, without
-a second copy of a tied embedding."""
+"""Parameters in the checkpoints of openai-community, meta-llama, mistralai, Qwen and deepseek-ai on Hugging Face,
+without a second copy of a tied embedding."""
 
 ROUNDED = {
     "gpt3-small": 125e6,
@@ -73,8 +73,8 @@ ACTIVE = {
     "qwen3-235b-a22b": 22e9,
     "deepseek-moe-16b": 2.8e9,
 }
-"""Parameters that compute a token: arXiv 2401.04088, section 2; 2407.10671, table 1; 2505.09388, section 1 and the model
-card of Qwen3-30B-A3B; 2401.06066, table 7."""
+"""Parameters that compute a token: arXiv 2401.04088, section 2; 2407.10671, table 1; 2505.09388, section 1 and the
+model card of Qwen3-30B-A3B; 2401.06066, table 7."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -32,7 +32,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.model_options import ModelOptions
+from shardlab.cli.model_options import ModelOptions, SizeOptions
 from shardlab.cli.options import Pictures
 from shardlab.cli.plan_options import PlanOptions
 from shardlab.common.errors import UserError, closest_name, suggest_name
@@ -55,7 +55,12 @@ NARROWEST = 30
 ONE_LIST = 12
 """Largest number of options that the help shows as one list."""
 
-CLASS_GROUPS: dict[type[Any], str] = {ModelOptions: "model", PlanOptions: "plan", Pictures: "output"}
+CLASS_GROUPS: dict[type[Any], str] = {
+    ModelOptions: "model",
+    SizeOptions: "model",
+    PlanOptions: "plan",
+    Pictures: "output",
+}
 """Group of all options of a class."""
 
 

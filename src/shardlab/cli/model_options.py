@@ -1,14 +1,18 @@
 """Options for the model, and for the settings of a training.
 
-`ModelOptions` names a model and changes its fields. `SettingOptions` has a flag for each field of the sections of
-`shardlab.train.config`. Its flags are made of these fields, so that a new setting needs no option.
+`ModelOptions` names a model and changes its fields, most of them by `SizeOptions`. `SettingOptions` has a flag for each
+field of the sections of `shardlab.train.config`. Its flags are made of these fields, so that a new setting needs no
+option.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, make_dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import tyro
@@ -43,14 +47,8 @@ OFF_FLAGS = ("no_bias", "untied")
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """Name of a model, and flags that change its fields."""
-
-    model: Name = None
-    """gpt, llama, mlp, moe, mixtral, llama3-8b, ... or a file."""
-
-    layers: Layers = None
-    """Number of layers. The embedding is part of the first layer, and the head is part of the last."""
+class SizeOptions:
+    """Flags that change the fields of a model."""
 
     hidden_size: OptionalCount = None
     """Features of a token."""
@@ -94,9 +92,6 @@ class ModelOptions:
     vocab_size: OptionalCount = None
     """Number of different tokens, such as 256 for bytes."""
 
-    seq_len: OptionalCount = None
-    """Tokens of a sequence."""
-
     dropout: OptionalNumber = None
     """Probability of dropout."""
 
@@ -125,6 +120,48 @@ class ModelOptions:
             given["capacity_factor"] = None
         return given
 
+    def words(self) -> list[str]:
+        """Return the given flags as words of a command."""
+        switches = {"bias": ("--bias", "--no-bias"), "tied": ("--tied", "--untied")}
+        found: list[str] = []
+        for field, value in self.given().items():
+            if field in switches:
+                found.append(switches[field][not value])
+            else:
+                found += [f"--{field.replace('_', '-')}", "none" if value is None else str(value)]
+        return found
+
+
+NO_SIZES = SizeOptions()
+
+SizeFlags = Annotated[SizeOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
+"""Field type of a command that has these flags, without a prefix in their names."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Name of a model, and flags that change its fields."""
+
+    model: Name = None
+    """gpt, llama, mlp, moe, mixtral, llama3-8b, ... or a file: .py:NAME, .toml, or a config.json of transformers."""
+
+    layers: Layers = None
+    """Number of layers. The embedding is part of the first layer, and the head is part of the last."""
+
+    seq_len: OptionalCount = None
+    """Tokens of a sequence."""
+
+    sizes: SizeFlags = NO_SIZES
+
+    def given(self) -> dict[str, Any]:
+        """Return the name, and the values of the given flags by field of a model.
+
+        Raises:
+            UserError: if flags contradict each other.
+        """
+        own = {name: getattr(self, name) for name in ("model", "layers", "seq_len")}
+        return {name: value for name, value in own.items() if value is not None} | self.sizes.given()
+
     def make(
         self, layers: int, otherwise: str = "gpt", *, written: Mapping[str, Any] | None = None, **small: Any
     ) -> Blocks:
@@ -139,12 +176,12 @@ class ModelOptions:
         Raises:
             UserError: if there is no such model, or it does not have a field that a flag gives.
         """
-        from shardlab.models.named import find_model, unsized, with_written
+        from shardlab.models.named import unsized, with_written
 
         given = self.given()
         given = given if "model" in given else {**(written or {}), **given}
         name = given.pop("model", otherwise)
-        model = find_model(name)
+        model = noted_model(name)
         free = unsized(name, model)
         given = {field: value for field, value in ({"layers": layers} | small).items() if field in free} | given
         return with_written(model, given, name)
@@ -158,11 +195,32 @@ class ModelOptions:
         Raises:
             UserError: if the model does not have a field that a flag gives.
         """
-        from shardlab.models.named import find_model, with_fields
+        from shardlab.models.named import with_fields
 
         given = self.given()
         name = given.pop("model", None)
-        return with_fields(find_model(name) if name else model, given, name or source)
+        return with_fields(noted_model(name) if name else model, given, name or source)
+
+
+def noted_model(name: str) -> Blocks:
+    """Return the model of a name, and say on stderr which fields of a config.json it leaves out.
+
+    Raises:
+        UserError: if there is no such model.
+    """
+    from shardlab.models.from_config import config_notes
+    from shardlab.models.named import find_model, is_config_file
+
+    model = find_model(name)
+    if is_config_file(name):
+        _print_notes(tuple(config_notes(Path(name))))
+    return model
+
+
+@cache
+def _print_notes(notes: tuple[str, ...]) -> None:
+    for note in notes:
+        print(f"shardlab: {note}", file=sys.stderr)
 
 
 DEFAULT_MODEL = ModelOptions()

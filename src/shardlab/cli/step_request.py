@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from shardlab.cli.model_options import noted_model
 from shardlab.cli.options import sequences_of_step
 from shardlab.cli.plan_options import NO_FLAGS, PlanOptions, cluster_called, job_source, recipe_called, switches_of
 from shardlab.language.precision import BF16, FP32, Optimizer, Precision
@@ -93,6 +94,8 @@ class StepRequest:
             table: {key: value for option, key in options.items() if (value := getattr(command, option, None))}
             for table, options in OPTIONS.items()
         }
+        if hasattr(command, "sizes"):
+            given["model"] |= command.sizes.given()
         if words := given["cluster"].pop("switches", None):
             in_file = file.sections.get("cluster", {}).get("switches", {})
             given["cluster"]["switches"] = {**in_file, **switches_of(words)}
@@ -130,12 +133,12 @@ class StepRequest:
         Raises:
             UserError: if there is no such model.
         """
-        from shardlab.models.named import find_model, with_written
+        from shardlab.models.named import with_written
 
         assert self.model is not None
         if not isinstance(self.model, str):
             return self.model
-        model = with_written(find_model(self.model), self.model_fields, self.model)
+        model = with_written(noted_model(self.model), self.model_fields, self.model)
         return self.found_recipe.model_as_run(model)
 
     @cached_property

@@ -59,10 +59,15 @@ def find_model(name: str) -> Blocks:
     if low in published:
         written = {field: value for field, value in _table()[low].items() if field != "source"}
         return with_written(find_model(written.pop("model")), written, low)
-    if is_config(name):
+    if is_config_file(name):
         return model_from_config(Path(name))
     known = [*ARCHITECTURES, *published]
     raise unknown_name("model", name, known, ", path/to/file.py:NAME and files that end in .toml or .json")
+
+
+def is_config_file(name: str) -> bool:
+    """Return whether a name stands for a config.json, or for a folder of transformers, and not for another model."""
+    return name.lower() not in {*ARCHITECTURES, *sources()} and is_config(name)
 
 
 def unsized(name: str, model: Blocks) -> set[str]:

@@ -43,7 +43,7 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("gpt2", {"model_type": "olmo"}, "model_type is 'olmo', but gpt2, llama, mistral, qwen2 and mixtral are the models that are"),
+        ("gpt2", {"model_type": "olmo"}, "is 'olmo', but gpt2, llama, mistral, qwen2 and mixtral are the models"),
         ("gpt2", {"model_type": None}, "model_type is None"),
         ("gpt2", {"model_type": ["gpt2"]}, "model_type is ['gpt2']"),
         (

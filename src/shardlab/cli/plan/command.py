@@ -18,6 +18,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from shardlab.cli.model_options import NO_SIZES, SizeFlags
 from shardlab.cli.options import Count, Flag, Name, NewFile, OptionalCount, check_new_file, writing
 from shardlab.cli.plan.grade import print_grades
 from shardlab.cli.plan_options import (
@@ -74,7 +75,10 @@ class PlanCommand:
     config: JobFile = None
 
     model: Name = None
-    """Model such as llama3-8b, or path/to/file.py:NAME, or path/to/model.toml."""
+    """Model such as llama3-8b, or path/to/file.py:NAME, path/to/model.toml, path/to/config.json, or a folder of
+    transformers."""
+
+    sizes: SizeFlags = NO_SIZES
 
     cluster: Name = None
     """Device type and number, such as h100x16, or path/to/cluster.toml; or the results of bench: local, or
@@ -297,7 +301,8 @@ class PlanCommand:
         same = ("config", "model", "layers", "sequence", "cluster", "memory", "recipe")
         other = ["--other-machine"] if self.other_machine else []
         switches = ["--switch", *self.switch] if self.switch else []
-        return shlex.join([*self._words_of({name: getattr(self, name) for name in same}), *switches, *other])
+        words = self._words_of({name: getattr(self, name) for name in same})
+        return shlex.join([*words, *self.sizes.words(), *switches, *other])
 
     def _words_of(self, flags: Mapping[str, object]) -> list[str]:
         """Return the words of the given options, and of --optimizer if it is not the default."""
@@ -309,7 +314,7 @@ class PlanCommand:
     def _model_words(self) -> str:
         """Return the options of `shardlab train` that give the model and the optimizer."""
         flags = {"config": self.config, "model": self.model, "layers": self.layers, "seq-len": self.sequence}
-        return shlex.join(self._words_of(flags))
+        return shlex.join([*self._words_of(flags), *self.sizes.words()])
 
     def _next_command(self, problem: Problem) -> str:
         """Return the command that reads the results of the suggested experiments, without their paths."""

@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from shardlab.check import Checked
+from shardlab.cli.model_options import NO_SIZES, SizeFlags
 from shardlab.cli.options import (
     CostsText,
     Flag,
@@ -80,7 +81,10 @@ class StepOptions:
     divided by --micro-batch-size)."""
 
     model: Name = None
-    """Model such as gpt2-xl or llama3-8b, or path/to/file.py:NAME, or path/to/model.toml; with --cluster."""
+    """Model such as gpt2-xl or llama3-8b, or path/to/file.py:NAME, path/to/model.toml, path/to/config.json, or a folder
+    of transformers; with --cluster."""
+
+    sizes: SizeFlags = NO_SIZES
 
     cluster: Name = None
     """Device type and number, such as h100x16, or path/to/cluster.toml; or the results of bench: local, or
@@ -142,8 +146,9 @@ class StepOptions:
             self.layout.entry(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
-        for name in PRICED_OPTIONS:
-            if (given := getattr(self, name)) and given != "muon":
+        sizes = self.sizes.given()
+        for name in [*PRICED_OPTIONS, *sizes]:
+            if (given := getattr(self, name, sizes.get(name, True))) and given != "muon":
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag} needs a model and a cluster; give --model and --cluster, or leave it out")
         return False
