@@ -1,11 +1,12 @@
 """Write the errors of predictions of published runs, on which `simulate` and `plan` base how sure they are.
 
-    python benchmarks/planner_errors.py [RUNS.json] [--every N] [--print]
+    python benchmarks/planner_errors.py [RUNS.json] [--every N] [--print | --check]
 
 Each run is predicted with constants that were fitted without the runs of its publisher, as in the column "left out" of
 fit_devices.py. The errors of its step time and memory go to src/shardlab/simulate/predict/errors.toml, in place of
 those of all publishers in the file; rows of other publishers, and of first predictions, stay. With --print, nothing is
-written.
+written. With --check, nothing is fitted: the errors of first predictions are compared with those that would have been
+stated without the runs of their publisher.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from fit_devices import RUNS, Errors, refit, rows_of
 
 from shardlab.common.files import toml_value, write_atomically
 from shardlab.planner.published.reading import read_run
-from shardlab.simulate.predict.confidence import AXES, Kind, RunErrors
+from shardlab.simulate.predict.confidence import AXES, Figure, Kind, RunErrors, confidence, first_sight
+from shardlab.simulate.predict.recipe import find_recipe
 
 ERRORS = Path(__file__).parents[1] / "src/shardlab/simulate/predict/errors.toml"
 
@@ -32,7 +35,11 @@ def main() -> None:
     parser.add_argument("runs", nargs="?", type=Path, default=RUNS)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--print", action="store_true")
+    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
+    if options.check:
+        check()
+        return
     made = refit(rows_of(options.runs, options.every))
     found = [errors_of_run(row, errors) for row, errors in zip(made.rows, made.left_out, strict=True)]
     text = with_runs(ERRORS.read_text(encoding="utf-8"), found)
@@ -40,6 +47,24 @@ def main() -> None:
         print(text)
     else:
         write_atomically(ERRORS, text)
+
+
+def check() -> None:
+    """Print the errors of first predictions, and those that would have been stated for them."""
+    print("| first predictions | | actual | stated |\n| --- | ---: | ---: | ---: |")
+    for figure in FIGURES:
+        actual, stated = list[float](), list[float]()
+        for row in first_sight():
+            recipe = find_recipe(row.recipe)
+            names, axes = (recipe.name, *recipe.bases), frozenset(row.axes)
+            kind = Kind(names, frozenset(row.switches), row.device, row.mixture, axes, row.seq_len)
+            found = confidence(kind, figure, without=row.publisher)
+            actual += [abs(error) for error in row.errors(figure)]
+            stated += [found.error] * len(row.errors(figure))
+        print(f"| {figure} | {len(actual)} | {mean(actual):.1%} | {mean(stated):.1%} |")
+
+
+FIGURES: tuple[Figure, ...] = ("time", "memory")
 
 
 def errors_of_run(row: dict[str, Any], errors: Errors) -> RunErrors:

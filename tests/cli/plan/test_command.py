@@ -311,7 +311,9 @@ def test_grades_take_no_flag_of_a_search(flags: list[str], capsys: pytest.Captur
 
 
 def test_force_replaces_a_file_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, *SMALL, "--force") == "--force replaces the file of --out; give --out FILE, or leave it out"
+    assert refused(capsys, *SMALL, "--force") == (
+        "--force replaces the file of --out or those of --write; give one of them, or leave it out"
+    )
 
 
 def test_where_the_state_alone_is_too_large_no_limit_is_blamed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import cast
 
 import pytest
@@ -139,6 +140,16 @@ def test_what_a_single_publisher_measured_is_as_sure_as_a_first_prediction() -> 
     assert len(found.publishers) == 1
     assert found.error == found.at_least
     assert f"only {found.publishers[0]} measured it" in str(found)
+
+
+@pytest.mark.parametrize("figure", ["time", "memory"])
+def test_what_is_stated_without_a_publisher_is_near_the_errors_of_its_first_predictions(figure: Figure) -> None:
+    actual, stated = list[float](), list[float]()
+    for row in first_sight():
+        kind = kind_of(row.recipe, row.device, mixture=row.mixture, axes=frozenset(row.axes), seq_len=row.seq_len)
+        actual += [abs(error) for error in row.errors(figure)]
+        stated += [confidence(kind, figure, without=row.publisher).error] * len(row.errors(figure))
+    assert 0.7 < mean(stated) / mean(actual) < 1.5
 
 
 def test_a_recipe_of_a_user_is_like_its_base(tmp_path: Path) -> None:

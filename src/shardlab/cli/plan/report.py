@@ -18,7 +18,7 @@ from rich.text import Text
 
 from shardlab.cli.console import INDENT, Report, print_path, table_of
 from shardlab.cli.plan.measure import add_measured, measured_as_json, time_error_text
-from shardlab.cli.simulate.priced import add_network
+from shardlab.cli.simulate.priced import add_network, slower_with_few_nics
 from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.planner.alternatives import TELLING, alternative_text
 from shardlab.planner.choose import NOTABLE
@@ -177,7 +177,7 @@ class PlanReport:
         for label, figure, text in figures(self.choice):
             report.fact(label, text, figure)
         report.fact("", memory_bar(self.choice))
-        add_network(report, problem.cluster)
+        add_network(report, problem.cluster, slower_with_few_nics(problem.workload(best.candidate)))
         texts = [time_error_text(self.choice), *map(str, self.choice.confidence[1:]), self.choice.may_not_fit]
         report.facts("how sure", texts)
 

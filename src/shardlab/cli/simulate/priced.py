@@ -264,7 +264,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     if result.forecast is None:
         report.fact("ops", f"{ops:,}, of {_ranks_text(result)}", ops=ops, ranks_simulated=program.ranks)
     report.fact("check", _check_text(result), checked=result.checked)
-    add_network(report, workload.cluster)
+    add_network(report, workload.cluster, slower_with_few_nics(workload))
     sure = step_confidence(workload)
     doubt = may_not_fit(sure, held)
     report.facts("how sure", [*map(str, sure), doubt])
@@ -298,11 +298,34 @@ def _add_shares(report: Report, workload: Workload, estimate: Estimate) -> None:
         add_bubble(report, schedule_bubble(estimate.traced, workload.prices), bubble(estimate.timeline()))
 
 
-def add_network(report: Report, cluster: Cluster) -> None:
-    """Add the links between devices, and which of them are assumed."""
-    if text := cluster.network_text:
+FEWER = 4
+"""Factor by which an assumed number of NICs may be too large."""
+
+
+def add_network(report: Report, cluster: Cluster, slower: float | None = None) -> None:
+    """Add the links between devices, and which of them are assumed.
+
+    Args:
+        slower: share by which the step is longer with a quarter of the NICs (None: not known).
+    """
+    text, few = cluster.network_text, max(1, cluster.nics // FEWER)
+    if slower is not None:
+        text += f"; with {counted(few, 'NIC')} a node the step takes {slower:.0%} longer"
+    if text:
         report.fact("network", text)
-    report.data["network"] = {**cluster.network, "assumed": cluster.assumed}
+    report.data["network"] = {**cluster.network, "assumed": cluster.assumed, "slower_with_a_quarter_of_nics": slower}
+
+
+def slower_with_few_nics(workload: Workload) -> float | None:
+    """Return by which share a plan's step is longer with a quarter of the NICs (None: their number is not assumed)."""
+    from shardlab.simulate.predict.forecast import forecast
+
+    cluster = workload.cluster
+    spread = workload.mesh.world > cluster.per_node and "nics" in cluster.assumed and cluster.nics > 1
+    if not spread or not isinstance(workload.plan, Plan) or workload.pass_names != "none":
+        return None
+    few = replace(cluster, nics=max(1, cluster.nics // FEWER))
+    return forecast(replace(workload, cluster=few)).seconds / forecast(workload).seconds - 1
 
 
 def add_bubble(report: Report, free: float, share: float) -> None:

@@ -225,17 +225,25 @@ def confidences(kind: Kind, cluster: Cluster) -> tuple[Confidence, ...]:
 
 
 @cache
-def confidence(kind: Kind, figure: Figure) -> Confidence:
-    """Return how sure a figure of steps of a kind is, from the runs of the nearest kinds."""
-    near = nearest(measured_runs(), kind, figure)
+def confidence(kind: Kind, figure: Figure, without: str = "") -> Confidence:
+    """Return how sure a figure of steps of a kind is, from the runs of the nearest kinds.
+
+    Args:
+        kind: the kind.
+        figure: the figure.
+        without: publisher whose runs are left out.
+    """
+    measured = [each for each in measured_runs() if each.publisher != without]
+    near = nearest(measured, kind, figure)
     errors = [error for each in near for error in each.errors(figure)]
     sizes = [abs(error) for error in errors]
     recipes, devices = _sorted(each.recipe for each in near), _sorted(each.device for each in near)
     publishers = _sorted(each.publisher for each in near)
-    unmeasured = [*_unmeasured(kind, [each for each in measured_runs() if each.errors(figure)], figure)]
+    unmeasured = [*_unmeasured(kind, [each for each in measured if each.errors(figure)], figure)]
     if not unmeasured and len(publishers) == 1:
         unmeasured = [f"only {publishers[0]} measured it"]
-    first = nearest(first_sight(), kind, figure) if unmeasured else []
+    first = [each for each in first_sight() if each.publisher != without] if unmeasured else []
+    first = nearest(first, kind, figure)
     return Confidence(
         figure,
         len(errors),
