@@ -94,6 +94,7 @@ def test_activations_go_from_tokens_to_logits() -> None:
         Llama(layers=2, heads=6, kv_heads=2, hidden_size=48, seq_len=7, vocab_size=30, dropout=0.1),
         Llama(layers=1, heads=6, kv_heads=2, head_dim=10, hidden_size=48, seq_len=7, vocab_size=30, qk_norm=True),
         Llama(layers=1, heads=6, hidden_size=48, seq_len=7, vocab_size=30, qkv_bias=True, activation="geglu"),
+        GPT(layers=1, heads=6, hidden_size=48, seq_len=7, vocab_size=30, dropout=0.1, drops_attention=False),
     ],
     ids=str,
 )

@@ -38,6 +38,7 @@ class GPT(Blocks):
         rope_scaling: scaling of the slower frequencies for contexts longer than the original one (None: no scaling).
         qk_norm: whether every head's query and key are normalised before their rotation, with a weight for each head
             (in Qwen3, all heads of a layer share one weight).
+        drops_attention: whether dropout also acts on the weights of attention.
         qkv_bias: whether the projection to queries, keys and values has a bias even if nothing else has (Qwen2).
     """
 
@@ -53,6 +54,7 @@ class GPT(Blocks):
     rope_scaling: RopeScaling | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
+    drops_attention: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,7 +105,7 @@ class GPT(Blocks):
 
     def attention_part(self) -> tuple[Primitive, ...]:
         """Primitives of the attention half of a block: norm, attention, sum with the residual stream."""
-        heads, kv_heads, drops = self.heads, self.kv_heads or self.heads, self.dropout > 0
+        heads, kv_heads, drops = self.heads, self.kv_heads or self.heads, self.dropout > 0 and self.drops_attention
         bias, rope, eps = self.bias or self.qkv_bias, (self.rope_theta, self.rope_scaling), None
         if self.qk_norm:
             eps = self.norm_eps

@@ -79,6 +79,7 @@ MEMORY: dict[str, Recipe] = {
     "half_gradients": with_(half_gradients=True),
 }
 ELSEWHERE = {
+    "fused_dropout",
     *("cp_imbalance", "kept_when_full", "gathers_held_back", "margin_bytes", "logs_first_rank", "shards_in_copy"),
     *("gathers_logits", "tp_context_bytes", "expert_load", "expert_loop", "dropless_slots", "padded_slots"),
 }
@@ -480,3 +481,19 @@ def test_a_plan_of_half_blocks_has_the_head_on_its_last_stage(stages: int) -> No
 def test_the_last_stage_of_whole_blocks_has_one() -> None:
     assert stages_by_cost(LARGE, 4, halves=False) == (9, 9, 8, 6)
     assert stages_by_cost(LARGE, 32, halves=False) == (1,) * 32
+
+
+def test_fused_attention_keeps_no_mask_of_its_dropout() -> None:
+    model = GPT(layers=4, hidden_size=1024, heads=16, seq_len=1024, vocab_size=50304, dropout=0.1)
+    fused, plain = with_(fused_dropout=True), PLAIN
+    assert plain.model_as_run(model) == model
+    steps = [step(recipe, recipe.model_as_run(model)) for recipe in (fused, plain)]
+    assert steps[0].step < steps[1].step
+    kept = [max(peak.bytes for peak in each.peaks) for each in steps]
+    assert kept[0] < 0.8 * kept[1]
+    assert fused.model_as_run(replace(model, dropout=0.0)).runs == replace(model, dropout=0.0).runs
+
+
+@pytest.mark.parametrize(("name", "fused"), [("megatron-core", True), ("megatron-2021", False), ("shardlab", False)])
+def test_frameworks_with_fused_attention_fuse_its_dropout(name: str, fused: bool) -> None:
+    assert find_recipe(name).kernels.fused_dropout is fused

@@ -39,7 +39,7 @@ from shardlab.common.files import load_table, read_file
 from shardlab.language import Kind, Mesh, OpKind, Sizes
 from shardlab.language.precision import WIDE, Precision, find_precision
 from shardlab.language.rules.kinds import bytes_of
-from shardlab.models import Blocks, CutModel, MoE
+from shardlab.models import GPT, Blocks, CutModel, MoE
 from shardlab.models.layout import Kernel, Matmul, Pointwise
 from shardlab.models.matrices import (
     AUTOGRAD,
@@ -82,6 +82,8 @@ class Kernels:
 
     Attributes:
         attention: generation of fused attention kernels (see `Efficiency.attention`); PyTorch's own is "flash2".
+        fused_dropout: dropout of attention's weights is part of the fused kernel. Its backward pass draws the mask
+            again from the seed, so no matrix of scores is kept (Dao et al. 2022, arXiv 2205.14135, appendix B.4).
         memory_traffic: by a pointwise kernel's name, bytes moved over those of one fused kernel: forward, backward.
         expert_load: with expert parallelism, rows of the fullest rank's experts over those of the mean, for which the
             others wait.
@@ -104,6 +106,7 @@ class Kernels:
     """
 
     attention: Literal["flash1", "flash2", "cudnn"] = "flash2"
+    fused_dropout: bool = False
     memory_traffic: Mapping[str, Annotated[tuple[float, float], RATIOS]] = field(
         default_factory=dict[str, tuple[float, float]]
     )
@@ -394,7 +397,11 @@ class Recipe:
     file: str = field(default="", compare=False)
 
     def model_as_run(self, model: Blocks) -> Blocks:
-        """Return a model with the experts' slots that this framework computes on."""
+        """Return a model with the experts' slots that this framework computes on. If the fused attention drops
+        weights itself, the model's attention takes and keeps as much as one without dropout.
+        """
+        if self.kernels.fused_dropout and isinstance(model, GPT):
+            model = replace(model, drops_attention=False)
         if not isinstance(model, MoE):
             return model
         kernels = self.kernels
