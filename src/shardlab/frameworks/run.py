@@ -18,6 +18,7 @@ from shardlab.language import Mesh
 from shardlab.language.precision import Optimizer, Precision
 from shardlab.models import Blocks
 from shardlab.models.architectures import Llama, MoE
+from shardlab.planner.problem import plan_layers
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.recipe import Recipe
 from shardlab.simulate.predict.workload import Workload
@@ -128,8 +129,8 @@ def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Reci
     if piped and layout.units_of_stages:
         plan = replace(plan, layers_per_stage=layout.units_of_stages)
     if piped and layout.blocks_of_stages:
-        halves = plan.attention_apart or mesh.tp > 1 or bool(model.borrowed(model.layers - 1))
-        plan = replace(plan, layers_per_stage=_units(layout.blocks_of_stages, model, halves=halves))
+        units = plan_layers(model, plan).pipeline_units
+        plan = replace(plan, layers_per_stage=_units(layout.blocks_of_stages, units))
     return plan, recipe
 
 
@@ -137,14 +138,14 @@ LOOPED = ("interleaved-1f1b", "breadth-first")
 """Schedules whose number of stages on each rank can be chosen."""
 
 
-def _units(blocks: Sequence[int], model: Blocks, *, halves: bool) -> tuple[int, ...]:
-    """Return the `layers_per_stage` of a plan (empty: a stage would have no layer)."""
-    counts = list(blocks)
-    if halves:
-        counts = [2 * count for count in counts]
-        counts[-1] += 1
-    elif isinstance(model, MoE):
-        counts[-1] += 1
+def _units(blocks: Sequence[int], units: int) -> tuple[int, ...]:
+    """Return the `layers_per_stage` of a plan with so many pipeline units (empty: a stage would have none).
+
+    Units are blocks, or half-blocks and the head.
+    """
+    each = units // sum(blocks)
+    counts = [each * count for count in blocks]
+    counts[-1] += units - sum(counts)
     return tuple(counts) if min(counts) > 0 else ()
 
 

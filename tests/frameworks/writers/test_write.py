@@ -25,11 +25,13 @@ from shardlab.frameworks.writers.write import (
     plan_properties,
     write_step,
 )
+from shardlab.frameworks.yaml_file import read_yaml
 from shardlab.language import Mesh
 from shardlab.language.precision import find_precision
+from shardlab.models import Blocks
 from shardlab.models.named import find_model
 from shardlab.simulate.hardware import find_cluster
-from shardlab.simulate.predict.recipe import find_recipe, recipes
+from shardlab.simulate.predict.recipe import find_recipe, recipes, stages_by_cost
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
 
@@ -59,20 +61,24 @@ def write(folder: Path, written: Written) -> Path:
     return folder / next(iter(written.texts))
 
 
-def require_same(step: Workload, file: Path, written: Written, model: str) -> None:
+def require_same(step: Workload, file: Path, written: Written, model: str | Blocks) -> None:
     """The file has no key that is unknown, and means the step but for what is not said."""
-    config = read_config(str(file))
+    config = read_config(str(file), written.arguments)
     assert config.unknown == []
-    assert all(f"cannot be said here: {each}"[:60] in file.read_text(encoding="utf-8") for each in written.unsaid)
+    commented = [text for name, text in written.texts.items() if not name.endswith(".json")]
+    assert all(f"cannot be said here: {each}"[:60] in text for each in written.unsaid for text in commented)
     if written.unsaid:
         return
-    back = read_run(config, step.cluster).workload
+    says_model = not file.name.startswith(("ds_config", "accelerate"))
+    named = config if says_model else replace(config, model=str(model))
+    back = read_run(named, step.cluster).workload
     assert isinstance(step.plan, Plan)
     assert isinstance(back.plan, Plan)
     assert plan_properties(back, back.plan) == plan_properties(step, step.plan)
     assert (back.micro_batch_size, back.microbatches) == (step.micro_batch_size, step.microbatches)
     assert back.precision.name == step.precision.name
-    assert model_properties(back.model) == model_properties(find_model(model))
+    whole = find_model(model) if isinstance(model, str) else model
+    assert model_properties(back.model) == model_properties(whole)
 
 
 axes = {
@@ -128,6 +134,28 @@ def megatron_plans(draw: st.DrawFn) -> Plan:
 
 
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+
+
+@st.composite
+def nanotron_plans(draw: st.DrawFn) -> tuple[Plan, int]:
+    """Plans that nanotron can run, and the number of blocks: its stages have equal costs."""
+    mesh, layers = Mesh(**{name: draw(sizes) for name, sizes in axes.items()}), draw(st.sampled_from([16, 32]))
+    recipe = find_recipe("nanotron")
+    halves = mesh.tp > 1 or mesh.cp > 1
+    stages = stages_by_cost(replace(find_model("llama3-8b"), layers=layers), mesh.pp, halves=halves)
+    assume(mesh.pp == 1 or stages)
+    zero = draw(st.sampled_from([0, 1])) if mesh.dp_shard * mesh.cp > 1 else 0
+    return Plan(
+        mesh,
+        draw(st.sampled_from(["1f1b", "gpipe"])) if mesh.pp > 1 else "1f1b",
+        layers_per_stage=stages if mesh.pp > 1 else (),
+        reduce_at=recipe.defaults.reduction(sharded=zero > 0),
+        sequence_parallel=mesh.tp > 1 and draw(st.booleans()),
+        recompute=draw(st.sampled_from(["none", "full"])),
+        **sharded(zero, dp_shard=mesh.dp_shard, cp=mesh.cp),
+    ), layers
+
+
 slow = settings(deadline=None, max_examples=40, suppress_health_check=SUPPRESSED)
 
 
@@ -147,9 +175,40 @@ def test_a_plan_of_megatron_is_read_as_it_was_written(tmp_path: Path, plan: Plan
     early = "on" if plan.reduce_at == "layer" else "off"
     step = step_of(plan, "megatron-core", model, precision, gradients=gradients, dp_overlap=early)
     written = write_step(step, model)
-    if model == "llama3-8b":
-        assert written.unsaid == ()
+    assert written.unsaid == ()
     require_same(step, write(tmp_path, written), written, model)
+
+
+@slow
+@given(nanotron_plans(), st.sampled_from(["bf16", "bf16-fp32-grads", "fp16"]))
+def test_a_plan_of_nanotron_is_read_as_it_was_written(tmp_path: Path, found: tuple[Plan, int], precision: str) -> None:
+    plan, layers = found
+    step = step_of(plan, "nanotron", precision=precision)
+    step = replace(step, model=replace(step.model, layers=layers))
+    written = write_step(step, "llama3-8b")
+    assert written.unsaid == ()
+    require_same(step, write(tmp_path, written), written, step.model)
+
+
+REPLICAS = Plan(Mesh(dp_shard=8, dp_replicate=2), recompute="full", **sharded(3, dp_shard=8))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "plan"),
+    [
+        *(("deepspeed", Plan(Mesh(dp_shard=8), **sharded(stage, dp_shard=8))) for stage in range(4)),
+        ("deepspeed", Plan(Mesh(dp_shard=8), recompute="full", reduce_at="step", **sharded(2, dp_shard=8))),
+        *(("fsdp1", Plan(Mesh(dp_shard=8), **sharded(stage, dp_shard=8))) for stage in (0, 2, 3)),
+        ("fsdp1", REPLICAS),
+    ],
+)
+def test_a_plan_of_the_trainer_is_read_as_it_was_written(tmp_path: Path, recipe: str, plan: Plan) -> None:
+    step = step_of(plan, recipe, precision="bf16")
+    written = write_step(step, "llama3-8b")
+    assert written.unsaid == ()
+    file = write(tmp_path, written)
+    require_same(step, file, written, "llama3-8b")
+    assert "--model_name_or_path" in (tmp_path / "train.sh").read_text()
 
 
 @pytest.mark.parametrize("name", [name for name in recipes() if name in FRAMEWORK_OF_RECIPE])
@@ -200,8 +259,63 @@ def test_every_writer_has_a_recipe() -> None:
     assert set(FRAMEWORK_OF_RECIPE) <= set(recipes())
 
 
+# Schemas, with their sources, of files that need too much to be parsed by the framework itself.
+
+NANOTRON: dict[str, tuple[set[str], set[str]]] = {
+    "general": ({"project"}, {"run", "seed", "step", "consumed_train_samples", "ignore_sanity_checks"}),
+    "checkpoints": ({"checkpoints_path", "checkpoint_interval"}, {"save_initial_state", "resume_checkpoint_path"}),
+    "parallelism": (
+        {"dp", "pp", "tp"},
+        {
+            *("pp_engine", "tp_mode", "tp_linear_async_communication", "recompute_layer", "moe_layer_recompute"),
+            *("tp_recompute_allgather", "expert_parallel_size", "context_parallel_size"),
+        },
+    ),
+    "model": ({"model_config", "init_method"}, {"dtype", "make_vocab_size_divisible_by", "ddp_bucket_cap_mb"}),
+    "model.init_method": ({"std"}, set()),
+    "model.model_config": (
+        set(),
+        {
+            *("hidden_act", "hidden_size", "intermediate_size", "is_llama_config", "max_position_embeddings"),
+            *("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "rope_scaling"),
+            *("rope_theta", "rope_interleaved", "tie_word_embeddings", "vocab_size"),
+        },
+    ),
+    "optimizer": (
+        *({"optimizer_factory", "zero_stage", "weight_decay", "clip_grad", "accumulate_grad_in_fp32"},),
+        {"learning_rate_scheduler", "weight_decay_exclude_named_params"},
+    ),
+    "optimizer.optimizer_factory": ({"adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused"}, {"name"}),
+    "optimizer.learning_rate_scheduler": (
+        {"learning_rate", "lr_warmup_style", "lr_decay_style"},
+        {"lr_warmup_steps", "lr_decay_steps", "lr_decay_starting_step", "min_decay_lr"},
+    ),
+    "tokens": (
+        {"sequence_length", "train_steps", "micro_batch_size", "batch_accumulation_per_replica"},
+        {"val_check_interval", "limit_val_batches", "limit_test_batches"},
+    ),
+}
+"""Fields without defaults, and others, of the dataclasses that dacite reads strictly: huggingface/nanotron
+src/nanotron/config/config.py at 00708b80, parallelism_config.py at 19f88fbe and models_config.py at 025f3141."""
+
+
+@slow
+@given(nanotron_plans())
+def test_nanotrons_file_has_the_fields_that_it_asks_for_and_no_others(tmp_path: Path, found: tuple[Plan, int]) -> None:
+    plan, layers = found
+    step = step_of(plan, "nanotron")
+    written = write_step(replace(step, model=replace(step.model, layers=layers)), "llama3-8b")
+    document, _ = read_yaml(next(iter(written.texts.values())), "train.yaml")
+    assert {name for name in NANOTRON if "." not in name} == document.keys()
+    for place, (required, known) in NANOTRON.items():
+        section: Any = document
+        for name in place.split("."):
+            section = section[name]
+        assert required <= section.keys() <= required | known, place
+
+
 # The framework's own configuration code, where it is installed without what it needs to train:
-# pip install --no-deps "torchtitan<0.3"
+# pip install --no-deps "torchtitan<0.3" accelerate
 
 
 def test_torchtitan_itself_takes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,3 +333,14 @@ def test_torchtitan_itself_takes_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     job = config.ConfigManager().parse_args(["--job.config_file", str(file)])
     assert (job.parallelism.tensor_parallel_degree, job.parallelism.pipeline_parallel_degree) == (2, 2)
     assert (job.model.name, job.model.flavor, job.activation_checkpoint.mode) == ("llama3", "8B", "full")
+
+
+def test_accelerate_itself_takes_the_file(tmp_path: Path) -> None:
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    module = importlib.import_module("accelerate.commands.config.config_args")
+    plan = Plan(Mesh(dp_shard=8), recompute="full", **sharded(3, dp_shard=8))
+    file = write(tmp_path, write_step(step_of(plan, "fsdp1", precision="bf16"), "llama3-8b"))
+    config = module.load_config_from_file(str(file))
+    assert (config.num_processes, config.mixed_precision) == (8, "bf16")
+    assert config.fsdp_config["fsdp_sharding_strategy"] == "FULL_SHARD"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -64,6 +65,36 @@ def commented(remarks: Sequence[str], width: int = 118) -> str:
     """Return remarks as lines of comments."""
     lines = [line for each in remarks for line in textwrap.wrap(each, width, subsequent_indent="  ")]
     return "".join(f"# {line}\n" for line in lines)
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables within tables of keys such as "optimizer.zero_stage"."""
+    found: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        inside = found
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = value
+    return found
+
+
+def as_yaml(table: Mapping[str, Any], indent: str = "") -> str:
+    """Return a table of tables and plain values as YAML."""
+    lines: list[str] = []
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            lines.append(f"{indent}{key}:\n{as_yaml(cast(Mapping[str, Any], value), indent + '  ')}")
+        else:
+            lines.append(f"{indent}{key}: {_yaml_value(value)}\n")
+    return "".join(lines)
+
+
+def _yaml_value(value: Any) -> str:
+    if isinstance(value, float) and "e" in (text := repr(value)):
+        digits, _, power = text.partition("e")
+        return f"{digits}{'' if '.' in digits else '.0'}e{power}"  # without a point, YAML 1.1 reads a text
+    return json.dumps(value)
 
 
 UNPRICED = ("rope_theta", "rope_scaling", "norm_eps", "auxiliary")

@@ -12,7 +12,7 @@ from shardlab.common.errors import Refused, UserError
 from shardlab.common.fields import as_text
 from shardlab.frameworks.find import FRAMEWORKS
 from shardlab.frameworks.settings import Config, KeyTable
-from shardlab.frameworks.writers import megatron, torchtitan
+from shardlab.frameworks.writers import deepspeed, megatron, nanotron, torchtitan
 from shardlab.frameworks.writers.translation import Translation, model_properties
 from shardlab.planner.problem import plan_layers
 from shardlab.simulate.predict.recipe import Recipe
@@ -38,6 +38,9 @@ class Writer(NamedTuple):
 WRITERS: dict[str, Writer] = {
     "torchtitan": Writer((torchtitan.FILE,), torchtitan.translate, torchtitan.render),
     "megatron": Writer((megatron.FILE,), megatron.translate, megatron.render),
+    "nanotron": Writer((nanotron.FILE,), nanotron.translate, nanotron.render),
+    "deepspeed": Writer(deepspeed.FILES, deepspeed.translate, deepspeed.render),
+    "accelerate": Writer(deepspeed.ACCELERATE_FILES, deepspeed.translate_accelerate, deepspeed.render_accelerate),
 }
 """Every framework that is written."""
 
@@ -46,6 +49,9 @@ FRAMEWORK_OF_RECIPE = {
     "fsdp2": "torchtitan",
     "megatron-core": "megatron",
     "megatron-2022": "megatron",
+    "nanotron": "nanotron",
+    "deepspeed": "deepspeed",
+    "fsdp1": "accelerate",
 }
 """Framework of a recipe, and of those that build on it."""
 
@@ -57,11 +63,13 @@ class Written(NamedTuple):
         framework: name of the framework.
         texts: text of each file by name, that which `explain` reads first.
         unsaid: what of the step the files cannot say.
+        arguments: words after `--` with which `explain` reads the first file.
     """
 
     framework: str
     texts: Mapping[str, str]
     unsaid: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
 
 
 def framework_of(recipe: Recipe) -> str:
@@ -94,7 +102,8 @@ def write_step(step: Workload, model: str) -> Written:
     head = f"written by shardlab plan: {model} on {step.cluster}, recipe {step.recipe.title}"
     remarks = [head, *(f"cannot be said here: {each}" for each in unsaid)]
     texts = zip(writer.files, writer.render(found, step, remarks), strict=True)
-    return Written(name, dict(texts), tuple(unsaid))
+    words = deepspeed.arguments(found, name) if name in ("deepspeed", "accelerate") else ()
+    return Written(name, dict(texts), tuple(unsaid), words)
 
 
 def differences(step: Workload, found: Translation, framework: str, model: str) -> list[str]:
@@ -127,7 +136,11 @@ def _compared(step: Workload, back: Workload, found: Translation) -> Iterator[tu
         theirs |= model_properties(back.model)
     for name in {**mine, **theirs}:
         if mine.get(name) != theirs.get(name):
-            yield name.replace("_", " "), as_text(mine.get(name)) or "none", as_text(theirs.get(name)) or "none"
+            yield name.replace("_", " "), _text(mine.get(name)), _text(theirs.get(name))
+
+
+def _text(value: Any) -> str:
+    return (value if isinstance(value, str) else as_text(value)) or "none"
 
 
 def _other_properties(step: Workload) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""Write a step as DeepSpeed's JSON or accelerate's YAML, with a script that gives the Trainer's arguments.
+
+Neither file says the model and the sequence, which are arguments of the training program. JSON has no comments, so what
+cannot be said stands in the script.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlab.frameworks import deepspeed
+from shardlab.frameworks.settings import KeyTable
+from shardlab.frameworks.writers.translation import Translation, as_yaml, commented, nested, plan_of
+from shardlab.simulate.predict.workload import Workload
+
+FILES = ("ds_config.json", "train.sh")
+ACCELERATE_FILES = ("accelerate.yaml", "train.sh")
+
+KEYS = {
+    "micro_batch_size": "--per_device_train_batch_size",
+    "accumulation": "--gradient_accumulation_steps",
+    "seq_len": "--max_seq_length",
+}
+"""Arguments of the Trainer, which accelerate's file does not have."""
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "bf16-fp32-grads": {"bf16": True, "gradient_dtype": "fp32"},
+    "fp16": {"fp16": True},
+}
+"""Values of DeepSpeed's meanings by precision."""
+
+OF_PYTORCH = frozenset({"attention"})
+"""Switches of the recipe that depend on PyTorch's version, and not on a file."""
+
+SHARED = {3: "FULL_SHARD", 2: "SHARD_GRAD_OP", 0: "NO_SHARD"}
+"""Sharding strategies of FSDP by stage of ZeRO."""
+
+
+def translate(step: Workload) -> Translation:
+    """Return the values of DeepSpeed's keys for a step."""
+    plan, unsaid = plan_of(step), list[str]()
+    values: dict[str, Any] = {"zero": plan.zero_stage, "overlap": plan.reduce_at == "layer"}
+    values |= _batch(step) | PRECISIONS.get(step.precision.name, {})
+    values |= {"global_batch": step.microbatches * step.micro_batch_size}
+    return Translation(values | _program(step, unsaid), tuple(unsaid), says_model=False, switches=OF_PYTORCH)
+
+
+def _batch(step: Workload) -> dict[str, Any]:
+    each = step.microbatches // plan_of(step).data_ranks
+    return {"micro_batch_size": step.micro_batch_size, "accumulation": each}
+
+
+def _program(step: Workload, unsaid: list[str]) -> dict[str, Any]:
+    """Return the values that are arguments of the training program."""
+    recompute = plan_of(step).recompute
+    if recompute not in ("none", "full"):
+        unsaid.append("recomputation of some blocks; --gradient_checkpointing recomputes all")
+    if step.optimizer != "adamw":
+        unsaid.append(f"the optimizer {step.optimizer}; give it to the training program")
+    return {"seq_len": step.model.seq_len, **({"recompute": True} if recompute == "full" else {})}
+
+
+def render(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str, str]:
+    """Return the texts of DeepSpeed's JSON and of the script."""
+    inside, flags = _divided(found, deepspeed.NAME, {})
+    cluster = step.cluster
+    start = f"deepspeed --num_nodes {cluster.nodes} --num_gpus {cluster.per_node} train.py --deepspeed {FILES[0]}"
+    batch = [f"{KEYS[meaning]} {found.values[meaning]}" for meaning in ("micro_batch_size", "accumulation")]
+    half = [f"--{name}" for name in ("bf16", "fp16") if found.values.get(name)]  # the Trainer compares them
+    return json.dumps(nested(inside), indent=2) + "\n", _script(remarks, start, [*batch, *half, *flags])
+
+
+def translate_accelerate(step: Workload) -> Translation:
+    """Return the values of accelerate's keys for a step."""
+    plan, unsaid = plan_of(step), list[str]()
+    mesh, zero = plan.mesh, plan.zero_stage
+    shared = mesh.dp_shard * mesh.dp_replicate > 1
+    values: dict[str, Any] = {"kind": "FSDP" if zero > 1 else "MULTI_GPU" if shared else "NO"}
+    if zero > 1:
+        strategy = SHARED[zero]
+        if mesh.dp_replicate > 1:
+            strategy = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}[strategy]
+        values["strategy"] = strategy
+    values |= {"precision": {"bf16": "bf16", "bf16-fp32-grads": "bf16", "fp16": "fp16"}.get(step.precision.name, "no")}
+    values |= {axis: size for axis in ("tp", "cp") if (size := getattr(mesh, axis)) > 1}
+    values |= _batch(step) | _program(step, unsaid)
+    return Translation(values, tuple(unsaid), says_model=False, switches=OF_PYTORCH)
+
+
+def render_accelerate(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str, str]:
+    """Return the texts of accelerate's YAML and of the script."""
+    inside, flags = _divided(found, deepspeed.ACCELERATE, KEYS)
+    cluster = step.cluster
+    written = {"compute_environment": "LOCAL_MACHINE", **inside, "num_machines": cluster.nodes}
+    written |= {"num_processes": cluster.size, "machine_rank": 0, "main_training_function": "main", "use_cpu": False}
+    if found.values["kind"] == "FSDP":
+        written["fsdp_config.fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+    start = f"accelerate launch --config_file {ACCELERATE_FILES[0]} train.py"
+    return commented(remarks) + as_yaml(nested(written)), _script(remarks, start, flags)
+
+
+def arguments(found: Translation, framework: str) -> tuple[str, ...]:
+    """Return the words of the training program that belong to the file."""
+    _, flags = _divided(found, framework, KEYS if framework == deepspeed.ACCELERATE else {})
+    return tuple(word for flag in flags for word in flag.split())
+
+
+def _divided(found: Translation, framework: str, names: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys of the file with their values, and the arguments of the training program."""
+    table = KeyTable.load(framework)
+    inside: dict[str, Any] = {}
+    flags: list[str] = []
+    for meaning, value in found.values.items():
+        key = names.get(meaning, table.write(meaning, value).key)
+        if key.startswith("--"):
+            flags.append(key if value is True else f"{key} {value}")
+        else:
+            inside[key] = value
+    return inside, flags
+
+
+def _script(remarks: Sequence[str], start: str, flags: Sequence[str]) -> str:
+    more = (
+        "add --model_name_or_path, the data and the learning rate; train.py is your program with transformers.Trainer"
+    )
+    lines = [start, *flags, '"$@"']
+    return "#!/bin/bash\n" + commented([*remarks, more]) + " \\\n    ".join(lines) + "\n"
