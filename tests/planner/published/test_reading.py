@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardlab.cli.step_request import StepRequest
 from shardlab.language import Mesh, UserError
 from shardlab.planner.published import reading
-from shardlab.planner.published.reading import find_name, layers_per_stage, read_run
+from shardlab.planner.published.reading import (
+    BETWEEN,
+    find_name,
+    layers_per_stage,
+    network_in,
+    nics_in,
+    read_run,
+)
 from shardlab.planner.published.records import GIB, Incomplete, RunRecord, read_figures, read_rows
 from shardlab.simulate.predict.recipe import Recipe, find_recipe
 
@@ -189,6 +198,42 @@ def test_a_network_that_is_called_by_its_family_is_that_of_its_cloud() -> None:
     batch = {"global_sequences": 8, "micro_batch": 4}
     run = read_run(row | {"parallelism": row["parallelism"] | {"dp": 2}, "batch": batch})
     assert "network: 32 x efa-100 a node" in run.assumed
+
+
+def test_a_text_with_both_links_gives_the_network_and_its_nics() -> None:
+    hardware = {"network": None, "nics": None, "interconnect": "NVLink3 intra-node; 4x HDR InfiniBand", "gpus": 16}
+    row = changed("korthikanti-t5-22B-full", "hardware", **hardware)
+    batch = {"global_sequences": 8, "micro_batch": 4}
+    cluster = read_run(row | {"parallelism": row["parallelism"] | {"dp": 2}, "batch": batch}).workload.cluster
+    assert (cluster.inter_node.name, cluster.nics) == ("infiniband-hdr", 4)
+
+
+INSIDE = [
+    "NVLink3 intra-node",
+    "NVLink4",
+    "PCIe5 inside a node",
+    "NVSwitch, NVLink5",
+    "Infinity Fabric 3",
+    "8x NVLink3",
+]
+
+
+@given(st.sampled_from(BETWEEN), st.lists(st.sampled_from(INSIDE), max_size=2), st.integers(1, 16), st.booleans())
+def test_a_network_between_nodes_is_never_a_link_inside_them(
+    name: str, inside: list[str], count: int, first: bool
+) -> None:
+    told = f"{count}x {' '.join(name.split('-')).upper()}"
+    text = "; ".join([told, *inside] if first else [*inside, told])
+    found = network_in(text)
+    assert found is not None
+    assert found[0] == name or found[0].startswith("efa")
+    assert nics_in(text) == count
+
+
+@pytest.mark.parametrize("text", [*INSIDE, "; ".join(INSIDE)])
+def test_a_link_inside_nodes_names_no_network_unless_the_text_says_so(text: str) -> None:
+    assert network_in(text) is None
+    assert network_in("NVLink5 between nodes") == ("nvlink5", 1)
 
 
 @pytest.mark.parametrize(

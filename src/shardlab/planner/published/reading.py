@@ -186,7 +186,7 @@ def cluster_of(record: RunRecord) -> Cluster:
     per_node = min(hardware.gpus_per_node or usual.devices, hardware.gpus)
     told = (hardware.network, 1) if hardware.network else network_in(hardware.interconnect)
     network, each = told or (usual.inter_node, 1)
-    nics = hardware.nics or per_node * each
+    nics = hardware.nics or (None if hardware.network else nics_in(hardware.interconnect)) or per_node * each
     nodes = math.ceil(hardware.gpus / per_node)
     on_board = hardware.gpus_per_node or usual.devices
     intra_node, host = find_link(usual.link_between(on_board)), find_link(usual.host)
@@ -342,16 +342,42 @@ NETWORKS = {"efa": ("efa-100", 4)}
 """Networks that are called by a family's name: the link, and how many of them a device has (AWS p5: 32 of 100 Gb/s)."""
 
 
-def network_in(text: str | None) -> tuple[str, int] | None:
-    """The link that a text names, and how many of them a device has (None: it names none that is known here).
+_INSIDE = {re.split(r"[^a-z]", name)[0] for node in NODES.values() for name in (node.intra_node, node.host, "nvme")}
 
-    >>> network_in("NVLink; EFA"), network_in("a fast network")
-    (('efa-100', 4), None)
+BETWEEN = [name for name in LINKS if re.split(r"[^a-z]", name)[0] not in _INSIDE]
+"""Links between nodes. A text that names another link describes the inside of a node."""
+
+
+def network_in(text: str | None) -> tuple[str, int] | None:
+    """The link between nodes that a text names, and how many of them a device has (None: it names none that is known).
+
+    A link inside nodes is taken only where the text says that it leads to other nodes.
+
+    >>> network_in("NVLink3 intra-node; 8x HDR InfiniBand"), network_in("NVLink; EFA"), network_in("a fast network")
+    (('infiniband-hdr', 1), ('efa-100', 4), None)
+    >>> network_in("NVLink4"), network_in("NVLink4 between nodes")
+    (None, ('nvlink4', 1))
     """
     if (family := find_name(text, NETWORKS)) is not None:
         return NETWORKS[family]
-    link = find_name(text, LINKS)
+    link = find_name(text, BETWEEN)
+    if link is None:
+        parts = re.split(r"[;,.]", text or "")
+        crossing = [part for part in parts if re.search(r"inter-?node|(between|across) nodes", part)]
+        link = next(filter(None, (find_name(part, LINKS) for part in crossing)), None)
     return None if link is None else (link, 1)
+
+
+def nics_in(text: str | None) -> int | None:
+    """The number of NICs that a text gives before the name of a network (None: it gives none).
+
+    >>> nics_in("NVLink3 intra-node; 8x HDR InfiniBand"), nics_in("4 x EFA"), nics_in("8x A100; InfiniBand")
+    (8, 4, None)
+    """
+    for part in re.split(r"[;,]", text or ""):
+        if network_in(part) and (found := re.match(r"\s*(\d+) ?x\b", part.lower())) and "per gpu" not in part.lower():
+            return int(found[1])
+    return None
 
 
 def find_name(text: str | None, names: Iterable[str]) -> str | None:
