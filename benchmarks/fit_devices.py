@@ -22,7 +22,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,16 +36,20 @@ from shardlab.planner.published.predict import predict
 from shardlab.planner.published.reading import read_run
 from shardlab.planner.published.records import Incomplete, read_rows
 from shardlab.simulate.hardware import DEVICES, LINKS, device
-from shardlab.simulate.hardware.device import CONSTANTS
-from shardlab.simulate.predict.recipe import Recipe, recipes
+from shardlab.simulate.hardware.device import CONSTANTS, Figure
+from shardlab.simulate.predict.recipe import Recipe, recipes, variants
 from shardlab.simulate.predict.workload import Workload
 
 RUNS = Path(__file__).parent / "published_runs.json"
 STEP, NOISE, WIDTH, LEAST = 0.02, 0.05, 0.30, -0.9
 """Relative change of a constant for its derivative, relative error of a run, width of a prior, and least change."""
 
-OTHER = {"a100-40gb": "h100", "h100": "a100-40gb", "h100-96gb": "h100", "b200": "h100"}
+OTHER = {"a100-40gb": "h100", "h100": "a100-40gb", "h100-96gb": "h100", "h200": "h100", "gb200": "h100"}
 """For each device, another one whose figures are the prior of its own."""
+
+PRIORS = {("mi300x", "matmul.bfloat16"): 0.42}
+"""Priors that no device gives: H100's share of its peak, scaled by what large products reach on both (51.4 and 80.3 %;
+stas00/ml-engineering, compute/accelerator/README.md, Maximum Achievable Matmul FLOPS)."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Constant:
         key: of a figure of several numbers, which.
         value: today's.
         prior: what is expected without any run.
+        figure: of a recipe's number, the figure that a recipe with it has.
     """
 
     owner: str
@@ -65,6 +70,7 @@ class Constant:
     key: Any
     value: float
     prior: float
+    figure: Figure | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.owner} {self.name}{'' if self.key is None else f'.{self.key}'}".strip()
@@ -88,7 +94,7 @@ def _same_kind(link: str, other: str) -> bool:
 
 
 def _has(recipe: Recipe, constant: Constant) -> bool:
-    return recipe.figures.get(constant.name) == recipes()[constant.owner].figures[constant.name]
+    return recipe.figures.get(constant.name) == constant.figure
 
 
 def constants() -> list[Constant]:
@@ -104,10 +110,11 @@ def _of_devices() -> Iterator[Constant]:
         seen.add(id(row.efficiency))
         other = DEVICES[OTHER.get(owner, "h100")].efficiency.figures
         for name, figure in row.efficiency.figures.items():
-            if not figure.fitted_to or name == "matmul.bfloat16":
-                continue
+            twin = row.efficiency.figures.get("matmul.float16")
+            if not figure.fitted_to or (name == "matmul.bfloat16" and twin is not None and twin.fitted_to):
+                continue  # one constant for both
             value: Any = figure.value
-            like = other[name].value if name in other else value
+            like = PRIORS.get((owner, name), other[name].value if name in other else value)
             if isinstance(value, list):
                 pair = cast(list[float], value)
                 yield from (Constant(owner, name, n, each, like[n]) for n, each in enumerate(pair))
@@ -126,7 +133,8 @@ def _of_links() -> Iterator[Constant]:
 
 def _of_recipes() -> Iterator[Constant]:
     seen: list[Any] = []
-    for owner, recipe in recipes().items():
+    every = [each for recipe in recipes().values() for each in (recipe, *(other for *_, other in variants(recipe)))]
+    for recipe in every:
         for name, figure in recipe.figures.items():
             if not figure.fitted_to or isinstance(figure.value, bool) or (name, figure) in seen:
                 continue
@@ -135,9 +143,9 @@ def _of_recipes() -> Iterator[Constant]:
             neutral, value = getattr(getattr(Recipe(), group), field), figure.value
             if isinstance(value, Mapping):
                 shares = cast(Mapping[str, float], value)
-                yield from (Constant(owner, name, key, each, 0.0) for key, each in shares.items())
-            else:
-                yield Constant(owner, name, None, value, value if neutral is None else neutral)
+                yield from (Constant(recipe.name, name, key, each, 0.0, figure) for key, each in shares.items() if each)
+            elif value:
+                yield Constant(recipe.name, name, None, value, value if neutral is None else neutral, figure)
 
 
 def _of_all() -> Iterator[Constant]:
