@@ -13,8 +13,14 @@ from shardlab.models import GPT
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.estimate import estimate
 from shardlab.simulate.predict.folding import fold
-from shardlab.simulate.predict.forecast import extrapolate, forecast, microbatches_to_replay
-from shardlab.simulate.predict.recipe import Kernels, Recipe
+from shardlab.simulate.predict.forecast import (
+    LEAST_EFFECT,
+    extrapolate,
+    forecast,
+    microbatches_to_replay,
+    switch_effects,
+)
+from shardlab.simulate.predict.recipe import Kernels, Recipe, find_recipe
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
 from tests.simulate.timeline.fakes import FakePrices
@@ -71,3 +77,24 @@ def test_what_a_step_takes_beside_its_ops_is_counted_once() -> None:
     step = Workload(plan, GPT(), devices, 64, 1, find_precision("bf16"), recipe=Recipe())
     slow = replace(step, recipe=Recipe(kernels=Kernels(step_seconds=0.5)))
     assert forecast(slow).seconds == pytest.approx(forecast(step).seconds + 0.5)
+
+
+def test_the_switches_that_matter_are_named_with_their_effect() -> None:
+    """Each is the time of the step with that value, over its time now."""
+    plan = Plan(Mesh(dp_shard=8), shard_parameters=("dp_shard",), shard_optimizer=("dp_shard",))
+    model = GPT(layers=4, hidden_size=1024, heads=8, seq_len=4096, vocab_size=50304)
+    recipe = find_recipe("torchtitan")
+    step = Workload(plan, model, find_cluster("h100x8"), 16, 1, find_precision("bf16"), recipe=recipe)
+    seconds = forecast(step).seconds
+    effects = {(each.name, each.value): each for each in switch_effects(step, seconds)}
+    slower = forecast(replace(step, recipe=find_recipe("torchtitan", {"attention": "flash2"}))).seconds
+    assert effects["attention", "flash2"].time == pytest.approx(slower / seconds - 1)
+    assert effects["attention", "flash2"].now == "cudnn"
+    assert ("async_tp", "on") not in effects, "there is no tensor parallelism"
+    assert all(abs(each.time) >= LEAST_EFFECT for each in effects.values())
+
+
+def test_a_recipe_without_switches_has_no_effects() -> None:
+    model = GPT(layers=2, hidden_size=64, heads=2, seq_len=64, vocab_size=256)
+    step = Workload(Plan(Mesh(dp_shard=2)), model, find_cluster("h100x2"), 2, 1, find_precision("bf16"))
+    assert switch_effects(step, forecast(step).seconds) == []

@@ -215,6 +215,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
         written: files that were written.
     """
     from shardlab.simulate.predict.confidence import may_not_fit, step_confidence, sure_as_json
+    from shardlab.simulate.predict.forecast import switch_effects
     from shardlab.simulate.predict.memory_advice import assumed_figures
     from shardlab.simulate.predict.recipe import OWN
 
@@ -264,6 +265,10 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     if result.forecast is None:
         report.fact("ops", f"{ops:,}, of {_ranks_text(result)}", ops=ops, ranks_simulated=program.ranks)
     report.fact("check", _check_text(result), checked=result.checked)
+    effects = switch_effects(workload, step)
+    if effects:
+        report.fact("switches", "; ".join(map(str, effects)) + " of the step time")
+    report.data["switch_effects"] = [asdict(each) for each in effects]
     add_network(report, workload.cluster, slower_with_few_nics(workload))
     sure = step_confidence(workload)
     doubt = may_not_fit(sure, held)

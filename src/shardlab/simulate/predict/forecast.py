@@ -19,6 +19,7 @@ from shardlab.simulate.predict.compressed.short_model import NotPeriodicError, s
 from shardlab.simulate.predict.compressed.step import PipelineRank, StepCompressor
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.predict.memory import DeviceMemory, device_memory
+from shardlab.simulate.predict.recipe import variants
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import model_layers
@@ -63,6 +64,51 @@ def forecast(workload: Workload) -> Forecast:
 
 Replayed = tuple[float, Sequence[Peak]]
 """Seconds of a step, and the peak of each rank of its pipeline."""
+
+
+@dataclass(frozen=True)
+class SwitchEffect:
+    """Change of a step if one switch of its recipe had another value.
+
+    Attributes:
+        name: name of the switch.
+        value: the other value.
+        now: the value of the recipe.
+        time: relative change of the step time.
+    """
+
+    name: str
+    value: str
+    now: str
+    time: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value} instead of {self.now} {self.time:+.0%}"
+
+
+LEAST_EFFECT = 0.01
+"""Smallest relative change of a step time for which a switch matters."""
+
+
+def switch_effects(workload: Workload, seconds: float) -> list[SwitchEffect]:
+    """Return the switches that matter for the time of a step, largest effect first; none for a program of its own.
+
+    Args:
+        workload: the step of a plan.
+        seconds: its forecast time.
+    """
+    if not isinstance(workload.plan, Plan) or workload.pass_names != "none":
+        return []
+    recipe, found = workload.recipe, list[SwitchEffect]()
+    for name, value, other in variants(recipe):
+        saved = replace(other.memory.saved, per_op=recipe.memory.saved.per_op)
+        changed = replace(other, memory=replace(other.memory, saved=saved))
+        if (changed.kernels, changed.overlap, changed.memory) == (recipe.kernels, recipe.overlap, recipe.memory):
+            continue
+        time = forecast(replace(workload, recipe=changed)).seconds / seconds - 1
+        if abs(time) >= LEAST_EFFECT:
+            found.append(SwitchEffect(name, value, recipe.switches[name].value, time))
+    return sorted(found, key=lambda each: -abs(each.time))
 
 
 def _replay_every_op(workload: Workload, each: int) -> Replayed:
