@@ -289,10 +289,6 @@ def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
     return Schedule("edited", of_rank, "the page", lambda stage, ranks: placed[stage], stages)
 
 
-def _title(entry: CourseEntry) -> str:
-    return f"{entry.exercise.number}: {entry.exercise.title}"
-
-
 def _judgement(name: str, result: ExerciseGrade, files: dict[str, str]) -> Judgement:
     """Return the judgement of a version of an exercise, from its grade."""
     step = None if result.checked is None else _step(name, result.checked, TEACHING_COSTS)
