@@ -36,8 +36,8 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.plan.rank_plan import model_layers
 from shardlab.strategies.schedules import Action, Schedule
+from shardlab.strategies.schedules.files import schedule_files
 from shardlab.strategies.schedules.pytorch_csv import ACTIONS, check_rows, export_csv, parse_cells
-from shardlab.strategies.schedules.steps import Steps
 
 LEVELS = range(13, 21)
 """Numbers of the exercises about pipelines."""
@@ -127,7 +127,7 @@ class ScheduleEditor(Editor):
         program = trace(program_from_plan(plan), plan.mesh, self.sizes, self.microbatches)
         proof = apply_passes(check(program), plan.passes or "none")
         steps = plan.steps(model_layers(self.sizes).pipeline_units, self.microbatches)
-        return Judgement("", legal=True, step=_step(self.name, proof, self.costs), files=_files(steps))
+        return Judgement("", legal=True, step=_step(self.name, proof, self.costs), files=schedule_files(steps))
 
 
 class ScheduleLevel(Editor):
@@ -148,7 +148,7 @@ class ScheduleLevel(Editor):
 
     def _judged(self, text: str) -> Judgement:
         schedule = schedule_of(text, self.exercise.mesh.pp, self._microbatches)
-        files = _files(self._plan(schedule).steps(self._units, self._microbatches))
+        files = schedule_files(self._plan(schedule).steps(self._units, self._microbatches))
         return _judgement(self.name, grade(self.exercise, schedule), files)
 
     def _plan(self, schedule: Schedule) -> Plan:
@@ -307,41 +307,6 @@ def _start_of(entry: CourseEntry) -> Schedule:
     return Schedule(entry.name, found, stages_per_rank=entry.exercise.stages_per_rank)
 
 
-def _files(steps: Steps) -> dict[str, str]:
-    """Return a schedule as files that `shardlab train --schedule` reads; the CSV files are those of PyTorch."""
-    rows = export_csv(steps, form="compute_only").splitlines()
-    program = PROGRAM.format(
-        rows="".join(f'    "{row.replace(",", " ")}",\n' for row in rows),
-        ranks=", ".join(map(str, steps.ranks_of_stages)),
-        each=steps.stages // len(steps.of_ranks),
-        sizes=f"{len(steps.of_ranks)} ranks and {steps.microbatches} microbatches",
-    )
-    return {
-        "schedule.csv": export_csv(steps, form="compute_only"),
-        "schedule-with-messages.csv": export_csv(steps, form="compute_comms"),
-        "schedule.py": program,
-    }
-
-
-PROGRAM = '''"""Pipeline schedule for {sizes}: --schedule schedule.py:edited."""
-
-from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward, Schedule
-
-KINDS = {{"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}}
-RANKS_OF_STAGES = ({ranks},)
-ACTIONS = (
-{rows})
-
-
-def actions(rank, ranks, microbatches, stages_per_rank):
-    for word in ACTIONS[rank].split():
-        kind = next(letter for letter in word if letter in KINDS)
-        stage, microbatch = map(int, word.split(kind))
-        yield KINDS[kind](stage, microbatch)
-
-
-edited = Schedule("edited", actions, placement=lambda stage, ranks: RANKS_OF_STAGES[stage], stages_per_rank={each})
-'''
 """Text of a schedule as a Python file."""
 
 

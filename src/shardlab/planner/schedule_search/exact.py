@@ -1,0 +1,150 @@
+"""Exact search for small problems with OR-tools' constraint solver CP-SAT, an optional dependency (`shardlab[search]`).
+
+The model has the start of every pass: passes of a rank do not overlap, each comes after those that it needs, and the
+activations of a rank stay within the limit. Microbatches of a stage keep their order, since they are alike. The solver
+gives a bound that no schedule can beat, and if it ends, a schedule that reaches it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from shardlab.common.errors import UserError
+from shardlab.planner.schedule_search.timing import Passes, Timing, timing_of
+
+MOST_PASSES = 600
+"""Passes of the largest problem that the solver is given. It seldom proves anything about a larger one in a minute."""
+
+RESOLUTION = 100_000
+"""Units of the solver in the time of the known schedule. Times are rounded down to them, so that bounds are true."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Result of the exact search.
+
+    Attributes:
+        lower_bound: time that no schedule can beat.
+        timing: a schedule that is faster than the known one (None: none was found).
+        is_complete: whether the solver has ended: up to `1 / RESOLUTION`, no schedule is faster than the faster of the
+            known one and `timing`.
+    """
+
+    lower_bound: float
+    timing: Timing | None
+    is_complete: bool
+
+
+def has_solver() -> bool:
+    """Return whether OR-tools is installed."""
+    return importlib.util.find_spec("ortools") is not None
+
+
+def prove(known: Timing, seconds: float, workers: int = 2) -> Proof:
+    """Look for a faster schedule than a known one, and for a bound of all schedules.
+
+    Args:
+        known: a schedule that fits in memory.
+        seconds: time for the solver.
+        workers: threads of the solver.
+
+    Raises:
+        UserError: if OR-tools is not installed, or the problem has more than `MOST_PASSES` passes.
+    """
+    passes = known.passes
+    if passes.count > MOST_PASSES:
+        raise UserError(
+            f"the problem has {passes.count:,} passes, and the exact search takes at most {MOST_PASSES:,}; take fewer "
+            "ranks or microbatches"
+        )
+    if not has_solver():
+        raise UserError('the exact search needs OR-tools; install it with pip install "shardlab[search]"')
+    from ortools.sat.python import cp_model
+
+    unit = known.time / RESOLUTION
+    model: Any = cp_model.CpModel()
+    starts, target = _model(model, passes, known, unit)
+    solver: Any = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers
+    status = solver.solve(model)
+    problem = passes.problem
+    bound = max(problem.lower_bound, solver.best_objective_bound * unit)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Proof(min(bound, known.time), None, is_complete=status == cp_model.INFEASIBLE)
+    orders = [sorted(order, key=lambda each: (solver.value(starts[each]), each)) for order in known.orders]
+    timing = timing_of(passes, orders)
+    if timing is None or not passes.fits(orders) or timing.time >= known.time * (1 - 1e-9):
+        timing = None
+    best = known.time if timing is None else timing.time
+    return Proof(min(bound, best), timing, is_complete=status == cp_model.OPTIMAL and bound >= best * (1 - 1e-3))
+
+
+def _model(model: Any, passes: Passes, known: Timing, unit: float) -> tuple[list[Any], Any]:
+    """Add the variables and the rules of a problem to a model, and return the starts and the objective."""
+    problem = passes.problem
+    horizon = RESOLUTION + 1
+
+    def units(time: float) -> int:
+        return math.floor(time / unit)
+
+    durations = [units(time) for time in passes.duration]
+    starts = [model.new_int_var(0, horizon, f"s{each}") for each in range(passes.count)]
+    for each in range(passes.count):
+        model.add_hint(starts[each], units(known.end[each] - passes.duration[each]))
+        for need, lag in passes.needs[each]:
+            model.add(starts[each] >= starts[need] + durations[need] + units(lag))
+    ends: list[Any] = []
+    scale = 10_000 / (max(stage.activation for stage in problem.stages) or 1.0)
+    for order, limit in zip(known.orders, problem.limits, strict=True):
+        model.add_no_overlap(
+            [model.new_fixed_size_interval_var(starts[each], durations[each], f"i{each}") for each in order]
+        )
+        end = model.new_int_var(0, horizon, "end")
+        for each in order:
+            model.add(end >= starts[each] + durations[each])
+        first = model.new_int_var(0, horizon, "first")
+        if problem.objective == "span":
+            for each in order:
+                model.add(first <= starts[each])
+        else:
+            model.add(first == 0)
+        ends.append(end - first)
+        if math.isfinite(limit):
+            _limit_memory(model, passes, order, starts, durations, limit, scale)
+    for row in range(3 * len(problem.stages)):
+        numbers = range(row * problem.microbatches, (row + 1) * problem.microbatches)
+        for one, other in pairwise(numbers):
+            model.add(starts[one] + durations[one] <= starts[other])
+    target = model.new_int_var(0, horizon, "time")
+    for end in ends:
+        model.add(target >= end)
+    model.minimize(target)
+    return starts, target
+
+
+def _limit_memory(
+    model: Any,
+    passes: Passes,
+    order: list[int],
+    starts: list[Any],
+    durations: list[int],
+    limit: float,
+    scale: float,
+) -> None:
+    """Limit the activations of a rank: they change when a pass ends, and those of a forward pass when it starts.
+
+    Amounts are rounded in favour of schedules, so that bounds are true.
+    """
+    times: list[Any] = []
+    changes: list[int] = []
+    for each in order:
+        change = passes.memory[each]
+        if change:
+            times.append(starts[each] + (0 if change > 0 else durations[each]))
+            changes.append(math.floor(change * scale) if change > 0 else -math.floor(-change * scale))
+    model.add_reservoir_constraint(times, changes, -len(order), math.ceil(limit * scale))

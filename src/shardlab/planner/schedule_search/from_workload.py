@@ -1,0 +1,177 @@
+"""Schedule problems of real steps: costs of the stages of a plan for a model on a cluster, in seconds and bytes.
+
+`problem_of` replays one microbatch of the plan, forth and back with split backward passes, and reads off the time of
+each pass of each stage and the memory that it leaves. `with_schedule` puts a found schedule into the step, whose replay
+then says what it takes with all that the search leaves out: gathers and reductions, updates and queues of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from shardlab.language import Op, OpKind
+from shardlab.planner.schedule_search.problem import Objective, Placement, ScheduleProblem, StageCosts
+from shardlab.simulate.predict.estimate import Estimate
+from shardlab.simulate.predict.memory import tensor_budget
+from shardlab.simulate.predict.workload import Workload
+from shardlab.simulate.timeline.prices import rank_of
+from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.rank_plan import model_layers
+from shardlab.strategies.schedules.actions import Action, BackwardInput, BackwardWeight, Forward, Schedule, loop, vee
+from shardlab.strategies.schedules.steps import Steps
+
+_PASSES = (
+    frozenset({OpKind.FORWARD, OpKind.ATTEND}),
+    frozenset({OpKind.LOSS, OpKind.LOSS_STATS, OpKind.RECOMPUTE, OpKind.BACKWARD_INPUT, OpKind.ATTEND_BACKWARD}),
+    frozenset({OpKind.BACKWARD_WEIGHT}),
+)
+"""Kinds of the ops of a forward pass and of the two halves of a backward pass."""
+
+_ANY_PASS = frozenset[OpKind]().union(*_PASSES)
+
+
+def problem_of(
+    workload: Workload,
+    *,
+    placement: Placement = "loop",
+    stages_per_rank: int = 1,
+    memory: float | None = None,
+    objective: Objective = "step",
+) -> ScheduleProblem:
+    """Return the schedule problem of a pipeline plan: times in seconds, memory in bytes.
+
+    Args:
+        workload: the step. The schedule of its plan does not matter.
+        placement: placement of stages on ranks.
+        stages_per_rank: number of stages of each rank.
+        memory: bytes of tensors on each rank at its peak (None: as much as the device holds).
+        objective: time to minimize.
+
+    Raises:
+        UserError: if the model has too few layers for so many stages, or one microbatch does not fit.
+    """
+    plan = workload.plan
+    assert isinstance(plan, Plan)
+    place = vee if placement == "vee" else loop
+    ranks = plan.mesh.pp
+    single = replace(
+        workload,
+        plan=replace(plan, schedule=_forth_and_back(placement, stages_per_rank), stages_per_rank=None, passes=None),
+        microbatches=plan.data_ranks,
+        passes="none",
+    )
+    estimate = single.estimate()
+    model = model_layers(single.sizes)
+    assert isinstance(single.plan, Plan)
+    units = single.plan.bounds(model.pipeline_units, model.units_text)
+    cuts = [model.pipeline_cuts[unit] for unit in units]
+    program = estimate.traced.program
+    rows = {program.mesh.coordinate(rank_of(program, row), "pp"): row for row in range(len(program.tapes))}
+    places = [place(stage, ranks) for stage in range(ranks * stages_per_rank)]
+    stages = [
+        _passes_of(estimate, rows[rank], range(*bounds)) for rank, bounds in zip(places, pairwise(cuts), strict=True)
+    ]
+    budget = memory if memory is not None else tensor_budget(single)
+    of_ranks = [[each for each, other in zip(stages, places, strict=True) if other == rank] for rank in range(ranks)]
+    limits = tuple(budget - _beside(estimate, rows[rank], of_ranks[rank]) for rank in range(ranks))
+    message = max(
+        after.spans[0][0] - stage.spans[0][1]
+        for (stage, rank), (after, other) in pairwise(zip(stages, places, strict=True))
+        if rank != other
+    )
+    costs = tuple(stage.costs for stage in stages)
+    return ScheduleProblem(
+        ranks, workload.microbatches // plan.data_ranks, costs, max(0.0, message), limits, placement, objective
+    )
+
+
+def with_schedule(workload: Workload, schedule: Schedule) -> Workload:
+    """Return the step with another schedule."""
+    plan = workload.plan
+    assert isinstance(plan, Plan)
+    return replace(workload, plan=replace(plan, schedule=schedule, stages_per_rank=None))
+
+
+def schedule_from_steps(name: str, steps: Steps) -> Schedule:
+    """Return a schedule for one size of pipeline as a `Schedule`, which a `Plan` takes."""
+    rows = [[step for step in row if isinstance(step, Action)] for row in steps.of_ranks]
+    each = steps.stages // len(rows)
+
+    def actions(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
+        return iter(rows[rank])
+
+    return Schedule(name, actions, "a search", lambda stage, ranks: steps.ranks_of_stages[stage], each, steps)
+
+
+def _forth_and_back(placement: Placement, stages_per_rank: int) -> Schedule:
+    """Return a schedule for one microbatch: a rank's forward passes, then both halves of each backward pass."""
+    place = vee if placement == "vee" else loop
+
+    def actions(rank: int, ranks: int, microbatches: int, stages: int) -> Iterator[Action]:
+        mine = [stage for stage in range(ranks * stages) if place(stage, ranks) == rank]
+        yield from (Forward(stage, 0) for stage in mine)
+        for stage in reversed(mine):
+            yield BackwardInput(stage, 0)
+            yield BackwardWeight(stage, 0)
+
+    return Schedule("forth and back", actions, "one microbatch", place, stages_per_rank)
+
+
+@dataclass(frozen=True)
+class _StagePasses:
+    """The three passes of one stage on one microbatch, in a replay.
+
+    Attributes:
+        places: first and last op of each pass on the rank's tape.
+        spans: start and end of each pass.
+        activation, kept: bytes that the forward pass leaves, and those of them that the input half leaves.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[float, float], ...]
+    activation: int
+    kept: int
+
+    @property
+    def costs(self) -> StageCosts:
+        """Costs of the stage."""
+        times = (end - start for start, end in self.spans)
+        return StageCosts(*times, activation=self.activation, kept=self.kept)
+
+    def held_at(self, op: int) -> int:
+        """Return the bytes that the search counts while an op runs."""
+        (first, _), (_, input_end), (_, weight_end) = self.places
+        return self.activation if first <= op <= input_end else self.kept if input_end < op <= weight_end else 0
+
+
+def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
+    """Return the passes of the stage with these layers."""
+    program, times, memory = estimate.traced.program, estimate.times, estimate.memory[row]
+    tape = program.tapes[row]
+    own = [*layers, program.layers] if layers.stop == program.layers else layers  # the loss comes after the last layer
+    places: list[tuple[int, int]] = []
+    for kinds in _PASSES:
+        found = [place for place, op in enumerate(tape) if op.kind in kinds and op.layer in own]
+        places.append((found[0], found[-1]))
+    spans = tuple((times.starts[row][first], times.ends[row][last]) for first, last in places)
+    entries = [_entry(tape, first) for first, _ in places]
+    after_forward = _entry(tape, next(i for i in range(places[0][1] + 1, len(tape)) if tape[i].kind in _ANY_PASS))
+    activation = max(0, memory.before[after_forward] - memory.before[entries[0]])
+    change = memory.before[entries[2]] - memory.before[entries[1]]
+    return _StagePasses(tuple(places), spans, activation, min(activation, max(0, activation + change)))
+
+
+def _entry(tape: Sequence[Op], place: int) -> int:
+    """Return the place of the first receive that an op has waited for since the last pass, or of the op."""
+    entry = place
+    while entry and tape[entry - 1].kind in (OpKind.RECV, OpKind.WAIT):
+        entry -= 1
+    return entry
+
+
+def _beside(estimate: Estimate, row: int, stages: Sequence[_StagePasses]) -> float:
+    """Return the bytes that a rank holds at most beside what the search counts."""
+    during = estimate.memory[row].during
+    return max(bytes - sum(stage.held_at(op) for stage in stages) for op, bytes in enumerate(during))

@@ -1,0 +1,188 @@
+"""Greedy schedules: each rank that is free runs the best pass whose inputs are there and for which memory is left.
+
+The rules of `Policy` decide between forward passes, input halves and weight halves, as the heuristic of zero-bubble
+does (Qi et al. 2023, arXiv 2401.10241, section 3.1). `greedy_orders` follows one policy; `policies` lists those that
+are worth a try.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from shardlab.planner.schedule_search.problem import TOLERANCE
+from shardlab.planner.schedule_search.timing import FORWARD, INPUT, WEIGHT, Orders, Passes
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rules of a greedy schedule.
+
+    Attributes:
+        limits: memory of activations on each rank that the schedule may use.
+        input_first: whether an input half goes before a forward pass, if both are ready.
+        patience: longest time that a rank waits for an input half that is on its way rather than start a forward pass,
+            in forward passes of the rank.
+        gap: a weight half fills a gap if the gap is at least this share of its time.
+        late_first: whether, of forward passes that are ready, that of the latest stage goes first, else that of the
+            earliest microbatch.
+        pending: largest number of weight halves that wait. A rank with more runs one.
+    """
+
+    limits: tuple[float, ...]
+    input_first: bool = True
+    patience: float = 0.0
+    gap: float = 1.0
+    late_first: bool = True
+    pending: int = 1_000_000
+
+
+def greedy_orders(passes: Passes, policy: Policy) -> Orders:
+    """Return the orders of a greedy schedule. It keeps the policy's limits, which leave room for one microbatch.
+
+    A rank starts a forward pass of an early stage only if memory for its later stages is left, so that the oldest
+    microbatch can always go on: the schedule cannot stop.
+    """
+    return _Greedy(passes, policy).run()
+
+
+def policies(passes: Passes) -> Iterator[Policy]:
+    """Yield policies for a problem, the plausible ones first."""
+    problem = passes.problem
+    whole = problem.minimum_memory
+    most = [min(limit, problem.microbatches * each) for limit, each in zip(problem.limits, whole, strict=True)]
+    limits = [tuple(most)]
+    for factor in (1.0, 1.5, 2.0):  # as 1F1B, ZB-H1 and ZB-H2 do: fewer microbatches on later ranks
+        ahead = [each * (1 + factor * (problem.ranks - 1 - rank)) for rank, each in enumerate(whole)]
+        limits.append(tuple(min(one, other) for one, other in zip(most, ahead, strict=True)))
+    for each, gap, patience, late_first, first, pending in product(
+        dict.fromkeys(limits), (1.0, 0.5, 0.01), (0.0, 0.5, 1.0), (True, False), (True, False), (1_000_000, 1, 2)
+    ):
+        yield Policy(each, first, patience, gap, late_first, pending)
+
+
+class _Greedy:
+    """State of a greedy schedule that is being made."""
+
+    def __init__(self, passes: Passes, policy: Policy) -> None:
+        self.passes, self.policy = passes, policy
+        problem = passes.problem
+        self.microbatches = problem.microbatches
+        self.orders: Orders = [[] for _ in range(problem.ranks)]
+        self.missing = [len(needs) for needs in passes.needs]
+        self.ready_at = [0.0] * passes.count
+        # Passes of each rank whose inputs are made or on their way, by kind: (key, pass).
+        self.waiting: list[list[list[tuple[float, int]]]] = [[[], [], []] for _ in range(problem.ranks)]
+        self.held = [0.0] * problem.ranks
+        self.reserve = [0.0] * len(problem.stages)
+        for rank in range(problem.ranks):
+            later = 0.0
+            for stage in reversed(problem.stages_of(rank)):
+                self.reserve[stage] = later
+                later += problem.stages[stage].activation
+        self.patience = [
+            policy.patience * max(problem.stages[stage].forward for stage in problem.stages_of(rank))
+            for rank in range(problem.ranks)
+        ]
+
+    def run(self) -> Orders:
+        """Make the schedule: at each event, a rank that is free chooses what it does until its next one."""
+        for each, missing in enumerate(self.missing):
+            if not missing:
+                self._arrive(each)
+        events = [(0.0, rank) for rank in range(len(self.orders))]
+        asleep: dict[int, float] = {}
+        free = [0.0] * len(self.orders)
+        while events:
+            now, rank = heapq.heappop(events)
+            if now < free[rank]:
+                continue
+            chosen, wake = self._choose(rank, now)
+            if chosen is None:
+                if wake is not None:
+                    heapq.heappush(events, (wake, rank))
+                else:
+                    asleep[rank] = now
+                continue
+            end = now + self.passes.duration[chosen]
+            free[rank] = end
+            self.orders[rank].append(chosen)
+            self.held[rank] += self.passes.memory[chosen]
+            for reader, lag in self.passes.readers[chosen]:
+                self.missing[reader] -= 1
+                self.ready_at[reader] = max(self.ready_at[reader], end + lag)
+                if not self.missing[reader]:
+                    self._arrive(reader)
+                    place = self.passes.rank[reader]
+                    heapq.heappush(events, (max(self.ready_at[reader], free[place]), place))
+                    if place in asleep:  # it may wait with a forward pass for this input half
+                        heapq.heappush(events, (max(now, free[place], asleep.pop(place)), place))
+            heapq.heappush(events, (end, rank))
+        return self.orders
+
+    def _arrive(self, each: int) -> None:
+        kind, stage, microbatch = self.passes.parts(each)
+        if kind == FORWARD:
+            key = -stage * self.microbatches + microbatch if self.policy.late_first else float(microbatch)
+        elif kind == INPUT:
+            key = float(microbatch)
+        else:
+            key = float(len(self.orders[self.passes.rank[each]]))
+        heapq.heappush(self.waiting[self.passes.rank[each]][kind], (key, each))
+
+    def _choose(self, rank: int, now: float) -> tuple[int | None, float | None]:
+        """Return the pass that a rank runs now, or None and the time at which it should look again."""
+        policy = self.policy
+        forwards, inputs, weights = self.waiting[rank]
+        forward, next_forward = self._first(forwards, now, rank)
+        back, next_back = self._first(inputs, now, rank)
+        if back is not None and (policy.input_first or forward is None):
+            if len(weights) > policy.pending:
+                return self._take(rank, WEIGHT, weights[0]), None
+            return self._take(rank, INPUT, back), None
+        waits = next_back is not None and next_back - now <= self.patience[rank]
+        if forward is not None and not waits:
+            if len(weights) > policy.pending:
+                return self._take(rank, WEIGHT, weights[0]), None
+            return self._take(rank, FORWARD, forward), None
+        if back is not None:
+            return self._take(rank, INPUT, back), None
+        coming = [time for time in (next_forward, next_back) if time is not None]
+        wake = min(coming, default=None)
+        if weights:
+            weight = weights[0]
+            needed = policy.gap * self.passes.duration[weight[1]]
+            blocked = forward is None and any(self.ready_at[each] <= now for _, each in forwards)
+            if wake is None or wake - now >= needed or (blocked and next_back is None):
+                return self._take(rank, WEIGHT, weight), None
+        return None, wake
+
+    def _first(
+        self, waiting: list[tuple[float, int]], now: float, rank: int
+    ) -> tuple[tuple[float, int] | None, float | None]:
+        """Return the best pass that is ready and fits in memory, and the time of the next one that will be ready."""
+        best: tuple[float, int] | None = None
+        later: float | None = None
+        for each in waiting:
+            time = self.ready_at[each[1]]
+            if time > now:
+                if later is None or time < later:
+                    later = time
+            elif (best is None or each < best) and self._fits(rank, each[1]):
+                best = each
+        return best, later
+
+    def _fits(self, rank: int, each: int) -> bool:
+        change = self.passes.memory[each]
+        if change <= 0:
+            return True
+        stage = self.passes.parts(each)[1]
+        return self.held[rank] + change + self.reserve[stage] <= self.policy.limits[rank] * (1 + TOLERANCE)
+
+    def _take(self, rank: int, kind: int, each: tuple[float, int]) -> int:
+        waiting = self.waiting[rank][kind]
+        waiting.remove(each)
+        heapq.heapify(waiting)
+        return each[1]

@@ -1,0 +1,243 @@
+"""Local search over schedules: the order of the forward passes and input halves of each rank is changed step by step.
+
+Only the order of these passes is searched. `fill` inserts the weight halves, for which no other rank waits: into the
+gaps of a rank, and before a forward pass for which memory is missing. `improve` proposes changes on the critical path
+and accepts them by late acceptance (Burke and Bykov 2017, European Journal of Operational Research 258(1)): a change is
+kept if it is no worse than the current schedule, or than the one some proposals ago.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from shardlab.planner.schedule_search.problem import TOLERANCE
+from shardlab.planner.schedule_search.timing import FORWARD, INPUT, WEIGHT, Orders, Passes, Timing
+
+HISTORY = 30
+"""Proposals after which a worse schedule is no longer accepted."""
+
+GAPS = (1.0, 0.5, 0.01)
+"""Shares of a weight half's time that a gap must have to be filled with it, which are tried."""
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """Schedule without its weight halves.
+
+    Attributes:
+        orders: forward passes and input halves of each rank, in order.
+        gap: a weight half fills a gap of at least this share of its time.
+    """
+
+    orders: Orders
+    gap: float
+
+
+def skeleton_of(passes: Passes, orders: Orders, gap: float) -> Skeleton:
+    """Return a schedule without its weight halves."""
+    weights = passes.number(WEIGHT, 0, 0)
+    return Skeleton([[each for each in order if each < weights] for order in orders], gap)
+
+
+def fill(passes: Passes, skeleton: Skeleton) -> Timing | None:
+    """Return a schedule with its weight halves, or None if ranks wait forever or a pass does not fit in memory.
+
+    Each rank runs its passes in order, as early as they can start. A weight half runs as soon as it fills a gap, or
+    when the next forward pass needs its memory; all others run at the end.
+    """
+    duration, needs, memory, gap = passes.duration, passes.needs, passes.memory, skeleton.gap
+    limits = [limit * (1 + TOLERANCE) for limit in passes.problem.limits]
+    ranks = len(skeleton.orders)
+    shift = passes.number(WEIGHT, 0, 0) - passes.number(INPUT, 0, 0)
+    inputs = passes.number(INPUT, 0, 0)
+    end = [-1.0] * passes.count
+    at, free, held = [0] * ranks, [0.0] * ranks, [0.0] * ranks
+    orders: Orders = [[] for _ in range(ranks)]
+    waiting: list[deque[int]] = [deque() for _ in range(ranks)]
+    left = sum(map(len, skeleton.orders))
+    while left:
+        before = left
+        for rank, order in enumerate(skeleton.orders):
+            place, time, rows, weights, limit = at[rank], free[rank], orders[rank], waiting[rank], limits[rank]
+            while place < len(order):
+                each = order[place]
+                start = time
+                for need, lag in needs[each]:
+                    ready = end[need]
+                    if ready < 0:
+                        break
+                    if ready + lag > start:
+                        start = ready + lag
+                else:
+                    change = memory[each]
+                    while weights and (held[rank] + change > limit or start - time >= gap * duration[weights[0]] > 0):
+                        weight = weights.popleft()
+                        time += duration[weight]
+                        end[weight] = time
+                        held[rank] += memory[weight]
+                        rows.append(weight)
+                    held[rank] += change
+                    if held[rank] > limit:
+                        return None
+                    time = max(start, time) + duration[each]
+                    end[each] = time
+                    rows.append(each)
+                    if each >= inputs:
+                        weights.append(each + shift)
+                    place += 1
+                    continue
+                break
+            left -= place - at[rank]
+            at[rank], free[rank] = place, time
+        if left == before:
+            return None
+    for rank, weights in enumerate(waiting):
+        time = free[rank]
+        for weight in weights:
+            time += duration[weight]
+            end[weight] = time
+        orders[rank] += weights
+    return Timing(passes, orders, end)
+
+
+def improve(passes: Passes, starts: list[Skeleton], random: Random, stop: Callable[[float], bool]) -> Timing:
+    """Return the best schedule that the local search finds from one of the starts.
+
+    Args:
+        passes: tables of the problem.
+        starts: skeletons that can be filled, the best first.
+        random: source of the proposals.
+        stop: function of the best time so far that says whether to stop. It is called before each proposal.
+    """
+    search = _Search(passes, starts, random)
+    while not stop(search.best.time):
+        search.propose()
+    return search.best
+
+
+class _Search:
+    def __init__(self, passes: Passes, starts: list[Skeleton], random: Random) -> None:
+        self.passes, self.random, self.starts = passes, random, starts
+        self.best: Timing = _filled(passes, starts[0])
+        self.idle = 0
+        self._start_from(0)
+
+    def _start_from(self, number: int) -> None:
+        self.start = number
+        self.current = self.starts[number]
+        self.timing = _filled(self.passes, self.current)
+        self.score = _score(self.timing)
+        self.history = deque([self.score] * HISTORY, HISTORY)
+        self.local = self.score
+
+    def propose(self) -> None:
+        """Propose one change, and accept it or not."""
+        if self.idle > 400:  # nothing better from here: go on from the next start
+            self.idle = 0
+            self._start_from((self.start + 1) % len(self.starts))
+        skeleton = self._change()
+        timing = fill(self.passes, skeleton) if skeleton is not None else None
+        self.idle += 1
+        if timing is None or skeleton is None:
+            return
+        score = _score(timing)
+        if score <= max(self.score, self.history[0]):
+            self.current, self.timing, self.score = skeleton, timing, score
+            if score < self.local:
+                self.local, self.idle = score, 0
+            if timing.time < self.best.time * (1 - 1e-9):
+                self.best = timing
+        self.history.append(self.score)
+
+    def _change(self) -> Skeleton | None:
+        """Return a changed skeleton: two passes next to each other are exchanged, once or again and again."""
+        random, current = self.random, self.current
+        kind = random.random()
+        if kind < 0.03:
+            return Skeleton(current.orders, random.choice(GAPS))
+        rank, place = self._critical_place() if kind < 0.8 else self._any_place()
+        order = current.orders[rank]
+        if not 0 < place < len(order) or not self._may_swap(order[place - 1], order[place]):
+            return None
+        changed = order.copy()
+        if kind < 0.5 or 0.8 <= kind < 0.85:
+            far = random.choice((1, 1, 1, 2, 4))
+            target = place
+            while target and place - target < far and self._may_swap(order[target - 1], order[place]):
+                target -= 1
+            changed.insert(target, changed.pop(place))
+        else:  # the same exchange in every period from here on
+            pair = self._form(order[place - 1]), self._form(order[place])
+            position = place
+            last = len(order) if random.random() < 0.7 else place + random.randrange(2, 40)
+            while position < min(last, len(order)):
+                if (self._form(changed[position - 1]), self._form(changed[position])) == pair and self._may_swap(
+                    changed[position - 1], changed[position]
+                ):
+                    changed[position - 1], changed[position] = changed[position], changed[position - 1]
+                    position += 1
+                position += 1
+        orders = current.orders.copy()
+        orders[rank] = changed
+        return Skeleton(orders, current.gap)
+
+    def _form(self, each: int) -> int:
+        """Return the kind and the stage of a pass as one number."""
+        return each // self.passes.problem.microbatches
+
+    def _may_swap(self, first: int, second: int) -> bool:
+        """Return whether a pass may come before the one that precedes it. Microbatches of a stage keep their order."""
+        if self._form(first) == self._form(second):
+            return False
+        return all(need != first for need, _ in self.passes.needs[second])
+
+    def _any_place(self) -> tuple[int, int]:
+        rank = self.random.randrange(len(self.current.orders))
+        return rank, self.random.randrange(1, len(self.current.orders[rank]) or 2)
+
+    def _critical_place(self) -> tuple[int, int]:
+        """Return a random pass of the critical path, as a rank and a place in its order."""
+        passes, timing = self.passes, self.timing
+        last = max(range(len(timing.orders)), key=lambda rank: timing.end[timing.orders[rank][-1]])
+        path = list(_critical_path(timing, last))
+        each = self.random.choice(path)
+        rank = passes.rank[each]
+        try:
+            return rank, self.current.orders[rank].index(each)
+        except ValueError:  # a weight half, which the skeleton does not have
+            return rank, 0
+
+
+def _critical_path(timing: Timing, rank: int) -> list[int]:
+    """Return passes, each of which starts when the next one in the list ends or its output has come."""
+    passes, end = timing.passes, timing.end
+    before: dict[int, int] = {}
+    for order in timing.orders:
+        for first, second in zip(order, order[1:], strict=False):
+            before[second] = first
+    each: int | None = timing.orders[rank][-1]
+    path: list[int] = []
+    while each is not None:
+        path.append(each)
+        start = end[each] - passes.duration[each] - 1e-9
+        own = before.get(each)
+        following = own if own is not None and end[own] >= start else None
+        for need, lag in passes.needs[each]:
+            if end[need] + lag >= start and (following is None or passes.rank[need] != passes.rank[each]):
+                following = need
+        each = following if start > 0 else None
+    return path
+
+
+def _score(timing: Timing) -> tuple[float, float]:
+    """Return the time, and of equal times, the sum of the ranks' last ends."""
+    return round(timing.time, 9), round(sum(timing.end[order[-1]] for order in timing.orders), 6)
+
+
+def _filled(passes: Passes, skeleton: Skeleton) -> Timing:
+    timing = fill(passes, skeleton)
+    assert timing is not None, "the skeleton of a schedule that fits can be filled"
+    return timing

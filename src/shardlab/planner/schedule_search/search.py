@@ -1,0 +1,188 @@
+"""`search_schedule`: published schedules, greedy ones, then a local search, until time or forecasts run out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from random import Random
+
+from shardlab.planner.schedule_search.greedy import greedy_orders, policies
+from shardlab.planner.schedule_search.improve import GAPS, Skeleton, fill, improve, skeleton_of
+from shardlab.planner.schedule_search.problem import TOLERANCE, ScheduleProblem
+from shardlab.planner.schedule_search.timing import Orders, Passes, Timing, timing_of
+from shardlab.strategies.schedules import SCHEDULES, vee
+from shardlab.strategies.schedules.steps import Steps, resolve_schedule
+
+GREEDY = 12
+"""Greedy schedules that are tried."""
+
+STARTS = 3
+"""Schedules from which the local search starts, in turn."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """Published schedule for the sizes of a problem.
+
+    Attributes:
+        name: name of the schedule.
+        time: its time, with the costs of the problem.
+        memory: most memory of a rank.
+        fits: whether every rank stays within the memory limit.
+    """
+
+    name: str
+    time: float
+    memory: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class FoundSchedule:
+    """Result of a search.
+
+    Attributes:
+        problem: the problem.
+        timing: the schedule and its times.
+        published: the published schedules for these sizes, the fastest first.
+        lower_bound: time that no schedule can beat.
+        source: schedule from which the search started: the name of a published one, or "greedy".
+        evaluations: number of schedules whose times were computed.
+        history: (seconds, time) of each better schedule.
+    """
+
+    problem: ScheduleProblem
+    timing: Timing
+    published: list[Published]
+    lower_bound: float
+    source: str
+    evaluations: int
+    history: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+
+    @property
+    def steps(self) -> Steps:
+        """The schedule, with its messages."""
+        return self.timing.steps()
+
+    @property
+    def best_published(self) -> Published | None:
+        """The fastest published schedule that fits in the same memory, if one does."""
+        return next((each for each in self.published if each.fits), None)
+
+    @property
+    def gap(self) -> float:
+        """Largest share by which the schedule may be slower than the best one."""
+        return max(0.0, self.timing.time / self.lower_bound - 1)
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no schedule is faster."""
+        return self.gap <= 1e-6
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time that the busiest rank does not compute."""
+        passes = self.timing.passes
+        work = max(sum(passes.duration[each] for each in order) for order in self.timing.orders)
+        return max(0.0, 1 - work / self.timing.time)
+
+
+def search_schedule(
+    problem: ScheduleProblem,
+    *,
+    seconds: float = math.inf,
+    evaluations: int | None = None,
+    seed: int = 0,
+    on_progress: Callable[[float, float], None] | None = None,
+) -> FoundSchedule:
+    """Return the best schedule that is found for a problem. It is never slower than a published one that fits.
+
+    Ctrl-C ends the search early, as the time does; the result is then the best schedule so far.
+
+    Args:
+        problem: the problem.
+        seconds: time for the search.
+        evaluations: number of proposals of the local search, instead of a time. The result then does not depend on the
+            clock.
+        seed: seed of the proposals.
+        on_progress: function that is called with the seconds so far and the best time, at each better schedule.
+    """
+    began = time.monotonic()
+    passes = Passes(problem)
+    published: list[Published] = []
+    candidates: list[tuple[float, str, Orders, Timing]] = []
+    proposals = 0
+
+    def consider(name: str, orders: Orders) -> None:
+        timing = timing_of(passes, orders)
+        assert timing is not None, "a complete schedule never waits forever"
+        if passes.fits(orders):
+            candidates.append((timing.time, name, orders, timing))
+
+    for name in published_names(problem):
+        steps = resolve_schedule(SCHEDULES[name], problem.ranks, problem.microbatches, problem.stages_per_rank)
+        orders, whole = passes.orders_of(steps)
+        timing = timing_of(passes, orders, whole)
+        assert timing is not None, "a built-in schedule never waits forever"
+        published.append(Published(name, timing.time, max(timing.peaks), passes.fits(orders)))
+        consider(name, orders)
+    for policy in islice(policies(passes), GREEDY):
+        consider("greedy", greedy_orders(passes, policy))
+        if time.monotonic() - began > seconds / 2:
+            break
+    candidates.sort(key=lambda candidate: candidate[0])
+    best = candidates[0]
+    history = [(time.monotonic() - began, best[0])]
+
+    def note(reached: float) -> None:
+        if reached < history[-1][1] * (1 - TOLERANCE):
+            history.append((time.monotonic() - began, reached))
+            if on_progress is not None:
+                on_progress(*history[-1])
+
+    def stop(reached: float) -> bool:
+        nonlocal proposals
+        note(reached)
+        done = min(reached, best[0]) <= problem.lower_bound * (1 + TOLERANCE)
+        spent = proposals >= evaluations if evaluations is not None else time.monotonic() - began >= seconds
+        proposals += 1
+        return done or spent
+
+    timing, source = best[3], best[1]
+    starts = _starts(passes, candidates)
+    if starts and not problem.lower_bound * (1 + TOLERANCE) >= best[0]:
+        improved = improve(passes, [skeleton for _, skeleton in starts], Random(seed), stop)
+        note(improved.time)
+        if improved.time < timing.time * (1 - TOLERANCE):
+            timing, source = improved, starts[0][0]
+    published.sort(key=lambda each: (each.time, each.name))
+    tried = proposals + len(published) + GREEDY
+    return FoundSchedule(problem, timing, published, problem.lower_bound, source, tried, history)
+
+
+def published_names(problem: ScheduleProblem) -> list[str]:
+    """Return the names of the built-in schedules with the placement and the number of stages of a problem."""
+    return [
+        name
+        for name, schedule in SCHEDULES.items()
+        if (schedule.placement is vee) == (problem.placement == "vee")
+        and schedule.stages_per_rank in (None, problem.stages_per_rank)
+    ]
+
+
+def _starts(passes: Passes, candidates: list[tuple[float, str, Orders, Timing]]) -> list[tuple[str, Skeleton]]:
+    """Return the schedules from which the local search starts, the fastest first, each with where it comes from."""
+    starts: list[tuple[float, str, Skeleton]] = []
+    for _, name, orders, _ in candidates:
+        for gap in (GAPS[0], GAPS[-1]):
+            skeleton = skeleton_of(passes, orders, gap)
+            timing = fill(passes, skeleton)
+            if timing is not None and all(
+                skeleton.orders != other.orders or gap != other.gap for _, _, other in starts
+            ):
+                starts.append((timing.time, name, skeleton))
+    starts.sort(key=lambda start: start[0])
+    return [(name, skeleton) for _, name, skeleton in starts[:STARTS]]

@@ -1,0 +1,213 @@
+"""Times and memory of a schedule whose ranks each run their passes in a given order.
+
+A pass is an integer, `(kind * stages + stage) * microbatches + microbatch`, with the kinds `FORWARD`, `INPUT` and
+`WEIGHT`. `Passes` has the tables of a problem by pass; `Timing` the times of one set of orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+
+from shardlab.planner.schedule_search.problem import TOLERANCE, ScheduleProblem
+from shardlab.strategies.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
+from shardlab.strategies.schedules.steps import Recv, Send, ShardedStep, Steps
+
+FORWARD, INPUT, WEIGHT = range(3)
+
+Orders = list[list[int]]
+"""Passes of each rank, in order."""
+
+
+class Passes:
+    """Tables of all passes of a problem.
+
+    Attributes:
+        problem: the problem.
+        count: number of passes.
+        duration: time of each pass.
+        rank: rank of each pass.
+        needs: for each pass, the passes that it needs, each with the time from its end to the earliest start.
+        readers: for each pass, the passes that need it.
+        memory: change of the memory of its rank by each pass: positive at a forward pass, negative at the halves of a
+            backward pass.
+    """
+
+    def __init__(self, problem: ScheduleProblem) -> None:
+        self.problem = problem
+        stages, m = problem.stages, problem.microbatches
+        self.count = 3 * len(stages) * m
+        times = [[getattr(stage, kind) for stage in stages] for kind in ("forward", "input", "weight")]
+        changes = [
+            [stage.activation for stage in stages],
+            [stage.kept_memory - stage.activation for stage in stages],
+            [-stage.kept_memory for stage in stages],
+        ]
+        self.duration = [time for kind in times for time in kind for _ in range(m)]
+        self.memory = [change for kind in changes for change in kind for _ in range(m)]
+        self.rank = [place for _ in range(3) for place in problem.ranks_of_stages for _ in range(m)]
+        self.needs: list[tuple[tuple[int, float], ...]] = [self._needs_of(each) for each in range(self.count)]
+        self.readers: list[list[tuple[int, float]]] = [[] for _ in range(self.count)]
+        for each, needs in enumerate(self.needs):
+            for need, lag in needs:
+                self.readers[need].append((each, lag))
+
+    def number(self, kind: int, stage: int, microbatch: int) -> int:
+        """Return the number of a pass."""
+        return (kind * len(self.problem.stages) + stage) * self.problem.microbatches + microbatch
+
+    def parts(self, number: int) -> tuple[int, int, int]:
+        """Return (kind, stage, microbatch) of a pass."""
+        row, microbatch = divmod(number, self.problem.microbatches)
+        kind, stage = divmod(row, len(self.problem.stages))
+        return kind, stage, microbatch
+
+    def _needs_of(self, number: int) -> tuple[tuple[int, float], ...]:
+        kind, stage, microbatch = self.parts(number)
+        places = self.problem.ranks_of_stages
+        needs: list[tuple[int, float]] = []
+        neighbour = stage - 1 if kind == FORWARD else stage + 1
+        if kind == WEIGHT:
+            return ((self.number(INPUT, stage, microbatch), 0.0),)
+        if kind == INPUT:
+            needs.append((self.number(FORWARD, stage, microbatch), 0.0))
+        if 0 <= neighbour < len(places):
+            lag = self.problem.message if places[neighbour] != places[stage] else 0.0
+            needs.append((self.number(kind, neighbour, microbatch), lag))
+        return tuple(needs)
+
+    def orders_of(self, steps: Steps) -> tuple[Orders, frozenset[int]]:
+        """Return the orders of a schedule, and the input halves that belong to whole backward passes."""
+        kinds = {Forward: (FORWARD,), BackwardInput: (INPUT,), BackwardWeight: (WEIGHT,), Backward: (INPUT, WEIGHT)}
+        actions = [[step for step in row if isinstance(step, Action)] for row in steps.of_ranks]
+        orders = [
+            [self.number(kind, action.stage, action.microbatch) for action in row for kind in kinds[type(action)]]
+            for row in actions
+        ]
+        whole = (action for row in actions for action in row if isinstance(action, Backward))
+        return orders, frozenset(self.number(INPUT, action.stage, action.microbatch) for action in whole)
+
+    def peak_memory(self, order: Iterable[int]) -> float:
+        """Return the most memory that a rank holds."""
+        memory, held, peak = self.memory, 0.0, 0.0
+        for each in order:
+            held += memory[each]
+            if held > peak:
+                peak = held
+        return peak
+
+    def fits(self, orders: Orders) -> bool:
+        """Return whether every rank stays within the memory limit."""
+        limits = self.problem.limits
+        return all(
+            self.peak_memory(order) <= limit * (1 + TOLERANCE) for order, limit in zip(orders, limits, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of a schedule.
+
+    Attributes:
+        passes: the tables of the problem.
+        orders: passes of each rank, in order.
+        end: end of each pass. Every pass starts as early as it can.
+    """
+
+    passes: Passes
+    orders: Orders
+    end: list[float]
+
+    @property
+    def time(self) -> float:
+        """The objective of the problem."""
+        ends = [self.end[order[-1]] for order in self.orders]
+        if self.passes.problem.objective == "step":
+            return max(ends)
+        starts = self._latest_starts()
+        return max(end - starts[order[0]] for order, end in zip(self.orders, ends, strict=True))
+
+    def _latest_starts(self) -> list[float]:
+        """Return the latest start of each pass with which no rank ends later."""
+        passes, end = self.passes, self.end
+        latest = [inf] * passes.count
+        following = {first: second for order in self.orders for first, second in pairwise(order)}
+        for each in sorted(range(passes.count), key=end.__getitem__, reverse=True):
+            last = latest[following[each]] if each in following else end[each]
+            for reader, lag in passes.readers[each]:
+                last = min(last, latest[reader] - lag)
+            latest[each] = last - passes.duration[each]
+        return latest
+
+    def steps(self) -> Steps:
+        """Return the schedule with its messages.
+
+        A message stands where its value is made, and on the rank that receives it, after the pass that runs there then.
+        All messages therefore follow one global order, so that no deadlock is possible, and nobody waits to send.
+        """
+        passes = self.passes
+        places = passes.problem.ranks_of_stages
+        kinds = Forward, BackwardInput, BackwardWeight
+        steps: list[list[ShardedStep]] = [[] for _ in self.orders]
+        # Starts and ends of passes; an end comes before the starts at that time.
+        begins = ((self.end[each] - passes.duration[each], True, each) for each in range(passes.count))
+        ends = ((self.end[each], False, each) for each in range(passes.number(WEIGHT, 0, 0)))
+        for _, is_start, each in sorted([*begins, *ends]):
+            rank = passes.rank[each]
+            kind, stage, microbatch = passes.parts(each)
+            reader = stage + (1 if kind == FORWARD else -1)
+            if is_start:
+                steps[rank].append(kinds[kind](stage, microbatch))
+            elif 0 <= reader < len(places) and places[reader] != rank:
+                forward = kind == FORWARD
+                steps[rank].append(Send(stage, microbatch, forward, places[reader]))
+                steps[places[reader]].append(Recv(reader, microbatch, forward, rank))
+        return Steps(tuple(map(tuple, steps)), passes.problem.microbatches, places)
+
+    @property
+    def peaks(self) -> list[float]:
+        """Most memory of each rank."""
+        return [self.passes.peak_memory(order) for order in self.orders]
+
+
+def timing_of(passes: Passes, orders: Orders, whole: Collection[int] = frozenset()) -> Timing | None:
+    """Return the times of a schedule, or None if ranks wait for each other forever.
+
+    Args:
+        passes: tables of the problem.
+        orders: passes of each rank, in order.
+        whole: input halves that belong to whole backward passes, whose gradient is sent after the weight half.
+    """
+    duration, needs = passes.duration, passes.needs
+    weight = passes.number(WEIGHT, 0, 0) - passes.number(INPUT, 0, 0)
+    end = [-1.0] * passes.count
+    at = [0] * len(orders)
+    free = [0.0] * len(orders)
+    left = passes.count
+    while left:
+        before = left
+        for rank, order in enumerate(orders):
+            place, time, length = at[rank], free[rank], len(order)
+            while place < length:
+                each = order[place]
+                start = time
+                for need, lag in needs[each]:
+                    ready = end[need]
+                    if ready < 0:
+                        break
+                    ready += lag + (duration[need + weight] if need in whole and need + weight != each else 0.0)
+                    if ready > start:
+                        start = ready
+                else:
+                    time = start + duration[each]
+                    end[each] = time
+                    place += 1
+                    continue
+                break
+            left -= place - at[rank]
+            at[rank], free[rank] = place, time
+        if left == before:
+            return None
+    return Timing(passes, orders, end)
