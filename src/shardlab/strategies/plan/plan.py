@@ -33,7 +33,7 @@ from shardlab.language import Mesh, Sizes, UserError
 from shardlab.language.pass_names import PASSES_FIELD, named_passes
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
-from shardlab.strategies.schedules.steps import Steps, resolve_schedule
+from shardlab.strategies.schedules.steps import Steps, require_size, resolve_schedule
 
 DATA_AXES = ("dp_shard", "dp_replicate")
 """Data-parallel axes over which parameters may be sharded."""
@@ -276,12 +276,7 @@ class Plan:
         order, ranks = self.order, self.mesh.pp
         if isinstance(order, Schedule):
             return resolve_schedule(order, ranks, each, self.stages_on_rank(units))
-        if (len(order.of_ranks), order.microbatches) != (ranks, each):
-            raise UserError(
-                f"{self.schedule} is for {len(order.of_ranks)} pipeline ranks and {order.microbatches} microbatches on "
-                f"each, but the mesh has pp {ranks} and {each} microbatches come to each; give --pp "
-                f"{len(order.of_ranks)} --microbatches {order.microbatches * self.data_ranks}"
-            )
+        require_size(order, str(self.schedule), ranks, each, self.data_ranks)
         return order
 
     def bounds(self, units: int, named: str = "") -> list[int]:

@@ -48,6 +48,9 @@ def resolve_schedule(schedule: Schedule, ranks: int, microbatches: int, stages_p
     Raises:
         UserError: if the schedule cannot be followed with these numbers.
     """
+    if schedule.steps is not None:
+        require_size(schedule.steps, schedule.name, ranks, microbatches)
+        return schedule.steps
     stages = counted(ranks * stages_per_rank, "stage")
     require_ops(
         2 * ranks * stages_per_rank * microbatches,
@@ -57,6 +60,27 @@ def resolve_schedule(schedule: Schedule, ranks: int, microbatches: int, stages_p
     todo = [_actions(schedule, rank, placed, (ranks, microbatches, stages_per_rank)) for rank in range(ranks)]
     sent = insert_messages(todo, len(placed), placed.__getitem__, f"the schedule {schedule.name}")
     return Steps(tuple(tuple(steps) for steps in sent), microbatches, placed)
+
+
+def require_size(steps: Steps, name: str, ranks: int, microbatches: int, data_ranks: int = 1) -> None:
+    """Raise an error if steps are for another size of pipeline.
+
+    Args:
+        steps: steps of all ranks.
+        name: name of the schedule or its file.
+        ranks: number of pipeline ranks.
+        microbatches: number of microbatches on each of them.
+        data_ranks: number of data-parallel ranks.
+
+    Raises:
+        UserError: if the numbers differ.
+    """
+    if (len(steps.of_ranks), steps.microbatches) != (ranks, microbatches):
+        raise UserError(
+            f"{name} is for {len(steps.of_ranks)} pipeline ranks and {steps.microbatches} microbatches on "
+            f"each, but the mesh has pp {ranks} and {microbatches} microbatches come to each; give --pp "
+            f"{len(steps.of_ranks)} --microbatches {steps.microbatches * data_ranks}"
+        )
 
 
 @dataclass(slots=True)  # most steps of a pipeline are messages, and a frozen one takes five times as long to make
