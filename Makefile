@@ -72,7 +72,7 @@ chaos: .venv/installed
 	echo "Installing into .venv with $$("$$python" --version)"; \
 	rm -rf .venv && "$$python" -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[data,logging,test]'
+	$(PIP) -e '.[data,logging,search,test]'
 	@touch $@
 
 # Only for `make docs`, so that nobody else waits for it.

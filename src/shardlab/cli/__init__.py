@@ -38,6 +38,7 @@ from shardlab.cli.options import option_names
 from shardlab.cli.passes import PassesCommand
 from shardlab.cli.plan.command import PlanCommand
 from shardlab.cli.sample import Sample
+from shardlab.cli.schedule.search import ScheduleSearch
 from shardlab.cli.simulate.command import Simulate
 from shardlab.cli.train.command import Train
 from shardlab.cli.validate import Validate
@@ -68,6 +69,7 @@ COMMANDS: dict[str, type[Command]] = {
     "simulate": Simulate,
     "view": View,
     "schedule": ScheduleCommand,
+    "schedule search": ScheduleSearch,
     "passes": PassesCommand,
     "collectives": Collectives,
     "data": DataCommand,
@@ -164,6 +166,8 @@ def _parsed(words: list[str]) -> Any:
     """Parse a command line with tyro. The result is the command, and the words that are not options of it."""
     if not words:
         raise UserError(f"no command is given; {suggest_name('', COMMANDS)}")
+    if (pair := " ".join(words[:2])) in COMMANDS:
+        words = [pair, *words[2:]]
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         raise UserError(f"there is no command {words[0]!r}; {suggest_name(words[0], COMMANDS)}")
     if {"-h", "--help"} & set(words):

@@ -67,7 +67,7 @@ def prove(known: Timing, seconds: float, workers: int = 2) -> Proof:
 
     unit = known.time / RESOLUTION
     model: Any = cp_model.CpModel()
-    starts, target = _model(model, passes, known, unit)
+    starts = _model(model, passes, known, unit)
     solver: Any = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
@@ -84,8 +84,8 @@ def prove(known: Timing, seconds: float, workers: int = 2) -> Proof:
     return Proof(min(bound, best), timing, is_complete=status == cp_model.OPTIMAL and bound >= best * (1 - 1e-3))
 
 
-def _model(model: Any, passes: Passes, known: Timing, unit: float) -> tuple[list[Any], Any]:
-    """Add the variables and the rules of a problem to a model, and return the starts and the objective."""
+def _model(model: Any, passes: Passes, known: Timing, unit: float) -> list[Any]:
+    """Add the variables and the rules of a problem to a model, and return the starts of all passes."""
     problem = passes.problem
     horizon = RESOLUTION + 1
 
@@ -124,7 +124,7 @@ def _model(model: Any, passes: Passes, known: Timing, unit: float) -> tuple[list
     for end in ends:
         model.add(target >= end)
     model.minimize(target)
-    return starts, target
+    return starts
 
 
 def _limit_memory(

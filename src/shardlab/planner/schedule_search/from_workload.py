@@ -1,8 +1,9 @@
 """Schedule problems of real steps: costs of the stages of a plan for a model on a cluster, in seconds and bytes.
 
-`problem_of` replays one microbatch of the plan, forth and back with split backward passes, and reads off the time of
-each pass of each stage and the memory that it leaves. `with_schedule` puts a found schedule into the step, whose replay
-then says what it takes with all that the search leaves out: gathers and reductions, updates and queues of messages.
+`problem_of` replays two microbatches of the plan one after the other, forth and back with split backward passes. It
+reads off the time of each pass of each stage on the second one, and the memory that the pass leaves beside gradients.
+`with_schedule` puts a found schedule into the step, whose replay then says what it takes with all that the search
+leaves out: gathers and reductions, updates and queues of messages.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def problem_of(
     single = replace(
         workload,
         plan=replace(plan, schedule=_forth_and_back(placement, stages_per_rank), stages_per_rank=None, passes=None),
-        microbatches=plan.data_ranks,
+        microbatches=2 * plan.data_ranks,
         passes="none",
     )
     estimate = single.estimate()
@@ -106,22 +107,23 @@ def schedule_from_steps(name: str, steps: Steps) -> Schedule:
 
 
 def _forth_and_back(placement: Placement, stages_per_rank: int) -> Schedule:
-    """Return a schedule for one microbatch: a rank's forward passes, then both halves of each backward pass."""
+    """Return a schedule of microbatches one after the other: all forward passes, then halves of backward passes."""
     place = vee if placement == "vee" else loop
 
     def actions(rank: int, ranks: int, microbatches: int, stages: int) -> Iterator[Action]:
         mine = [stage for stage in range(ranks * stages) if place(stage, ranks) == rank]
-        yield from (Forward(stage, 0) for stage in mine)
-        for stage in reversed(mine):
-            yield BackwardInput(stage, 0)
-            yield BackwardWeight(stage, 0)
+        for i in range(microbatches):
+            yield from (Forward(stage, i) for stage in mine)
+            for stage in reversed(mine):
+                yield BackwardInput(stage, i)
+                yield BackwardWeight(stage, i)
 
-    return Schedule("forth and back", actions, "one microbatch", place, stages_per_rank)
+    return Schedule("forth and back", actions, "one after the other", place, stages_per_rank)
 
 
 @dataclass(frozen=True)
 class _StagePasses:
-    """The three passes of one stage on one microbatch, in a replay.
+    """The three passes of one stage on the second microbatch of a replay.
 
     Attributes:
         places: first and last op of each pass on the rank's tape.
@@ -147,14 +149,20 @@ class _StagePasses:
 
 
 def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
-    """Return the passes of the stage with these layers."""
+    """Return the passes of the stage with these layers on the second microbatch."""
     program, times, memory = estimate.traced.program, estimate.times, estimate.memory[row]
-    tape = program.tapes[row]
+    tape, specs = program.tapes[row], estimate.traced.specs[row]
     own = [*layers, program.layers] if layers.stop == program.layers else layers  # the loss comes after the last layer
-    places: list[tuple[int, int]] = []
-    for kinds in _PASSES:
-        found = [place for place, op in enumerate(tape) if op.kind in kinds and op.layer in own]
-        places.append((found[0], found[-1]))
+    found: tuple[list[int], ...] = ([], [], [])
+    seen: set[tuple[OpKind, int]] = set()
+    second = max(specs[op.inputs[0]].microbatches for op in tape if op.kind in _ANY_PASS)
+    for place, op in enumerate(tape):
+        if op.kind in _ANY_PASS and op.layer in own and specs[op.inputs[0]].microbatches == second:
+            again = (op.kind, op.layer) in seen  # a forward pass that is computed again belongs to the input half
+            seen.add((op.kind, op.layer))
+            number = next(number for number, kinds in enumerate(_PASSES) if op.kind in kinds)
+            found[1 if again and number == 0 else number].append(place)
+    places = [(each[0], each[-1]) for each in found]
     spans = tuple((times.starts[row][first], times.ends[row][last]) for first, last in places)
     entries = [_entry(tape, first) for first, _ in places]
     after_forward = _entry(tape, next(i for i in range(places[0][1] + 1, len(tape)) if tape[i].kind in _ANY_PASS))

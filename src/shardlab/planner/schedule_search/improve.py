@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
 from shardlab.planner.schedule_search.problem import TOLERANCE
-from shardlab.planner.schedule_search.timing import FORWARD, INPUT, WEIGHT, Orders, Passes, Timing
+from shardlab.planner.schedule_search.timing import INPUT, WEIGHT, Orders, Passes, Timing
 
 HISTORY = 30
 """Proposals after which a worse schedule is no longer accepted."""
@@ -113,8 +115,9 @@ def improve(passes: Passes, starts: list[Skeleton], random: Random, stop: Callab
         stop: function of the best time so far that says whether to stop. It is called before each proposal.
     """
     search = _Search(passes, starts, random)
-    while not stop(search.best.time):
-        search.propose()
+    with suppress(KeyboardInterrupt):
+        while not stop(search.best.time):
+            search.propose()
     return search.best
 
 
@@ -216,7 +219,7 @@ def _critical_path(timing: Timing, rank: int) -> list[int]:
     passes, end = timing.passes, timing.end
     before: dict[int, int] = {}
     for order in timing.orders:
-        for first, second in zip(order, order[1:], strict=False):
+        for first, second in pairwise(order):
             before[second] = first
     each: int | None = timing.orders[rank][-1]
     path: list[int] = []

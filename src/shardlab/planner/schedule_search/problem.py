@@ -7,7 +7,6 @@ Times and memory are in any units, as long as all times and all memory have the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -197,21 +196,6 @@ def equal_stages(
     """
     each = StageCosts(*(value / stages_per_rank for value in (forward, input, weight, 1.0)))
     return (each,) * (ranks * stages_per_rank)
-
-
-def stage_costs(
-    forward: Sequence[float], input: Sequence[float], weight: Sequence[float], activation: Sequence[float]
-) -> tuple[StageCosts, ...]:
-    """Return the costs of stages whose costs differ, from a list for each kind of cost.
-
-    Raises:
-        UserError: if the lists have different lengths.
-    """
-    lengths = {"forward": len(forward), "input": len(input), "weight": len(weight), "activation": len(activation)}
-    if len(set(lengths.values())) > 1:
-        given = ", ".join(f"{count} of {name}" for name, count in lengths.items())
-        raise UserError(f"the costs have different lengths ({given}); give one of each for every stage")
-    return tuple(map(StageCosts, forward, input, weight, activation))
 
 
 def _require_cost(value: float, name: str, *, positive: bool) -> None:

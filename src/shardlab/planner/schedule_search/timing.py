@@ -141,6 +141,32 @@ class Timing:
             latest[each] = last - passes.duration[each]
         return latest
 
+    def idle_by_cause(self) -> dict[str, float]:
+        """Return the shares of the step in which ranks do not compute, by cause, each the mean over the ranks.
+
+        The causes are "before the first pass", "waiting for messages" (their transfer alone), "waiting for passes" of
+        other ranks, and "after the last pass".
+        """
+        passes = self.passes
+        length = max(self.end)
+        idle = dict.fromkeys(
+            ("before the first pass", "waiting for messages", "waiting for passes", "after the last pass"), 0.0
+        )
+        for order in self.orders:
+            free = None
+            for each in order:
+                start = self.end[each] - passes.duration[each]
+                if free is None:
+                    idle["before the first pass"] += start
+                elif start > free:
+                    made = max((self.end[need] for need, lag in passes.needs[each] if lag), default=start)
+                    moving = min(start - free, max(0.0, start - made))
+                    idle["waiting for messages"] += moving
+                    idle["waiting for passes"] += start - free - moving
+                free = self.end[each]
+            idle["after the last pass"] += length - (free or 0.0)
+        return {cause: time / (length * len(self.orders)) for cause, time in idle.items()}
+
     def steps(self) -> Steps:
         """Return the schedule with its messages.
 

@@ -1,0 +1,79 @@
+"""Costs of pipeline stages, from words of the command line or a TOML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardlab.common.errors import UserError, suggest_name
+from shardlab.common.fields import read_settings
+from shardlab.common.files import read_file
+from shardlab.planner.schedule_search.problem import StageCosts
+
+KINDS = ("forward", "input", "weight", "activation", "kept")
+"""Costs of a stage, as `StageCosts` has them."""
+
+
+@dataclass(frozen=True)
+class CostsFile:
+    """Table of a costs file: a number for each stage.
+
+    Attributes:
+        forward, input, weight: times of the forward pass and of the two halves of the backward pass.
+        activation: memory of one microbatch.
+        kept: part of it that stays until the weight half (None: all of it).
+        message: time of a message between two ranks.
+        source: where the figures come from.
+    """
+
+    forward: tuple[float, ...]
+    input: tuple[float, ...]
+    weight: tuple[float, ...]
+    activation: tuple[float, ...]
+    kept: tuple[float, ...] | None = None
+    message: float = 0.0
+    source: str = ""
+
+
+def read_costs(text: str | None, ranks: int, stages_per_rank: int) -> tuple[tuple[StageCosts, ...], float]:
+    """Return the costs of all stages, and the time of a message.
+
+    Args:
+        text: the path of a TOML file (`CostsFile`); or NAME=VALUE,... with the same names, where a value is that of a
+            rank, which its stages share; or None. Times and memory that are left out are 1, and messages take 0.
+        ranks, stages_per_rank: size of the pipeline.
+
+    Raises:
+        UserError: for an unknown name, a value that is no number, or lists of other lengths than the stages.
+    """
+    stages = ranks * stages_per_rank
+    if text is None or not text.endswith(".toml"):
+        words = _words(text or "")
+        message = words.pop("message", 0.0)
+        kept = words.pop("kept", words.get("activation", 1.0))
+        values = (words.get(name, 1.0) for name in KINDS[:-1])
+        return (StageCosts(*(value / stages_per_rank for value in (*values, kept))),) * stages, message
+    table = read_settings(CostsFile, read_file(Path(text), "TOML"), text)
+    columns = {kind: getattr(table, kind) for kind in KINDS}
+    columns["kept"] = columns["kept"] or columns["activation"]
+    for kind, column in columns.items():
+        if len(column) != stages:
+            raise UserError(
+                f"{text}: {kind} has {len(column)} numbers, but {ranks} ranks with {stages_per_rank} stages each have "
+                f"{stages} stages; give one for each"
+            )
+    return tuple(map(StageCosts, *columns.values())), table.message
+
+
+def _words(text: str) -> dict[str, float]:
+    """Return the numbers of NAME=VALUE,... by name."""
+    table: dict[str, float] = {}
+    for word in filter(None, text.split(",")):
+        name, _, value = word.partition("=")
+        if name not in (*KINDS, "message"):
+            raise UserError(f"--costs has no {name!r}; {suggest_name(name, [*KINDS, 'message'])}")
+        try:
+            table[name] = float(value)
+        except ValueError:
+            raise UserError(f"--costs gives {name} as {value!r}; give a number, such as {name}=1.5") from None
+    return table

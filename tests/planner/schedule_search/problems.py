@@ -1,0 +1,30 @@
+"""Random problems of schedules."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from shardlab.planner.schedule_search.problem import Objective, Placement, ScheduleProblem, StageCosts
+
+TIMES = st.integers(1, 8).map(lambda eighths: eighths / 4)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_ranks: int = 4, most_microbatches: int = 6) -> ScheduleProblem:
+    """Pipelines with unequal stages, whose memory limits leave room for one microbatch or more."""
+    placement: Placement = draw(st.sampled_from(("loop", "vee")))
+    ranks = draw(st.integers(2, most_ranks))
+    each = 2 if placement == "vee" else draw(st.integers(1, 2))
+    stages: list[StageCosts] = []
+    for _ in range(ranks * each):
+        activation = draw(TIMES)
+        kept = draw(st.sampled_from([None, 0.0, activation / 2]))
+        weight = draw(st.sampled_from([0.0, 0.5, 1.0]))
+        stages.append(StageCosts(draw(TIMES), draw(TIMES), weight, activation, kept))
+    message = draw(st.sampled_from([0.0, 0.25]))
+    microbatches = draw(st.integers(1, most_microbatches))
+    free = ScheduleProblem(ranks, microbatches, tuple(stages), message, placement=placement)
+    more = [draw(st.sampled_from([1.0, 1.5, 2.0, 8.0])) for _ in range(ranks)]
+    limits = tuple(least * times for least, times in zip(free.minimum_memory, more, strict=True))
+    objective: Objective = draw(st.sampled_from(("step", "span")))
+    return ScheduleProblem(ranks, microbatches, tuple(stages), message, limits, placement, objective)

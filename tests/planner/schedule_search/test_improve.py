@@ -1,0 +1,60 @@
+"""Local search: weight halves fill gaps, and no proposal breaks the limits."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+
+from shardlab.planner.schedule_search.greedy import greedy_orders, policies
+from shardlab.planner.schedule_search.improve import fill, improve, skeleton_of
+from shardlab.planner.schedule_search.problem import ScheduleProblem, equal_stages
+from shardlab.planner.schedule_search.timing import Passes, timing_of
+from shardlab.strategies.schedules import SCHEDULES
+from shardlab.strategies.schedules.steps import resolve_schedule
+from tests.planner.schedule_search.problems import problems
+from tests.support.thorough import examples
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(problems())
+def test_improved_schedules_fit_and_take_the_time_that_is_said(problem: ScheduleProblem) -> None:
+    passes = Passes(problem)
+    start = skeleton_of(passes, greedy_orders(passes, next(policies(passes))), 0.01)
+    filled = fill(passes, start)
+    assert filled is not None
+    left = iter(range(60))
+    found = improve(passes, [start], Random(1), lambda best: next(left, None) is None)
+    assert found.time <= filled.time + 1e-9
+    assert passes.fits(found.orders)
+    assert sorted(each for order in found.orders for each in order) == list(range(passes.count))
+    alone = timing_of(passes, found.orders)
+    assert alone is not None
+    assert alone.time == pytest.approx(found.time)
+
+
+def test_the_weight_halves_of_zb_h1_are_found_again() -> None:
+    problem = ScheduleProblem(4, 8, equal_stages(4, 1, 1, 1), limit=4)
+    passes = Passes(problem)
+    orders, _ = passes.orders_of(resolve_schedule(SCHEDULES["1f1b"], 4, 8, 1))
+    filled, published = fill(passes, skeleton_of(passes, orders, 1.0)), None
+    published = timing_of(passes, passes.orders_of(resolve_schedule(SCHEDULES["zb-h1"], 4, 8, 1))[0])
+    assert filled is not None
+    assert published is not None
+    assert filled.time == published.time
+
+
+def test_an_interrupted_search_returns_the_best_so_far() -> None:
+    passes = Passes(ScheduleProblem(4, 8, equal_stages(4, 1, 1, 1, 2), limit=3, placement="vee"))
+    start = skeleton_of(passes, greedy_orders(passes, next(policies(passes))), 1.0)
+    seen: list[float] = []
+
+    def interrupt(best: float) -> bool:
+        seen.append(best)
+        if len(seen) == 200:
+            raise KeyboardInterrupt
+        return False
+
+    found = improve(passes, [start], Random(0), interrupt)
+    assert found.time == min(seen)
