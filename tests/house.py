@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 295,
     "check": 2280,
-    "cli": 7760,
+    "cli": 7980,
     "common": 830,
     "draw": 1710,
     "execute": 3785,
@@ -28,9 +28,9 @@ CODE_LINES = {
     "learn": 5500,
     "measure": 2200,
     "models": 4190,
-    "planner": 2910,
+    "planner": 3900,
     "simulate": 7020,
-    "strategies": 2630,
+    "strategies": 2665,
     "train": 8765,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

@@ -9,7 +9,7 @@ import pytest
 from shardlab.language import Mesh
 from shardlab.language.precision import find_precision
 from shardlab.models import find_model
-from shardlab.planner.schedule_search.from_workload import problem_of, schedule_from_steps, with_schedule
+from shardlab.planner.schedule_search.from_workload import problem_of, with_schedule
 from shardlab.planner.schedule_search.search import search_schedule
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.recipe import find_recipe
@@ -49,7 +49,7 @@ def test_a_found_schedule_is_faster_in_the_whole_step_as_well_and_fits() -> None
     memory = 60.0 * 2**30
     problem = problem_of(step, placement="vee", stages_per_rank=2, memory=memory)
     found = search_schedule(problem, evaluations=300)
-    whole = with_schedule(step, schedule_from_steps("found", found.steps)).estimate()
+    whole = with_schedule(step, found.steps).estimate()
     best = found.best_published
     assert best is not None
     published = replace(step, plan=replace(PLAN, schedule=best.name)).estimate()

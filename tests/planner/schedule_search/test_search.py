@@ -7,14 +7,13 @@ from hypothesis import given, settings
 
 from shardlab.check import check
 from shardlab.language import Mesh, trace
-from shardlab.planner.schedule_search.from_workload import schedule_from_steps
 from shardlab.planner.schedule_search.problem import Placement, ScheduleProblem, StageCosts, equal_stages
 from shardlab.planner.schedule_search.search import FoundSchedule, search_schedule
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.schedules.files import schedule_files
 from shardlab.strategies.schedules.find import find_schedule
-from shardlab.strategies.schedules.steps import Steps
+from shardlab.strategies.schedules.steps import PlacedSchedule, Steps
 from tests.planner.schedule_search.problems import problems
 from tests.strategies.zero_bubble_table import TABLE
 from tests.support.thorough import examples
@@ -27,7 +26,7 @@ def test_a_found_schedule_fits_beats_the_published_and_passes_all_channel_models
     assert found.timing.passes.fits(found.timing.orders)
     assert found.timing.time >= found.lower_bound * (1 - 1e-9)
     assert all(found.timing.time <= each.time + 1e-9 for each in found.published if each.fits)
-    plan = Plan(Mesh(pp=problem.ranks), schedule=schedule_from_steps("found", found.steps))
+    plan = Plan(Mesh(pp=problem.ranks), schedule=PlacedSchedule.of("found", found.steps, "the search"))
     program = trace(program_from_plan(plan), plan.mesh, len(problem.stages), problem.microbatches)
     assert check(program).backends() == ["gloo", "nccl"]
 

@@ -22,7 +22,7 @@ from shardlab.common.files import write_atomically
 from shardlab.common.text import bytes_text, counted, percent_text, seconds_text
 from shardlab.language.precision import Optimizer
 from shardlab.planner.schedule_search.exact import Proof, prove
-from shardlab.planner.schedule_search.from_workload import problem_of, schedule_from_steps, with_schedule
+from shardlab.planner.schedule_search.from_workload import problem_of, with_schedule
 from shardlab.planner.schedule_search.problem import Objective, Placement, ScheduleProblem
 from shardlab.planner.schedule_search.search import FoundSchedule, search_schedule
 from shardlab.simulate.predict.workload import Workload
@@ -265,7 +265,7 @@ class ScheduleSearch:
 
     def _compare_steps(self, report: Report, found: FoundSchedule, workload: Workload) -> None:
         """Add the predicted step, with all that the search leaves out, with the found and the best known schedule."""
-        step = with_schedule(workload, schedule_from_steps("found", found.steps)).estimate()
+        step = with_schedule(workload, found.steps).estimate()
         text = f"{seconds_text(step.step)}, {bytes_text(step.peak.bytes)} of tensors on the fullest rank"
         report.fact("whole step", f"{text} (with updates and reductions)", step=step.step, tensors=step.peak.bytes)
         if (best := found.best_published) is not None:

@@ -21,7 +21,7 @@ from shardlab.simulate.timeline.prices import rank_of
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import model_layers
 from shardlab.strategies.schedules.actions import Action, BackwardInput, BackwardWeight, Forward, Schedule, loop, vee
-from shardlab.strategies.schedules.steps import Steps
+from shardlab.strategies.schedules.steps import PlacedSchedule, Steps
 
 _PASSES = (
     frozenset({OpKind.FORWARD, OpKind.ATTEND}),
@@ -88,22 +88,12 @@ def problem_of(
     )
 
 
-def with_schedule(workload: Workload, schedule: Schedule) -> Workload:
-    """Return the step with another schedule."""
+def with_schedule(workload: Workload, steps: Steps) -> Workload:
+    """Return the step with a schedule that was found for it."""
     plan = workload.plan
     assert isinstance(plan, Plan)
+    schedule = PlacedSchedule.of("found", steps, "a search")
     return replace(workload, plan=replace(plan, schedule=schedule, stages_per_rank=None))
-
-
-def schedule_from_steps(name: str, steps: Steps) -> Schedule:
-    """Return a schedule for one size of pipeline as a `Schedule`, which a `Plan` takes."""
-    rows = [[step for step in row if isinstance(step, Action)] for row in steps.of_ranks]
-    each = steps.stages // len(rows)
-
-    def actions(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-        return iter(rows[rank])
-
-    return Schedule(name, actions, "a search", lambda stage, ranks: steps.ranks_of_stages[stage], each, steps)
 
 
 def _forth_and_back(placement: Placement, stages_per_rank: int) -> Schedule:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from shardlab.strategies.schedules.steps import Steps
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,6 @@ class Schedule:
         source: the paper or file that describes it.
         placement: function that places stages on ranks.
         stages_per_rank: number of stages that each rank must have (None: any number).
-        steps: the steps of all ranks, if messages are placed already. The schedule then has one size.
     """
 
     name: str
@@ -71,4 +66,3 @@ class Schedule:
     source: str = "the user"
     placement: Placement = loop
     stages_per_rank: int | None = 1
-    steps: Steps | None = field(default=None, compare=False, repr=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice, product
 from types import GeneratorType
@@ -41,6 +41,28 @@ class Steps:
         return len(self.ranks_of_stages)
 
 
+@dataclass(frozen=True)
+class PlacedSchedule(Schedule):
+    """Schedule for one size of pipeline, whose messages are placed already.
+
+    Attributes:
+        steps: the steps of all ranks.
+    """
+
+    steps: Steps = field(default=Steps((), 0, ()), compare=False, repr=False)
+
+    @classmethod
+    def of(cls, name: str, steps: Steps, source: str) -> PlacedSchedule:
+        """Return the schedule with these steps."""
+        rows = [[step for step in row if isinstance(step, Action)] for row in steps.of_ranks]
+
+        def actions(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
+            return iter(rows[rank])
+
+        each = steps.stages // len(rows)
+        return cls(name, actions, source, lambda stage, ranks: steps.ranks_of_stages[stage], each, steps)
+
+
 @cache
 def resolve_schedule(schedule: Schedule, ranks: int, microbatches: int, stages_per_rank: int) -> Steps:
     """Return the steps of a schedule for these numbers of ranks, microbatches and stages.
@@ -48,7 +70,7 @@ def resolve_schedule(schedule: Schedule, ranks: int, microbatches: int, stages_p
     Raises:
         UserError: if the schedule cannot be followed with these numbers.
     """
-    if schedule.steps is not None:
+    if isinstance(schedule, PlacedSchedule):
         require_size(schedule.steps, schedule.name, ranks, microbatches)
         return schedule.steps
     stages = counted(ranks * stages_per_rank, "stage")
