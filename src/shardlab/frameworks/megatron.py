@@ -100,7 +100,7 @@ def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> Fram
         cluster,
         size,
         microbatches,
-        _precision(values, notes),
+        _precision(values),
         recipe,
         _optimizer(values, notes),
         tuple(notes),
@@ -283,16 +283,13 @@ def _recipe(config: Config, values: Mapping[str, Any], notes: list[str]) -> Reci
     return find_recipe("megatron-core", switches)
 
 
-def _precision(values: Mapping[str, Any], notes: list[str]) -> Precision:
+def _precision(values: Mapping[str, Any]) -> Precision:
     if values["fp8"] or values["fp8_2023"]:
         name = "mxfp8" if values["fp8_recipe"] == "mxfp8" else "fp8"
-        try:
-            return find_precision(name)
-        except UserError:
-            notes.append(f"{name} is predicted as bf16, so the step will be faster")
+        return find_precision(name if values["bf16_gradients"] else f"{name}-fp32-grads")
     if values["fp16"]:
         return find_precision("fp16")
-    if not values["bf16"] and not values["fp8"]:
+    if not values["bf16"]:
         return find_precision("fp32")
     return find_precision("bf16" if values["bf16_gradients"] else "bf16-fp32-grads")
 

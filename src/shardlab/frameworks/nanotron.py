@@ -101,6 +101,10 @@ def _model(config: Config, values: Mapping[str, Any], tp: int, notes: list[str])
         return with_written(find_model(config.model), {"seq_len": seq_len}, config.model)
     if values["mamba"] is not None:
         raise UserError(f"{config.file} describes Mamba layers, which are not predicted; give --model")
+    if not {"hidden_size", "layers"} & config.given.keys():
+        raise UserError(
+            f"{config.file} gives no sizes of a model ({config.table.keys['hidden_size'].name}); give --model"
+        )
     hidden, heads = values["hidden_size"], values["heads"]
     gated = values["activation"] in ("silu", "swiglu")
     common: dict[str, Any] = {

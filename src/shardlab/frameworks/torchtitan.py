@@ -151,7 +151,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
         cluster,
         size,
         microbatches,
-        _precision(values, notes),
+        _precision(values),
         recipe,
         _optimizer(values, notes),
         tuple(notes),
@@ -258,24 +258,17 @@ def _recipe(config: Config, values: Mapping[str, Any]) -> Recipe:
     return find_recipe("torchtitan", switches)
 
 
-def _precision(values: Mapping[str, Any], notes: list[str]) -> Precision:
+def _precision(values: Mapping[str, Any]) -> Precision:
+    half = values["reduce_precision"] == "bfloat16"
     if any("float8" in each for each in values["converters"]) or values["float8_2024"]:
-        return _known("fp8", notes)
+        return find_precision("fp8" if half else "fp8-fp32-grads")
     if any("mx" in each for each in values["converters"]):
-        return _known("mxfp8", notes)
+        return find_precision("mxfp8" if half else "mxfp8-fp32-grads")
     if values["dtype"] == "bfloat16":
-        return _known("bf16-params", notes)
+        return find_precision("bf16-params")
     if values["precision"] == "float32":
         return find_precision("fp32")
-    return find_precision("bf16" if values["reduce_precision"] == "bfloat16" else "bf16-fp32-grads")
-
-
-def _known(name: str, notes: list[str]) -> Precision:
-    try:
-        return find_precision(name)
-    except UserError:
-        notes.append(f"{name} is predicted as bf16, so the step will be faster")
-        return find_precision("bf16-fp32-grads")
+    return find_precision("bf16" if half else "bf16-fp32-grads")
 
 
 def _optimizer(values: Mapping[str, Any], notes: list[str]) -> Optimizer:
