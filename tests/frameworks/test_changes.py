@@ -19,10 +19,15 @@ def test_changes_of_a_step_that_does_not_fit_name_those_that_fit_first() -> None
     fits = [trial.forecast.memory.fits for trial in trials]
     assert fits[0]
     assert fits == sorted(fits, reverse=True)
-    assert [trial.seconds for trial in trials if trial.forecast.memory.fits] == sorted(
-        trial.seconds for trial in trials if trial.forecast.memory.fits
-    )
+    fitting = [(not trial.forecast.memory.safe, trial.seconds) for trial in trials if trial.forecast.memory.fits]
+    assert fitting == sorted(fitting)
     assert ("compile.enable", True) in [(each.key, each.value) for each in trials[0].settings]
+
+
+def test_a_change_that_costs_no_time_is_tried_together_with_others_if_the_step_does_not_fit() -> None:
+    step = read_run(read_config(str(EXAMPLES / "llama3_8b.toml")), find_cluster("h100x8"))
+    keys = [{each.key for each in trial.settings} for trial in try_changes(step, predict(step), seconds=1000)]
+    assert {"compile.enable", "training.local_batch_size"} in keys
 
 
 def test_changes_of_a_step_that_fits_make_it_faster_and_still_fit() -> None:

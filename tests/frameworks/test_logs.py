@@ -43,8 +43,8 @@ def test_a_log_of_nanotron_has_numbers_with_letters() -> None:
 
 def test_a_log_of_megatron_may_be_truncated_and_of_several_ranks() -> None:
     found = read_measured([str(EXAMPLES / "train_70b_log.txt")])
-    assert found.seconds == pytest.approx(14.59, abs=0.001)
-    assert (found.memory, found.kind, found.sequences) == (34904 * 2**20, "reserved", 128)
+    assert found.seconds == pytest.approx(15.89, abs=0.001)
+    assert (found.memory, found.kind, found.sequences) == (26624 * 2**20, "reserved", 128)
 
 
 def test_the_slowest_rank_counts_where_all_log_each_step() -> None:

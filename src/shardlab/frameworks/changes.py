@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from shardlab.common.errors import Refused, UserError
@@ -17,6 +18,9 @@ from shardlab.frameworks.run import FrameworkRun
 from shardlab.frameworks.settings import Config, Setting
 from shardlab.simulate.predict.forecast import Forecast, forecast
 from shardlab.simulate.predict.memory_advice import broken_limit
+
+FREE = 2
+"""Largest number of changes that cost no time and are tried together with others, if the step does not fit."""
 
 LEAST_GAIN = 0.01
 """Least share of the step time, or of the device's memory, that a change must gain to be named."""
@@ -27,12 +31,14 @@ class Trial:
     """Change of a configuration, with its forecast.
 
     Attributes:
-        settings: the changed keys with their new values; None stands for a key that is left out.
+        meanings: the changed meanings with their new values; None stands for a key that is left out.
+        settings: the same as the file's keys.
         config, step, forecast: the changed configuration, its step and the forecast.
         seconds, bytes: differences to the configuration as it is: of the time per token, as a share, and of the memory
             of the fullest device.
     """
 
+    meanings: Mapping[str, Any]
     settings: tuple[Setting, ...]
     config: Config
     step: FrameworkRun
@@ -58,33 +64,53 @@ def try_changes(step: FrameworkRun, found: Forecast, *, seconds: float = 20.0) -
         found: its forecast.
         seconds: time after which no more changes are tried.
     """
-    config, began = step.config, time.monotonic()
-    per_token, bytes = found.seconds / step.workload.tokens, found.memory.unlimited
+    config, end = step.config, time.monotonic() + seconds
     trials: list[Trial] = []
     seen = {_key(step)}
-    for meanings in _distinct(config, FRAMEWORKS[config.table.framework].changes(config, step)):
-        if time.monotonic() - began > seconds:
+    single = _distinct(config, FRAMEWORKS[config.table.framework].changes(config, step))
+    for meanings in single if found.memory.fits else _then_pairs(single, trials, found):
+        if time.monotonic() > end:
             break
-        try:
-            changed = config.with_meanings(meanings)
-            other = read_run(changed, step.cluster)
-            if _key(other) in seen or broken_limit(other.workload):
-                continue
-            seen.add(_key(other))
-            result = predict(other)
-        except (UserError, Refused):
-            continue  # the framework, the model or the cluster rules it out
-        settings = tuple(config.edit(meaning, value) for meaning, value in meanings.items())
-        faster = result.seconds / other.workload.tokens / per_token - 1
-        trials.append(Trial(settings, changed, other, result, faster, result.memory.unlimited - bytes))
+        if (trial := _try(step, found, meanings, seen)) is not None:
+            trials.append(trial)
     return trials
+
+
+def _try(step: FrameworkRun, found: Forecast, meanings: Mapping[str, Any], seen: set[str]) -> Trial | None:
+    """Try a change (None: its step was tried, or the framework, the model or the cluster rules it out)."""
+    config = step.config
+    try:
+        changed = config.with_meanings(meanings)
+        other = read_run(changed, step.cluster)
+        if _key(other) in seen or broken_limit(other.workload):
+            return None
+        seen.add(_key(other))
+        result = predict(other)
+    except (UserError, Refused):
+        return None
+    settings = tuple(config.edit(meaning, value) for meaning, value in meanings.items())
+    slower = result.seconds / other.workload.tokens / (found.seconds / step.workload.tokens) - 1
+    return Trial(meanings, settings, changed, other, result, slower, result.memory.unlimited - found.memory.unlimited)
+
+
+def _then_pairs(single: Iterator[dict[str, Any]], trials: Sequence[Trial], found: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield single changes, and then each that saves memory together with the best that costs no time."""
+    yield from single
+    saving = sorted((each for each in trials if each.bytes < -LEAST_GAIN * found.memory.capacity), key=_seconds)
+    for first, second in product(saving[:FREE], saving):
+        if first.seconds <= LEAST_GAIN and not first.meanings.keys() & second.meanings.keys():
+            yield {**first.meanings, **second.meanings}
+
+
+def _seconds(trial: Trial) -> float:
+    return trial.seconds
 
 
 def best_changes(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
     """Return the trials that help, the best first, and of those that change the same keys only the best.
 
     If the step fits, the best changes save most time among those that fit. If it does not, those that fit come first,
-    the fastest first, and then those that save most memory.
+    and then those that save most memory. Steps that leave the expected error of memory free come before others.
 
     Args:
         trials: all trials.
@@ -115,11 +141,16 @@ def _distinct(config: Config, changes: Iterator[Mapping[str, Any]]) -> Iterator[
             yield kept
 
 
+def _order(trial: Trial) -> tuple[bool, float]:
+    """Return a key that puts steps that leave the error of predictions free first, the fastest of them first."""
+    return not trial.forecast.memory.safe, trial.seconds
+
+
 def _helpful(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
     if found.memory.fits:
         helpful = [each for each in trials if each.forecast.memory.fits and each.seconds < -LEAST_GAIN]
-        return sorted(helpful, key=lambda each: (not each.forecast.memory.safe, each.seconds))
-    fitting = sorted((each for each in trials if each.forecast.memory.fits), key=lambda each: each.seconds)
+        return sorted(helpful, key=_order)
+    fitting = sorted((each for each in trials if each.forecast.memory.fits), key=_order)
     least = LEAST_GAIN * found.memory.capacity
     others = sorted((each for each in trials if not each.forecast.memory.fits), key=lambda each: each.bytes)
     return fitting + [each for each in others if each.bytes < -least]

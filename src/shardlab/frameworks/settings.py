@@ -63,7 +63,8 @@ def change_text(settings: Sequence[Setting]) -> str:
     """Return a change as the lines of the file or the flags that make it, and the keys that it leaves out."""
     added, left = [each.text for each in settings if not each.removed], [each.key for each in settings if each.removed]
     lines = sorted({each.line for each in settings if each.line})
-    parts = [*([" ".join(added)] if added else []), *([f"without {', '.join(left)}"] if left else [])]
+    joined = " ".join(added) if all(each.startswith("--") for each in added) else " and ".join(added)
+    parts = [*([joined] if added else []), *([f"without {', '.join(left)}"] if left else [])]
     return " ".join([*parts, *([f"(line {', '.join(map(str, lines))})"] if lines else [])])
 
 

@@ -11,13 +11,14 @@ from rich.text import Text
 from shardlab.cli.console import Report
 from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.frameworks.changes import Trial
-from shardlab.frameworks.measured import Comparison
+from shardlab.frameworks.measured import Comparison, Hypothesis
 from shardlab.frameworks.run import FrameworkRun
 from shardlab.frameworks.settings import Config, Setting, change_text
 from shardlab.planner.describe import UNTRACED, StepShares, describe, step_shares, trace_seconds
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.simulate.predict.confidence import Confidence, may_not_fit, sure_as_json
 from shardlab.simulate.predict.forecast import Forecast
+from shardlab.simulate.predict.memory import DeviceMemory
 from shardlab.simulate.predict.memory_advice import broken_limit
 
 MOST_TRACE_SECONDS = 20.0
@@ -177,6 +178,7 @@ class ExplainReport:
                 "time": each.seconds,
                 "memory": each.bytes,
                 "fits": each.forecast.memory.fits,
+                "safe": each.forecast.memory.safe,
                 "step_seconds": each.forecast.seconds,
             }
             for each in self.trials
@@ -197,9 +199,13 @@ class ExplainReport:
             "change": lambda trial: change_text(trial.settings) + self._other_batch(trial),
             "time/token": lambda trial: f"{trial.seconds:+.1%}",
             "memory": lambda trial: f"{trial.bytes / 2**30:+,.1f} GiB",
-            "": lambda trial: "fits" if trial.forecast.memory.fits else "does not fit",
+            "": lambda trial: _verdict(trial.forecast.memory),
         }
         report.table(columns, shown, wrapped=0)
+
+
+def _verdict(memory: DeviceMemory) -> str:
+    return "fits" if memory.safe else "may not fit" if memory.fits else "does not fit"
 
 
 def _add_comparison(report: Report, found: Comparison) -> None:
@@ -227,11 +233,20 @@ def _add_comparison(report: Report, found: Comparison) -> None:
         "could_be": [each._asdict() for each in found.hypotheses],
     }
     for number, each in enumerate(found.hypotheses[:MOST_HYPOTHESES]):
-        left = "" if found.seconds is None else f" would take {seconds_text(each.seconds)}"
+        left = "" if found.seconds is None else f" would take {seconds_text(each.seconds)}{_explained(found, each)}"
         held = "" if found.memory is None else f", {bytes_text(each.memory, 1)}"
         report.fact("could be" if not number else "", f"{each.weight:.0%}: {each.what};{left}{held}. Next: {each.next}")
     if not found.hypotheses:
         report.fact("could be", "nothing that was tried brings the prediction closer to the measurement")
+
+
+def _explained(found: Comparison, hypothesis: Hypothesis) -> str:
+    """Return how much of the difference in time a hypothesis explains, in words ("": it does not explain any)."""
+    whole = (found.seconds or 0.0) - found.predicted_seconds
+    part = hypothesis.seconds - found.predicted_seconds
+    if part * whole <= 0:
+        return ""
+    return f" ({seconds_text(abs(part))} of the {seconds_text(abs(whole))})"
 
 
 MOST_HYPOTHESES = 4
