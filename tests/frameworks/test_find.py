@@ -24,14 +24,14 @@ def test_a_script_says_on_how_many_devices_it_runs() -> None:
 
 def test_variables_and_arguments_after_the_dashes_replace_those_of_the_script() -> None:
     config = read_config(str(EXAMPLES / "train_70b.sh"), ["PP=8", "--micro-batch-size", "2"])
-    assert (config.values["pp"], config.values["micro_batch_size"]) == (8, "2")
+    assert (config.values["pp"], config.values["micro_batch_size"]) == (8, 2)
 
 
 def test_half_a_script_gives_what_it_has(tmp_path: Path) -> None:
     half = tmp_path / "half.sh"
     half.write_text("\n".join((EXAMPLES / "train_70b.sh").read_text().splitlines()[:38]))
     config = read_config(str(half))
-    assert config.values["layers"] == "80"
+    assert config.values["layers"] == 80
     with pytest.raises(UserError, match="gives no --micro-batch-size"):
         read_run(config, find_cluster("h100x64"))
 
@@ -49,7 +49,7 @@ def test_a_variable_without_a_value_is_asked_for(tmp_path: Path) -> None:
     path.write_text("python pretrain_gpt.py --num-layers $LAYERS --hidden-size 2048\n")
     with pytest.raises(UserError, match=r"--num-layers \(line 1: \$\{LAYERS\}\)"):
         _ = read_config(str(path)).values
-    assert read_config(str(path), ["LAYERS=4"]).values["layers"] == "4"
+    assert read_config(str(path), ["LAYERS=4"]).values["layers"] == 4
 
 
 def test_a_script_of_torchtitan_names_its_file(tmp_path: Path) -> None:

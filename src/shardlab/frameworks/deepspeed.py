@@ -150,15 +150,12 @@ def _step(
 ) -> FrameworkRun:
     name, model = _model(config, values)
     plan, recipe = make_plan(layout, model, find_recipe(recipe_name))
-    if str(values["micro_batch_size"] or AUTO) == AUTO:
+    if values["micro_batch_size"] is None:
         size = USUAL_BATCH
         notes.append(f"per_device_train_batch_size is not given; the Trainer's {USUAL_BATCH} is taken")
     else:
-        size = int(values["micro_batch_size"])
-    each = 1 if str(values["accumulation"]) == AUTO else int(values["accumulation"])
-    sequences = size * each * plan.data_ranks
-    if values.get("global_batch") not in (None, AUTO):
-        sequences = int(values["global_batch"])
+        size = values["micro_batch_size"]
+    sequences = values.get("global_batch") or size * values["accumulation"] * plan.data_ranks
     names: dict[str, Optimizer] = {"adamw": "adamw", "adam": "adamw", "lion": "lion", "sgd": "sgd", "muon": "muon"}
     optimizer = names.get(str(values["optimizer"]).lower())
     if optimizer is None:
@@ -171,7 +168,7 @@ def _step(
 
 def _model(config: Config, values: Mapping[str, Any]) -> tuple[str, Blocks]:
     name = config.model or str(values["model"])
-    length = {} if values["seq_len"] is None else {"seq_len": int(values["seq_len"])}
+    length = {} if values["seq_len"] is None else {"seq_len": values["seq_len"]}
     if not name:
         raise UserError(f"{config.file} does not say which model it trains; give --model, such as llama3-8b")
     if not config.model and Path(name).is_dir():

@@ -87,10 +87,8 @@ def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> Fram
         context=CONTEXTS.get(str(values["context"][0]), "ring"),
     )
     plan, recipe = make_plan(layout, model, recipe)
-    size = int(values["micro_batch_size"] or 0)
-    if not size:
-        raise UserError(f"{config.file} gives no {config.table.keys['micro_batch_size'].name}; give it after --")
-    sequences = int(values["global_batch"] or size * plan.data_ranks)
+    size = _number(config, values, "micro_batch_size")
+    sequences = values["global_batch"] or size * plan.data_ranks
     microbatches = cut_batch(config.file, sequences, size, plan.data_ranks)
     return FrameworkRun(
         config,
@@ -108,7 +106,7 @@ def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> Fram
 
 
 def _length(values: Mapping[str, Any]) -> dict[str, int]:
-    return {} if values["seq_len"] is None else {"seq_len": int(values["seq_len"])}
+    return {} if values["seq_len"] is None else {"seq_len": values["seq_len"]}
 
 
 def _mesh(config: Config, values: Mapping[str, Any], devices: int) -> Mesh:
@@ -126,9 +124,7 @@ def _number(config: Config, values: Mapping[str, Any], meaning: str) -> int:
     value = values[meaning]
     if value is None:
         raise UserError(f"{config.file} gives no {config.table.keys[meaning].name}; give it after --")
-    if not str(value).isdigit():
-        raise UserError(f"{config.file}: {config.table.keys[meaning].name} is {value!r}; give a whole number")
-    return int(value)
+    return value
 
 
 def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[str]) -> Blocks:
@@ -136,7 +132,7 @@ def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[st
         _number(config, values, each) for each in ("layers", "hidden_size", "heads", "seq_len")
     )
     gated = values["swiglu"] or values["geglu"]
-    ffn = int(values["ffn_hidden_size"] or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden))
+    ffn = values["ffn_hidden_size"] or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
     kv_heads = values["kv_heads"] if values["grouped"] else 1 if values["one_kv_head"] else heads
     rotary = values["positions"] in ("rope", "yarn", "mrope") or values["rotary"]
     common: dict[str, Any] = {
@@ -155,11 +151,8 @@ def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[st
         "dropout": max(values["hidden_dropout"], values["attention_dropout"]),
     }
     head = values["head_dim"]
-    if head is not None and int(head) * heads != hidden:
-        if "head_dim" in GPT.__dataclass_fields__:
-            common["head_dim"] = int(head)
-        else:
-            notes.append(f"heads are {head} wide, and are predicted as {hidden // heads}")
+    if head is not None and head * heads != hidden:
+        common["head_dim"] = head
     if values["latent_attention"]:
         notes.append("latent attention is predicted as attention with whole keys and values")
     if 0 < values["attention_dropout"] != values["hidden_dropout"] or values["hidden_dropout"] > 0:
@@ -173,13 +166,13 @@ def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[st
 
 
 def _mixture(values: Mapping[str, Any], common: dict[str, Any], notes: list[str]) -> Blocks:
-    expert = int(values["expert_ffn"] or common["ffn_hidden_size"])
-    shared = int(values["shared_ffn"] or 0)
+    expert = values["expert_ffn"] or common["ffn_hidden_size"]
+    shared = values["shared_ffn"] or 0
     if str(values["moe_layers"]) not in ("1", "[1]"):
         notes.append(f"every block is predicted as a mixture; {values['moe_layers']} says which are")
-    capacity = float(values["capacity"]) if values["capacity"] is not None else 1.0
+    capacity = 1.0 if values["capacity"] is None else values["capacity"]
     mixture: dict[str, Any] = {
-        "experts": int(values["experts"]),
+        "experts": values["experts"],
         "top_k": values["top_k"],
         "shared_experts": round(shared / expert),
         "capacity_factor": capacity,
@@ -191,7 +184,7 @@ def _mixture(values: Mapping[str, Any], common: dict[str, Any], notes: list[str]
 def _vocabulary(values: Mapping[str, Any], tp: int, notes: list[str]) -> int:
     """Return the padded size of the vocabulary (`_vocab_size_with_padding`)."""
     if values["padded_vocab"]:
-        return int(values["padded_vocab"])
+        return values["padded_vocab"]
     size = values["vocab_size"]
     if size is None:
         path = str(values["tokenizer_model"]).lower()
@@ -211,9 +204,9 @@ def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh
         return 1, ()
     virtual = 1
     if values["virtual_stages"]:
-        virtual = int(values["virtual_stages"])
+        virtual = values["virtual_stages"]
     elif values["virtual_layers"]:
-        virtual = max(1, model.layers // mesh.pp // int(values["virtual_layers"]))
+        virtual = max(1, model.layers // mesh.pp // values["virtual_layers"])
     stages, layers = mesh.pp * virtual, model.layers
     first, last = values["first_stage_layers"], values["last_stage_layers"]
     if virtual == 1 and (first or last):
@@ -252,11 +245,11 @@ def _recompute(values: Mapping[str, Any], model: Blocks, mesh: Mesh, stages: int
     if values["recompute_2021"] or values["recompute_2022"]:
         return "full"
     if mode == "full" and values["recompute_method"] == "block":
-        count = int(values["recompute_layers"] or 1)
+        count = values["recompute_layers"] or 1
         each = model.layers // (mesh.pp * stages)
         return tuple(block for block in range(model.layers) if block % each < count)
     if mode == "full":
-        if int(values["recompute_layers"] or 1) > 1:
+        if (values["recompute_layers"] or 1) > 1:
             notes.append("groups of recomputed layers are predicted as single ones, which keep more")
         return "full"
     if mode != "selective":

@@ -79,14 +79,14 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     plan, recipe = make_plan(layout, model, recipe)
     if mesh.tp > 1 and not values["tp_async"]:
         notes.append("tp_linear_async_communication is false, but is predicted as true")
-    each = int(values["accumulation"])
+    each = values["accumulation"]
     return FrameworkRun(
         config,
         config.model or model_words(model),
         model,
         plan,
         cluster,
-        int(values["micro_batch_size"]),
+        values["micro_batch_size"],
         each * plan.data_ranks,
         _precision(values),
         recipe,
@@ -96,7 +96,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
 
 
 def _model(config: Config, values: Mapping[str, Any], tp: int, notes: list[str]) -> Blocks:
-    seq_len = int(values["seq_len"])
+    seq_len = values["seq_len"]
     if config.model:
         return with_written(find_model(config.model), {"seq_len": seq_len}, config.model)
     if values["mamba"] is not None:
@@ -111,23 +111,23 @@ def _model(config: Config, values: Mapping[str, Any], tp: int, notes: list[str])
         "layers": values["layers"],
         "hidden_size": hidden,
         "heads": heads,
-        "kv_heads": 1 if values["one_kv_head"] else int(values["kv_heads"] or heads),
-        "ffn_hidden_size": int(values["ffn_hidden_size"] or (11008 if gated else 4 * hidden)),
+        "kv_heads": 1 if values["one_kv_head"] else values["kv_heads"] or heads,
+        "ffn_hidden_size": values["ffn_hidden_size"] or (11008 if gated else 4 * hidden),
         "vocab_size": padded(values["vocab_size"], values["vocab_multiple"] * tp),
         "seq_len": seq_len,
         "tied": values["tied"],
         "rope_theta": 10000.0,
     }
-    if values["head_dim"] is not None and int(values["head_dim"]) * heads != hidden:
-        common["head_dim"] = int(values["head_dim"])
+    if values["head_dim"] is not None and values["head_dim"] * heads != hidden:
+        common["head_dim"] = values["head_dim"]
     if values["experts"] is None:
         return Llama(**common) if gated and not values["starcoder"] else GPT(**common)
-    expert = int(values["expert_ffn"] or common["ffn_hidden_size"])
+    expert = values["expert_ffn"] or common["ffn_hidden_size"]
     shared = round(values["shared_ffn"] / expert) if values["shared_expert"] else 0
     mixture: dict[str, Any] = {
         **common,
         "ffn_hidden_size": expert,
-        "experts": int(values["experts"]),
+        "experts": values["experts"],
         "top_k": values["top_k"],
         "shared_experts": shared,
         "capacity_factor": 1.0,
@@ -159,7 +159,7 @@ def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
     yield {"zero": 1 - min(1, values["zero"])}
     if mesh.tp > 1:
         yield {"tp_mode": "REDUCE_SCATTER", "tp_async": True}
-    size, each = step.micro_batch_size, int(values["accumulation"])
+    size, each = step.micro_batch_size, values["accumulation"]
     if size % 2 == 0:
         yield {"micro_batch_size": size // 2, "accumulation": each * 2}
     if each % 2 == 0:

@@ -68,6 +68,14 @@ def change_text(settings: Sequence[Setting]) -> str:
     return " ".join([*parts, *([f"(line {', '.join(map(str, lines))})"] if lines else [])])
 
 
+COUNTS = {
+    *("tp", "pp", "cp", "ep", "dp", "dp_replicate", "micro_batch_size", "local_batch", "accumulation"),
+    *("layers", "hidden_size", "heads", "seq_len", "vocab_size", "experts", "top_k", "vocab_multiple"),
+    *("layers_per_stage", "microbatch_tokens", "recompute_layers"),
+}
+"""Meanings whose values are at least 1."""
+
+
 @dataclass(frozen=True)
 class Key:
     """Key of a framework that changes the time or the memory of a step.
@@ -78,6 +86,7 @@ class Key:
         also: its names in other versions.
         default: value if it is absent, from the framework's source.
         off: the flag turns the meaning off.
+        kind: type of the value if there is no default: "int" or "float" ("": any).
     """
 
     meaning: str
@@ -85,6 +94,7 @@ class Key:
     also: tuple[str, ...] = ()
     default: Any = None
     off: bool = False
+    kind: str = ""
 
     def read(self, setting: Setting) -> Any:
         """Return the value of a setting as the default's type.
@@ -95,10 +105,11 @@ class Key:
         value = setting.value
         if self.off:
             return value is False or str(value).lower() == "false"
-        kind = cast(type[Any], type(self.default)) if self.default is not None else None
+        kinds: dict[str, type[Any]] = {"int": int, "float": float}
+        kind = cast(type[Any], type(self.default)) if self.default is not None else kinds.get(self.kind)
         try:
             return value if kind is None or value is None else _CONVERT[kind](value)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             wanted = _WANTED.get(kind or str, "text")
             raise UserError(f"{setting.place}: {setting.key} is {value!r}; give {wanted}") from None
 
@@ -187,7 +198,14 @@ class KeyTable:
 def _load(framework: str) -> KeyTable:
     table = load_table(f"frameworks/{framework}.toml")
     keys = {
-        meaning: Key(meaning, row["name"], tuple(row.get("also", ())), row.get("default"), row.get("off", False))
+        meaning: Key(
+            meaning,
+            row["name"],
+            tuple(row.get("also", ())),
+            row.get("default"),
+            row.get("off", False),
+            row.get("kind", ""),
+        )
         for meaning, row in table.pop("keys").items()
     }
     ignored = {pattern: reason for reason, patterns in table.pop("ignored").items() for pattern in patterns}
@@ -245,6 +263,8 @@ class Config:
                 unset[setting.key] = setting
             else:
                 found[meaning] = key.read(setting)
+                if meaning in COUNTS and found[meaning] is not None and found[meaning] < 1:
+                    raise UserError(f"{setting.place}: {setting.key} is {setting.value}; give 1 or more")
         if unset:
             names = ", ".join(f"{key} ({each.place}: {each.value})" for key, each in unset.items())
             first = next(iter(unset.values()))

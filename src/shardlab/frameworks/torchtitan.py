@@ -216,7 +216,7 @@ def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh
         bounds = [0, *cuts, model.layers]
         return max(1, (len(cuts) + 1) // mesh.pp), tuple(end - begin for begin, end in pairwise(bounds))
     if values["layers_per_stage"] is not None:
-        stages = math.ceil((model.layers + first + last) / int(values["layers_per_stage"]))
+        stages = math.ceil((model.layers + first + last) / values["layers_per_stage"])
         if stages % mesh.pp:
             raise UserError(
                 f"{config.file}: pipeline_parallel_layers_per_stage {values['layers_per_stage']} makes {stages} "
@@ -283,16 +283,16 @@ def _batch(config: Config, values: Mapping[str, Any], mesh: Mesh, ranks: int) ->
     """Return the sequences of a microbatch, and the microbatches of a step."""
     local = values["local_batch"]
     if values["microbatch_tokens"] is not None:  # one forward pass of a rank
-        size = max(1, int(values["microbatch_tokens"]) // values["seq_len"])
-        each = int(values["pp_microbatches"] or 1) if mesh.pp > 1 else 1
-        tokens = int(values["step_tokens"] or -1)
+        size = max(1, values["microbatch_tokens"] // values["seq_len"])
+        each = (values["pp_microbatches"] or 1) if mesh.pp > 1 else 1
+        tokens = values["step_tokens"] or -1
         sequences = size * each * ranks if tokens < 0 else tokens // values["seq_len"]
         return size, cut_batch(config.file, sequences, size, ranks)
     sequences = local * ranks if values["global_batch"] < 0 else values["global_batch"]
     if mesh.pp == 1:
         return local, cut_batch(config.file, sequences, local, ranks)
     if values["pp_microbatches"] is not None or config.version.startswith("2024"):
-        each = int(values["pp_microbatches"] or mesh.pp)
+        each = values["pp_microbatches"] or mesh.pp
         size = max(1, local // each)
     else:
         size = values["micro_batch_size"]
