@@ -23,7 +23,7 @@ CODE_LINES = {
     "common": 830,
     "draw": 1710,
     "execute": 3785,
-    "frameworks": 3030,
+    "frameworks": 3150,
     "language": 4460,
     "learn": 5500,
     "measure": 2200,
