@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 295,
     "check": 2280,
-    "cli": 7980,
+    "cli": 8050,
     "common": 830,
     "draw": 1710,
     "execute": 3785,
