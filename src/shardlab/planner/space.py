@@ -35,7 +35,7 @@ from shardlab.language import Mesh
 from shardlab.models.architectures import MoE
 from shardlab.planner.problem import SHARES, Candidate, Problem, plan_layers
 from shardlab.simulate.predict.memory_advice import broken_limit
-from shardlab.simulate.predict.recipe import stages_by_cost
+from shardlab.simulate.predict.stages import stages_by_cost
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import ModelLayers
 from shardlab.strategies.plan.resolve import named_blocks

@@ -33,7 +33,8 @@ from shardlab.planner.published.records import (
 from shardlab.simulate.hardware import DEVICES, LINKS, Cluster, Device, find_device, find_link
 from shardlab.simulate.hardware.cluster import NODES
 from shardlab.simulate.hardware.device import ALIASES
-from shardlab.simulate.predict.recipe import Recipe, find_recipe, recipes, stages_by_cost
+from shardlab.simulate.predict.recipe import Recipe, find_recipe, recipes
+from shardlab.simulate.predict.stages import stages_by_cost
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.schedules import SCHEDULES

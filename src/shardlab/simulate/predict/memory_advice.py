@@ -21,7 +21,7 @@ from shardlab.models import Blocks
 from shardlab.simulate.hardware.device import Figure
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.predict.memory import DeviceMemory, device_memory
-from shardlab.simulate.predict.recipe import modules_of_stages
+from shardlab.simulate.predict.stages import modules_of_stages
 from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline.prices import Traced
 from shardlab.strategies.grad_accum import grad_accum

@@ -1,0 +1,56 @@
+"""Pipeline stages of equal cost, as nanotron deals a model's blocks (`models/base.py`, `build_model`)."""
+
+from __future__ import annotations
+
+from shardlab.models import Blocks
+
+
+def modules_of_stages(model: Blocks, stages: int) -> list[list[str]] | None:
+    """Modules of each stage: "embedding", "block", "norm", "head", "cast" and "loss"; None: the last one has none.
+
+    A module goes to the stage at hand, which ends with the module that takes the sum of costs beyond its share. Costs
+    are those of `get_block_compute_costs`: the parameters of a block's matrices, and the head's.
+    """
+    block = 4 * model.hidden_size**2 + 3 * model.hidden_size * _ffn_of(model)
+    head = model.vocab_size * model.hidden_size
+    modules = [("embedding", 0), *[("block", block)] * model.layers, ("norm", 0), ("head", head), ("cast", 0)]
+    all = model.layers * block + head
+    found: list[list[str]] = [[] for _ in range(stages)]
+    stage = cost = 0
+    for name, own in (*modules, ("loss", 0)):
+        found[stage].append(name)
+        cost += own
+        if cost * stages > all * (stage + 1):
+            stage += 1
+    return found if found[-1] else None
+
+
+def stages_by_cost(model: Blocks, stages: int, *, halves: bool) -> tuple[int, ...]:
+    """The `layers_per_stage` of a plan whose stages cost as much as one another; the first ones have more blocks.
+
+    The head and the loss are one layer of a plan, so they stand together on the last stage; one that has nothing else,
+    or nothing, takes a layer of the longest stage before it. Empty, which is as even as can be, where it deals none to
+    the last stage: such a plan it does not run.
+
+    >>> from shardlab.models import Llama
+    >>> llama = Llama(layers=32, hidden_size=4096, heads=32, ffn_hidden_size=14336, vocab_size=131072)
+    >>> stages_by_cost(llama, 2, halves=False), stages_by_cost(llama, 4, halves=True)
+    ((18, 14), (18, 18, 16, 13))
+
+    Args:
+        halves: whether a plan counts pairs of a norm and a body, two a block and one for the head.
+    """
+    found = modules_of_stages(model, stages)
+    if found is None:
+        return ()
+    counts = [(1 + halves) * modules.count("block") for modules in found]
+    counts[-1] += halves
+    for stage in range(stages - 1, 0, -1):
+        if not counts[stage]:
+            longest = max(range(stage), key=lambda other: (counts[other], other))
+            counts[stage], counts[longest] = 1, counts[longest] - 1
+    return tuple(counts)
+
+
+def _ffn_of(model: Blocks) -> int:
+    return int(getattr(model, "hidden", 4 * model.hidden_size))
