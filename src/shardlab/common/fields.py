@@ -415,10 +415,20 @@ def choice(literal: Any) -> FieldType:
     return FieldType(literal, f"{{{','.join(words)}}}", lambda value: "" if value in words else wanted)
 
 
-def choice_or_ints(literal: Any, noun: str) -> FieldType:
-    """Return the type of one of the words of a `Literal`, or of a list of numbers."""
-    words = get_args(literal)
-    wanted = f"one of {', '.join(words)}, or the numbers of {noun}s, such as 0 1"
+def choice_or_ints(literal: Any, noun: str, counted: Sequence[str] = ()) -> FieldType:
+    """Return the type of one of the words of a `Literal`, or of a list of numbers.
+
+    Args:
+        literal: the words.
+        noun: what the numbers count.
+        counted: words that a number from 1 follows, as in every-2.
+    """
+    words, forms = get_args(literal), [f"{word}-N" for word in counted]
+    wanted = f"one of {', '.join((*words, *forms))}, or the numbers of {noun}s, such as 0 1"
+    pattern = re.compile(rf"({'|'.join(counted)})-[1-9][0-9]*")
+
+    def accepts(value: Any) -> bool:
+        return value in words or _numbers(value) or (isinstance(value, str) and pattern.fullmatch(value) is not None)
 
     def of_words(given: tuple[str, ...]) -> str | tuple[int, ...]:
         if given and all(word.isdecimal() for word in given):
@@ -427,7 +437,7 @@ def choice_or_ints(literal: Any, noun: str) -> FieldType:
 
     return FieldType(
         tuple[str, ...],
-        f"{{{','.join(words)},{noun.upper()} ...}}",
-        lambda value: "" if value in words or _numbers(value) else wanted,
+        f"{{{','.join((*words, *forms))},{noun.upper()} ...}}",
+        lambda value: "" if accepts(value) else wanted,
         of_words,
     )

@@ -84,9 +84,18 @@ def _data(plan: Plan) -> str:
 def _recomputed(plan: Plan, blocks: int) -> str:
     if isinstance(plan.recompute, tuple):
         return f"{len(plan.recompute)} of {blocks} blocks computed again in the backward pass"
+    if plan.counted_recompute is not None:
+        word, number = plan.counted_recompute
+        several = counted(number, "block")
+        return {
+            "every": f"one of {several} computed again in the backward pass",
+            "first": f"the first {several} of each stage computed again in the backward pass",
+            "uniform": f"every block computed again in the backward pass, from one input of {several}",
+        }[word]
     return {
         "none": "nothing computed again",
         "selective": "attention's scores computed again",
+        "per-op": "all but attention's result and every second product computed again",
         "full": "every block computed again in the backward pass",
     }[plan.recompute]
 

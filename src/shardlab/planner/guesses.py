@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardlab.common.errors import UserError
 from shardlab.language import Kind, OpKind
-from shardlab.planner.lines import with_share
+from shardlab.planner.lines import own_recompute, with_share
 from shardlab.planner.pass_costs import LayerCosts, PassCosts
 from shardlab.planner.problem import SHARES, Candidate
 from shardlab.simulate.predict.estimate import Peak
@@ -51,14 +51,14 @@ def guess_line(costs: PassCosts, line: Candidate) -> Guess | None:
         line: the line.
     """
     problem = costs.problem
-    own = "selective" if line.plan.recompute == "selective" else "none"
+    own = own_recompute(line.plan)
     try:
         none = costs.of(line, own)
         fixed = problem.limits.fixed.get("recompute", own)
         if fixed != own:
             none = full = costs.of(line, "full") if fixed == "full" else none
         else:
-            full = none if own == "selective" or with_share(problem, line, "full") is None else costs.of(line, "full")
+            full = none if own != "none" or with_share(problem, line, "full") is None else costs.of(line, "full")
         sums = [part(costs, line, layers) for layers in (none, full) for part in (_seconds, _bytes)]
         return Guess(*sums, passes=_passes_to_replay(costs, line))
     except UserError:

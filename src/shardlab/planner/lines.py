@@ -34,7 +34,7 @@ from shardlab.planner.space import (
     splits,
     stage_counts,
 )
-from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.plan import Plan, Recompute
 from shardlab.strategies.schedules import SCHEDULES
 
 WHOLE_NODE_TP = (1, 2, 4, 8)
@@ -49,9 +49,14 @@ SEED_SEQUENCE = 2048
 
 def shares_of(problem: Problem, line: Candidate) -> Sequence[str]:
     """Return the shares of recomputed blocks that a line has, the smallest first."""
-    if "recompute" in problem.limits.fixed or line.plan.recompute == "selective":
+    if "recompute" in problem.limits.fixed or own_recompute(line.plan) != "none":
         return ("none",)
     return tuple(SHARES)
+
+
+def own_recompute(plan: Plan) -> Recompute:
+    """Return what all plans of a line recompute: nothing, attention's scores, or most results of a block."""
+    return "selective" if plan.recompute == "selective" else "per-op" if plan.recompute == "per-op" else "none"
 
 
 def with_share(problem: Problem, line: Candidate, share: str) -> Candidate | None:
@@ -136,7 +141,7 @@ def words_of(plan: Plan) -> dict[str, Any]:
         "stages_per_rank": plan.stages_per_rank,
         "context": plan.context,
         "ulysses_degree": plan.ulysses_degree,
-        "recompute": "selective" if plan.recompute == "selective" else "none",
+        "recompute": own_recompute(plan),
     }
 
 

@@ -62,8 +62,8 @@ class PassCosts:
         """Return the costs of a line's layers.
 
         Args:
-            line: the line. Its own recomputation counts only if it is "selective".
-            recompute: "none", "selective" or "full".
+            line: the line. Its own recomputation counts only if all of its plans have it (see `own_recompute`).
+            recompute: "none", "selective", "per-op" or "full".
         """
         plan, mesh = line.plan, line.plan.mesh
         key = (
@@ -122,7 +122,7 @@ class PassCosts:
 
     def cluster_prices(self, candidate: Candidate) -> ClusterPrices:
         """Return the prices of a candidate's ops, whatever its layers are."""
-        key = (candidate.plan.mesh, candidate.precision.name)
+        key = (candidate.plan.mesh, candidate.precision.name, candidate.plan.recompute == "per-op")
         if key not in self._prices:
             self._prices[key] = self.problem.workload(candidate).sample.prices
         return self._prices[key]
@@ -164,6 +164,7 @@ class LayerPrices:
         mesh, line, plan = self.mesh, self.line, self.plan
         key = (run.name, run.cut, run.layout.numel, run.attend is None, len(run.steps), last, mesh.tp, mesh.cp, mesh.ep)
         key = (*key, line.micro_batch_size, plan.sequence_parallel, line.precision.name, layer == 0)
+        key = (*key, plan.recompute == "per-op")
         key = (*key, plan.context, plan.ulysses_degree) if run.attend is not None else key
         if key not in self._known:
             self._known[key] = self._price(layer)

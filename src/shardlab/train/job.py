@@ -69,9 +69,15 @@ class Job:
         """The strategy's entry.
 
         Raises:
-            UserError: if there is no such strategy or pass.
+            UserError: if there is no such strategy or pass, or its plan is for predictions alone.
         """
-        return load(self.strategy, self.passes)
+        entry = load(self.strategy, self.passes)
+        if entry.plan is not None and entry.plan(self.ranks).recompute == "per-op":
+            raise UserError(
+                "recompute per-op is for predictions, with simulate and plan: ranks keep or recompute whole blocks or "
+                "attention's scores; give --recompute none, selective, full, every-N, first-N or uniform-N"
+            )
+        return entry
 
     def checked(self) -> Checked:
         """Trace and check the strategy for this job, and rewrite the program by its passes, guided by teaching costs.

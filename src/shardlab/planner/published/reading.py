@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,8 +41,8 @@ from shardlab.strategies.schedules import SCHEDULES
 
 T = TypeVar("T")
 
-RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "selective", "full": "full", "selective-per-op": "none"}
-"""Words for what is recomputed, and the plan's; of `SavedActivations.per_op` only some results of a block are kept."""
+RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "selective", "full": "full", "selective-per-op": "per-op"}
+"""Words for what is recomputed, and the plan's."""
 
 DTYPES = {name: name for name in ("fp8", "mxfp8", "bf16", "bf16-params", "fp16", "tf32", "fp32")} | {
     "float8": "fp8",
@@ -113,8 +113,6 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
     if recompute is None:
         near = suggest_name(str(record.recompute), RECOMPUTE)
         raise Unknown(f"recomputes {record.recompute}, which is unknown here; {near}")
-    saved = replace(recipe.memory.saved, per_op=recompute == "selective-per-op")
-    recipe = replace(recipe, memory=replace(recipe.memory, saved=saved))
     zero = max(recipe.defaults.zero_stage, record.parallelism.zero_stage or 0)
     cluster, mesh, rows = cluster_of(record), mesh_of(record), record.batch.micro_batch
     data_ranks = mesh.dp_shard * mesh.dp_replicate * mesh.ep
@@ -410,7 +408,7 @@ def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) ->
     """
     assert isinstance(workload.plan, Plan)
     computes = workload.precision.name.removesuffix(WIDE)
-    recompute = "selective-per-op" if workload.recipe.memory.saved.per_op else workload.plan.recompute
+    recompute = {plan: word for word, plan in RECOMPUTE.items()}[workload.plan.recompute]
     return (
         *(() if record.framework or told else (f"framework: {workload.recipe.name}",)),
         *_of_model(record.model, workload.model),

@@ -121,16 +121,17 @@ def _replay_every_op(workload: Workload, each: int) -> Replayed:
 def can_compress(workload: Workload) -> bool:
     """Tell whether the compressed replay of a workload is exact.
 
-    It is not if passes rewrite the program, if blocks are frozen, or if the ranks of one stage lie otherwise on the
-    nodes than those of another. If ranks lose time at each wait (`Prices.lag`), no communication may overlap with
-    compute inside a layer's pass, as the ring of keys and values does.
+    It is not if passes rewrite the program, if blocks are frozen, if several blocks are recomputed together, or if the
+    ranks of one stage lie otherwise on the nodes than those of another. If ranks lose time at each wait (`Prices.lag`),
+    no communication may overlap with compute inside a layer's pass, as the ring of keys and values does.
     """
     plan, cluster = workload.plan, workload.cluster
     assert isinstance(plan, Plan)
     each = plan.mesh.world // plan.mesh.pp
     alike = plan.mesh.pp == 1 or each % cluster.per_node == 0 or cluster.per_node % each == 0
     hides = plan.context == "ring" and plan.mesh.cp > plan.ulysses
-    if workload.pass_names != "none" or plan.freeze:
+    several = plan.counted_recompute is not None and plan.counted_recompute[0] == "uniform"
+    if workload.pass_names != "none" or plan.freeze or several:
         return False
     return (alike or cluster.profile is not None) and not (hides and workload.cluster.lag.most)
 

@@ -236,7 +236,15 @@ class Workload:
         """Sizes of values in memory, as the recipe keeps them."""
         sequence_parallel = isinstance(self.plan, Plan) and self.plan.sequence_parallel
         slices = self.mesh.tp if sequence_parallel else 1
-        return self.recipe.memory.kept_sizes(self.cut, self.sizes, self.micro_batch_size, slices)
+        return self._recomputing.memory.kept_sizes(self.cut, self.sizes, self.micro_batch_size, slices)
+
+    @property
+    def _recomputing(self) -> Recipe:
+        """The recipe, with the activations that it keeps under the plan's recomputation."""
+        if not isinstance(self.plan, Plan) or self.plan.recompute != "per-op":
+            return self.recipe
+        memory = self.recipe.memory
+        return replace(self.recipe, memory=replace(memory, saved=replace(memory.saved, per_op=True)))
 
     @property
     def prices(self) -> ClusterPrices:
@@ -245,7 +253,7 @@ class Workload:
         if self.recipe.overlap.single_nic:
             cluster = replace(cluster, nics=1)
         cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.kernels.attention))
-        recipe = self.recipe
+        recipe = self._recomputing
         if self.mesh.ep == 1:  # no rank waits for another's experts
             recipe = replace(recipe, kernels=replace(recipe.kernels, expert_load=1.0))
         numbers = self.state_precision.under(self.optimizer, ema=self.ema)

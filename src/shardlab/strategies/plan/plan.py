@@ -53,7 +53,10 @@ Reshard = Literal["layer", "stage", "step"]
 
 ReduceAt = Literal["layer", "step"]
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "per-op"]
+
+COUNTED_RECOMPUTE = ("every", "first", "uniform")
+"""Words of `Plan.recompute` that a number follows, as in every-2."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,11 @@ class Plan:
     sequence_parallel: Annotated[bool, SWITCH] = False
     """Shard the activations between the matrices along the sequence, over the tp ranks."""
 
-    recompute: Annotated[Recompute | tuple[int, ...], choice_or_ints(Recompute, "block")] = "none"
+    recompute: Annotated[str | tuple[int, ...], choice_or_ints(Recompute, "block", COUNTED_RECOMPUTE)] = "none"
     """What the backward pass recomputes: nothing, the attention scores (selective), everything but the input of each
-    block (full), or the blocks with these numbers, from 0."""
+    block (full), the blocks with these numbers, from 0, the last of every N blocks (every-N), the first N blocks of
+    each stage (first-N), or all blocks, of which N in a row keep one input (uniform-N). Predictions also know all but
+    attention's result and every second product (per-op), as torchtitan has it."""
 
     freeze: Annotated[tuple[int, ...], NUMBERS] = ()
     """Blocks, by number from 0, whose weights are not trained. They have no gradient and no optimizer state. The
@@ -204,6 +209,17 @@ class Plan:
             if ranks == mesh.world
             else replace(self, mesh=replace(mesh, dp_replicate=data // shard, dp_shard=shard))
         )
+
+    @property
+    def counted_recompute(self) -> tuple[str, int] | None:
+        """Word and number of a recomputation such as every-2 (None: it is another)."""
+        word, _, number = self.recompute.partition("-") if isinstance(self.recompute, str) else ("", "", "")
+        return (word, int(number)) if word in COUNTED_RECOMPUTE else None
+
+    @property
+    def recomputes_blocks(self) -> bool:
+        """Whether whole blocks are recomputed: all or some of them."""
+        return self.recompute not in ("none", "selective", "per-op", ())
 
     def counted(self, sizes: Sizes) -> Sizes:
         """Return sizes whose sequences are counted in the slices that this plan distributes over cp."""

@@ -6,8 +6,10 @@ its steps, stages, slices of weights, and the axes of each collective (see `Rank
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from shardlab.language import Sizes, UserError
@@ -37,7 +39,26 @@ def resolve(plan: Plan, sizes: Sizes, microbatches: int, rank: int) -> RankPlan:
     Raises:
         UserError: if the model's layers or the microbatches do not fit the plan.
     """
-    return _Resolver(plan, sizes, rank).rank_plan(microbatches)
+    return _Resolver(with_named_blocks(plan, model_layers(sizes)), sizes, rank).rank_plan(microbatches)
+
+
+def with_named_blocks(plan: Plan, model: ModelLayers) -> Plan:
+    """Return a plan that names the blocks which every-N or first-N recompute, or the plan.
+
+    Every-N recomputes the last of N blocks, as torchtitan's selective_ac_option with a number did
+    (torchtitan/distributed/activation_checkpoint.py before version 0.3), and first-N the first N of each stage, as
+    Megatron's recompute_method block does (megatron/core/transformer/transformer_config.py).
+    """
+    word, number = plan.counted_recompute or ("", 0)
+    blocks = model.recomputable
+    if word == "every":
+        return replace(plan, recompute=tuple(range(number - 1, len(blocks), number)))
+    if word == "first":
+        bounds = [model.pipeline_cuts[unit] for unit in plan.bounds(model.pipeline_units, model.units_text)]
+        firsts = [bisect_left(blocks, start, key=lambda block: block.start) for start in bounds]
+        named = [range(start, min(start + number, stop)) for start, stop in pairwise(firsts)]
+        return replace(plan, recompute=tuple(block for blocks in named for block in blocks))
+    return plan
 
 
 def named_blocks(numbers: Iterable[int], model: ModelLayers) -> list[range]:
@@ -58,6 +79,8 @@ def named_blocks(numbers: Iterable[int], model: ModelLayers) -> list[range]:
 def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> dict[int, range]:
     """Return the runs of layers that are recomputed, by their last layer. A block on two stages is two runs.
 
+    With uniform-N, N blocks of a stage are one run (Megatron's recompute_method uniform).
+
     The forward pass keeps only the input of each run. For half-blocks, that is the residual and the branch at the run's
     first norm; with sequence parallelism, a slice of the sequence. Before its backward pass, the run is computed
     forward again, with all communication except that of its last layer's output, which nothing reads (Chen et al. 2016,
@@ -67,9 +90,20 @@ def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> 
         UserError: if the plan names a block that the model does not have.
     """
     named = plan.recompute if isinstance(plan.recompute, tuple) else ()
-    chosen = model.recomputable if plan.recompute == "full" else named_blocks(named, model)
-    runs = [range(max(block.start, stage.start), min(block.stop, stage.stop)) for block in chosen for stage in stages]
-    return {run[-1]: run for run in runs if run}
+    word, number = plan.counted_recompute or ("", 1)
+    chosen = model.recomputable if plan.recompute == "full" or word == "uniform" else named_blocks(named, model)
+    found: dict[int, range] = {}
+    for stage in stages:
+        cut = [range(max(block.start, stage.start), min(block.stop, stage.stop)) for block in chosen]
+        runs = [run for run in cut if run]
+        if number > 1 and any(run.stop != following.start for run, following in pairwise(runs)):
+            raise UserError(
+                f"recompute {plan.recompute} keeps one input of {number} blocks, but of a mixture of experts only the "
+                "experts are computed again; give full, or the numbers of blocks"
+            )
+        for each in (runs[at : at + number] for at in range(0, len(runs), number)):
+            found[each[-1][-1]] = range(each[0].start, each[-1].stop)
+    return found
 
 
 class _Resolver:

@@ -87,7 +87,7 @@ def _on_one_rank(workload: Workload, step_types: Collection[type], cuts: Cuts) -
     plan = workload.plan
     assert isinstance(plan, Plan)
     split, both = BackwardInput in step_types, {Backward, BackwardInput} <= set(step_types)
-    plain = "none" if plan.recompute == "full" or isinstance(plan.recompute, tuple) else plan.recompute
+    plain = "none" if plan.recomputes_blocks else plan.recompute
     sampled = replace(
         plan,
         mesh=replace(plan.mesh, pp=1, dp_replicate=1, dp_shard=1),

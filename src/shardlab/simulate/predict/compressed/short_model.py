@@ -26,7 +26,7 @@ from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline.memory import MemoryLedger
 from shardlab.strategies.plan.plan import CUT_AXES, Plan
 from shardlab.strategies.plan.rank_plan import ModelLayers, model_layers
-from shardlab.strategies.plan.resolve import named_blocks
+from shardlab.strategies.plan.resolve import named_blocks, with_named_blocks
 
 
 class NotPeriodicError(Exception):
@@ -111,9 +111,10 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
     Raises:
         UserError: if the plan's stages or recomputed blocks do not fit the model.
     """
-    plan, sizes, repeated = workload.plan, workload.sizes, workload.repeated
-    assert isinstance(plan, Plan)
+    sizes, repeated = workload.sizes, workload.repeated
+    assert isinstance(workload.plan, Plan)
     model = model_layers(sizes)
+    plan = with_named_blocks(workload.plan, model)
     bounds = plan.bounds(model.pipeline_units, model.units_text)
     stages = [range(model.pipeline_cuts[start], model.pipeline_cuts[stop]) for start, stop in pairwise(bounds)]
     gaps = [] if extra is None or not repeated.more else list(_gaps(plan, sizes, model, repeated, stages, extra))
