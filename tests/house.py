@@ -20,7 +20,7 @@ CODE_LINES = {
     "": 295,
     "check": 2280,
     "cli": 8050,
-    "common": 830,
+    "common": 835,
     "draw": 1710,
     "execute": 3785,
     "frameworks": 3150,
@@ -29,9 +29,9 @@ CODE_LINES = {
     "measure": 2200,
     "models": 4190,
     "planner": 3900,
-    "simulate": 7020,
+    "simulate": 7180,
     "strategies": 2665,
-    "train": 8765,
+    "train": 8775,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

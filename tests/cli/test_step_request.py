@@ -93,7 +93,7 @@ def test_the_command_of_a_plan_reproduces_its_time_and_memory(recipe: str, capsy
 
 # Job files: the same tables for every command; flags override them.
 
-STEP = ("--model", "llama3-8b", "--layers", "4", "--sequence", "2048", "--cluster", "h100x8", "--recipe", "torchtitan")
+STEP = ("--model", "llama3-8b", "--layers", "4", "--sequence", "2048", "--cluster", "h100x8", "--recipe", "nanotron")
 BATCH = ("--memory", "60GiB", "--global-batch", "32", "--micro-batch-size", "2", "--precision", "bf16")
 MESH = ("--dp-shard", "4", "--tp", "2", "--shard-optimizer", "dp_shard", "--optimizer", "muon")
 
@@ -117,6 +117,28 @@ def test_a_written_job_is_the_step_of_its_flags(tmp_path: Path, capsys: Captured
 
 
 @pytest.mark.parametrize(
+    ("recipe", "flags", "sharded"),
+    [
+        ("torchtitan", (), ("parameters", "gradients", "optimizer")),
+        ("torchtitan", ("--pp", "2"), ("parameters", "optimizer")),
+        ("torchtitan", ("--shard-optimizer", "dp_shard"), ("optimizer",)),
+        ("megatron-core-tuned", (), ("optimizer",)),
+        ("shardlab", (), ()),
+    ],
+)
+def test_data_parallel_ranks_share_what_the_framework_shares_by_default(
+    recipe: str, flags: tuple[str, ...], sharded: tuple[str, ...]
+) -> None:
+    flags = ("--model", "gpt2", "--cluster", "h100x8", "--recipe", recipe, "--dp-shard", "4", *flags)
+    entry, ranks = StepRequest.of(command_of(["simulate", *flags])).entry()
+    assert entry.plan is not None
+    plan = entry.plan(ranks)
+    shared = [name for name in ("parameters", "gradients", "optimizer") if getattr(plan, f"shard_{name}")]
+    assert shared == list(sharded)
+    assert plan.reshard_after == ("step" if "--pp" in flags else "layer")
+
+
+@pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ((), {"layers": 2, "global_batch": 8, "micro_batch_size": 2, "precision": "bf16"}),
@@ -125,7 +147,7 @@ def test_a_written_job_is_the_step_of_its_flags(tmp_path: Path, capsys: Captured
         (("--global-batch", "16"), {"global_batch": 16, "micro_batch_size": 2}),
         (("--model", "gpt2"), {"model": "gpt2", "layers": 14, "global_batch": 8}),
         (("--layers", "3"), {"model": "gpt", "layers": 3}),
-        (("--recipe", "torchtitan"), {"recipe": "torchtitan", "precision": "bf16-fp32-grads"}),
+        (("--recipe", "nanotron"), {"recipe": "nanotron", "precision": "bf16-fp32-grads"}),
         (("--cluster", "v100x4", "--dp-shard", "4"), {"cluster": "v100x4", "ranks": 4, "precision": "fp32"}),
         (("zero-3",), {"strategy": "zero-3", "ranks": 2}),
     ],

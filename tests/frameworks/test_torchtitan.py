@@ -54,8 +54,7 @@ def test_a_wrong_number_of_ranks_is_refused_in_a_sentence() -> None:
 def test_selective_recomputation_is_of_every_second_block_or_per_op() -> None:
     assert step_of("").plan.recompute == tuple(range(1, 32, 2))
     per_op = step_of('[activation_checkpoint]\nselective_ac_option = "op"\n')
-    assert per_op.plan.recompute == "none"
-    assert per_op.recipe.memory.saved.per_op
+    assert per_op.plan.recompute == "per-op"
 
 
 def test_a_pipeline_has_fewer_blocks_at_its_ends() -> None:
@@ -75,7 +74,7 @@ def test_a_command_line_of_2026_starts_from_the_registry() -> None:
     registry = torchtitan.registry_settings(selected["module"], selected["config"])
     step = torchtitan.run(Config(torchtitan.table(), "", (*registry, *settings)), find_cluster("h100x8"))
     assert (step.model.seq_len, step.micro_batch_size, step.microbatches) == (8192, 1, 8)
-    assert step.recipe.memory.saved.per_op
+    assert step.plan.recompute == "per-op"
 
 
 def test_keys_have_lines_and_unknown_ones_are_named() -> None:

@@ -81,7 +81,10 @@ def test_ranks_that_share_nothing_may_be_more_than_the_most_that_share() -> None
 def test_a_value_that_no_plan_can_have_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match="there is no schedule '1f1bb'; did you mean 1f1b"):
         Limits({"schedule": "1f1bb"})
-    with pytest.raises(UserError, match="recompute is '0,50'; give one of none, selective, full, or the numbers"):
+    with pytest.raises(
+        UserError,
+        match="recompute is '0,50'; give one of none, selective, full, per-op",
+    ):
         Limits({"recompute": "0,50"})
 
 

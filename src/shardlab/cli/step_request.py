@@ -62,6 +62,7 @@ class StepRequest:
         switches: values of the recipe's switches by name (default: those of the framework).
         memory: memory of each device that the step may use (default: all of it).
         other_machine: whether a profile of another machine is accepted.
+        as_if: whether a plan that the recipe's framework cannot run is predicted as if it could.
         file: job file, for its plan.
     """
 
@@ -80,6 +81,7 @@ class StepRequest:
     switches: Mapping[str, str] = field(default_factory=dict[str, str])
     memory: str | None = None
     other_machine: bool = False
+    as_if: bool = False
     file: ConfigSource = field(default_factory=partial(job_source, None))
 
     @classmethod
@@ -101,7 +103,7 @@ class StepRequest:
             given["cluster"]["switches"] = {**in_file, **switches_of(words)}
         sources = [file, ConfigSource("flags", given)]
         tables = {table: merge_fields(sources, table) for table in OPTIONS if table != "batch"}
-        optimizer, others = tables["optimizer"], ("strategy", "layout", "ranks", "tokens_per_step")
+        optimizer, others = tables["optimizer"], ("strategy", "layout", "ranks", "tokens_per_step", "as_if")
         return cls(
             model=tables["model"].pop("model", None),
             model_fields=tables["model"],
@@ -234,7 +236,7 @@ class StepRequest:
         return None if named or (name is not None and load(name).ranks == 1) else self.found_cluster.size
 
     def _as_recipe_does(self, entry: StrategyEntry, ranks: int) -> StrategyEntry:
-        given, defaults = self.layout.given(), self.found_recipe.defaults
+        given, defaults, can = self.layout.given(), self.found_recipe.defaults, self.found_recipe.can_run
         from_file = self.strategy is None and not self.layout.names_mesh
         if entry.plan is None or "plan" in given or (from_file and "mesh" in self.file.sections.get("plan", {})):
             return entry
@@ -242,8 +244,15 @@ class StepRequest:
         sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in given)
         if "reduce_at" not in given and plan.reduce_at == "layer":
             changed["reduce_at"] = defaults.reduction(sharded=sharded or defaults.zero_stage > 0)
-        if defaults.zero_stage and plan.mesh.dp_shard > 1 and not sharded:
-            changed["shard_optimizer"] = ("dp_shard",)
+        zero, mesh = can.conform_stage(defaults.zero_stage, plan.mesh.pp), plan.mesh
+        if defaults.zero_stage and zero and mesh.dp_shard > 1 and not sharded:
+            axes = ("dp_shard", *(("cp",) if mesh.cp > 1 and can.shards_over_cp == "always" else ()))
+            whole = defaults.gradient_sync == "last" or (can.gradients_with_pp == "whole" and mesh.pp > 1)
+            changed["shard_optimizer"] = axes
+            changed["shard_gradients"] = axes if zero == 2 or (zero == 3 and not whole) else ()
+            changed["shard_parameters"] = axes if zero == 3 else ()
+            if zero == 3 and "reshard_after" not in given and (ways := can.reshards(mesh.pp)):
+                changed["reshard_after"] = ways[0]
         return entry_from_plan(replace(plan, **changed), entry.name) if changed else entry
 
 

@@ -20,7 +20,8 @@ from shardlab.models import GPT, Blocks, Llama
 from shardlab.models.architectures import Mixtral
 from shardlab.models.named import find_model, with_written
 from shardlab.simulate.hardware import Cluster
-from shardlab.simulate.predict.recipe import find_recipe, stages_by_cost
+from shardlab.simulate.predict.recipe import find_recipe
+from shardlab.simulate.predict.stages import stages_by_cost
 
 NAME = "nanotron"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from shardlab.common.errors import UserError
 from shardlab.common.text import counted
@@ -22,7 +21,7 @@ from shardlab.planner.problem import plan_layers
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.recipe import Recipe
 from shardlab.simulate.predict.workload import Workload
-from shardlab.strategies.plan.plan import Context, Plan, Recompute, ReduceAt
+from shardlab.strategies.plan.plan import Context, Plan, ReduceAt
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Layout:
         blocks_of_stages: number of blocks of each stage (empty: as even as possible).
         units_of_stages: the same as a plan counts its layers.
         sequence_parallel: whether sequences are sharded along tp between the matrices.
-        recompute: what is recomputed: as in a plan, or "per-op".
+        recompute: what is recomputed, as in a plan.
         keeps_weights: gathered weights are kept until the step ends.
         reduce_at: when gradients are reduced.
         context: how queries reach the keys and values of other ranks.
@@ -94,14 +93,14 @@ class Layout:
     blocks_of_stages: tuple[int, ...] = ()
     units_of_stages: tuple[int, ...] = ()
     sequence_parallel: bool = False
-    recompute: Recompute | tuple[int, ...] | Literal["per-op"] = "none"
+    recompute: str | tuple[int, ...] = "none"
     keeps_weights: bool = False
     reduce_at: ReduceAt = "layer"
     context: Context = "all_gather"
 
 
 def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Recipe]:
-    """Return the plan of a layout, and the recipe, which keeps other activations with per-op recomputation.
+    """Return the plan of a layout, and the recipe.
 
     A pipeline's FSDP keeps gathered weights and reduces gradients once a step, as in
     `shardlab.planner.published.reading.plan_of`.
@@ -110,8 +109,6 @@ def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Reci
     shard = tuple(axis for axis in ("dp_shard", "cp") if getattr(mesh, axis) > 1)
     piped, looped = mesh.pp > 1, layout.stages > 1
     keeps = zero == 3 and (piped or layout.keeps_weights)
-    per_op = layout.recompute == "per-op"
-    recipe = replace(recipe, memory=replace(recipe.memory, saved=replace(recipe.memory.saved, per_op=per_op)))
     schedule = layout.schedule if piped else "1f1b"
     plan = Plan(
         mesh,
@@ -123,7 +120,7 @@ def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Reci
         reduce_at=layout.reduce_at,
         reshard_after="step" if keeps else "layer",
         sequence_parallel=layout.sequence_parallel and mesh.tp > 1,
-        recompute="none" if layout.recompute == "per-op" else layout.recompute,
+        recompute=layout.recompute,
         context=layout.context,
     )
     if piped and layout.units_of_stages:

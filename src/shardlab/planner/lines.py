@@ -49,9 +49,12 @@ SEED_SEQUENCE = 2048
 
 def shares_of(problem: Problem, line: Candidate) -> Sequence[str]:
     """Return the shares of recomputed blocks that a line has, the smallest first."""
+    can = problem.recipe.can_run
     if "recompute" in problem.limits.fixed or own_recompute(line.plan) != "none":
         return ("none",)
-    return tuple(SHARES)
+    if can.recomputes("blocks") or can.recomputes("first"):
+        return tuple(SHARES)
+    return ("none", "full") if can.recomputes("full") else ("none",)
 
 
 def own_recompute(plan: Plan) -> Recompute:
@@ -65,7 +68,8 @@ def with_share(problem: Problem, line: Candidate, share: str) -> Candidate | Non
         return line
     model = plan_layers(problem.model, line.plan)
     try:
-        blocks = recomputed_blocks(share, model, line.plan.bounds(model.pipeline_units))
+        by_number = problem.recipe.can_run.recomputes("blocks")
+        blocks = recomputed_blocks(share, model, line.plan.bounds(model.pipeline_units), by_number=by_number)
         return replace(line, plan=replace(line.plan, recompute=blocks))
     except UserError:
         return None
@@ -82,21 +86,23 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
         words: fields of the plan; and as `zero` the stage of ZeRO, as `along` whether it also shards over cp, as `wide`
             whether the optimizer's state is sharded over replicas too.
     """
-    limits, defaults = problem.limits, problem.recipe.defaults
+    limits, defaults, can = problem.limits, problem.recipe.defaults, problem.recipe.can_run
     zero, along, wide = (words.pop(name, default) for name, default in (("zero", 1), ("along", False), ("wide", False)))
     if problem.sequences % (mesh.dp_replicate * mesh.dp_shard * mesh.ep * size):
         return None
     if not limits.allows("micro_batch_size", size) or not cuts_sequences(problem, mesh.cp):
         return None
-    along, wide = along and mesh.cp > 1, wide and zero > 1
+    zero = can.conform_stage(zero, mesh.pp)
+    along = (can.shards_over_cp == "always" if can.shards_over_cp else along) and mesh.cp > 1
+    wide = wide and zero > 1 and can.state_over_replicas
     if not splits_given(problem):
         zero = zero if mesh.dp_shard > 1 or along else 0
         if (zero < 2 and not wide) or mesh.dp_shard == 1:
             mesh = replace(mesh, dp_replicate=1, dp_shard=mesh.dp_replicate * mesh.dp_shard)
     axes = (*(("dp_shard",) if mesh.dp_shard > 1 else ()), *(("cp",) if along else ()))
     zero = zero if axes else 0
-    if mesh.tp == 1:
-        words["sequence_parallel"] = False
+    if mesh.tp == 1 or can.sequence_parallel:
+        words["sequence_parallel"] = mesh.tp > 1 and can.sequence_parallel == "always"
     if mesh.pp == 1:
         words |= {"schedule": "1f1b", "stages_per_rank": None}
     if mesh.cp == 1:
@@ -105,9 +111,12 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
         words["ulysses_degree"] = None
     if zero < 3 or (mesh.pp == 1 and words.get("reshard_after") == "stage"):
         words["reshard_after"] = "layer"
+    elif (ways := can.reshards(mesh.pp)) and words.get("reshard_after", "layer") not in ways:
+        words["reshard_after"] = ways[0]
+    whole = can.gradients_with_pp == "whole" and mesh.pp > 1 and zero > 2
     words |= {
         "shard_parameters": axes if zero > 2 else (),
-        "shard_gradients": axes if zero > 1 else (),
+        "shard_gradients": axes if zero > 1 and not whole else (),
         "shard_optimizer": (*axes, *(("dp_replicate",) if wide and mesh.dp_replicate > 1 else ())) if zero else (),
         "reduce_at": defaults.reduction(sharded=bool(zero)),
     }
@@ -212,8 +221,10 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
     if not (sizes := sizes or allowed[:1]):
         return
     words: dict[str, Any] = {"sequence_parallel": mesh.tp > 1}
+    can = problem.recipe.can_run
     if mesh.cp > 1:
-        words |= {"context": "all_gather", "along": mesh.dp_shard == 1 and mesh.ep == 1}
+        context = "all_gather" if not can.context or "all_gather" in can.context else can.context[0]
+        words |= {"context": context, "along": mesh.dp_shard == 1 and mesh.ep == 1}
     node = problem.cluster.per_node
     near = max(1, node // (mesh.tp * mesh.cp * mesh.ep)) if node % (mesh.tp * mesh.cp * mesh.ep) == 0 else 1
     plans: list[tuple[Mesh, int, dict[str, Any]]] = [(mesh, sizes[-1], {"zero": 1})]
@@ -230,8 +241,9 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
     if splits_given(problem):
         meshes = [replace(mesh, dp_replicate=r, dp_shard=s) for r, s in splits(problem, mesh.dp_shard)]
         plans = [(each, size, own) for each in meshes for _, size, own in plans]
-    for (each, size, own), precision in product(plans, problem.precisions):
-        line = make_line(problem, each, size, precision, **(words | own))
+    kept = ("none", "per-op") if "per-op" in can.recompute else ("none",)
+    for (each, size, own), precision, recompute in product(plans, problem.precisions, kept):
+        line = make_line(problem, each, size, precision, **(words | own | {"recompute": recompute}))
         if line is not None:
             yield line
 
@@ -270,8 +282,10 @@ def _changes(problem: Problem, line: Candidate) -> Iterator[dict[str, Any]]:
         for way, micro_batch_size in product(ways, filter(None, sizes)):
             yield {"mesh": other, "micro_batch_size": micro_batch_size, **way}
     yield from ({"micro_batch_size": each} for each in (size * 2, size // 2, size * 3, size * 4) if each)
-    if model.dropout:
-        yield {"recompute": "none" if plan.recompute == "selective" else "selective"}
+    for recompute in ("selective",) * bool(model.dropout) + ("per-op",) * (
+        "per-op" in problem.recipe.can_run.recompute
+    ):
+        yield {"recompute": "none" if plan.recompute == recompute else recompute}
     wide = "dp_replicate" in plan.shard_optimizer
     for zero in range(4):
         yield {"zero": zero}

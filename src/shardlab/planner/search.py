@@ -408,7 +408,8 @@ class Search:
         none = guess.bytes + self._corrections.bytes(line, 0.0)
         full = guess.full_bytes + self._corrections.bytes(line, 1.0)
         needed = 0.0 if none <= room else 1.0 if full >= none else min(1.0, (none - room) / (none - full))
-        share = next(name for name, value in SHARES.items() if value >= needed)
+        shares = shares_of(self.problem, line)
+        share = next((name for name in shares if SHARES[name] >= needed), shares[-1])
         seconds = share_between(guess.seconds, guess.full_seconds, share) * self._corrections.seconds(line)
         return seconds, share
 

@@ -11,7 +11,7 @@ than others:
 - Gradients that are reduced at every microbatch but not sharded: more messages, and no less memory.
 - Gradients that are reduced after the last microbatch (`reduce_at step`), unless the recipe does so: nothing hides it.
 - Programs that passes rewrite, whose simulation takes too long to do it for every plan.
-- Plans that the recipe's framework does not run (`memory_advice.broken_limit`).
+- Plans that the recipe's framework does not run (`capabilities.broken_limit`).
 - On one pipeline rank, any schedule but 1f1b: all others hold more microbatches at a time.
 - Selective recomputation without dropout: fused attention keeps no scores that it could save.
 - Striped sequences: without stripes, ranks of `cp` have exactly as much work.
@@ -34,7 +34,7 @@ from shardlab.common.errors import UserError
 from shardlab.language import Mesh
 from shardlab.models.architectures import MoE
 from shardlab.planner.problem import SHARES, Candidate, Problem, plan_layers
-from shardlab.simulate.predict.memory_advice import broken_limit
+from shardlab.simulate.predict.capabilities import broken_limit
 from shardlab.simulate.predict.stages import stages_by_cost
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import ModelLayers
@@ -70,7 +70,7 @@ def cuts_sequences(problem: Problem, cp: int) -> bool:
     """Return whether plans may cut sequences over so many context-parallel ranks."""
     if cp == 1 or "cp" in problem.limits.fixed:
         return True
-    return not problem.recipe.defaults.lacks("cp") and problem.model.seq_len >= cp * LEAST_SEQUENCE
+    return not problem.recipe.can_run.lacks("cp") and problem.model.seq_len >= cp * LEAST_SEQUENCE
 
 
 def is_legal(problem: Problem, candidate: Candidate) -> bool:
@@ -86,7 +86,7 @@ SHARDED = ("shard_parameters", "shard_gradients", "shard_optimizer")
 
 def splits(problem: Problem, data: int) -> Iterator[tuple[int, int]]:
     """Replicas and shards that make up so many data-parallel ranks."""
-    limits, lacks = problem.limits, problem.recipe.defaults.lacks("dp_replicate")
+    limits, lacks = problem.limits, problem.recipe.can_run.lacks("dp_replicate")
     any_size = not lacks or "dp_shard" in limits.fixed  # then a sentence says what the framework lacks
     usual = [each for each in divisors(data) if each == 1 or (each < data and any_size)]
     for replicas in limits.tried("dp_replicate", usual):
@@ -115,13 +115,16 @@ def stage_counts(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(each for each in found if layers % (pp * each) == 0 or (layers % pp and each <= 8))
 
 
-def recomputed_blocks(recompute: str | tuple[int, ...], model: ModelLayers, bounds: list[int]) -> Any:
+def recomputed_blocks(
+    recompute: str | tuple[int, ...], model: ModelLayers, bounds: list[int], *, by_number: bool = True
+) -> Any:
     """Return the `recompute` of a plan that recomputes a share of the blocks: the first ones of each stage.
 
     Args:
         recompute: a share of `SHARES`, "selective", or blocks by number.
         model: the model's layers.
         bounds: pipeline units at which stages begin and end.
+        by_number: whether blocks are named by number. Otherwise each stage recomputes as many of its first ones.
 
     Raises:
         UserError: for blocks that the model lacks, or a share of so few blocks that it is all of them.
@@ -129,10 +132,15 @@ def recomputed_blocks(recompute: str | tuple[int, ...], model: ModelLayers, boun
     if isinstance(recompute, tuple):
         named_blocks(recompute, model)
         return recompute
-    if recompute in ("none", "selective", "full"):
+    if recompute not in SHARES or recompute in ("none", "full"):
         return recompute
     starts = [block.start for block in model.recomputable]
     cuts = [bisect_left(starts, model.pipeline_cuts[unit]) for unit in bounds]
+    if not by_number:
+        number, most = ceil(SHARES[recompute] * max(stop - start for start, stop in pairwise(cuts))), len(starts)
+        if number * (len(cuts) - 1) >= most:
+            raise UserError("so few blocks are all computed again, as full says")
+        return f"first-{number}"
     chosen: list[int] = []
     for blocks in (range(*cut) for cut in pairwise(cuts)):
         chosen += blocks[: ceil(SHARES[recompute] * len(blocks))]

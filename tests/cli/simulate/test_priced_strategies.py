@@ -75,16 +75,17 @@ def test_a_program_of_whole_blocks_says_that_a_tied_head_is_priced_apart(capsys:
     assert json_of(capsys, "zero-3", *GPT2)["notes"] == []
 
 
-def test_a_plan_that_the_recipe_s_framework_does_not_run_is_named_and_priced(capsys: Captured) -> None:
+def test_a_plan_that_the_recipe_s_framework_does_not_run_is_predicted_only_as_if(capsys: Captured) -> None:
     arguments = ("--pp", "8", "--microbatches", "4", *GPT2, "--global-batch", "4", "--recipe")
-    (note,) = json_of(capsys, *arguments, "nanotron")["notes"]
-    assert note == (
+    limit = (
         "nanotron's 1f1b needs at least pp - 1 microbatches; with pp 8 give at least 7 to each data-parallel rank, "
         "not 4"
     )
+    assert main(["simulate", *arguments, "nanotron"]) == 2
+    assert f"{limit}, or --as-if to predict it as if nanotron could run it" in capsys.readouterr().err
+    (note,) = json_of(capsys, *arguments, "nanotron", "--as-if")["notes"]
+    assert note == f"predicted as if nanotron could run it: {limit}"
     assert json_of(capsys, *arguments, "shardlab")["notes"] == []
-    assert main(["simulate", *arguments, "nanotron"]) == 0
-    assert "note            nanotron's 1f1b needs at least" in capsys.readouterr().out
 
 
 def test_more_rows_take_longer_and_more_memory(capsys: Captured) -> None:

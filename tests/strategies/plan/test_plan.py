@@ -203,7 +203,10 @@ def test_an_empty_file_is_one_device(tmp_path: Path) -> None:
         ("shard_optimizer = [1]", "shard_optimizer is [1]; give some of dp_shard, dp_replicate, cp, each once"),
         ("sequence_parallel = 1", "sequence_parallel is 1; give true or false"),
         ("context = 3", "context is 3; give one of ring, all_gather"),
-        ("recompute = ['a']", "recompute is ['a']; give one of none, selective, full, or the numbers of blocks"),
+        (
+            "recompute = ['a']",
+            "recompute is ['a']; give one of none, selective, full, per-op",
+        ),
         ("schedule = 3", "schedule is 3; give a word in quotes"),
         ("recompute = 'half'", "recompute is 'half'; give one of none, selective, full"),
         ("mesh = ", "is not TOML: "),

@@ -114,8 +114,6 @@ class ExplainReport:
     def _add_plan(self, report: Report) -> None:
         step = self.step
         lines = describe(*self._problem)
-        if step.recipe.memory.saved.per_op:
-            lines[-1] = "every second product of a block computed again (selective, per op)"
         for number, line in enumerate(lines):
             report.fact("plan" if not number else "", line)
         batch = f"{step.sequences:,} sequences of {step.model.seq_len:,} tokens a step"

@@ -105,8 +105,9 @@ def price(request: StepRequest) -> PricedStep:
         Refused: for a wrong program.
     """
     from shardlab.models import GPT
+    from shardlab.simulate.predict.capabilities import broken_limit
     from shardlab.simulate.predict.forecast import forecast, step_to_trace
-    from shardlab.simulate.predict.memory_advice import broken_limit, require_memory
+    from shardlab.simulate.predict.memory_advice import require_memory
     from shardlab.simulate.predict.workload import Workload
 
     cluster, model = request.found_cluster, request.found_model
@@ -144,6 +145,8 @@ def price(request: StepRequest) -> PricedStep:
     )
     if entry.plan is None:
         entry.require_ops(1, model.layers, request.batch.microbatches or 1)
+    if (limit := broken_limit(workload)) and not request.as_if:
+        raise UserError(f"{limit}, or --as-if to predict it as if {workload.recipe.name} could run it")
     _require_few_ranks(entry, workload, cluster_name)
     rewritten = workload.pass_names != "none"
     traced = step_to_trace(workload)
@@ -163,8 +166,8 @@ def price(request: StepRequest) -> PricedStep:
             "ops was simulated once, and shares of the step and its timeline are left out; fewer microbatches, or "
             "--max-ops, show them"
         )
-    if limit := broken_limit(workload):
-        notes.insert(0, limit)
+    if limit:
+        notes.insert(0, f"predicted as if {workload.recipe.name} could run it: {limit}")
     passed = workload.passed if rewritten else []
     return PricedStep(entry, workload, estimate, made, held, (model_name, cluster_name), not too_many, notes, passed)
 

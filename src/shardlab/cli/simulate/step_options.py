@@ -108,6 +108,9 @@ class StepOptions:
 
     recipe: RecipeName = None
 
+    as_if: Flag = False
+    """Predict a plan that the recipe's framework cannot run as if it could; with --recipe."""
+
     switch: SwitchWords = ()
 
     optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None

@@ -119,7 +119,7 @@ def _stages(step: Workload, unsaid: list[str]) -> dict[str, Any]:
 
 def _recompute(step: Workload, unsaid: list[str]) -> dict[str, Any]:
     recompute = plan_of(step).recompute
-    if step.recipe.memory.saved.per_op:
+    if recompute == "per-op":
         return {"recompute": "selective", "recompute_option": "op"}
     if isinstance(recompute, str):
         if recompute in ("none", "full"):

@@ -13,6 +13,7 @@ from shardlab.models import GPT, Blocks
 from shardlab.planner.problem import plan_layers
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.resolve import with_named_blocks
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Translation:
 
 
 def plan_of(step: Workload) -> Plan:
-    """Return the plan of a step."""
+    """Return the plan of a step, with the numbers of the blocks that it recomputes."""
     assert isinstance(step.plan, Plan), "programs without a plan are not written"
-    return step.plan
+    return with_named_blocks(step.plan, plan_layers(step.model, step.plan))
 
 
 def switch_of(step: Workload, name: str) -> str:

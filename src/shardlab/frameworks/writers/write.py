@@ -18,6 +18,7 @@ from shardlab.planner.problem import plan_layers
 from shardlab.simulate.predict.recipe import Recipe
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.resolve import with_named_blocks
 
 
 class Writer(NamedTuple):
@@ -158,7 +159,8 @@ def plan_properties(step: Workload, plan: Plan) -> dict[str, Any]:
     stages: list[int] = []
     if mesh.pp > 1:
         stages = plan.bounds(plan_layers(step.model, plan).pipeline_units)
-    recompute = tuple(sorted(plan.recompute)) if isinstance(plan.recompute, tuple) else plan.recompute
+    recompute = with_named_blocks(plan, plan_layers(step.model, plan)).recompute
+    recompute = tuple(sorted(recompute)) if isinstance(recompute, tuple) else recompute
     return {
         "mesh": dict(mesh.used),
         "schedule": plan.schedule_name if mesh.pp > 1 else "",
@@ -169,6 +171,6 @@ def plan_properties(step: Workload, plan: Plan) -> dict[str, Any]:
         "reduce_at": plan.reduce_at if shared else "",
         "reshard_after": plan.reshard_after if plan.shard_parameters else "",
         "sequence_parallel": plan.sequence_parallel and mesh.tp > 1,
-        "recompute": "per-op" if step.recipe.memory.saved.per_op else recompute,
+        "recompute": recompute,
         "context": plan.context if mesh.cp > 1 else "",
     }

@@ -1,14 +1,12 @@
-"""Advice on a workload: what to change if it does not fit, which limits it breaks, and which figures are assumed.
+"""Advice on a workload: what to change if it does not fit, and which figures are assumed.
 
 - `require_memory` refuses a step that does not fit into memory, and `advice` names the change that helps most. The
   changes that it tries come from `changes`, each with the flags that make it.
-- `broken_limit` says why a recipe's framework does not run a plan.
 - `assumed_figures` lists the figures of a prediction that no source gives and no runs settle.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,13 +17,13 @@ from shardlab.common.text import bytes_text
 from shardlab.language import Mesh, Sizes, UserError, trace
 from shardlab.models import Blocks
 from shardlab.simulate.hardware.device import Figure
+from shardlab.simulate.predict.capabilities import broken_limit
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.predict.memory import DeviceMemory, device_memory
-from shardlab.simulate.predict.stages import modules_of_stages
 from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline.prices import Traced
 from shardlab.strategies.grad_accum import grad_accum
-from shardlab.strategies.plan.plan import CUT_AXES, DATA_AXES, Plan
+from shardlab.strategies.plan.plan import CUT_AXES, Plan
 
 MOST_MICROBATCHES = 1024
 """Largest number of microbatches of one data-parallel rank that is suggested."""
@@ -220,6 +218,8 @@ def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) 
     workload = replace(workload, passes="none", tiles=1)
     least: tuple[float, Change] | None = None
     for change in changes(workload, whole):
+        if broken_limit(change.workload):
+            continue
         try:
             bytes = device_memory(change.short).needed
         except UserError:
@@ -233,53 +233,6 @@ def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) 
     return (
         f"of what was tried {least[1].flags} takes least, {bytes_text(least[0], 1)}: take more devices, or larger ones"
     )
-
-
-SHARED = ("nothing", "the optimizer's state alone", "gradients and the optimizer's state", "everything")
-"""Model state that data-parallel ranks shard, in words, by the stage of ZeRO."""
-
-
-def broken_limit(workload: Workload) -> str:
-    """Say in a sentence why the recipe's framework does not run a plan ("": it does, or the program has no plan)."""
-    plan, recipe = workload.plan, workload.recipe
-    if not isinstance(plan, Plan):
-        return ""
-    own, most = recipe.defaults, recipe.defaults.most_zero_stage
-    if own.lacks("cp") and plan.mesh.cp > 1:
-        return f"{recipe.name} has no context parallelism, and this plan has cp {plan.mesh.cp}; give --cp 1"
-    if own.lacks("dp_replicate") and (replicas := _replicas_of_shards(plan)):
-        return (
-            f"{recipe.name} has no replicas of ranks that share something, and this plan has {replicas} of them; let "
-            "all data-parallel ranks share it, or none"
-        )
-    ranks, each = plan.mesh.pp, workload.microbatches // plan.data_ranks
-    if most is not None and plan.zero_stage > most:
-        return (
-            f"{recipe.name} has no ZeRO stage above {most}, and this plan is ZeRO-{plan.zero_stage}; let data-parallel "
-            f"ranks share {SHARED[most]}"
-        )
-    schedule = plan.schedule_name
-    if ranks > 1 and own.schedules and schedule not in own.schedules:
-        return f"{recipe.name} has no pipeline schedule {schedule}; give {' or '.join(own.schedules)}"
-    short = own.microbatches_short_of_ranks if schedule == "1f1b" else None
-    if short is not None and each < ranks - short:
-        return (
-            f"{recipe.name}'s {schedule} needs at least pp - {short} microbatches; with pp {ranks} give at "
-            f"least {ranks - short} to each data-parallel rank, not {each}"
-        )
-    if own.stages == "cost" and modules_of_stages(workload.model, ranks) is None:
-        return (
-            f"{recipe.name} deals modules to stages by cost, and leaves nothing for the last of {ranks}; give fewer "
-            "pipeline ranks"
-        )
-    return ""
-
-
-def _replicas_of_shards(plan: Plan) -> int:
-    """Count the data-parallel ranks that keep the same slice of the optimizer's state (0: all differ, or no slices)."""
-    sizes = plan.mesh.sizes()
-    replicas = math.prod(sizes[axis] for axis in DATA_AXES if axis not in plan.shard_optimizer)
-    return replicas if plan.shard_optimizer and replicas > 1 else 0
 
 
 def assumed_figures(workload: Workload) -> dict[str, Figure]:

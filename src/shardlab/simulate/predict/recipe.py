@@ -51,6 +51,7 @@ from shardlab.models.matrices import (
 )
 from shardlab.models.model import Model
 from shardlab.simulate.hardware.device import Figure
+from shardlab.simulate.predict.capabilities import CanRun
 from shardlab.strategies.plan.plan import Plan
 
 
@@ -294,13 +295,8 @@ class Defaults:
             are kept whole.
         reduce_at: when gradients are reduced (see `Plan.reduce_at`).
         sharded_reduce_at: `reduce_at` where the optimizer's state is sharded ("": the same).
-        zero_stage: the least ZeRO stage that it uses.
-        axes: those of the mesh that it has (empty: all); dp_replicate is replicas of ranks that share something.
-        most_zero_stage: the highest ZeRO stage that it has (None: 3).
-        schedules: those of a pipeline that it has (empty: all).
+        zero_stage: the ZeRO stage that it uses.
         stages: how blocks are dealt to pipeline stages: evenly, or by cost (see `shardlab.simulate.predict.stages`).
-        microbatches_short_of_ranks: how many microbatches fewer than pipeline ranks a step of 1F1B may have (None: any
-            number).
     """
 
     vocab_size: Natural = 50257
@@ -313,11 +309,7 @@ class Defaults:
     reduce_at: Literal["layer", "step"] = "layer"
     sharded_reduce_at: Literal["", "layer", "step"] = ""
     zero_stage: Natural = 0
-    axes: tuple[str, ...] = ()
-    most_zero_stage: Natural | None = None
-    schedules: tuple[str, ...] = ()
     stages: Literal["even", "cost"] = "even"
-    microbatches_short_of_ranks: Natural | None = None
 
     def precision_called(self, name: str) -> Precision:
         """Return the precision of a name. If its name is that of a product's dtype, gradients are as reduced here.
@@ -337,10 +329,6 @@ class Defaults:
             return precision
         wide = self.bf16_gradient_bytes if precision.parameters == "bfloat16" else None
         return precision.with_gradients_of(wide or self.gradient_bytes)
-
-    def lacks(self, axis: str) -> bool:
-        """Whether it has no such axis of the mesh."""
-        return bool(self.axes) and axis not in self.axes
 
     def reduction(self, *, sharded: bool) -> Literal["layer", "step"]:
         """When gradients are reduced, with or without a sharded optimizer's state."""
@@ -380,6 +368,7 @@ class Recipe:
         source: where its choices are described.
         bases: recipe on which it builds, the one on which that builds, and so on.
         kernels, memory, overlap, defaults: its figures.
+        can_run: what it can run (see `shardlab.simulate.predict.capabilities`).
         figures: by group and field, as in "memory.reserved", each figure that its files give.
         switches: its options by name, each with the value that the figures are for.
         file: its built-in name, or the path of its file.
@@ -392,6 +381,7 @@ class Recipe:
     memory: MemoryUse = field(default_factory=MemoryUse)
     overlap: Overlap = field(default_factory=Overlap)
     defaults: Defaults = field(default_factory=Defaults)
+    can_run: CanRun = field(default_factory=CanRun)
     figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure], compare=False)
     switches: Mapping[str, Switch] = field(default_factory=dict[str, Switch], compare=False)
     file: str = field(default="", compare=False)
@@ -412,6 +402,11 @@ class Recipe:
         return model
 
     @property
+    def deals_stages_by_cost(self) -> bool:
+        """Whether its pipeline stages cost as much as one another."""
+        return self.defaults.stages == "cost"
+
+    @property
     def changed_switches(self) -> Switches:
         """Values of the switches that are not at their default."""
         return {name: each.value for name, each in self.switches.items() if each.value != each.default}
@@ -423,7 +418,7 @@ class Recipe:
         return f"{self.name} with {' '.join(changed)}" if changed else self.name
 
 
-GROUPS = {"kernels": Kernels, "memory": MemoryUse, "overlap": Overlap, "defaults": Defaults}
+GROUPS = {"kernels": Kernels, "memory": MemoryUse, "overlap": Overlap, "defaults": Defaults, "can_run": CanRun}
 _GROUP_TABLES: dict[str, Any] = dict.fromkeys(GROUPS, Mapping[str, Any])
 
 
@@ -566,7 +561,9 @@ def _with_figures(recipe: Recipe, table: Mapping[str, Any], source: str, where: 
     """Return a recipe with the figures of a table of groups; `source` is that of figures without their own."""
     figures, groups = dict(recipe.figures), dict[str, Any]()
     for group, kind in GROUPS.items():
-        written = {key: _with_source(value, source) for key, value in table.get(group, {}).items()}
+        table_of_group = dict(table.get(group, {}))
+        own_source = table_of_group.pop("source", source)
+        written = {key: _with_source(value, own_source) for key, value in table_of_group.items()}
         values = {key: figure["value"] for key, figure in written.items()}
         read = read_fields(field_hints(kind), values, where, group, getattr(recipe, group))
         for key, figure in written.items():
