@@ -29,7 +29,7 @@ CODE_LINES = {
     "measure": 2200,
     "models": 4190,
     "planner": 3900,
-    "simulate": 7180,
+    "simulate": 7214,
     "strategies": 2665,
     "train": 8775,
 }
