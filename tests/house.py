@@ -30,7 +30,7 @@ CODE_LINES = {
     "models": 4190,
     "planner": 3900,
     "simulate": 7214,
-    "strategies": 2665,
+    "strategies": 2700,
     "train": 8775,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
