@@ -151,6 +151,8 @@ def test_it_is_frozen_and_hashable() -> None:
         ({"heads": -1}, "heads is -1"),
         ({"head_dim": 0}, "head_dim is 0; a model needs at least 1"),
         ({"head_dim": 5, "rope_theta": 1e4}, "a head has 5; choose an even head_dim"),
+        ({"kv_rank": 8}, "rope_theta is None, but latent attention (kv_rank 8) rotates an even number"),
+        ({"kv_rank": 8, "rope_theta": 1e4, "kv_heads": 2}, "kv_heads is 2, but latent attention"),
         ({"kv_heads": 0}, "kv_heads is 0; a model needs at least 1"),
         ({"kv_heads": 3}, "4 heads cannot share 3 key/value heads evenly (remainder 1)"),
         ({"vocab_size": 0}, "vocab_size is 0"),

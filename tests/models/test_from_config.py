@@ -39,6 +39,10 @@ DEEPSEEK: dict[str, Any] = LLAMA | {
     **{"moe_intermediate_size": 1408, "intermediate_size": 10944, "first_k_dense_replace": 1, "moe_layer_freq": 1},
     **{"vocab_size": 102400, "max_position_embeddings": 4096, "rope_theta": 1e4, "rms_norm_eps": 1e-6},
 }
+DEEPSEEK_V2: dict[str, Any] = DEEPSEEK | {
+    **{"model_type": "deepseek_v2", "num_hidden_layers": 27, "kv_lora_rank": 512, "q_lora_rank": None},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 1, "topk_group": 1},
+}
 QWEN2: dict[str, Any] = LLAMA | {
     **{"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28},
     **{"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "rope_theta": 1e6},
@@ -59,7 +63,10 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize(
     ("config", "name"),
-    [(LLAMA, "llama3-8b"), (QWEN2, "qwen2-7b"), (QWEN3_MOE, "qwen3-30b-a3b"), (DEEPSEEK, "deepseek-moe-16b")],
+    [
+        *((LLAMA, "llama3-8b"), (QWEN2, "qwen2-7b"), (QWEN3_MOE, "qwen3-30b-a3b"), (DEEPSEEK, "deepseek-moe-16b")),
+        *((DEEPSEEK_V2, "deepseek-v2-lite"),),
+    ],
 )
 def test_a_configuration_gives_the_model_of_its_name(config: dict[str, Any], name: str, tmp_path: Path) -> None:
     expected = find_model(name)
@@ -70,6 +77,7 @@ def test_a_configuration_gives_the_model_of_its_name(config: dict[str, Any], nam
         changes = {"kv_heads": getattr(expected, "kv_heads", None)}
         if isinstance(expected, Mixtral):
             changes["auxiliary"] = expected.auxiliary
+        changes["head_dim"] = model.head_size if getattr(expected, "head_dim", None) else None
         assert replace(model, **changes) == expected
 
 
@@ -113,6 +121,7 @@ def test_a_field_that_cannot_be_said_is_a_note(changes: dict[str, Any], said: st
         (LLAMA | {"hidden_size": "wide"}, "hidden_size is 'wide'; give a whole number"),
         (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         (QWEN3_MOE | {"mlp_only_layers": [3]}, r"mlp_only_layers is [3], but only the first layers may be dense"),
+        (DEEPSEEK_V2 | {"v_head_dim": 64}, "v_head_dim is 64, not 128 like qk_nope_head_dim"),
         (QWEN3_MOE | {"num_experts": 512}, "experts is 512; there may be 256 at most"),
     ],
 )

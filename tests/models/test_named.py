@@ -48,6 +48,8 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "deepseek-moe-16b": 16_375_728_128,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,
 }
 """Parameters in the checkpoints of openai-community, meta-llama, mistralai, Qwen and deepseek-ai on Hugging Face,
 without a second copy of a tied embedding."""
@@ -72,9 +74,12 @@ ACTIVE = {
     "qwen3-30b-a3b": 3.3e9,
     "qwen3-235b-a22b": 22e9,
     "deepseek-moe-16b": 2.8e9,
+    "deepseek-v2-lite": 2.66e9,
+    "deepseek-v3": 37.5e9,
 }
 """Parameters that compute a token: arXiv 2401.04088, section 2; 2407.10671, table 1; 2505.09388, section 1 and the
-model card of Qwen3-30B-A3B; 2401.06066, table 7."""
+model card of Qwen3-30B-A3B; 2401.06066, table 7; 2405.04434, appendix B.1 (2.4B without one embedding); 2412.19437,
+section 1 (37B)."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

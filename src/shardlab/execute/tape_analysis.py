@@ -250,9 +250,9 @@ class Shapes:
         """
         attend = self.model.attention_after(spec.layer - (spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)))
         if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
-            return attend.kv_width, attend.kv_width
+            return attend.kv_width, attend.values_width
         queries = spec.kind in (Kind.QUERIES, Kind.GRAD_QUERIES)
-        return (attend.width,) if queries else (attend.width, attend.heads)
+        return (attend.width,) if queries else (attend.result_width, attend.heads)
 
     def tokens(self, spec: Spec) -> Sequence[int]:
         """Return the tokens of each sequence that a value holds, ascending; a range if they are consecutive.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardlab.common.errors import UserError
-from shardlab.models.attention import RopeScaling, attention
+from shardlab.models.attention import LatentSizes, RopeScaling, attention, latent_attention
 from shardlab.models.layout import aligned
 from shardlab.models.mixture import Router, mixture, shared_experts
 from shardlab.models.model import Blocks
@@ -36,6 +36,11 @@ class GPT(Blocks):
         norm_eps: number that norms add to the variance, or to the mean square.
         rope_theta: the base of rotary position embeddings (None: positions are learned).
         rope_scaling: scaling of the slower frequencies for contexts longer than the original one (None: no scaling).
+        kv_rank: features of the latent of keys and values, in multi-head latent attention (DeepSeek-V2, arXiv
+            2405.04434, section 2.1; None: other attention). Then `head_dim` are the features of a head's query and key
+            that are not rotated, and of its value.
+        q_rank: features of the latent of queries (None: queries are made of the token itself).
+        rope_dim: features of a head's query and of the shared key that are rotated.
         qk_norm: whether every head's query and key are normalised before their rotation, with a weight for each head
             (in Qwen3, all heads of a layer share one weight).
         drops_attention: whether dropout also acts on the weights of attention.
@@ -52,6 +57,9 @@ class GPT(Blocks):
     norm_eps: float = 1e-5
     rope_theta: float | None = None
     rope_scaling: RopeScaling | None = None
+    kv_rank: int | None = None
+    q_rank: int | None = None
+    rope_dim: int = 64
     qk_norm: bool = False
     qkv_bias: bool = False
     drops_attention: bool = True
@@ -106,6 +114,14 @@ class GPT(Blocks):
     def attention_part(self) -> tuple[Primitive, ...]:
         """Primitives of the attention half of a block: norm, attention, sum with the residual stream."""
         heads, kv_heads, drops = self.heads, self.kv_heads or self.heads, self.dropout > 0 and self.drops_attention
+        if self.kv_rank is not None:
+            assert self.rope_theta is not None
+            sizes = LatentSizes(
+                hidden_size=self.hidden_size, heads=heads, q_rank=self.q_rank, kv_rank=self.kv_rank,
+                nope_dim=self.head_size, rope_dim=self.rope_dim, value_dim=self.head_size,
+            )  # fmt: skip
+            body = latent_attention(self.seq_len, sizes, drops, self.norm_eps, self.rope_theta, self.rope_scaling)
+            return self.norm_of("ln_1"), *body, self.add(DropoutSite.ATTENTION_OUTPUT, "attn.c_proj.bias")
         bias, rope, eps = self.bias or self.qkv_bias, (self.rope_theta, self.rope_scaling), None
         if self.qk_norm:
             eps = self.norm_eps
@@ -130,15 +146,32 @@ class GPT(Blocks):
         if self.rope_scaling is not None:
             object.__setattr__(self, "rope_scaling", tuple(self.rope_scaling))  # a file gives a list
             self._check_scaling()
+        if self.kv_rank is not None:
+            self._check_latents()
         if self.rope_theta is None:
             return
         if not 0 < self.rope_theta < math.inf:
             raise UserError(f"rope_theta is {self.rope_theta}; the base of the rotary angles is a positive number")
-        if self.head_size % 2:
+        if self.head_size % 2 and self.kv_rank is None:
             where = f" (width {self.hidden_size} / {self.heads} heads)" if self.head_dim is None else ""
             remedy = "a width that is a multiple of twice the heads" if self.head_dim is None else "an even head_dim"
             raise UserError(
                 f"rotary positions turn pairs of features, but a head has {self.head_size}{where}; choose {remedy}"
+            )
+
+    def _check_latents(self) -> None:
+        self.at_least_one("kv_rank", "rope_dim", *(() if self.q_rank is None else ("q_rank",)))
+        wrong = {
+            "rope_theta is None": self.rope_theta is None,
+            f"kv_heads is {self.kv_heads}": self.kv_heads not in (None, self.heads),
+            "qk_norm is true": self.qk_norm,
+            "qkv_bias is true": self.qkv_bias,
+            f"rope_dim is {self.rope_dim}, an odd number": self.rope_dim % 2 == 1,
+        }
+        if found := [text for text, is_wrong in wrong.items() if is_wrong]:
+            raise UserError(
+                f"{', '.join(found)}, but latent attention (kv_rank {self.kv_rank}) rotates an even number of "
+                "features, has no biases and no other norms, and as many keys as queries; change these fields"
             )
 
     def _check_scaling(self) -> None:

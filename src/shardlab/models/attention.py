@@ -145,8 +145,11 @@ class Attend(GroupedHeads):
     width).
 
     Without dropout, it is one fused op that keeps the log-sum-exp of each head's rows. With dropout, it keeps three T x
-    T matrices a head (the softmax, its mask, and the product of both), and a copy of queries, keys and values, with
-    shared ones once for each head. It is cut by heads.
+    It is cut by heads.
+
+    Attributes:
+        drops: whether weights are dropped.
+        value_dim: features of a head's value (None: as many as those of a query and a key).
     """
 
     einsum: ClassVar[str] = "q(head) kv(head) -> x(head)"
@@ -154,6 +157,22 @@ class Attend(GroupedHeads):
     mixes_tokens: ClassVar[bool] = True
 
     drops: bool
+    value_dim: int | None = None
+
+    @property
+    def value_size(self) -> int:
+        """Features of a head's value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def values_width(self) -> int:
+        """Features of all values of a token."""
+        return self.kv_heads * self.value_size
+
+    @property
+    def result_width(self) -> int:
+        """Features of the mixed values of a token."""
+        return self.heads * self.value_size
 
     def heads_of(self, pieces: int) -> Attend:
         """Return this primitive with the heads of one piece only."""
@@ -162,21 +181,21 @@ class Attend(GroupedHeads):
         return replace(self, heads=self.heads // pieces, kv_heads=self.kv_heads // pieces)
 
     def features(self, tensor: str) -> int:
-        return self.width
+        return self.result_width
 
     def keeps(self) -> tuple[str, ...]:
         return () if self.drops else ("q", "kv", "x")
 
     def keeps_beside(self, rows: int) -> int:
         if self.drops:
-            return rows * 3 * self.tokens * self.width + 3 * self.mask(rows)
+            return rows * self.tokens * (2 * self.width + self.result_width) + 3 * self.mask(rows)
         return rows * self.heads * self.tokens
 
     def mask(self, rows: int) -> int:
         return self.drops * rows * self.heads * self.tokens**2
 
     def flops(self) -> int:
-        return 2 * (2 * self.tokens**2 * self.width)
+        return 2 * (self.tokens**2 * (self.width + self.result_width))
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         """Return the kernels for all tokens' queries, keys and values."""
@@ -200,15 +219,187 @@ class Attend(GroupedHeads):
         size, heads = self.head_dim, piece(self.heads, pieces, "head")
         if not self.drops:
             kv_heads = piece(self.kv_heads, pieces, "head")
-            return (FusedAttention(sequences, heads, kv_heads, queries, keys, size, seen),)
+            mean = (size + self.value_size) // 2  # of the two products, one has as many features as a value
+            return (FusedAttention(sequences, heads, kv_heads, queries, keys, mean, seen),)
         squares = sequences * heads
         scores = squares * queries * keys
         return (
             Matmul(queries, keys, size, squares, learned=False),
             Pointwise("softmax", 2 * scores, 3 * scores),
             Pointwise("dropout", 3 * scores, 3 * scores),
-            Matmul(queries, size, keys, squares, learned=False),
+            Matmul(queries, self.value_size, keys, squares, learned=False),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Attributes:
+        hidden_size: features C of a token.
+        heads: number of heads.
+        q_rank, kv_rank: features of the latent of queries (None: queries are a map of the token), and of that of keys
+            and values.
+        nope_dim, rope_dim: features of a head's query and key that are not rotated, and that are. All heads have one
+            rotated key.
+        value_dim: features of a head's value.
+    """
+
+    hidden_size: int
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def normed(self) -> tuple[int, ...]:
+        """Features of the latents that are normalised."""
+        return (self.kv_rank,) if self.q_rank is None else (self.q_rank, self.kv_rank)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the weights of these norms."""
+        return tuple(f"attn.{name}_latent_norm.weight" for name in ("q", "kv")[-len(self.normed) :])
+
+    @property
+    def q_inputs(self) -> int:
+        """Features from which queries are made, which come first."""
+        return self.hidden_size if self.q_rank is None else self.q_rank
+
+    @property
+    def made(self) -> int:
+        """Features of a token that are projected: latents, and the rotated key before its rotation."""
+        return sum(self.normed) + self.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latents(Primitive):
+    """Linear map of normalised features `x` to the latents `x` of queries, of keys and values, and the shared key.
+
+    Each latent is normalised (RMSNorm). If queries have none, the features themselves come first.
+    """
+
+    einsum: ClassVar[str] = "x(width) -> x(latent)"
+    whole: ClassVar[frozenset[str]] = frozenset({"width", "latent"})
+    product: ClassVar[bool] = True
+
+    sizes: LatentSizes
+    eps: float
+
+    def features(self, tensor: str) -> int:
+        return self.sizes.q_inputs + self.sizes.kv_rank + self.sizes.rope_dim
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        sizes = self.sizes
+        weight = (sizes.made, sizes.hidden_size)
+        sections = (*sizes.normed[:-1], sizes.kv_rank + sizes.rope_dim)
+        return (
+            Parameter("attn.latents.weight", weight, True, ("latent", "width"), sections if len(sections) > 1 else ()),
+            *(
+                Parameter(name, (size,), False, ("latent",))
+                for name, size in zip(sizes.names, sizes.normed, strict=True)
+            ),
+        )
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def keeps_beside(self, rows: int) -> int:
+        """Return the elements of the projected features before their norms, and 1/deviation of each latent."""
+        return rows * self.tokens * (self.sizes.made + len(self.sizes.normed))
+
+    def gradients_for_weight(self) -> tuple[str, ...]:
+        return ()
+
+    def keeps_beside_for_weight(self, rows: int) -> int:
+        """Return the elements of the gradient of the projected features."""
+        return rows * self.tokens * self.sizes.made
+
+    def flops(self) -> int:
+        return 2 * self.tokens * self.sizes.hidden_size * self.sizes.made
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        rows, elements = sequences * tokens, sequences * tokens * sum(self.sizes.normed)
+        product = Matmul(rows, self.sizes.made, self.sizes.hidden_size)
+        return product, Pointwise("rms_norm", 2 * elements, 3 * elements)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentProjection(Primitive):
+    """Linear maps of latents `x` to queries `q`, and to keys and values `kv`, with the rotation of their last features.
+
+    It is cut by heads.
+
+    Attributes:
+        rope_theta, rope_scaling: as those of `Projection`.
+    """
+
+    einsum: ClassVar[str] = "x(latent) -> q(head) kv(head)"
+    whole: ClassVar[frozenset[str]] = frozenset({"latent"})
+    product: ClassVar[bool] = True
+
+    sizes: LatentSizes
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+
+    def features(self, tensor: str) -> int:
+        sizes = self.sizes
+        return sizes.heads * (sizes.head_dim if tensor == "q" else sizes.head_dim + sizes.value_dim)
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        sizes, queries = self.sizes, self.features("q")
+        keys, values = sizes.heads * sizes.nope_dim, sizes.heads * sizes.value_dim
+        indices = ("head", "latent")
+        return (
+            Parameter("attn.latent_q.weight", (queries, sizes.q_inputs), True, indices),
+            Parameter("attn.latent_kv.weight", (keys + values, sizes.kv_rank), True, indices, (keys, values)),
+        )
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("x",)
+
+    def gradients_for_weight(self) -> tuple[str, ...]:
+        return ()
+
+    def keeps_beside_for_weight(self, rows: int) -> int:
+        """Return the elements of the gradients of both products."""
+        return rows * self.tokens * sum(parameter.shape[0] for parameter in self.parameters())
+
+    def divides(self) -> tuple[tuple[str, str, int], ...]:
+        return (("head", "heads", self.sizes.heads),)
+
+    def flops(self) -> int:
+        return 2 * self.tokens * sum(parameter.numel for parameter in self.parameters())
+
+    def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
+        """Return the kernels of both products, then of the rotation, which writes whole keys."""
+        rows, sizes = sequences * tokens, self.sizes
+        products = [Matmul(rows, piece(each.shape[0], pieces, "head"), each.shape[1]) for each in self.parameters()]
+        turned = piece(2 * rows * sizes.heads * (sizes.rope_dim + sizes.head_dim), pieces, "head")
+        return *products, Pointwise("rotary", turned, turned)
+
+
+def latent_attention(
+    tokens: int, sizes: LatentSizes, drops: bool, eps: float, rope_theta: float, rope_scaling: RopeScaling | None
+) -> tuple[Primitive, ...]:
+    """Return the primitives of multi-head latent attention. Keys and values are made of their latent for training."""
+    output = Linear(
+        tokens=tokens, name="attn.c_proj", outputs=sizes.hidden_size, inputs=sizes.heads * sizes.value_dim, bias=False,
+        out_index="width", in_index="head",
+    )  # fmt: skip
+    attend = Attend(
+        tokens=tokens, heads=sizes.heads, kv_heads=sizes.heads, head_dim=sizes.head_dim, drops=drops,
+        value_dim=sizes.value_dim,
+    )  # fmt: skip
+    projection = LatentProjection(tokens=tokens, sizes=sizes, rope_theta=rope_theta, rope_scaling=rope_scaling)
+    return Latents(tokens=tokens, sizes=sizes, eps=eps), projection, attend, output
 
 
 def attention(

@@ -21,13 +21,13 @@ from shardlab.language.pass_names import require_half_blocks
 from shardlab.language.rules.layer_graph import Layer
 from shardlab.language.sizes import Sizes
 from shardlab.models.architectures import MLP, MoE
-from shardlab.models.attention import Attend, Projection
+from shardlab.models.attention import Attend, LatentProjection, Latents, Projection
 from shardlab.models.layer import Run, closes, cut_indices, opens, runs, want_carried, want_cuttable
 from shardlab.models.mixture import Combine, Dispatch, ExpertLinear, Place, Route
 from shardlab.models.model import Blocks, Model
 from shardlab.models.primitives import Linear, Lookup, Norm, Primitive, Step
 
-Matrix = Projection | Linear | Lookup | ExpertLinear
+Matrix = Projection | LatentProjection | Linear | Lookup | ExpertLinear
 """Types of the primitives with parameters that may be cut."""
 
 SLICED = {"vocab", "head", "ffn", "expert"}
@@ -66,7 +66,7 @@ class CutModel(Model):
         run = self.run(layer)
         last = run.steps[-1]
         matrices = [step for step in run.steps if isinstance(step.primitive, Matrix | Route)]
-        if isinstance(last.primitive, Norm) and not matrices:
+        if isinstance(last.primitive, Norm | Latents) and not matrices:
             return f"norm of {last.place}"
         if self.has_blocks and 0 < layer < self.layers - 1:
             return f"block {layer - 1}"
@@ -94,7 +94,7 @@ class CutModel(Model):
         first: dict[str, int] = {}
         for layer, run in enumerate(self.runs):
             last = run.steps[-1]
-            if isinstance(last.primitive, Norm):
+            if isinstance(last.primitive, Norm | Latents):
                 first.setdefault(last.place.split(",")[0], layer)
         return tuple(first.values())
 
@@ -408,7 +408,9 @@ def _name(run: Run, before: Run | None, cut: bool) -> str:
         first, last = run.steps[0].primitive, run.steps[-1].primitive
         if isinstance(first, Route):
             return "routing"
-        return "norm" if isinstance(last, Norm) else "combining" if isinstance(last, Combine) else "non-expert"
+        return (
+            "norm" if isinstance(last, Norm | Latents) else "combining" if isinstance(last, Combine) else "non-expert"
+        )
     if run.attend is not None:
         return "projection"
     return "output" if before is not None and before.attend is not None else run.steps[-1].place.split(", ")[-1]

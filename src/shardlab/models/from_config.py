@@ -41,7 +41,16 @@ HARMLESS = {
         *("task_specific_params", "is_decoder", "is_encoder_decoder", "chat_template", "forced_eos_token_id"),
     ),
     "the software that wrote or reads the file": (
-        *("_name_or_path", "architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype"),
+        *(
+            "_name_or_path",
+            "_commit_hash",
+            "architectures",
+            "auto_map",
+            "model_type",
+            "transformers_version",
+            "torch_dtype",
+            "dtype",
+        ),
         *("_attn_implementation", "attn_implementation", "use_flash_attn", "is_llama_config", "unsloth_version"),
         *("unsloth_fixed", "gradient_checkpointing", "pretraining_tp", "output_router_logits", "ep_size", "use_mlp"),
     ),
@@ -292,6 +301,13 @@ def _deepseek(config: Mapping[str, Any], written: dict[str, Any]) -> Iterable[st
         yield f"num_nextn_predict_layers is {more!r}, not 0: these layers are left out"
 
 
+def _latent(config: Mapping[str, Any], written: dict[str, Any]) -> Iterable[str]:
+    """Read DeepSeek's latent attention beside its mixture."""
+    if (values := config.get("v_head_dim", 128)) != written["head_dim"]:
+        raise UserError(f"v_head_dim is {values!r}, not {written['head_dim']!r} like qk_nope_head_dim")
+    yield from _deepseek(config, written)
+
+
 _DEEPSEEK = (
     *("first_k_dense_replace", "moe_layer_freq", "n_shared_experts", "intermediate_size", "norm_topk_prob", "n_group"),
     *("scoring_func", "topk_method", "routed_scaling_factor", "num_nextn_predict_layers", "topk_group", "seq_aux"),
@@ -515,12 +531,33 @@ DEEPSEEK_CONFIG = ConfigFamily(
     known=_DEEPSEEK,
 )
 
+DEEPSEEK_V3_CONFIG = replace(
+    DEEPSEEK_CONFIG,
+    model_type="deepseek_v3",
+    base=Mixtral(capacity_factor=None, kv_rank=512),
+    fields=(
+        *(*_ATTENTION, _EXPERT, _UNTIED, _RMS, _GATE),
+        ConfigField("n_routed_experts", "experts"),
+        ConfigField("num_experts_per_tok", "top_k"),
+        ConfigField("aux_loss_alpha", "auxiliary", 0.001),
+        ConfigField("kv_lora_rank", "kv_rank", 512),
+        ConfigField("q_lora_rank", "q_rank", None),
+        ConfigField("qk_nope_head_dim", "head_dim", 128),
+        ConfigField("qk_rope_head_dim", "rope_dim", 64),
+    ),
+    fixed={**_NO_DROPOUT, "attention_bias": False},
+    adjust=_latent,
+    known=(*_DEEPSEEK, "v_head_dim", "num_key_value_heads", "head_dim", "qk_head_dim"),
+)
+
+DEEPSEEK_V2_CONFIG = replace(DEEPSEEK_V3_CONFIG, model_type="deepseek_v2")
+
 CONFIG_FAMILIES = {
     family.model_type: family
     for family in (
         *(GPT2_CONFIG, LLAMA_CONFIG, MISTRAL_CONFIG, MIXTRAL_CONFIG, QWEN2_CONFIG, QWEN3_CONFIG, QWEN2_MOE_CONFIG),
         *(QWEN3_MOE_CONFIG, GEMMA_CONFIG, GEMMA2_CONFIG, GEMMA3_CONFIG, PHI_CONFIG, PHI3_CONFIG, GPT_NEOX_CONFIG),
-        *(GPT_OSS_CONFIG, DEEPSEEK_CONFIG),
+        *(GPT_OSS_CONFIG, DEEPSEEK_CONFIG, DEEPSEEK_V2_CONFIG, DEEPSEEK_V3_CONFIG),
     )
 }
 """Families by their names in config.json."""

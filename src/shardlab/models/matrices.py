@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardlab.models.attention import Attend, Projection
+from shardlab.models.attention import Attend, LatentProjection, Projection
 from shardlab.models.layer import Run
 from shardlab.models.layout import LayerLayout, Matmul, Parameter
 from shardlab.models.model import Model
@@ -172,8 +172,10 @@ def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> in
     each = rows * primitive.tokens
     if isinstance(primitive, Projection):
         return each * (primitive.width + primitive.kv_width)
+    if isinstance(primitive, LatentProjection):
+        return each * (primitive.features("q") + primitive.sizes.heads * primitive.sizes.value_dim)
     if isinstance(primitive, Attend):
-        return each * primitive.width
+        return each * primitive.result_width
     if isinstance(primitive, Activate):
         return each * primitive.hidden
     if isinstance(primitive, Scores):

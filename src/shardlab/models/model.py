@@ -84,7 +84,7 @@ class Model(ABC):
         if before.attend is not None:
             attend = before.attend.primitive
             assert isinstance(attend, Attend)
-            return (rows, self.seq_len, attend.width + attend.heads)
+            return (rows, self.seq_len, attend.result_width + attend.heads)
         return before.shape(before.outputs[0], rows)
 
     def is_buffers(self, index: int) -> bool:
@@ -222,7 +222,7 @@ class Model(ABC):
         if layer is None:
             return (0, 0)
         attend = self.attention_after(layer)
-        return attend.width, 2 * attend.kv_width
+        return attend.width, attend.kv_width + attend.values_width
 
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
         """Return the elements of every value in a program whose microbatches are `rows` sequences.

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardlab.models.attention import Attend, HeadNorm, Projection
+from shardlab.models.attention import Attend, HeadNorm, LatentProjection, Latents, LatentSizes, Projection
 from shardlab.models.layout import Parameter
 from shardlab.models.mixture import Combine, Dispatch, ExpertActivate, ExpertLinear, Place, Route, Router
 from shardlab.models.primitives import (
@@ -63,6 +63,10 @@ def projection(
     )
 
 
+def latents(*, q_rank: int | None) -> LatentSizes:
+    return LatentSizes(hidden_size=C, heads=4, q_rank=q_rank, kv_rank=6, nope_dim=3, rope_dim=4, value_dim=3)
+
+
 PRIMITIVES: list[tuple[Primitive, str]] = [
     (Lookup(tokens=T, hidden_size=C, vocab_size=HIDDEN), "vocab width"),
     (Embed(tokens=T, hidden_size=C, positions=True, drops=False), "width"),
@@ -98,6 +102,10 @@ PRIMITIVES: list[tuple[Primitive, str]] = [
     (HeadNorm(tokens=T, head_dim=3, heads=4, kv_heads=4, eps=1e-2, rope_theta=None), "head"),
     (Attend(tokens=T, head_dim=C // 4, heads=4, kv_heads=4, drops=True), "head"),
     (Attend(tokens=T, head_dim=C // 4, heads=4, kv_heads=2, drops=True), "head"),
+    (Latents(tokens=T, sizes=latents(q_rank=5), eps=1e-6), ""),
+    (Latents(tokens=T, sizes=latents(q_rank=None), eps=1e-6), ""),
+    (LatentProjection(tokens=T, sizes=latents(q_rank=5), rope_theta=100.0), "head"),
+    (LatentProjection(tokens=T, sizes=latents(q_rank=None), rope_theta=100.0), "head"),
     (Route(tokens=T, router=ROUTER), ""),
     (Route(tokens=T, router=replace(ROUTER, top_k=1)), ""),
     (Place(tokens=T, router=ROUTER), ""),
@@ -131,6 +139,8 @@ def inputs_of(primitive: Primitive, dtype: torch.dtype, rows: int = ROWS) -> dic
     buffers = "expert" in primitive.reads.get("x", "")
     shape = (ROUTER.experts, ROUTER.capacity(rows * T)) if buffers else (rows, T)
     q, kv = (primitive.width, 2 * primitive.kv_width) if isinstance(primitive, Attend | HeadNorm) else (0, 0)
+    if isinstance(primitive, LatentProjection):
+        features = primitive.sizes.q_inputs + primitive.sizes.kv_rank + primitive.sizes.rope_dim
     given = {
         **{name: torch.randn(*shape, features, dtype=dtype) for name in ("x", "y")},
         **{
@@ -199,6 +209,9 @@ class Whole:
     def _sections(self, name: str, tensor: Tensor, dim: int) -> tuple[int, ...]:
         length, primitive = tensor.shape[dim], self.primitive
         twice = name.endswith("kv")
+        if twice and isinstance(primitive, LatentProjection):
+            values = primitive.sizes.heads * primitive.sizes.value_dim
+            return (length - values, values)
         if isinstance(primitive, Activate | ExpertActivate) and dim:
             twice = length > primitive.hidden
         if isinstance(primitive, Linear | ExpertLinear) and dim and name.startswith("made"):

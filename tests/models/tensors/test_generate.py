@@ -17,6 +17,7 @@ CACHED = {
     "gpt": GPT(layers=3, hidden_size=16, heads=4, vocab_size=20, seq_len=24),
     "grouped": GPT(layers=2, hidden_size=16, heads=4, kv_heads=2, vocab_size=20, seq_len=24, tied=True),
     "wide heads": GPT(layers=2, hidden_size=16, heads=2, head_dim=12, qk_norm=True, vocab_size=20, seq_len=24),
+    "latents": Llama(layers=2, hidden_size=16, heads=4, head_dim=4, kv_rank=8, rope_dim=4, vocab_size=20, seq_len=24),
     "llama": Llama(layers=2, hidden_size=16, heads=4, kv_heads=2, vocab_size=20, seq_len=24),
     "moe": MoE(layers=2, hidden_size=16, heads=2, vocab_size=20, seq_len=24, capacity_factor=None),
     "mixtral": Mixtral(layers=2, hidden_size=16, heads=4, kv_heads=2, vocab_size=20, seq_len=24, capacity_factor=None),

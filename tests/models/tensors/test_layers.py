@@ -119,6 +119,8 @@ MODELS: list[Blocks] = [
     replace(GPT(heads=4, tied=True, **HALVES_SMALL), layers=1),
     Llama(heads=8, kv_heads=4, **HALVES_SMALL),
     Llama(heads=4, kv_heads=4, head_dim=6, dropout=0.1, **HALVES_SMALL),
+    Llama(heads=4, head_dim=3, kv_rank=6, q_rank=5, rope_dim=4, dropout=0.1, **HALVES_SMALL),
+    Llama(heads=4, head_dim=3, kv_rank=6, rope_dim=4, **HALVES_SMALL),
     Llama(heads=4, dropout=0.2, ffn_hidden_size=20, **HALVES_SMALL),
     GPT(heads=4, activation="squared_relu", norm="rms", **HALVES_SMALL),
 ]
@@ -313,6 +315,7 @@ CONTEXT_MODELS: list[Blocks] = [
     MLP(ffn_hidden_size=20, dropout=0.3, **CONTEXT_SMALL),
     Llama(heads=4, kv_heads=2, **CONTEXT_SMALL),
     Llama(heads=4, kv_heads=2, head_dim=6, qk_norm=True, qkv_bias=True, **CONTEXT_SMALL),
+    Llama(heads=4, head_dim=3, kv_rank=6, rope_dim=4, **CONTEXT_SMALL),
     GPT(heads=4, rope_theta=1e3, activation="squared_relu", **CONTEXT_SMALL),
 ]
 TOKENS = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]

@@ -9,10 +9,10 @@
 - `KeyValueCache` keeps keys and values of earlier tokens while text is generated.
 
 Shapes: queries are (rows, T, width), one head's features after another's. Keys and values are (rows, T', 2 x
-kv_width), all keys before all values. The output is (rows, T, width + heads): the mixed values, then each head's
-log-sum-exp, in float32 or float64. With tensor parallelism, all of these have one slice's heads, and so has `primitive`
-(`Attend.heads_of`). `tokens` are ascending positions in the sequence. `mask` multiplies the softmax, (rows, heads, T,
-T').
+kv_width), all keys before all values; values may be narrower than keys. The output is (rows, T, result_width + heads):
+the mixed values, then each head's log-sum-exp, in float32 or float64. With tensor parallelism, all of these have one
+slice's heads, and so has `primitive` (`Attend.heads_of`). `tokens` are ascending positions in the sequence. `mask`
+multiplies the softmax, (rows, heads, T, T').
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -44,7 +44,8 @@ def attend(
 ) -> Tensor:
     """Attend to these keys and values alone. Queries that see none of them get 0 and a log-sum-exp of -inf."""
     q, (k, v) = _heads(primitive, queries, primitive.heads), _keys_and_values(primitive, keys_values)
-    mixed, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"))
+    mixed = q.new_zeros(*q.shape[:-1], primitive.value_size)
+    lse = q.new_full(q.shape[:-1], float("-inf"))
     for rows, seen in _visible(tokens, key_tokens):
         scores = _scores(q[..., rows, :], k[..., seen, :], tokens[rows], key_tokens[seen])
         lse[..., rows] = scores.logsumexp(-1)
@@ -57,11 +58,11 @@ def attend(
 
 def merge(primitive: Attend, a: Tensor, b: Tensor) -> Tensor:
     """Merge the outputs for two disjoint sets of keys and values into the output for both."""
-    c = primitive.width
+    c = primitive.result_width
     lse_a, lse_b = a[..., c:], b[..., c:]
     lse = torch.logaddexp(lse_a, lse_b)
     shift = _finite(lse)
-    share_a, share_b = ((each - shift).exp_().repeat_interleave(primitive.head_dim, -1) for each in (lse_a, lse_b))
+    share_a, share_b = ((each - shift).exp_().repeat_interleave(primitive.value_size, -1) for each in (lse_a, lse_b))
     return torch.cat([(a[..., :c] * share_a).add_(b[..., :c] * share_b), lse], -1)
 
 
@@ -81,7 +82,7 @@ def attend_backward(
         attention_output: the merged output for all keys and values that the queries see.
         gradient: gradient of the merged output; its entries for the log-sum-exp are not read.
     """
-    c = primitive.width
+    c = primitive.result_width
     q, (k, v) = _heads(primitive, queries, primitive.heads), _keys_and_values(primitive, keys_values)
     parts = attention_output[..., :c], attention_output[..., c:]
     mixed, lse = (_heads(primitive, each, primitive.heads) for each in parts)
@@ -115,7 +116,7 @@ def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Ten
     future = q.new_full((tokens, tokens), float("-inf")).triu_(1)
     q, k, v = (each.flatten(0, 1) for each in (q, k, v))
     scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=size**-0.5)
-    return torch.bmm(scores.softmax(-1) * mask.flatten(0, 1), v).view(rows, heads, tokens, size)
+    return torch.bmm(scores.softmax(-1) * mask.flatten(0, 1), v).view(rows, heads, tokens, -1)
 
 
 def rotate(features: Tensor, turns: Tensor, heads: int) -> Tensor:
@@ -266,7 +267,7 @@ def _heads(primitive: Attend, x: Tensor, heads: int) -> Tensor:
 
 def _keys_and_values(primitive: Attend, keys_values: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values, each (rows, kv heads, 1, T', size)."""
-    keys, values = keys_values.chunk(2, -1)
+    keys, values = keys_values.split_with_sizes((primitive.kv_width, primitive.values_width), -1)
     return _heads(primitive, keys, primitive.kv_heads), _heads(primitive, values, primitive.kv_heads)
 
 

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab.common.errors import UserError
-from shardlab.models.attention import Attend, HeadNorm, Projection
+from shardlab.models.attention import Attend, HeadNorm, LatentProjection, Latents, Projection
 from shardlab.models.mixture import Combine, Dispatch, ExpertActivate, ExpertLinear, Place, Route
 from shardlab.models.primitives import LARGE, Activate, Activation, Add, Embed, Linear, Lookup, Norm, Primitive, Scores
 from shardlab.models.tensors import mixture
@@ -147,6 +147,35 @@ def _(primitive: Projection, operands: Operands) -> tuple[Tensor, ...]:
 
 
 @compute.register
+def _(primitive: Latents, operands: Operands) -> tuple[Tensor, ...]:
+    sizes, x = primitive.sizes, operands.x
+    projected = F.linear(x, operands.parameters["attn.latents.weight"])
+    parts = projected.split_with_sizes((*sizes.normed, sizes.rope_dim), -1)
+    latents = [
+        rms_normalize(part, primitive.eps)[0] * operands.parameters[name]
+        for name, part in zip(sizes.names, parts[:-1], strict=True)
+    ]
+    return (torch.cat([*([x] if sizes.q_rank is None else []), *latents, parts[-1]], -1),)
+
+
+@compute.register
+def _(primitive: LatentProjection, operands: Operands) -> tuple[Tensor, ...]:
+    """The rotated features of a head come first, so that the rotation is that of `rotate` on narrower heads."""
+    sizes, parameters = primitive.sizes, operands.parameters
+    heads, turns = sizes.heads // operands.share.piece("head")[1], operands.factor
+    assert turns is not None, "rotary positions have angles"
+    inputs, latent, shared = operands.x.split_with_sizes((sizes.q_inputs, sizes.kv_rank, sizes.rope_dim), -1)
+    q = F.linear(inputs, parameters["attn.latent_q.weight"]).unflatten(-1, (heads, -1))
+    rotated, plain = q.split_with_sizes((sizes.rope_dim, sizes.nope_dim), -1)
+    rotated = rotate(rotated.flatten(-2), turns, heads).unflatten(-1, (heads, -1))
+    made = F.linear(latent, parameters["attn.latent_kv.weight"])
+    keys, values = made.split_with_sizes((heads * sizes.nope_dim, heads * sizes.value_dim), -1)
+    key = rotate(shared, turns, 1).unsqueeze(-2).expand(*shared.shape[:-1], heads, sizes.rope_dim)
+    keys = torch.cat([key, keys.unflatten(-1, (heads, -1))], -1)
+    return torch.cat([rotated, plain], -1).flatten(-2), torch.cat([keys.flatten(-2), values], -1)
+
+
+@compute.register
 def _(primitive: HeadNorm, operands: Operands) -> tuple[Tensor, ...]:
     """One tensor has the results, as that of a projection does."""
     of = operands.share.piece("head")[1]
@@ -171,8 +200,11 @@ def _(primitive: Attend, operands: Operands) -> tuple[Tensor, ...]:
     q = queries.view(rows, tokens, heads, size).transpose(1, 2)  # (rows, heads, T, size)
     if operands.cache is not None:
         kv = operands.cache.add(kv)
-    keys_values = kv.view(rows, -1, 2 * kv_heads, size).transpose(1, 2)
-    k, v = keys_values.chunk(2, 1)
+    if primitive.value_size == size:
+        k, v = kv.view(rows, -1, 2 * kv_heads, size).transpose(1, 2).chunk(2, 1)
+    else:
+        parts = kv.split_with_sizes((kv_heads * size, kv_heads * primitive.value_size), -1)
+        k, v = (part.unflatten(-1, (kv_heads, -1)).transpose(1, 2) for part in parts)
     if operands.factor is None:
         earlier = kv.shape[1] - tokens
         seen = q.new_ones(tokens, kv.shape[1], dtype=torch.bool).tril(earlier) if earlier > 0 and tokens > 1 else None

@@ -15,7 +15,7 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from shardlab.models.attention import Attend, HeadNorm, Projection
+from shardlab.models.attention import Attend, HeadNorm, LatentProjection, Projection
 from shardlab.models.primitives import Add, DropoutSite, Embed, Primitive
 from shardlab.models.tensors.attention import rotations
 from shardlab.models.tensors.share import Share
@@ -132,11 +132,13 @@ def _(primitive: Attend, inputs: FactorInputs) -> Tensor | None:
 
 @make_factor.register(Projection)
 @make_factor.register(HeadNorm)
-def _(primitive: Projection | HeadNorm, inputs: FactorInputs) -> Tensor | None:
+@make_factor.register(LatentProjection)
+def _(primitive: Projection | HeadNorm | LatentProjection, inputs: FactorInputs) -> Tensor | None:
     """Return the rotations of this rank's tokens."""
     if primitive.rope_theta is None:
         return None
-    tokens, size = inputs.share.tokens, primitive.head_dim
+    latent = isinstance(primitive, LatentProjection)
+    tokens, size = inputs.share.tokens, primitive.sizes.rope_dim if latent else primitive.head_dim
     here = range(inputs.length) if tokens is None else tokens if isinstance(tokens, range) else tuple(tokens)
     exact = torch.promote_types(inputs.like.dtype, torch.float32)
     return rotations(primitive.rope_theta, primitive.rope_scaling, size, here, exact, inputs.like.device)

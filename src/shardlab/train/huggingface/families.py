@@ -226,7 +226,7 @@ GPT2 = Family(
     GPT2_CONFIG,
     "GPT2LMHeadModel",
     "transformer.",
-    {"norm": "layer", "rope_theta": None, "qk_norm": False, "qkv_bias": False},
+    {"norm": "layer", "rope_theta": None, "qk_norm": False, "qkv_bias": False, "kv_rank": None},
     Naming(
         {
             "wte": ["transformer.wte"],
@@ -259,7 +259,7 @@ LLAMA = Family(
     LLAMA_CONFIG,
     "LlamaForCausalLM",
     "model.",
-    {"norm": "rms", "activation": "swiglu", "qk_norm": False, "qkv_bias": False},
+    {"norm": "rms", "activation": "swiglu", "qk_norm": False, "qkv_bias": False, "kv_rank": None},
     Naming(
         _ATTENTION
         | {
@@ -283,7 +283,7 @@ MIXTRAL = Family(
     "MixtralForCausalLM",
     "model.",
     {
-        **{"norm": "rms", "activation": "swiglu", "bias": False, "qk_norm": False, "qkv_bias": False},
+        **{"norm": "rms", "activation": "swiglu", "bias": False, "qk_norm": False, "qkv_bias": False, "kv_rank": None},
         **{"capacity_factor": None, "shared_experts": 0, "dense_layers": 0},
     },
     Naming(

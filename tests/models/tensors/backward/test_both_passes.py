@@ -54,6 +54,8 @@ WHOLE: list[Model] = [
     MoE(**LARGE, dropout=0.2, capacity_factor=None),
     Mixtral(**LARGE, shared_experts=1),
     Llama(**SMALL, kv_heads=2, head_dim=6, qk_norm=True, qkv_bias=True, activation="geglu"),
+    Llama(**SMALL, head_dim=6, kv_rank=7, q_rank=5, rope_dim=4),
+    Llama(**SMALL, head_dim=6, kv_rank=7, rope_dim=4),
 ]
 CUT: Sequence[Model] = [
     *(cut(model) for model in WHOLE if isinstance(model, Blocks) and model.layers > 1),
@@ -282,7 +284,7 @@ class Without:
 def test_passes_that_autograd_makes_meet_those_that_are_written_out(kind: type[Primitive]) -> None:
     """In three layers that have the primitive, or as many as there are."""
     found = 0
-    for model in (WHOLE[4], WHOLE[6], WHOLE[8], WHOLE[10], WHOLE[11], CUT[-5]):
+    for model in (WHOLE[4], WHOLE[6], WHOLE[8], WHOLE[10], WHOLE[11], WHOLE[13], CUT[-5]):
         for layer in different_layers(model):
             if found < 3 and any(type(step.primitive) is kind for step in model.run(layer).steps):
                 found += 1

@@ -17,13 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab.models.attention import Attend, HeadNorm, Projection
+from shardlab.models.attention import Attend, HeadNorm, LatentProjection, Latents, Projection
 from shardlab.models.mixture import ExpertActivate
 from shardlab.models.primitives import Activate, Activation, Add, Embed, Linear, Lookup, Norm, Scores
 from shardlab.models.tensors.attention import consecutive_runs, rotate, rotate_back, select_rows
 from shardlab.models.tensors.backward.workspace import BothPasses, Context, TensorPlaces, Weights, make_passes
 from shardlab.models.tensors.compute import (
+    Operands,
     activate,
+    compute,
     linear_backward,
     linear_forward,
     local_indices,
@@ -134,6 +136,88 @@ def _(primitive: HeadNorm, places: TensorPlaces) -> BothPasses:
         ctx.accumulate(add, of_weight, of_weight)
 
     return BothPasses(forward, backward, (q, kv, scale))
+
+
+@make_passes.register
+def _(primitive: Latents, places: TensorPlaces) -> BothPasses:
+    """It keeps 1/deviation of each latent, as an RMSNorm keeps that of each token."""
+    sizes, weight = primitive.sizes, places.weights["attn.latents.weight"]
+    norms, lengths = [places.weights[name] for name in sizes.names], (*sizes.normed, sizes.rope_dim)
+    x, result, projected, scales = places.tensors["x"], places.make("x"), places.make(), places.make()
+    before = [sizes.hidden_size] if sizes.q_rank is None else []
+
+    def forward(ctx: Context) -> None:
+        ctx.tensors[projected] = linear_forward(ctx.tensors[x], ctx.weights[weight], None)
+        *latents, shared = ctx.tensors[projected].split_with_sizes(lengths, -1)
+        found = [rms_normalize(each, primitive.eps) for each in latents]
+        ctx.tensors[scales] = torch.cat([scale for _, scale in found], -1)
+        normed = [each * ctx.weights[norm] for (each, _), norm in zip(found, norms, strict=True)]
+        ctx.tensors[result] = torch.cat([*([ctx.tensors[x]] if before else []), *normed, shared], -1)
+
+    def add(totals: Weights, gradient: Tensor, read: Tensor) -> None:
+        add_product(totals[weight], gradient.t(), read)
+
+    def add_norms(totals: Weights, gradient: Tensor, _: Tensor) -> None:
+        for norm, part in zip(norms, gradient.split_with_sizes(sizes.normed), strict=True):
+            totals[norm].add_(part)
+
+    def backward(ctx: Context) -> None:
+        gradients = ctx.pop_gradient(result).split_with_sizes((*before, *lengths), -1)
+        parts, of_norms = list[Tensor](), list[Tensor]()
+        latents, scale = ctx.tensors[projected].split_with_sizes(lengths, -1), ctx.tensors[scales].split(1, -1)
+        for number, norm in enumerate(norms):
+            gradient, normalised = gradients[len(before) + number], latents[number] * scale[number]
+            given = gradient * ctx.weights[norm]
+            of_norms.append((gradient * normalised).sum(0))
+            parts.append((given - normalised * (given * normalised).mean(-1, keepdim=True)) * scale[number])
+        whole, of_norm = torch.cat([*parts, gradients[-1]], -1), torch.cat(of_norms)
+        ctx.accumulate(add_norms, of_norm, of_norm)
+        ctx.accumulate(add, whole, ctx.tensors[x])
+        of_x = linear_backward(whole, ctx.weights[weight])
+        ctx.add_gradient(x, of_x + gradients[0] if before else of_x)
+
+    return BothPasses(forward, backward, (x, projected, scales))
+
+
+@make_passes.register
+def _(primitive: LatentProjection, places: TensorPlaces) -> BothPasses:
+    sizes, block = primitive.sizes, places.block
+    names: tuple[str, ...] = ("attn.latent_q.weight", "attn.latent_kv.weight")
+    of_queries, of_keys = (places.weights[name] for name in names)
+    x, q, kv = places.tensors["x"], places.make("q"), places.make("kv")
+
+    def forward(ctx: Context) -> None:
+        weights: dict[str, Tensor] = {names[0]: ctx.weights[of_queries], names[1]: ctx.weights[of_keys]}
+        tensors = {"x": ctx.of_sequences(ctx.tensors[x])}
+        made = compute(primitive, Operands(weights, tensors, ctx.share, ctx.factor(primitive, block)))
+        ctx.tensors[q], ctx.tensors[kv] = (each.flatten(0, 1) for each in made)
+
+    def add(place: int, totals: Weights, gradient: Tensor, read: Tensor) -> None:
+        add_product(totals[place], gradient.t(), read)
+
+    def backward(ctx: Context) -> None:
+        heads, angles = sizes.heads // ctx.share.piece("head")[1], ctx.factor(primitive, block)
+        assert angles is not None, "rotary positions have angles"
+
+        def split(gradient: Tensor) -> Sequence[Tensor]:
+            """Split the gradient of queries or keys into that of rotated and of other features, by heads."""
+            each = ctx.of_sequences(gradient).unflatten(-1, (heads, -1))
+            return each.split_with_sizes((sizes.rope_dim, sizes.nope_dim), -1)
+
+        rotated, plain = split(ctx.pop_gradient(q))
+        rotated = rotate_back(rotated.flatten(-2), angles, heads).unflatten(-1, (heads, -1))
+        queries = torch.cat([rotated, plain], -1).flatten(-2).flatten(0, 1)
+        keys, values = ctx.pop_gradient(kv).split_with_sizes((heads * sizes.head_dim, heads * sizes.value_dim), -1)
+        rotated, plain = split(keys)
+        shared = rotate_back(rotated.sum(-2), angles, 1).flatten(0, 1)
+        made = torch.cat([plain.flatten(-2).flatten(0, 1), values], -1)
+        inputs, latent, _ = ctx.tensors[x].split_with_sizes((sizes.q_inputs, sizes.kv_rank, sizes.rope_dim), -1)
+        ctx.accumulate(partial(add, of_queries), queries, inputs)
+        ctx.accumulate(partial(add, of_keys), made, latent)
+        of_inputs = linear_backward(queries, ctx.weights[of_queries])
+        ctx.add_gradient(x, torch.cat([of_inputs, linear_backward(made, ctx.weights[of_keys]), shared], -1))
+
+    return BothPasses(forward, backward, (x,))
 
 
 def _linear(places: TensorPlaces, read: str, makes: str, weight: int, bias: int) -> BothPasses:
@@ -383,7 +467,7 @@ def _(primitive: Embed, places: TensorPlaces) -> BothPasses:
 @make_passes.register
 def _(primitive: Attend, places: TensorPlaces) -> BothPasses | None:
     """Attention without dropout on a CPU, where torch has one fused kernel for each pass."""
-    if primitive.drops or places.device != "cpu":
+    if primitive.drops or primitive.value_size != primitive.head_dim or places.device != "cpu":
         return None
     size = primitive.head_dim
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
