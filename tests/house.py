@@ -27,7 +27,11 @@ CODE_LINES = {
     "language": 4460,
     "learn": 5500,
     "measure": 2200,
-    "models": 4470,
+    "models": 4450,
+    "planner": 3900,
+    "simulate": 7214,
+    "strategies": 2700,
+    "train": 8775,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 
