@@ -47,9 +47,14 @@ STEP, NOISE, WIDTH, LEAST = 0.02, 0.05, 0.30, -0.9
 OTHER = {"a100-40gb": "h100", "h100": "a100-40gb", "h100-96gb": "h100", "h200": "h100", "gb200": "h100"}
 """For each device, another one whose figures are the prior of its own."""
 
-PRIORS = {("mi300x", "matmul.bfloat16"): 0.42}
-"""Priors that no device gives: H100's share of its peak, scaled by what large products reach on both (51.4 and 80.3 %;
-stas00/ml-engineering, compute/accelerator/README.md, Maximum Achievable Matmul FLOPS)."""
+PRIORS: dict[tuple[str, str], float] = {
+    ("mi300x", "matmul.bfloat16"): 0.42,
+    ("fsdp2", "kernels.padded_slots"): 8.0,
+    ("megatron-core", "memory.tp_context_bytes"): 7 * 2.0**30,
+}
+"""Priors that no other device or recipe gives: H100's share of its peak, scaled by what large products reach on both
+(51.4 and 80.3 %; stas00/ml-engineering, compute/accelerator/README.md, Maximum Achievable Matmul FLOPS); a slot for
+each token; and what megatron-deepspeed-2022 holds."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,8 @@ def _of_recipes() -> Iterator[Constant]:
                 shares = cast(Mapping[str, float], value)
                 yield from (Constant(recipe.name, name, key, each, 0.0, figure) for key, each in shares.items() if each)
             elif value:
-                yield Constant(recipe.name, name, None, value, value if neutral is None else neutral, figure)
+                prior = PRIORS.get((recipe.name, name), value if neutral is None else neutral)
+                yield Constant(recipe.name, name, None, value, prior, figure)
 
 
 def _of_all() -> Iterator[Constant]:
@@ -185,7 +191,7 @@ def changed(workload: Workload, changes: Change) -> Workload:
             old = getattr(recipe, group)
             new = value if constant.key is None else {**getattr(old, field), constant.key: value}
             recipe = replace(recipe, **{group: replace(old, **{field: new})})
-    return replace(workload, cluster=cluster, recipe=recipe)
+    return replace(workload, cluster=cluster, recipe=recipe, model=recipe.model_as_run(workload.model))
 
 
 Errors = tuple[float | None, float | None]
