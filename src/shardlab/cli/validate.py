@@ -28,6 +28,7 @@ from shardlab.planner.published.predict import (
     wrong_fits,
 )
 from shardlab.planner.published.records import GIB, read_rows
+from shardlab.simulate.predict.memory import DeviceMemory
 
 WORST = 5
 """Number of runs with the largest errors that are named. --json has all runs."""
@@ -88,11 +89,18 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "measured_gib": measured.bytes and measured.bytes / GIB,
         "predicted_gib": predicted and predicted.bytes / GIB,
         "memory": measured.memory,
+        "predicted_gib_by_count": predicted and predicted.held and _by_count(predicted.held),
         "measured_out_of_memory": measured.out_of_memory,
         "predicted_out_of_memory": predicted and not predicted.fits,
         "reason": outcome.reason or None,
         "assumed": list(outcome.assumed),
     }
+
+
+def _by_count(held: DeviceMemory) -> dict[str, float]:
+    """Return the memory of a GPU in GiB by what is counted, as in `measured`."""
+    bytes = {"allocated": held.allocated, "reserved": held.logged, "nvidia-smi": held.total}
+    return {name: each / GIB for name, each in bytes.items()}
 
 
 def report_of(outcomes: Sequence[Outcome], *, assumed: bool = False) -> Report:

@@ -36,20 +36,23 @@ class Prediction:
         seconds: seconds of a step (None: not predicted).
         bytes: memory of the fullest GPU, counted as it was measured (with or without allocator and CUDA).
         fits: whether everything fits into the GPU's memory.
+        held: the memory of that GPU in every way of counting (None: only that of the model's state is predicted).
     """
 
     seconds: float | None
     bytes: float
     fits: bool
+    held: DeviceMemory | None = None
 
 
 def predict(run: PublishedRun) -> Prediction:
     """Predict a step of a run."""
     if run.measured.of_block:
         alone = _forecast(run, 1).memory
-        return Prediction(_block_seconds(run), measured_as(run.measured.memory, alone), True)
+        return Prediction(_block_seconds(run), measured_as(run.measured.memory, alone), True, alone)
     made = forecast(run.workload)
-    return Prediction(made.seconds, measured_as(run.measured.memory, made.memory), made.memory.fits)
+    held = made.memory
+    return Prediction(made.seconds, measured_as(run.measured.memory, held), held.fits, held)
 
 
 def measured_as(memory: Memory, held: DeviceMemory) -> float:
