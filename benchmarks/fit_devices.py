@@ -119,7 +119,7 @@ def _of_devices() -> Iterator[Constant]:
             if not figure.fitted_to or (name == "matmul.bfloat16" and twin is not None and twin.fitted_to):
                 continue  # one constant for both
             value: Any = figure.value
-            like = PRIORS.get((owner, name), other[name].value if name in other else value)
+            like: Any = PRIORS.get((owner, name)) or (other[name].value if name in other else value)
             if isinstance(value, list):
                 pair = cast(list[float], value)
                 yield from (Constant(owner, name, n, each, like[n]) for n, each in enumerate(pair))
@@ -150,7 +150,7 @@ def _of_recipes() -> Iterator[Constant]:
                 shares = cast(Mapping[str, float], value)
                 yield from (Constant(recipe.name, name, key, each, 0.0, figure) for key, each in shares.items() if each)
             elif value:
-                prior = PRIORS.get((recipe.name, name), value if neutral is None else neutral)
+                prior: float = PRIORS.get((recipe.name, name)) or (value if neutral is None else neutral)
                 yield Constant(recipe.name, name, None, value, prior, figure)
 
 

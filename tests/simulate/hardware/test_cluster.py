@@ -137,3 +137,14 @@ def test_the_network_is_told_with_what_nobody_gave(tmp_path: Path) -> None:
     assert found.network_text == text
     file.write_text(file.read_text() + "nics = 1\n")
     assert find_cluster(str(file)).network_text == "1 NIC of roce-400 a node, nvlink4 inside a node"
+
+
+def test_two_of_four_gpus_without_a_switch_have_a_third_of_their_links(tmp_path: Path) -> None:
+    """Boards of four GPUs of HGX: each has 6 of its 18 links to each of the others."""
+    path = tmp_path / "four.toml"
+    path.write_text('device = "h200"\nnodes = 2\nper_node = 4\n')
+    board, switched = find_cluster(str(path)), find_cluster("h200x8")
+    assert board.intra_node.name == "nvlink4-mesh"
+    for ranks, share in (((0, 1), 3.0), ((0, 1, 2), 1.5), ((0, 1, 2, 3), 1.0)):
+        mine, theirs = (each.collective_seconds("all_gather", 1e12, ranks) for each in (board, switched))
+        assert mine / theirs == pytest.approx(share, rel=1e-3)

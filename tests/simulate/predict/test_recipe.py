@@ -11,7 +11,7 @@ import pytest
 
 from shardlab.language import Mesh, UserError
 from shardlab.language.precision import find_precision
-from shardlab.models import GPT, Llama
+from shardlab.models import GPT, Blocks, Llama, Mixtral
 from shardlab.models.matrices import SavedActivations
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.estimate import Estimate
@@ -33,7 +33,7 @@ PLAN = Plan(Mesh(pp=2, dp_shard=4, tp=2), "1f1b", shard_optimizer=("dp_shard",))
 """With messages, and collectives inside a node and between nodes."""
 
 
-def step(recipe: Recipe, model: GPT | Llama | None = None, plan: Plan = PLAN, cluster: str = "h100x16") -> Estimate:
+def step(recipe: Recipe, model: Blocks | None = None, plan: Plan = PLAN, cluster: str = "h100x16") -> Estimate:
     model = model or GPT(layers=4, hidden_size=1024, heads=16, seq_len=1024, vocab_size=50304)
     return Workload(plan, model, find_cluster(cluster), 16, 1, find_precision("bf16"), recipe=recipe).estimate()
 
@@ -360,6 +360,68 @@ def test_what_a_recipe_cannot_say_is_refused_in_a_sentence(written: str, sentenc
     path.write_text(written)
     with pytest.raises(UserError, match=re.escape(sentence)):
         find_recipe(str(path))
+
+
+# What needs tensor parallelism or a mixture to matter.
+
+SLICED = Plan(Mesh(tp=4), sequence_parallel=True)
+
+
+def test_all_logits_on_each_rank_take_as_much_more_memory_and_time() -> None:
+    model = GPT(layers=2, hidden_size=256, heads=4, seq_len=1024, vocab_size=65536)
+    sliced, whole = (
+        step(with_(logit_bytes=8.0, gathers_logits=each), model, SLICED, "h100x4") for each in (False, True)
+    )
+    logits = 1024 * 65536 * 8
+    assert whole.peak.bytes - sliced.peak.bytes == pytest.approx(logits * 3 / 4, rel=0.02)
+    assert whole.step > sliced.step
+
+
+def test_a_gpu_holds_more_with_tensor_parallelism_than_its_tensors_if_the_recipe_says_so() -> None:
+    recipe, model = with_(tp_context_bytes=5e9, kept_when_full=0.5), GPT(layers=2, hidden_size=256, heads=4)
+    for plan, more in ((SLICED, 5e9), (Plan(Mesh(dp_shard=4)), 0.0)):
+        work = Workload(plan, model, find_cluster("h100x4"), 4, 1, find_precision("bf16"), recipe=recipe)
+        held = device_memory(work)
+        plain = device_memory(
+            replace(work, recipe=replace(recipe, memory=replace(recipe.memory, tp_context_bytes=0.0)))
+        )
+        assert (held.total - plain.total, held.needed - plain.needed) == (more, more / 2)
+        assert held.allocated == plain.allocated
+
+
+MIXTURE = Mixtral(
+    layers=2, hidden_size=512, heads=4, ffn_hidden_size=1024, vocab_size=1024, seq_len=1024, experts=8, top_k=2,
+    capacity_factor=None,
+)  # fmt: skip
+
+
+def test_a_framework_computes_on_the_slots_that_it_has() -> None:
+    """Without a capacity factor on equal shares, or padded to the fullest expert whatever the factor is."""
+    padded = find_recipe("fsdp2", {"experts": "padded"})
+    slots = padded.kernels.padded_slots
+    for recipe, given, expected in (
+        *((find_recipe("megatron-core"), None, 1.0), (find_recipe("megatron-core"), 1.25, 1.25)),
+        *((padded, None, slots), (padded, 1.25, slots), (find_recipe("shardlab"), None, None)),
+    ):
+        model = recipe.model_as_run(replace(MIXTURE, capacity_factor=given))
+        assert isinstance(model, Mixtral)
+        assert model.capacity_factor == expected
+
+
+def test_ranks_wait_for_the_fullest_experts_only_with_expert_parallelism() -> None:
+    model = replace(MIXTURE, capacity_factor=1.0)
+    for plan, longer in ((Plan(Mesh(ep=4)), True), (Plan(Mesh(dp_shard=4)), False)):
+        even, uneven = (step(with_(expert_load=load), model, plan, "h100x4").step for load in (1.0, 1.5))
+        assert (uneven > even) == longer
+
+
+def test_experts_one_after_the_other_take_longer_than_together() -> None:
+    plan = Plan(Mesh(dp_shard=4))
+    together, alone = (
+        step(with_(expert_loop=loop), replace(MIXTURE, capacity_factor=1.0), plan, "h100x4").step
+        for loop in (False, True)
+    )
+    assert alone > together
 
 
 # Switches.

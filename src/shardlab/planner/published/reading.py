@@ -215,8 +215,8 @@ def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
         "head_dim": written.head_dim,
     }
     if written.experts:
-        capacity = {"experts": written.experts, "top_k": written.top_k or 2, "capacity_factor": written.capacity_factor}
-        return Mixtral(**common, **capacity)
+        common |= {"experts": written.experts, "top_k": written.top_k or 2, "capacity_factor": written.capacity_factor}
+        return Mixtral(**common)
     kind = written.ffn_type or "gelu"
     if kind == "swiglu":
         return Llama(**common)
