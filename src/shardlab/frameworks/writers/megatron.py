@@ -95,7 +95,7 @@ def _model(step: Workload, unsaid: list[str]) -> dict[str, Any]:
     values |= {"attention_dropout": float(model.dropout), "hidden_dropout": float(model.dropout)}
     if isinstance(model, MoE):
         values |= {"experts": model.experts, "top_k": model.top_k, "expert_ffn": model.hidden}
-        if model.capacity_factor is not None:
+        if model.capacity_factor not in (None, 1.0):  # 1.0 stands for the slots of the tokens that there are
             values["capacity"] = float(model.capacity_factor)
         if model.shared_experts:
             values["shared_ffn"] = model.shared_experts * model.hidden

@@ -111,5 +111,7 @@ def model_properties(model: Blocks) -> dict[str, Any]:
         found["head_dim"] = found.get("head_dim") or hidden // heads
     if hasattr(model, "hidden"):
         found["ffn_hidden_size"] = cast(GPT, model).hidden
+    if not found.get("dropout"):
+        found.pop("drops_attention", None)
     found["positions"] = "learned" if getattr(model, "rope_theta", None) is None else "rotary"
     return found
