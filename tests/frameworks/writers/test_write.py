@@ -31,7 +31,8 @@ from shardlab.language.precision import find_precision
 from shardlab.models import Blocks
 from shardlab.models.named import find_model
 from shardlab.simulate.hardware import find_cluster
-from shardlab.simulate.predict.recipe import find_recipe, recipes, stages_by_cost
+from shardlab.simulate.predict.recipe import find_recipe, recipes
+from shardlab.simulate.predict.stages import stages_by_cost
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
 
