@@ -45,7 +45,7 @@ def translate(step: Workload) -> Translation:
     values: dict[str, Any] = {"zero": plan.zero_stage, "overlap": plan.reduce_at == "layer"}
     values |= _batch(step) | PRECISIONS.get(step.precision.name, {})
     values |= {"global_batch": step.microbatches * step.micro_batch_size}
-    return Translation(values | _program(step, unsaid), tuple(unsaid), says_model=False, switches=OF_PYTORCH)
+    return Translation(values | _program(step, unsaid), tuple(unsaid), says_model=False, uncompared=OF_PYTORCH)
 
 
 def _batch(step: Workload) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def translate_accelerate(step: Workload) -> Translation:
     values |= {"precision": {"bf16": "bf16", "bf16-fp32-grads": "bf16", "fp16": "fp16"}.get(step.precision.name, "no")}
     values |= {axis: size for axis in ("tp", "cp") if (size := getattr(mesh, axis)) > 1}
     values |= _batch(step) | _program(step, unsaid)
-    return Translation(values, tuple(unsaid), says_model=False, switches=OF_PYTORCH)
+    return Translation(values, tuple(unsaid), says_model=False, uncompared=OF_PYTORCH)
 
 
 def render_accelerate(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str, str]:

@@ -62,8 +62,9 @@ def translate(step: Workload) -> Translation:
     if step.optimizer != "adamw":
         values["optimizer"] = step.optimizer
     said = {"loss_fusion", "experts", *(["tp_overlap"] if mesh.tp == 1 else [])}
+    said |= {"recompute"} if str(plan.recompute).startswith("uniform-") else set()  # read as full
     said |= {"dp_overlap"} if plan.data_ranks * mesh.cp == 1 else set()
-    return Translation(values, tuple(unsaid), more=tuple(more), switches=frozenset(said))
+    return Translation(values, tuple(unsaid), more=tuple(more), uncompared=frozenset(said))
 
 
 def _model(step: Workload, unsaid: list[str]) -> dict[str, Any]:
@@ -146,6 +147,11 @@ def _recompute(step: Workload, plan: Plan, unsaid: list[str]) -> dict[str, Any]:
     if recompute == "selective":
         return {"recompute": "selective"}
     if not isinstance(recompute, tuple):
+        word, _, number = recompute.partition("-")
+        if word == "uniform":
+            return {"recompute": "full", "recompute_method": "uniform", "recompute_layers": int(number)}
+        if recompute != "none":
+            unsaid.append(f"recompute {recompute}, which Megatron-LM lacks")
         return {}
     blocks = blocks_of_stages(step) if plan.mesh.pp > 1 else [step.model.layers]
     bounds = [0]

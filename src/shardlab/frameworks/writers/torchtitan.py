@@ -74,7 +74,7 @@ def translate(step: Workload) -> Translation:
     if step.optimizer != "adamw":
         values["optimizer"] = {"sgd": "SGD", "lion": "Lion", "muon": "Muon"}[step.optimizer]
     said = {"attention", *(["loss"] if switch_of(step, "loss") == "chunked" else [])}  # a kernel of PyTorch's version
-    return Translation(values, tuple(unsaid), says_model=bool(flavor), switches=frozenset(said))
+    return Translation(values, tuple(unsaid), says_model=bool(flavor), uncompared=frozenset(said))
 
 
 def flavor_of(step: Workload) -> tuple[str, str]:

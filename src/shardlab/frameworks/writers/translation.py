@@ -25,14 +25,15 @@ class Translation:
         unsaid: what the framework's file cannot say, beside what a comparison of the steps shows.
         says_model: whether the values give the model.
         more: further words of the file, of which no prediction depends or which `explain` does not follow.
-        switches: switches of the recipe that the file says, or that no file of the framework says.
+        uncompared: switches of the recipe and properties of the plan that `explain` does not follow, or that no file of
+            the framework says.
     """
 
     values: Mapping[str, Any]
     unsaid: tuple[str, ...] = ()
     says_model: bool = True
     more: tuple[str, ...] = ()
-    switches: frozenset[str] = frozenset()
+    uncompared: frozenset[str] = frozenset()
 
 
 def plan_of(step: Workload) -> Plan:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from shardlab.common.errors import Refused, UserError
 from shardlab.common.fields import as_text
@@ -129,18 +129,24 @@ def _compared(step: Workload, back: Workload, found: Translation) -> Iterator[tu
         each |= {} if found.says_model else {"model": "", "stages": each["stages"]}
     mine |= _other_properties(step)
     theirs |= _other_properties(back)
-    for name in (step.recipe.switches.keys() & back.recipe.switches.keys()) - found.switches:
+    for name in (step.recipe.switches.keys() & back.recipe.switches.keys()) - found.uncompared:
         mine[f"recipe's {name}"] = step.recipe.switches[name].value
         theirs[f"recipe's {name}"] = back.recipe.switches[name].value
     if found.says_model:
         mine |= model_properties(step.model)
         theirs |= model_properties(back.model)
     for name in {**mine, **theirs}:
-        if mine.get(name) != theirs.get(name):
+        if name not in found.uncompared and mine.get(name) != theirs.get(name):
             yield name.replace("_", " "), _text(mine.get(name)), _text(theirs.get(name))
 
 
+MOST_LISTED = 8
+"""Largest number of blocks that are listed in a comment; more are counted."""
+
+
 def _text(value: Any) -> str:
+    if isinstance(value, tuple) and (count := len(cast(tuple[Any, ...], value))) > MOST_LISTED:
+        return f"{count} blocks"
     return (value if isinstance(value, str) else as_text(value)) or "none"
 
 
