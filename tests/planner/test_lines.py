@@ -10,6 +10,7 @@ import pytest
 
 from shardlab.planner.lines import every_line, seeds, shares_of, with_share
 from shardlab.planner.problem import Candidate, Limits, Problem, family
+from shardlab.simulate.predict.recipe import find_recipe
 from tests.planner.enumeration import candidates, shape_of
 from tests.planner.problems import every_candidate, problem
 from tests.planner.test_space import FIXED, LLAMA
@@ -47,6 +48,18 @@ def test_a_fixed_field_has_its_value_in_every_line(name: str) -> None:
     lines = set(every_line(asked))
     assert lines
     assert {getattr(each.plan, name) for each in lines} == {FIXED[name]}
+
+
+def test_a_line_recomputes_what_its_framework_can() -> None:
+    asked = replace(problem(4, 8, limits=Limits({"pp": 2, "tp": 1, "cp": 1}, {}, 1)), model=LLAMA)
+    modes: dict[str, set[Any]] = {}
+    for name in ("nanotron", "megatron-core", "torchtitan"):
+        own = replace(asked, recipe=find_recipe(name))
+        modes[name] = {each.plan.recompute for line in seeds(own) for each in plans_of(own, line)}
+    assert modes["nanotron"] == {"none", "full"}
+    assert modes["megatron-core"] > {"none", "full", "first-1"}
+    assert not any(isinstance(mode, tuple) for mode in modes["megatron-core"])
+    assert modes["torchtitan"] == {"none", "per-op", "full"}
 
 
 def test_shares_of_a_line_recompute_more_and_more_blocks_of_each_stage() -> None:

@@ -11,6 +11,7 @@ from shardlab.train.job import Job
 
 MISTAKES: list[tuple[str | Plan, Blocks, str]] = [
     ("column-parallel", GPT(), "column-parallel layers are matrices one after the other, but GPT has more"),
+    (Plan(Mesh(dp_shard=2), recompute="per-op"), GPT(layers=2), "recompute per-op is for predictions, with simulate"),
     (Plan(Mesh(ep=2)), GPT(layers=2), "ep 2, which cuts mixtures of experts, but GPT has none; train a MoE"),
 ]
 

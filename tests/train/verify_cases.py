@@ -197,6 +197,8 @@ TENSOR = [
     Verified("attention alone recomputed, in halves", SP(Mesh(pp=2, tp=2), "zb-h1", recompute="selective"), DROPS, 2),
     Verified("chunks recomputed whole, in halves", SP(Mesh(pp=2, tp=2), "zb-v", recompute="full"),
              replace(DROPS, layers=4), 2),
+    Verified("two blocks recomputed from one input", SP(Mesh(tp=2), recompute="uniform-2"),
+             replace(DROPS, layers=3), 2),
     Verified("one block recomputed, on replicas", Plan(Mesh(tp=2, dp_replicate=2), recompute=(1,)), DROPS, 4),
     Verified("slices of rotary positions and swiglu", Plan(Mesh(tp=2)), llama(), 2),
     Verified("slices of a tied Llama", SP(Mesh(tp=2)), llama(dropout=0.2, tied=True), 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from shardlab.language import Mesh, Sizes, UserError
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import Completion, Completions, model_layers
-from shardlab.strategies.plan.resolve import resolve
+from shardlab.strategies.plan.resolve import resolve, with_named_blocks
 
 SHARD = ("dp_shard",)
 FSDP = Plan(Mesh(dp_shard=2), shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=SHARD)
@@ -102,6 +103,25 @@ def test_a_block_on_two_stages_is_recomputed_in_two_runs() -> None:
     plan = replace(plan, layers_per_stage=(1, 4))
     layers = {**resolve(plan, sizes, 2, 0).layers, **resolve(plan, sizes, 2, 2).layers}
     assert [l for l, layer in layers.items() if layer.keeps == "input"] == [1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "blocks"),
+    [("every-2", (1, 3, 5)), ("every-4", (3,)), ("first-1", (0, 4)), ("first-2", (0, 1, 4, 5)), ("first-9", range(6))],
+)
+def test_counted_recomputation_names_the_blocks_of_each_stage(recompute: str, blocks: Sequence[int]) -> None:
+    plan, model = Plan(Mesh(pp=2), layers_per_stage=(4, 2), recompute=recompute), model_layers(Sizes.puzzle(6))
+    assert with_named_blocks(plan, model).recompute == tuple(blocks)
+    assert with_named_blocks(replace(plan, recompute="full"), model).recompute == "full"
+
+
+def test_uniform_recomputation_keeps_one_input_of_several_blocks_of_a_stage() -> None:
+    plan, sizes = Plan(Mesh(pp=2), layers_per_stage=(3, 2), recompute="uniform-2"), Sizes.puzzle(5)
+    kept = [
+        [l for l, layer in resolve(plan, sizes, 2, rank).layers.items() if layer.keeps == "input"] for rank in (0, 1)
+    ]
+    assert kept == [[0, 2], [3]]
+    assert resolve(plan, sizes, 2, 0).layers[1].recompute == range(1)
 
 
 def test_backward_passes_come_after_what_they_recompute() -> None:
