@@ -6,6 +6,7 @@ as the file is, so that its meaning, its limits and its words are the framework'
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -107,7 +108,7 @@ def _seconds(trial: Trial) -> float:
 
 
 def best_changes(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
-    """Return the trials that help, the best first, and of those that change the same keys only the best.
+    """Return the trials that help, the best first, and of those of the same kind only the best.
 
     If the step fits, the best changes save most time among those that fit. If it does not, those that fit come first,
     and then those that save most memory. Steps that leave the expected error of memory free come before others.
@@ -118,7 +119,7 @@ def best_changes(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
     """
     kinds: dict[frozenset[str], Trial] = {}
     for each in _helpful(trials, found):
-        kinds.setdefault(frozenset(setting.key for setting in each.settings), each)
+        kinds.setdefault(frozenset(re.sub(r"^(recompute|virtual)_.*", r"\1", name) for name in each.meanings), each)
     return list(kinds.values())
 
 

@@ -171,8 +171,6 @@ def _model(config: Config, values: Mapping[str, Any]) -> tuple[str, Blocks]:
     length = {} if values["seq_len"] is None else {"seq_len": values["seq_len"]}
     if not name:
         raise UserError(f"{config.file} does not say which model it trains; give --model, such as llama3-8b")
-    if not config.model and Path(name).is_dir():
-        name = str(Path(name) / "config.json")
     short = Path(name).name.lower()
     try:
         found = find_model(name)

@@ -6,6 +6,7 @@ the same words in YAML, so `run` also makes its steps.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -155,10 +156,9 @@ def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[st
         common["head_dim"] = head
     if values["latent_attention"]:
         notes.append("latent attention is predicted as attention with whole keys and values")
-    if 0 < values["attention_dropout"] != values["hidden_dropout"] or values["hidden_dropout"] > 0:
-        notes.append(f"dropout {common['dropout']}: attention runs step by step unless its fused kernel drops as well")
-    if values["qkv_bias"] and not values["bias"]:
-        notes.append("biases of queries, keys and values alone are left out")
+    if not values["attention_dropout"] and common["dropout"]:
+        common["drops_attention"] = False
+    common |= {"qk_norm": values["qk_norm"], "qkv_bias": values["qkv_bias"] and not values["bias"]}
     if values["experts"] is None:
         kind = Llama if gated and common["norm"] == "rms" and not values["bias"] else GPT
         return kind(**common)
@@ -167,14 +167,17 @@ def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[st
 
 def _mixture(values: Mapping[str, Any], common: dict[str, Any], notes: list[str]) -> Blocks:
     expert = values["expert_ffn"] or common["ffn_hidden_size"]
-    shared = values["shared_ffn"] or 0
-    if str(values["moe_layers"]) not in ("1", "[1]"):
+    dense = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", str(values["moe_layers"]).replace(" ", ""))
+    if dense is None and str(values["moe_layers"]) not in ("1", "[1]"):
         notes.append(f"every block is predicted as a mixture; {values['moe_layers']} says which are")
     capacity = 1.0 if values["capacity"] is None else values["capacity"]
     mixture: dict[str, Any] = {
         "experts": values["experts"],
         "top_k": values["top_k"],
-        "shared_experts": round(shared / expert),
+        "shared_experts": int(bool(values["shared_ffn"])),
+        "shared_ffn_hidden_size": values["shared_ffn"],
+        "dense_layers": int(dense[1]) if dense else 0,
+        "dense_ffn_hidden_size": common["ffn_hidden_size"] if dense else None,
         "capacity_factor": capacity,
     }
     fields: dict[str, Any] = {**common, "ffn_hidden_size": expert, **mixture}
@@ -244,12 +247,12 @@ def _recompute(values: Mapping[str, Any], model: Blocks, mesh: Mesh, stages: int
     mode = "selective" if values["recompute_activations"] and not values["recompute"] else values["recompute"]
     if values["recompute_2021"] or values["recompute_2022"]:
         return "full"
-    if mode == "full" and values["recompute_method"] == "block":
-        count = values["recompute_layers"] or 1
+    count = 1 if values["recompute_layers"] is None else values["recompute_layers"]
+    if mode == "full" and values["recompute_method"] == "block" and count:
         each = model.layers // (mesh.pp * stages)
         return tuple(block for block in range(model.layers) if block % each < count)
-    if mode == "full":
-        if (values["recompute_layers"] or 1) > 1:
+    if mode == "full" and count:
+        if count > 1:
             notes.append("groups of recomputed layers are predicted as single ones, which keep more")
         return "full"
     if mode != "selective":

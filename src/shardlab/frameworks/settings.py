@@ -71,7 +71,7 @@ def change_text(settings: Sequence[Setting]) -> str:
 COUNTS = {
     *("tp", "pp", "cp", "ep", "dp", "dp_replicate", "micro_batch_size", "local_batch", "accumulation"),
     *("layers", "hidden_size", "heads", "seq_len", "vocab_size", "experts", "top_k", "vocab_multiple"),
-    *("layers_per_stage", "microbatch_tokens", "recompute_layers"),
+    *("layers_per_stage", "microbatch_tokens"),
 }
 """Meanings whose values are at least 1."""
 

@@ -166,6 +166,12 @@ def _model(config: Config, values: Mapping[str, Any]) -> tuple[str, Blocks]:
         return config.model, with_written(find_model(config.model), {"seq_len": values["seq_len"]}, config.model)
     plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
     row = known.get(f"{family}/{plain}")
+    unsaid = cast(dict[str, str], config.table.data["unsaid"])
+    if row is None and family in unsaid:
+        raise UserError(
+            f"{config.file}: model {family} has {unsaid[family]}, which cannot be said here; give --model with one "
+            "that is like it"
+        )
     if row is None:
         raise UserError(
             f"{config.file}: the sizes of model {family}, flavor {flavor}, are not known here; give --model, or "

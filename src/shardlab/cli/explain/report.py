@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from shardlab.cli.console import Report
+from shardlab.cli.simulate.priced import add_network
 from shardlab.common.text import byte_unit, bytes_text, counted, memory_text, percent_text, seconds_text
 from shardlab.frameworks.changes import Trial
 from shardlab.frameworks.measured import Comparison, Hypothesis
@@ -149,6 +150,7 @@ class ExplainReport:
         parts = {**peak.by_category, "beyond tensors": max(0.0, total - peak.bytes)}
         report.fact("", _parts(total, parts), "")
         report.facts("how sure", [*map(str, self.sure), doubt])
+        add_network(report, self.step.cluster)
         report.data |= {
             "memory": total,
             "memory_needed": memory.needed,
@@ -247,7 +249,7 @@ def _explained(found: Comparison, hypothesis: Hypothesis) -> str:
     return f" ({seconds_text(abs(part))} of the {seconds_text(abs(whole))})"
 
 
-MOST_HYPOTHESES = 4
+MOST_HYPOTHESES = 3
 """Largest number of explanations that are shown. --json has all."""
 
 
