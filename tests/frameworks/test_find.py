@@ -77,6 +77,8 @@ def test_a_missing_file_and_an_unknown_framework_are_refused() -> None:
         read_config("no.toml", framework="megatorn")
     with pytest.raises(UserError, match="give them after --"):
         read_config("megatron")
+    with pytest.raises(UserError, match="name the file"):
+        read_config("nanotron")
 
 
 @given(st.lists(st.text(st.sampled_from("-=abc 1.\n$'\""), min_size=1, max_size=12), min_size=1, max_size=6))

@@ -94,10 +94,10 @@ def read_config(name: str, overrides: Sequence[str] = (), framework: str | None 
         raise UserError(f"there is no framework {framework!r}; {suggest_name(framework, FRAMEWORKS)}")
     changed = Overrides.of(overrides)
     if name in FRAMEWORKS and not Path(name).exists():
+        if name in READERS:
+            raise UserError(f"{name} reads its configuration from a file; name the file")
         if not overrides:
             raise UserError(f"{name} has no arguments; give them after --, as in: explain {name} -- --key value")
-        if name in READERS:
-            raise UserError(f"{name} has files; name one")
         return _from_script("", "the command line", changed, name, Path())
     path = Path(name)
     require_regular_file(path)

@@ -154,11 +154,14 @@ def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[st
     head = values["head_dim"]
     if head is not None and head * heads != hidden:
         common["head_dim"] = head
-    if values["latent_attention"]:
-        notes.append("latent attention is predicted as attention with whole keys and values")
+    common |= {"qk_norm": values["qk_norm"], "qkv_bias": values["qkv_bias"] and not values["bias"]}
+    if values["latent_attention"]:  # whose latents have norms in any case
+        common |= {"kv_heads": None, "head_dim": values["latent_head_dim"], "kv_rank": values["kv_rank"]}
+        common |= {"q_rank": values["q_rank"], "rope_dim": values["rope_dim"], "qk_norm": False, "qkv_bias": False}
+        if values["value_dim"] != values["latent_head_dim"]:
+            notes.append(f"values are predicted {values['latent_head_dim']} wide, not {values['value_dim']}")
     if not values["attention_dropout"] and common["dropout"]:
         common["drops_attention"] = False
-    common |= {"qk_norm": values["qk_norm"], "qkv_bias": values["qkv_bias"] and not values["bias"]}
     if values["experts"] is None:
         kind = Llama if gated and common["norm"] == "rms" and not values["bias"] else GPT
         return kind(**common)

@@ -64,6 +64,11 @@ def test_a_device_alone_takes_the_scripts_number(capsys: Captured) -> None:
     assert alone == named
 
 
+def test_the_memory_of_the_devices_can_be_limited(capsys: Captured) -> None:
+    words = [str(EXAMPLES / "train_70b.sh"), "--cluster", "h100", "--json", "--changes", "0", "--memory", "30GiB"]
+    assert json.loads(out_of(words, capsys))["device_memory"] == 30 * 2**30
+
+
 def test_another_model_replaces_the_configurations(capsys: Captured) -> None:
     words = [str(EXAMPLES / "train_70b.sh"), "--cluster", "h100", "--json", "--changes", "0", "--model", "llama3-8b"]
     assert json.loads(out_of(words, capsys))["model"] == "llama3-8b"

@@ -92,8 +92,7 @@ class Explain:
         Raises:
             UserError: if the devices or their number are not known.
         """
-        from shardlab.simulate.hardware import DEVICES, find_device
-        from shardlab.simulate.hardware.cluster import cluster_of
+        from shardlab.simulate.hardware import DEVICES
         from shardlab.simulate.hardware.device import ALIASES
 
         devices = config.devices
@@ -106,7 +105,7 @@ class Explain:
             return cluster_called(self.cluster, other_machine=False, memory=self.memory)
         if devices is None:
             raise UserError(f"{config.file} does not say on how many devices it runs; give --cluster {name}x64")
-        cluster = cluster_of(find_device(name), devices)
+        cluster = cluster_called(f"{name}x{devices}", other_machine=False, memory=self.memory)
         per_node = config.fact("per_node")
         if per_node is not None and per_node < cluster.per_node and devices % per_node == 0:
             nics = max(1, cluster.nics * per_node // cluster.per_node)

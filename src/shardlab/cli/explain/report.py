@@ -186,7 +186,7 @@ class ExplainReport:
         if not self.most:
             return
         report.line()
-        shown = self.trials[: self.most]
+        shown = self.trials[: self.most if self.comparison is None else min(self.most, BESIDE_MEASURED)]
         if not shown:
             text = (
                 "no single key that was tried makes a token faster"
@@ -248,6 +248,9 @@ def _explained(found: Comparison, hypothesis: Hypothesis) -> str:
         return ""
     return f" ({seconds_text(abs(part))} of the {seconds_text(abs(whole))})"
 
+
+BESIDE_MEASURED = 2
+"""Largest number of changes that are shown below a comparison with a measured step."""
 
 MOST_HYPOTHESES = 3
 """Largest number of explanations that are shown. --json has all."""
