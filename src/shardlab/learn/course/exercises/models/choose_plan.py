@@ -25,7 +25,7 @@ time and memory consist of:
         --pp 4 --dp-replicate 2 --tp 8 --sequence-parallel
 
 `shardlab plan` searches all plans, for you to look at when you are done. It also says
-how sure a prediction is, here about 9 %. So a plan that is 15 % faster is worth a try
+how sure a prediction is, here about 12 %. So a plan that is 15 % faster is worth a try
 on the cluster, and one that is 2 % faster is not.
 """
 
