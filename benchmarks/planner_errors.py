@@ -41,7 +41,8 @@ def main() -> None:
         check()
         return
     made = refit(rows_of(options.runs, options.every))
-    found = [errors_of_run(row, errors) for row, errors in zip(made.rows, made.left_out, strict=True)]
+    left_out = zip(made.rows, made.left_out, strict=True)
+    found = [errors_of_run(row, errors) for row, errors in left_out if errors != (None, None)]
     text = with_runs(ERRORS.read_text(encoding="utf-8"), found)
     if options.print:
         print(text)
