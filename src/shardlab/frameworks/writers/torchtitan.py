@@ -154,8 +154,9 @@ def render(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[
     cluster = step.cluster
     launch = f"--nnodes {cluster.nodes} --nproc_per_node {cluster.per_node}"
     start = f"start it on each node: torchrun {launch} ... -m torchtitan.train --job.config_file {FILE}"
+    more = "add what is yours: model.hf_assets_path, training.dataset, training.steps, the optimizer's numbers"
     settings = [torchtitan.table().write(meaning, value) for meaning, value in found.values.items()]
-    return (commented([*remarks, start]) + "".join(_sections(settings)),)
+    return (commented([*remarks, more, start]) + "".join(_sections(settings)),)
 
 
 def _sections(settings: Sequence[Setting]) -> Iterator[str]:
