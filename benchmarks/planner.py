@@ -42,27 +42,29 @@ LOADING = time.monotonic() - BEGAN
 """Seconds in which the planner was loaded."""
 
 PROBLEMS = {
-    "llama3-8b, h100x8, torchtitan": PlanCommand(None, "llama3-8b", "h100x8", recipe="torchtitan"),
-    "llama3-8b, h100x64, torchtitan": PlanCommand(None, "llama3-8b", "h100x64", recipe="torchtitan"),
+    "llama3-8b, h100x8, torchtitan": PlanCommand(model="llama3-8b", cluster="h100x8", recipe="torchtitan"),
+    "llama3-8b, h100x64, torchtitan": PlanCommand(model="llama3-8b", cluster="h100x64", recipe="torchtitan"),
     "llama3-8b, 131,072 tokens, h100x16, torchtitan": PlanCommand(
-        None, "llama3-8b", "h100x16", sequence=131072, recipe="torchtitan"
+        model="llama3-8b", cluster="h100x16", sequence=131072, recipe="torchtitan"
     ),
-    "llama3-70b, h100x32, nanotron": PlanCommand(None, "llama3-70b", "h100x32", recipe="nanotron"),
+    "llama3-70b, h100x32, nanotron": PlanCommand(model="llama3-70b", cluster="h100x32", recipe="nanotron"),
     "llama3-70b, 32,768 tokens, h100x128, torchtitan": PlanCommand(
-        None, "llama3-70b", "h100x128", sequence=32768, recipe="torchtitan"
+        model="llama3-70b", cluster="h100x128", sequence=32768, recipe="torchtitan"
     ),
     "llama3-70b, h100x256, megatron-core-tuned": PlanCommand(
-        None, "llama3-70b", "h100x256", recipe="megatron-core-tuned"
+        model="llama3-70b", cluster="h100x256", recipe="megatron-core-tuned"
     ),
     "llama3-405b, h100x512, megatron-core-tuned": PlanCommand(
-        None, "llama3-405b", "h100x512", recipe="megatron-core-tuned"
+        model="llama3-405b", cluster="h100x512", recipe="megatron-core-tuned"
     ),
-    "mixtral-8x7b, h100x64, torchtitan": PlanCommand(None, "mixtral-8x7b", "h100x64", recipe="torchtitan"),
+    "mixtral-8x7b, h100x64, torchtitan": PlanCommand(model="mixtral-8x7b", cluster="h100x64", recipe="torchtitan"),
     "mixtral-8x7b, a100-80gbx128, megatron-core-tuned": PlanCommand(
-        None, "mixtral-8x7b", "a100-80gbx128", recipe="megatron-core-tuned"
+        model="mixtral-8x7b", cluster="a100-80gbx128", recipe="megatron-core-tuned"
     ),
-    "gpt3-6.7b, a100-40gbx32, megatron-2022": PlanCommand(None, "gpt3-6.7b", "a100-40gbx32", recipe="megatron-2022"),
-    "gpt2-xl, a100-40gbx8, fsdp2": PlanCommand(None, "gpt2-xl", "a100-40gbx8", recipe="fsdp2"),
+    "gpt3-6.7b, a100-40gbx32, megatron-2022": PlanCommand(
+        model="gpt3-6.7b", cluster="a100-40gbx32", recipe="megatron-2022"
+    ),
+    "gpt2-xl, a100-40gbx8, fsdp2": PlanCommand(model="gpt2-xl", cluster="a100-40gbx8", recipe="fsdp2"),
 }
 """Problems on GPUs: dense models and mixtures of experts, of short and long sequences, on 8 to 512 devices."""
 

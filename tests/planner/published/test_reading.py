@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from shardlab.planner.published.reading import (
     read_run,
 )
 from shardlab.planner.published.records import GIB, Incomplete, RunRecord, read_figures, read_rows
+from shardlab.simulate.predict.capabilities import broken_limit
 from shardlab.simulate.predict.recipe import Recipe, find_recipe
 
 RUNS = Path(__file__).parent / "published_runs.json"
@@ -323,3 +325,13 @@ def test_a_vocabulary_that_is_not_said_is_the_recipes() -> None:
 def test_recomputation_and_precision_have_defaults() -> None:
     silent = ROWS[NAME] | {"recompute": None, "precision": None}
     assert {"recompute: none", "precision: fp16"} <= set(read_run(silent).assumed)
+
+
+def test_published_runs_break_no_limit_of_their_own_framework() -> None:
+    """What a framework can run is as its source says, and these runs were run."""
+    limits: dict[str, str] = {}
+    for name, row in ROWS.items():
+        with suppress(Incomplete):
+            limits[name] = broken_limit(read_run(row).workload) if row.get("framework") else ""
+    assert len(limits) > 10
+    assert {name: limit for name, limit in limits.items() if limit} == {}
