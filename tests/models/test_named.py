@@ -64,9 +64,11 @@ ROUNDED = {
     "gpt3-13b": 13.0e9,
     "gpt3-175b": 175.0e9,
     "qwen2-57b-a14b": 57.4e9,
+    "gpt-oss-20b": 20.91e9,
+    "gpt-oss-120b": 116.83e9,
 }
 """Brown et al. 2020, arXiv 2005.14165, table 2.1; Qwen team 2024, arXiv 2407.10671, table 1 (without the gate of shared
-experts)."""
+experts); OpenAI 2025, arXiv 2508.10925, table 1."""
 
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
