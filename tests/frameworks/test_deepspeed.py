@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,13 @@ def test_accelerate_says_strategy_precision_and_devices(tmp_path: Path) -> None:
     assert (step.plan.zero_stage, step.plan.recompute, step.precision.name) == (2, "full", "bf16")
     hybrid = YAML.replace("SHARD_GRAD_OP", "HYBRID_SHARD")
     assert step_of(hybrid, "fsdp.yaml", MODEL, tmp_path).plan.mesh.dp_replicate == 2
+
+
+def test_the_model_may_be_a_folder_of_transformers(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    config = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 512, "hidden_act": "silu", **sizes}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = step_of(JSON, "ds.json", ["--model_name_or_path", str(folder)], tmp_path).model
+    assert (model.layers, model.hidden_size, model.vocab_size) == (2, 64, 256)
