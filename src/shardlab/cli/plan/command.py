@@ -273,7 +273,7 @@ class PlanCommand:
     def commands_for(self, choice: PlanChoice) -> dict[str, str]:
         """Return the commands that simulate and train the chosen plan.
 
-        Plans of another framework, and those in a precision of predictions, are not trained.
+        Plans of another framework, and those with a precision or a recomputation of predictions, are not trained.
         """
         from shardlab.planner.describe import simulate_flags, train_command
         from shardlab.simulate.predict.recipe import OWN
@@ -282,7 +282,8 @@ class PlanCommand:
         job = shlex.quote(str(self.out)) if self.out else None
         flags = f"--config {job}" if job else f"{self._problem_words()} {simulate_flags(problem, candidate)}"
         texts = {"simulate": f"shardlab simulate {flags}"}
-        if problem.recipe.name == OWN.name and not candidate.precision.instead:
+        predicted = bool(candidate.precision.instead) or candidate.plan.recompute == "per-op"
+        if problem.recipe.name == OWN.name and not predicted:
             texts["train"] = train_command(problem, candidate, self._model_words(), job)
         return texts
 
