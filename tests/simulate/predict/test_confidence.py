@@ -71,6 +71,10 @@ def test_no_publisher_has_more_rows_than_it_published() -> None:
         assert sum(len(row.time) for row in known) <= sum(row["publication"] == publisher for row in rows)
 
 
+def test_publishers_of_first_predictions_are_called_as_those_of_their_runs() -> None:
+    assert {row.publisher for row in first_sight()} <= {row.publisher for row in measured_runs()}
+
+
 def test_runs_of_the_same_kind_stand_alone() -> None:
     found = confidence(kind_of(), "time")
     assert found.devices == ("h100",)
