@@ -24,14 +24,15 @@ def told(plan: Plan, recipe: str | Recipe = "nanotron", microbatches: int = 8, *
     """The limit that a plan breaks, of a model of 8 blocks on 8 devices."""
     model = GPT(layers=8, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)
     found = find_recipe(recipe) if isinstance(recipe, str) else recipe
-    given = {"precision": find_precision("bf16")} | changes
+    given: dict[str, Any] = {"precision": find_precision("bf16")} | changes
     return broken_limit(Workload(plan, model, find_cluster("h100x8"), microbatches, 1, recipe=found, **given))
 
 
 def sharded(mesh: Mesh, stage: int, axes: tuple[str, ...] = SHARD, **fields: Any) -> Plan:
     """A plan with a stage of ZeRO."""
     names = ("shard_optimizer", "shard_gradients", "shard_parameters")[:stage]
-    return Plan(mesh, **(dict.fromkeys(names, axes) | fields))
+    given: dict[str, Any] = {**dict.fromkeys(names, axes), **fields}
+    return Plan(mesh, **given)
 
 
 def test_zero_stages_that_a_framework_lacks_are_told() -> None:
