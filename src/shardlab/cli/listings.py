@@ -296,13 +296,13 @@ def print_recipes(console: Console) -> None:
     table.add_column("name", style="cyan", no_wrap=True)
     for title in ("figures", "fitted", "assumed"):
         table.add_column(title, justify="right")
-    table.add_column("switches", style="cyan")
     table.add_column("source")
     for recipe in recipes().values():
         figures = recipe.figures.values()
         counts = len(figures), sum(bool(each.fitted_to) for each in figures), sum(each.assumed for each in figures)
         switches = " ".join(f"{name}={switch.default}" for name, switch in recipe.switches.items())
-        table.add_row(recipe.name, *map(str, counts), switches, recipe.source)
+        about = Text.assemble(recipe.source, (f"\nswitches: {switches}" if switches else "", "cyan"))
+        table.add_row(recipe.name, *map(str, counts), about)
     console.print(table)
     console.print("\n[dim]All figures of one recipe, with their sources:[/] shardlab recipes NAME")
 
