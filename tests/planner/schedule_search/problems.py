@@ -18,7 +18,7 @@ def problems(draw: st.DrawFn, most_ranks: int = 4, most_microbatches: int = 6) -
     stages: list[StageCosts] = []
     for _ in range(ranks * each):
         activation = draw(TIMES)
-        kept = draw(st.sampled_from([None, 0.0, activation / 2]))
+        kept = draw(st.sampled_from([None, 0.0, activation / 2, 2 * activation]))
         weight = draw(st.sampled_from([0.0, 0.5, 1.0]))
         stages.append(StageCosts(draw(TIMES), draw(TIMES), weight, activation, kept))
     message = draw(st.sampled_from([0.0, 0.25]))

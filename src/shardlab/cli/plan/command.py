@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from shardlab.cli.model_options import NO_SIZES, SizeFlags
+from shardlab.cli.model_options import NO_SIZES, OptionalNumber, SizeFlags
 from shardlab.cli.options import Count, Flag, Name, NewFile, OptionalCount, check_new_file, writing
 from shardlab.cli.plan.grade import print_grades
 from shardlab.cli.plan_options import (
@@ -158,6 +158,10 @@ class PlanCommand:
     """Write the chosen plan into this folder as files of the recipe's framework, such as torchtitan's TOML file or a
     script with Megatron-LM's arguments. What cannot be said there stands in a comment."""
 
+    search_schedule: OptionalNumber = None
+    """Afterwards, search pipeline schedules for the best pipeline plans for so many seconds, and tell what they gain
+    (see `shardlab schedule search`)."""
+
     measure: OptionalCount = None
     """Suggest at most N plans to measure next: those whose measured step times could change the choice, each with its
     command and a reason."""
@@ -189,14 +193,19 @@ class PlanCommand:
             print_grades(self.grade, recipe, json=self.json)
             return 0
         from shardlab.cli.plan.measure import add_experiments, add_ran_out, commands, read_measured
-        from shardlab.cli.plan.report import PlanReport
+        from shardlab.cli.plan.report import PlanReport, add_schedules
         from shardlab.cli.plan.write import add_written, check_folder, write_files
         from shardlab.planner.error_model import choose_experiments
+        from shardlab.planner.schedule_search.for_plans import schedules_for_plans
 
         request = StepRequest.of(self)
         problem = self.problem(request)
         if self.force and self.out is None and self.write is None:
             raise UserError("--force replaces the file of --out or those of --write; give one of them, or leave it out")
+        if self.search_schedule is not None and not 0 < self.search_schedule < inf:
+            raise UserError(
+                f"--search-schedule {self.search_schedule:g} is not a time; give a number of seconds above 0"
+            )
         check_new_file("--out", self.out, "plan.toml", force=self.force)
         if self.write is not None:
             check_folder(self.write, problem, force=self.force)
@@ -215,6 +224,8 @@ class PlanCommand:
         report = PlanReport(choice, model, cluster, how, self.top, self.out).report(explain=self.explain)
         if self.write is not None:
             add_written(report, self.write, write_files(self.write, choice, model))
+        if self.search_schedule is not None:
+            add_schedules(report, schedules_for_plans(problem, choice.results, self.search_schedule))
         add_ran_out(report, choice.results)
         if self.measure:
             add_experiments(report, asked, run, choice, self._next_command(problem))

@@ -7,7 +7,7 @@ for other programs, in seconds, bytes and shares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardlab.planner.choose import PlanChoice
     from shardlab.planner.problem import Candidate, Problem
     from shardlab.planner.results import PlanOutcome
+    from shardlab.planner.schedule_search.for_plans import ScheduledPlan
     from shardlab.planner.workers import Answer, Change
 
 
@@ -241,6 +242,37 @@ class PlanReport:
             report.fact("left out", f"as time was up: {self.choice.missed}; give more --seconds")
         if self.out is not None:
             report.draw(partial(print_path, label="written to", path=self.out))
+
+
+def add_schedules(report: Report, plans: Sequence[ScheduledPlan]) -> None:
+    """Add the schedules that were searched for the best pipeline plans, with what they gain."""
+    report.data["schedules"] = [
+        {
+            "plan": summary(each.candidate),
+            "seconds": each.seconds or None,
+            "published_seconds": each.published_seconds or None,
+            "tensors": each.tensors or None,
+            "placement": each.found.problem.placement if each.found else None,
+            "lower_bound": each.found.lower_bound if each.found else None,
+            "gain": each.gain,
+            "reason": each.reason or None,
+        }
+        for each in plans
+    ]
+    texts = [f"{summary(each.candidate)}: {_schedule_text(each)}" for each in plans]
+    report.facts("schedule", texts or ["no pipeline plan fits, so no schedule was searched"])
+
+
+def _schedule_text(plan: ScheduledPlan) -> str:
+    if plan.found is None:
+        return f"no schedule was searched ({plan.reason})"
+    if plan.gain < 0.001:
+        return f"no schedule was found that is faster than {plan.candidate.plan.schedule_name}"
+    shape = "a V" if plan.found.problem.placement == "vee" else "a loop"
+    return (
+        f"a searched schedule in {shape} takes {seconds_text(plan.seconds)}, {percent_text(plan.gain)} faster than "
+        f"{plan.candidate.plan.schedule_name}, with {bytes_text(plan.tensors)} of tensors on the fullest rank"
+    )
 
 
 def searched(choice: PlanChoice) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated
 
 import tyro
@@ -22,9 +22,10 @@ from shardlab.common.files import write_atomically
 from shardlab.common.text import bytes_text, counted, percent_text, seconds_text
 from shardlab.language.precision import Optimizer
 from shardlab.planner.schedule_search.exact import Proof, prove
-from shardlab.planner.schedule_search.from_workload import problem_of, with_schedule
+from shardlab.planner.schedule_search.from_workload import StepProblem, problem_of
 from shardlab.planner.schedule_search.problem import Objective, Placement, ScheduleProblem
 from shardlab.planner.schedule_search.search import FoundSchedule, search_schedule
+from shardlab.simulate.predict.estimate import Estimate
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.schedules.files import schedule_files
@@ -116,7 +117,7 @@ class ScheduleSearch:
             raise UserError(f"--seconds is {self.seconds:g}; give a number above 0")
         if self.exact is not None and not 0 < self.exact < math.inf:
             raise UserError(f"--exact is {self.exact:g}; give a number of seconds above 0")
-        workload, problem = self._workload, self._problem
+        problem = self._problem
         console = Console(stderr=True)
         watched = console.status("searching") if console.is_terminal and not self.json else nullcontext()
         with watched as status:
@@ -125,12 +126,15 @@ class ScheduleSearch:
                 if status is not None:
                     status.update(f"searching  {self._time_text(time)} after {seconds:.1f} s")
 
-            found = search_schedule(problem, seconds=self.seconds, evaluations=self.proposals, on_progress=show)
+            search = partial(search_schedule, seconds=self.seconds, evaluations=self.proposals, on_progress=show)
+            found, step = problem.search(search) if isinstance(problem, StepProblem) else (search(problem), None)
             proof = None if self.exact is None else prove(found.timing, self.exact)
         if proof is not None:
             found = replace(found, timing=proof.timing or found.timing, lower_bound=proof.lower_bound)
         text = self._write(found)
-        report = self._report(found, proof, workload)
+        report = self._report(found, proof)
+        if step is not None and self._workload is not None:
+            self._compare_steps(report, found, step, self._workload)
         if text is not None:
             report.line()
             report.fact("written", f"{self.csv}, for --schedule {self.csv} of simulate, verify and train")
@@ -177,7 +181,7 @@ class ScheduleSearch:
         )
 
     @cached_property
-    def _problem(self) -> ScheduleProblem:
+    def _problem(self) -> StepProblem | ScheduleProblem:
         workload = self._workload
         each = int(self.layout.values().get("stages_per_rank") or (2 if self.placement == "vee" else 1))
         if workload is not None:
@@ -212,7 +216,7 @@ class ScheduleSearch:
     def _memory_text(self, memory: float) -> str:
         return f"{memory:.4g}" if self._workload is None else bytes_text(memory)
 
-    def _report(self, found: FoundSchedule, proof: Proof | None, workload: Workload | None) -> Report:
+    def _report(self, found: FoundSchedule, proof: Proof | None) -> Report:
         problem, timing, best = found.problem, found.timing, found.best_published
         report = Report(
             ranks=problem.ranks,
@@ -259,13 +263,10 @@ class ScheduleSearch:
         report.data |= {"bubble": found.bubble, "idle": idle, "memory_by_rank": timing.peaks}
         memory = " ".join(self._memory_text(peak) for peak in timing.peaks)
         report.fact("memory by rank", memory)
-        if workload is not None:
-            self._compare_steps(report, found, workload)
         return report
 
-    def _compare_steps(self, report: Report, found: FoundSchedule, workload: Workload) -> None:
+    def _compare_steps(self, report: Report, found: FoundSchedule, step: Estimate, workload: Workload) -> None:
         """Add the predicted step, with all that the search leaves out, with the found and the best known schedule."""
-        step = with_schedule(workload, found.steps).estimate()
         text = f"{seconds_text(step.step)}, {bytes_text(step.peak.bytes)} of tensors on the fullest rank"
         report.fact("whole step", f"{text} (with updates and reductions)", step=step.step, tensors=step.peak.bytes)
         if (best := found.best_published) is not None:

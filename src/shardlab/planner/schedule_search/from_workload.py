@@ -8,12 +8,14 @@ leaves out: gathers and reductions, updates and queues of messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from shardlab.common.errors import UserError
 from shardlab.language import Op, OpKind
 from shardlab.planner.schedule_search.problem import Objective, Placement, ScheduleProblem, StageCosts
+from shardlab.planner.schedule_search.search import FoundSchedule
 from shardlab.simulate.predict.estimate import Estimate
 from shardlab.simulate.predict.memory import tensor_budget
 from shardlab.simulate.predict.workload import Workload
@@ -33,6 +35,50 @@ _PASSES = (
 _ANY_PASS = frozenset[OpKind]().union(*_PASSES)
 
 
+ROUNDS = 4
+"""Searches of a step, each with a smaller memory limit than the one before."""
+
+
+@dataclass(frozen=True)
+class StepProblem:
+    """Step whose schedule is searched.
+
+    Attributes:
+        workload: the step.
+        pipeline: its stages: times in seconds, memory in bytes.
+        budget: bytes of tensors on each rank at its peak, at most.
+    """
+
+    workload: Workload
+    pipeline: ScheduleProblem
+    budget: float
+
+    def search(self, search: Callable[[ScheduleProblem], FoundSchedule]) -> tuple[FoundSchedule, Estimate]:
+        """Search a schedule, and replay the step with it.
+
+        The replay may need more memory than the search counts, such as weights that are gathered for several passes.
+        The limit is then lowered by as much, and the search begins again.
+
+        Args:
+            search: function that searches a schedule for a pipeline.
+
+        Raises:
+            UserError: if no schedule is found that fits.
+        """
+        pipeline = self.pipeline
+        for _ in range(ROUNDS):
+            found = search(pipeline)
+            estimate = with_schedule(self.workload, found.steps).estimate()
+            mesh = estimate.traced.program.mesh
+            needed = {mesh.coordinate(peak.rank, "pp"): peak.bytes for peak in estimate.peaks}
+            excess = [max(0.0, needed[rank] - self.budget) for rank in range(pipeline.ranks)]
+            if not any(excess):
+                return found, estimate
+            limits = tuple(limit - more for limit, more in zip(pipeline.limits, excess, strict=True))
+            pipeline = replace(pipeline, limit=limits)
+        raise UserError(f"no schedule was found that fits in memory within {ROUNDS} searches; give more memory")
+
+
 def problem_of(
     workload: Workload,
     *,
@@ -40,8 +86,8 @@ def problem_of(
     stages_per_rank: int = 1,
     memory: float | None = None,
     objective: Objective = "step",
-) -> ScheduleProblem:
-    """Return the schedule problem of a pipeline plan: times in seconds, memory in bytes.
+) -> StepProblem:
+    """Return the schedule problem of a pipeline plan.
 
     Args:
         workload: the step. The schedule of its plan does not matter.
@@ -83,9 +129,9 @@ def problem_of(
         if rank != other
     )
     costs = tuple(stage.costs for stage in stages)
-    return ScheduleProblem(
-        ranks, workload.microbatches // plan.data_ranks, costs, max(0.0, message), limits, placement, objective
-    )
+    each = workload.microbatches // plan.data_ranks
+    pipeline = ScheduleProblem(ranks, each, costs, max(0.0, message), limits, placement, objective)
+    return StepProblem(workload, pipeline, budget)
 
 
 def with_schedule(workload: Workload, steps: Steps) -> Workload:
@@ -118,7 +164,7 @@ class _StagePasses:
     Attributes:
         places: first and last op of each pass on the rank's tape.
         spans: start and end of each pass.
-        activation, kept: bytes that the forward pass leaves, and those of them that the input half leaves.
+        activation, kept: bytes that the forward pass leaves, and that the input half leaves of them or adds.
     """
 
     places: tuple[tuple[int, int], ...]
@@ -134,8 +180,10 @@ class _StagePasses:
 
     def held_at(self, op: int) -> int:
         """Return the bytes that the search counts while an op runs."""
-        (first, _), (_, input_end), (_, weight_end) = self.places
-        return self.activation if first <= op <= input_end else self.kept if input_end < op <= weight_end else 0
+        (first, _), (input_start, _), (_, weight_end) = self.places
+        if first <= op < input_start:
+            return self.activation
+        return self.kept if input_start <= op <= weight_end else 0
 
 
 def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
@@ -158,7 +206,7 @@ def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
     after_forward = _entry(tape, next(i for i in range(places[0][1] + 1, len(tape)) if tape[i].kind in _ANY_PASS))
     activation = max(0, memory.before[after_forward] - memory.before[entries[0]])
     change = memory.before[entries[2]] - memory.before[entries[1]]
-    return _StagePasses(tuple(places), spans, activation, min(activation, max(0, activation + change)))
+    return _StagePasses(tuple(places), spans, activation, max(0, activation + change))
 
 
 def _entry(tape: Sequence[Op], place: int) -> int:

@@ -154,7 +154,7 @@ class _Greedy:
         if weights:
             weight = weights[0]
             needed = policy.gap * self.passes.duration[weight[1]]
-            blocked = forward is None and any(self.ready_at[each] <= now for _, each in forwards)
+            blocked = forward is None and any(self.ready_at[each] <= now for _, each in (*forwards, *inputs))
             if wake is None or wake - now >= needed or (blocked and next_back is None):
                 return self._take(rank, WEIGHT, weight), None
         return None, wake
@@ -178,8 +178,9 @@ class _Greedy:
         change = self.passes.memory[each]
         if change <= 0:
             return True
-        stage = self.passes.parts(each)[1]
-        return self.held[rank] + change + self.reserve[stage] <= self.policy.limits[rank] * (1 + TOLERANCE)
+        kind, stage, _ = self.passes.parts(each)
+        reserve = self.reserve[stage] + self.passes.problem.growths[rank] if kind == FORWARD else 0.0
+        return self.held[rank] + change + reserve <= self.policy.limits[rank] * (1 + TOLERANCE)
 
     def _take(self, rank: int, kind: int, each: tuple[float, int]) -> int:
         waiting = self.waiting[rank][kind]

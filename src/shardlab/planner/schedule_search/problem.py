@@ -33,8 +33,9 @@ class StageCosts:
 
     Attributes:
         forward, input, weight: times of the forward pass and of the two halves of the backward pass.
-        activation: memory from the start of the forward pass to the end of the input half.
-        kept: memory from there to the end of the weight half (None: all of it).
+        activation: memory from the start of the forward pass to the start of the input half.
+        kept: memory from there to the end of the weight half (None: the same). It is more if the input half computes
+            activations again.
     """
 
     forward: float
@@ -45,7 +46,7 @@ class StageCosts:
 
     @property
     def kept_memory(self) -> float:
-        """Memory from the end of the input half to the end of the weight half."""
+        """Memory from the start of the input half to the end of the weight half."""
         return self.activation if self.kept is None else self.kept
 
     @property
@@ -88,13 +89,8 @@ class ScheduleProblem:
             wanted = f"{2 * self.ranks}, two a rank" if self.placement == "vee" else f"a multiple of {self.ranks}"
             raise UserError(f"costs of {len(self.stages)} stages are given for {self.ranks} ranks; give {wanted}")
         for number, stage in enumerate(self.stages):
-            for name in ("forward", "input", "weight", "activation"):
+            for name in ("forward", "input", "weight", "activation", "kept_memory"):
                 _require_cost(getattr(stage, name), f"{name} of stage {number}", positive=name in ("forward", "input"))
-            if not 0 <= stage.kept_memory <= stage.activation:
-                raise UserError(
-                    f"stage {number} keeps {stage.kept_memory:g} for its weight half; give at most its activation, "
-                    f"{stage.activation:g}"
-                )
         _require_cost(self.message, "the time of a message", positive=False)
         if len(self.limits) != self.ranks:
             raise UserError(f"{len(self.limits)} memory limits are given for {self.ranks} ranks; give one for each")
@@ -128,7 +124,16 @@ class ScheduleProblem:
     @cached_property
     def minimum_memory(self) -> tuple[float, ...]:
         """Memory of one microbatch on each rank. No schedule needs less, and one that needs no more exists."""
-        return tuple(sum(self.stages[stage].activation for stage in self.stages_of(rank)) for rank in range(self.ranks))
+        return tuple(
+            sum(self.stages[stage].activation for stage in self.stages_of(rank)) + self.growths[rank]
+            for rank in range(self.ranks)
+        )
+
+    @cached_property
+    def growths(self) -> tuple[float, ...]:
+        """Most memory that an input half adds on each rank."""
+        added = [max(0.0, stage.kept_memory - stage.activation) for stage in self.stages]
+        return tuple(max(added[stage] for stage in self.stages_of(rank)) for rank in range(self.ranks))
 
     @cached_property
     def lower_bound(self) -> float:

@@ -1,0 +1,79 @@
+"""Schedules for the planner's best pipeline plans: each plan, with the schedule that is fastest for its stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from shardlab.common.errors import UserError
+from shardlab.planner.problem import Candidate, Problem
+from shardlab.planner.results import PlanOutcome, Results
+from shardlab.planner.schedule_search.from_workload import problem_of
+from shardlab.planner.schedule_search.problem import Placement
+from shardlab.planner.schedule_search.search import FoundSchedule, search_schedule
+
+PLANS = 2
+"""Number of pipeline plans for which a schedule is searched."""
+
+PLACEMENTS: tuple[tuple[Placement, int], ...] = (("vee", 2), ("loop", 1))
+"""Placements that are tried, with the stages of each rank."""
+
+
+@dataclass(frozen=True)
+class ScheduledPlan:
+    """Pipeline plan with a schedule that was searched for it.
+
+    Attributes:
+        candidate: the plan as it was found.
+        found: the schedule (None: none could be searched).
+        published_seconds: predicted seconds of a step with the plan's own schedule.
+        seconds: predicted seconds of a step with the found schedule.
+        tensors: bytes of tensors on the fullest rank with the found schedule.
+        reason: why no schedule could be searched.
+    """
+
+    candidate: Candidate
+    found: FoundSchedule | None = None
+    published_seconds: float = 0.0
+    seconds: float = 0.0
+    tensors: int = 0
+    reason: str = ""
+
+    @property
+    def gain(self) -> float:
+        """Share by which the plan becomes faster (0: it does not)."""
+        return max(0.0, self.published_seconds / self.seconds - 1) if self.seconds else 0.0
+
+
+def schedules_for_plans(problem: Problem, results: Results, seconds: float) -> list[ScheduledPlan]:
+    """Search schedules for the best pipeline plans of a search, each on a mesh of its own.
+
+    Args:
+        problem: the planning problem.
+        results: results of the planner's search.
+        seconds: time for all searches.
+    """
+    chosen: list[PlanOutcome] = []
+    for outcome in results.fitting:
+        plan = outcome.candidate.plan
+        if plan.mesh.pp > 1 and all(plan.mesh != other.candidate.plan.mesh for other in chosen):
+            chosen.append(outcome)
+        if len(chosen) == PLANS:
+            break
+    return [_scheduled(problem, outcome, seconds / len(chosen)) for outcome in chosen]
+
+
+def _scheduled(problem: Problem, outcome: PlanOutcome, seconds: float) -> ScheduledPlan:
+    workload = problem.workload(outcome.candidate)
+    best, reason = ScheduledPlan(outcome.candidate), ""
+    for placement, each in PLACEMENTS:
+        try:
+            own = workload.estimate()
+            step_problem = problem_of(workload, placement=placement, stages_per_rank=each)
+            found, step = step_problem.search(partial(search_schedule, seconds=seconds / len(PLACEMENTS)))
+        except UserError as error:  # too few layers for so many stages, or too many ops to replay
+            reason = str(error)
+            continue
+        if best.found is None or step.step < best.seconds:
+            best = ScheduledPlan(outcome.candidate, found, own.step, step.step, step.peak.bytes)
+    return best if best.found is not None else ScheduledPlan(outcome.candidate, reason=reason)
