@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardlab.check import check
 from shardlab.cli import main
+from shardlab.cli.schedule.costs import read_costs
 from shardlab.common.text import listed
 from shardlab.draw.canvas import (
     BACKWARD,
@@ -31,6 +32,8 @@ from shardlab.language.rules import layer_graph
 from shardlab.language.rules.kinds import bits
 from shardlab.language.rules.layer_graph import Extent, Layer, Node, Port
 from shardlab.language.rules.spec import Space
+from shardlab.planner.schedule_search.problem import ScheduleProblem
+from shardlab.planner.schedule_search.search import published_schedule, search_schedule
 from shardlab.simulate.timeline import Costs, bubble, simulate
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan.context_parallel import slices_of_rank
@@ -220,6 +223,51 @@ def schedules(path: Path) -> None:
         path.write_text(page.svg(), encoding="utf-8")
 
 
+def searched(path: Path) -> None:
+    """A published schedule and a searched one for the unequal stages of the page, within the same memory."""
+    _beside(path, "Eight unequal stages on four ranks, memory of three microbatches", 3.0)
+
+
+def limited(path: Path) -> None:
+    """The same with the memory of two and a half microbatches."""
+    _beside(path, "The same with memory of two and a half microbatches", 2.5)
+
+
+def _beside(path: Path, title: str, limit: float) -> None:
+    stages, message = read_costs(str(FOLDER.parents[1] / "examples/unequal_stages.toml"), RANKS, 2)
+    found = search_schedule(ScheduleProblem(RANKS, 8, stages, message, limit, "vee"), evaluations=400)
+    best = found.best_published
+    assert best is not None
+    colors = FORWARD[0], BACKWARD_INPUT[0], BACKWARD_WEIGHT[0]
+    with style():
+        page = Page(9.6, 2.75)
+        say(page, 0.2, 0.25, title, size=13, weight="bold")
+        names = ("forward", "backward, input gradient", "backward, weight gradient")
+        for place, (name, color) in enumerate(zip(names, colors, strict=True)):
+            left = 0.2 + 1.9 * place
+            fill(page.ink, [(left, 0.46, left + 0.12, 0.58)], color)
+            say(page, left + 0.18, 0.52, name, size=7.5, color=FAINT)
+        scale = 9.2 / best.time
+        for place, (name, timing) in enumerate(
+            ((best.name, published_schedule(found, best.name).timing), ("found", found.timing))
+        ):
+            left, top = 0.2, 1.0 + 0.95 * place
+            say(page, left, top - 0.13, name, weight="bold")
+            say(page, left + 9.2, top - 0.13, f"{timing.time:.4g}", size=7.5, color=FAINT, ha="right")
+            fill(page.ink, [(left, top, left + timing.time * scale, top + 0.6)], IDLE)
+            for kind, color in enumerate(colors):
+                boxes = [
+                    (left + (end - timing.passes.duration[each]) * scale, top + 0.15 * rank,
+                     left + end * scale, top + 0.15 * rank + 0.14)
+                    for rank, order in enumerate(timing.orders)
+                    for each in order
+                    if timing.passes.parts(each)[0] == kind
+                    for end in [timing.end[each]]
+                ]  # fmt: skip
+                fill(page.ink, boxes, color, edge="white", width=0.3)
+        path.write_text(page.svg(), encoding="utf-8")
+
+
 COLORS = (FORWARD[0], BACKWARD[0], BACKWARD_WEIGHT[0], BACKWARD_INPUT[1])
 """One for each of four ranks or groups."""
 
@@ -367,9 +415,8 @@ def say(page: Page, x: float, y: float, text: str, *, size: float = 8.5, color: 
     page.ink.text(x, y, text, **({"size": size, "color": color, "va": "center"} | looks))
 
 
-PICTURES: Mapping[str, Callable[[Path], None]] = {
-    f"{draw.__name__}.svg": draw for draw in (timeline, value, layer, sharding, schedules, context, experts, mesh)
-}
+DRAWN = (timeline, value, layer, sharding, schedules, searched, limited, context, experts, mesh)
+PICTURES: Mapping[str, Callable[[Path], None]] = {f"{draw.__name__}.svg": draw for draw in DRAWN}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -130,7 +130,8 @@ class ScheduleSearch:
             found, step = problem.search(search) if isinstance(problem, StepProblem) else (search(problem), None)
             proof = None if self.exact is None else prove(found.timing, self.exact)
         if proof is not None:
-            found = replace(found, timing=proof.timing or found.timing, lower_bound=proof.lower_bound)
+            found = replace(found, lower_bound=proof.lower_bound)
+            found = found if proof.timing is None else replace(found, timing=proof.timing, placed=None)
         text = self._write(found)
         report = self._report(found, proof)
         if step is not None and self._workload is not None:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from shardlab.common.errors import UserError
 from shardlab.language import Op, OpKind
 from shardlab.planner.schedule_search.problem import Objective, Placement, ScheduleProblem, StageCosts
-from shardlab.planner.schedule_search.search import FoundSchedule
+from shardlab.planner.schedule_search.search import FoundSchedule, published_schedule
 from shardlab.simulate.predict.estimate import Estimate
 from shardlab.simulate.predict.memory import tensor_budget
 from shardlab.simulate.predict.workload import Workload
@@ -73,10 +73,22 @@ class StepProblem:
             needed = {mesh.coordinate(peak.rank, "pp"): peak.bytes for peak in estimate.peaks}
             excess = [max(0.0, needed[rank] - self.budget) for rank in range(pipeline.ranks)]
             if not any(excess):
-                return found, estimate
+                return self._or_published(found, estimate)
             limits = tuple(limit - more for limit, more in zip(pipeline.limits, excess, strict=True))
             pipeline = replace(pipeline, limit=limits)
         raise UserError(f"no schedule was found that fits in memory within {ROUNDS} searches; give more memory")
+
+    def _or_published(self, found: FoundSchedule, estimate: Estimate) -> tuple[FoundSchedule, Estimate]:
+        """Return a found schedule, or the best published one if the whole step is faster with that.
+
+        In the replay, messages of a rank share its link, which the search leaves out.
+        """
+        best = found.best_published
+        if best is None:
+            return found, estimate
+        other = published_schedule(found, best.name)
+        replayed = with_schedule(self.workload, other.steps).estimate()
+        return (other, replayed) if replayed.step < estimate.step else (found, estimate)
 
 
 def problem_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import Random
 
@@ -52,6 +52,7 @@ class FoundSchedule:
         source: schedule from which the search started: the name of a published one, or "greedy".
         evaluations: number of schedules whose times were computed.
         history: (seconds, time) of each better schedule.
+        placed: the schedule with its messages, if they are placed already.
     """
 
     problem: ScheduleProblem
@@ -61,11 +62,12 @@ class FoundSchedule:
     source: str
     evaluations: int
     history: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    placed: Steps | None = field(default=None, repr=False)
 
     @property
     def steps(self) -> Steps:
         """The schedule, with its messages."""
-        return self.timing.steps()
+        return self.placed or self.timing.steps()
 
     @property
     def best_published(self) -> Published | None:
@@ -88,6 +90,15 @@ class FoundSchedule:
         passes = self.timing.passes
         work = max(sum(passes.duration[each] for each in order) for order in self.timing.orders)
         return max(0.0, 1 - work / self.timing.time)
+
+
+def published_schedule(found: FoundSchedule, name: str) -> FoundSchedule:
+    """Return the result of a search with a published schedule in the place of the found one."""
+    problem, passes = found.problem, found.timing.passes
+    steps = resolve_schedule(SCHEDULES[name], problem.ranks, problem.microbatches, problem.stages_per_rank)
+    timing = timing_of(passes, *passes.orders_of(steps))
+    assert timing is not None, "a built-in schedule never waits forever"
+    return replace(found, timing=timing, source=name, placed=steps)
 
 
 def search_schedule(
