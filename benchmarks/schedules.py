@@ -9,8 +9,8 @@ arXiv 2401.10241, with the bubbles of table 5. The second has pipelines with une
 `--seconds`, and the column after says when it was within 2 % of its result.
 
 With `--train`, a GPT whose head takes as long as several blocks is trained on processes of this machine, with the best
-published schedule for three quarters of 1F1B's memory and with a searched one in turn. The ratio of the median step times is printed. Nothing else may run
-meanwhile.
+published schedule for three quarters of 1F1B's memory and with a searched one in turn. The ratio of the median step
+times is printed. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ MAY_IMPORT = {
 TORCH = ("models/tensors", "execute", "train", "measure", "cli")
 """Only these import torch. The commands that need no training are tried without torch below."""
 
-LONGEST = {"src": 700, "tests": 700, "benchmarks": 400, "examples": 400, "docs": 400}
+LONGEST = {"src": 700, "tests": 700, "benchmarks": 400, "examples": 400, "docs": 450}
 """The most lines of a Python file, by the folder at the top."""
 
 MOST_MODULES = 20
