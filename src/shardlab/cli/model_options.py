@@ -143,7 +143,7 @@ class ModelOptions:
     """Name of a model, and flags that change its fields."""
 
     model: Name = None
-    """gpt, moe, llama3-8b, ... or a file, such as a config.json."""
+    """gpt, llama3-8b, ... or a file, such as config.json."""
 
     layers: Layers = None
     """Number of layers. The embedding is part of the first layer, and the head is part of the last."""

@@ -131,7 +131,7 @@ class PrecisionConfig:
     """Data types of a run."""
 
     precision: Annotated[PrecisionName, choice(PrecisionName)] = "fp32"
-    """Data types of weights, gradients and computations."""
+    """Data types of weights and computations."""
 
     def __post_init__(self) -> None:
         check_fields(self)
