@@ -121,7 +121,7 @@ class RunErrors:
         if self.recipe != kind.recipe[0]:
             found += RELATED_RECIPE if self.recipe in kind.recipe else OTHER_RECIPE
         if self.device != kind.device:
-            found += OTHER_SIZE if _as_efficient(self.device, kind.device) else OTHER_DEVICE
+            found += OTHER_SIZE if _same_chip(self.device, kind.device) else OTHER_DEVICE
         if kind.axes is not None:
             found += sum(OTHER_AXIS[axis] for axis in kind.axes.symmetric_difference(self.axes))
         found += OTHER_SWITCH * len(kind.switches.symmetric_difference(self.switches))
@@ -129,9 +129,9 @@ class RunErrors:
         return found + OTHER_LENGTH * (long >= LONGER * short)
 
 
-def _as_efficient(one: str, other: str) -> bool:
-    """Return whether two devices reach the same shares of their data sheets, such as two sizes of a GPU."""
-    return one in DEVICES and other in DEVICES and DEVICES[one].efficiency is DEVICES[other].efficiency
+def _same_chip(one: str, other: str) -> bool:
+    """Return whether two devices have the same peaks, such as two boards or two sizes of a GPU."""
+    return one == other or (one in DEVICES and other in DEVICES and DEVICES[one].flops == DEVICES[other].flops)
 
 
 @cache
@@ -303,9 +303,9 @@ def _unmeasured(kind: Kind, runs: Sequence[RunErrors], figure: Figure) -> Iterat
         yield NEVER_RUN
     elif not same:
         yield f"no {what} of {recipe} is known"
-    if not any(each.device == kind.device for each in runs):
+    if not any(_same_chip(each.device, kind.device) for each in runs):
         yield f"no {what} on {kind.device} is known"
-    elif same and not any(each.device == kind.device for each in same):
+    elif same and not any(_same_chip(each.device, kind.device) for each in same):
         yield f"no {what} of {recipe} on {kind.device}"
     similar = same or runs
     whose = f" of {recipe}" if same else ""
