@@ -126,7 +126,7 @@ def test_a_plan_that_the_recipe_s_framework_does_not_run_is_named(
     job = replace(JOB, strategy=Plan(Mesh(dp_shard=2), shard_optimizer=("dp_shard",), shard_gradients=("dp_shard",)))
     write_trace(tmp_path, job_as_dict(job), checked := job.checked(), records(checked, 3.0, 3.0, costs=PUZZLE_COSTS))
     assert main(["compare", str(tmp_path), "--cluster", "h100x2", "--recipe", "nanotron"]) == 0
-    sentence = "nanotron has no ZeRO stage above 1, and this plan is ZeRO-2; let data-parallel ranks share"
+    sentence = "nanotron has ZeRO 0 and 1, and this plan is ZeRO-2; let data-parallel ranks share"
     assert f"note: {sentence}" in capsys.readouterr().out
     assert main(["compare", str(tmp_path), "--cluster", "h100x2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == []

@@ -131,7 +131,7 @@ def test_a_tied_model_is_judged_on_one_device(folder: Path, capsys: Captured) ->
         (["run", "--data", "text", "--batches", "0"], "--batches: 0 is too few; give 1 or more"),
         (["run", "--data", "text", "--bathces", "2"], "there is no option --bathces; did you mean --batches?"),
         (["run", "--data", "text", "--strategy", "fdsp"], "there is no strategy 'fdsp'; did you mean fsdp?"),
-        (["bare", "--data", "text"], "bare has neither weights.safetensors nor config.json"),
+        (["bare", "--data", "text"], "bare has no weights.safetensors, config.json or .metadata"),
         (["few", "--data", "text"], "text has token 119, which is outside the model's vocabulary of 65"),
     ],
 )

@@ -186,7 +186,7 @@ def test_a_prompt_that_the_tokenizer_cannot_encode_is_one_sentence(folder: Path,
         (["run", "--prompt", "x", "--tokens", "0"], "--tokens: 0 is too few; give 1 or more"),
         (["run", "--prompt", "x", "--temprature", "1"], "there is no option --temprature; did you mean --temperature?"),
         (["nowhere", "--prompt", "x"], "nowhere does not exist; name the folder of a run"),
-        (["bare", "--prompt", "x"], "bare has neither weights.safetensors nor config.json"),
+        (["bare", "--prompt", "x"], "bare has no weights.safetensors, config.json or .metadata"),
         (["few", "--prompt", "x"], "token 120 of the text is outside the model's vocabulary of 65"),
     ],
 )

@@ -275,7 +275,7 @@ def test_what_follows_from_the_steps_still_does_in_a_file_that_a_run_leaves(else
         ("[train]\nsteps = 0", "", "mine.toml: train.steps is 0; give 1 or more"),
         ("[train]\nsteps = true", "", "mine.toml: train.steps is True; give a whole number"),
         ("[data]\ndata = 3", "", "mine.toml: data.data is 3; give a list of texts"),
-        ("[precision]\nprecision = 'bf1'", "", "mine.toml: precision.precision is 'bf1'; give one of fp32, bf16"),
+        ("[precision]\nprecision = 'bf1'", "", "mine.toml: precision.precision is 'bf1'; give one of fp32, tf32, bf16"),
         ("[plan]\nstrategy = 'ddp'\nschedule = '1f1b'", "", "ddp is a program of its own, which fields of a plan do"),
         ("[plan]\nmesh = { tp = 2 }", "--ranks 4", "the plan's mesh tp 2 does not fit on 4 ranks"),
         ("[[", "", "mine.toml is not TOML"),

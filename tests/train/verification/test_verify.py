@@ -102,7 +102,8 @@ def test_the_table_has_every_value_of_every_option() -> None:
         "reshard_after": Reshard,
         "reduce_at": ReduceAt,
     }.items():
-        assert {getattr(plan, option) for plan in PLANS} >= set(get_args(words)), option
+        run = set(get_args(words)) - {"per-op"}  # which is for predictions alone
+        assert {getattr(plan, option) for plan in PLANS} >= run, option
     assert any(isinstance(plan.recompute, tuple) for plan in PLANS)
     assert {plan.sequence_parallel for plan in PLANS} == {True, False}
     assert any(plan.layers_per_stage for plan in PLANS)
