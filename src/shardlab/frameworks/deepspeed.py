@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.common.errors import UserError
-from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, make_plan
+from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, known_optimizer, make_plan
 from shardlab.frameworks.settings import Config, KeyTable, Setting
 from shardlab.frameworks.yaml_file import read_json, read_yaml
 from shardlab.language import Mesh
-from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.language.precision import Precision, find_precision
 from shardlab.models import Blocks
 from shardlab.models.named import find_model, with_written
 from shardlab.simulate.hardware import Cluster
@@ -156,13 +156,10 @@ def _step(
     else:
         size = values["micro_batch_size"]
     sequences = values.get("global_batch") or size * values["accumulation"] * plan.data_ranks
-    names: dict[str, Optimizer] = {"adamw": "adamw", "adam": "adamw", "lion": "lion", "sgd": "sgd", "muon": "muon"}
-    optimizer = names.get(str(values["optimizer"]).lower())
-    if optimizer is None:
-        notes.append(f"optimizer {values['optimizer']} is predicted as AdamW")
+    optimizer = known_optimizer(values["optimizer"], notes)
     microbatches = cut_batch(config.file, sequences, size, plan.data_ranks)
     return FrameworkRun(
-        config, name, model, plan, cluster, size, microbatches, precision, recipe, optimizer or "adamw", tuple(notes)
+        config, name, model, plan, cluster, size, microbatches, precision, recipe, optimizer, tuple(notes)
     )
 
 

@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardlab.common.errors import UserError
-from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, make_plan, model_words, padded
+from shardlab.frameworks.run import (
+    FrameworkRun,
+    Layout,
+    cut_batch,
+    data_ranks,
+    known_optimizer,
+    make_plan,
+    model_words,
+    padded,
+)
 from shardlab.frameworks.settings import Config, KeyTable
 from shardlab.language import Mesh
 from shardlab.language.precision import Optimizer, Precision, find_precision
@@ -45,6 +54,16 @@ HUGGING_FACE = {
     "gpt2": 50257,
 }
 """Sizes of vocabularies by a part of a tokenizer's path."""
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adam": "adamw",
+    "sgd": "sgd",
+    "lion": "lion",
+    "muon": "muon",
+    "dist_muon": "muon",
+}
+"""Values of --optimizer."""
 
 
 def table() -> KeyTable:
@@ -101,7 +120,7 @@ def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> Fram
         microbatches,
         _precision(values),
         recipe,
-        _optimizer(values, notes),
+        known_optimizer(values["optimizer"], notes, OPTIMIZERS),
         tuple(notes),
     )
 
@@ -291,14 +310,6 @@ def _precision(values: Mapping[str, Any]) -> Precision:
     if not values["bf16"]:
         return find_precision("fp32")
     return find_precision("bf16" if values["bf16_gradients"] else "bf16-fp32-grads")
-
-
-def _optimizer(values: Mapping[str, Any], notes: list[str]) -> Optimizer:
-    names: dict[str, Optimizer] = {"adam": "adamw", "sgd": "sgd", "lion": "lion", "muon": "muon", "dist_muon": "muon"}
-    found = names.get(str(values["optimizer"]).lower())
-    if found is None:
-        notes.append(f"optimizer {values['optimizer']} is predicted as AdamW")
-    return found or "adamw"
 
 
 def changes(config: Config, step: FrameworkRun, values: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardlab.common.errors import UserError
-from shardlab.frameworks.run import FrameworkRun, Layout, make_plan, model_words, padded
+from shardlab.frameworks.run import FrameworkRun, Layout, known_optimizer, make_plan, model_words, padded
 from shardlab.frameworks.settings import Config, KeyTable, Setting
 from shardlab.frameworks.yaml_file import read_yaml
 from shardlab.language import Mesh
-from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.language.precision import Precision, find_precision
 from shardlab.models import GPT, Blocks, Llama
 from shardlab.models.architectures import Mixtral
 from shardlab.models.named import find_model, with_written
@@ -91,7 +91,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
         each * plan.data_ranks,
         _precision(values),
         recipe,
-        _optimizer(values, notes),
+        known_optimizer(values["optimizer"], notes),
         tuple(notes),
     )
 
@@ -143,14 +143,6 @@ def _precision(values: Mapping[str, Any]) -> Precision:
     if dtype != "bfloat16":
         return find_precision("fp32")
     return find_precision("bf16-fp32-grads" if values["fp32_gradients"] else "bf16")
-
-
-def _optimizer(values: Mapping[str, Any], notes: list[str]) -> Optimizer:
-    names: dict[str, Optimizer] = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "lion": "lion", "muon": "muon"}
-    found = names.get(str(values["optimizer"]).lower())
-    if found is None:
-        notes.append(f"optimizer {values['optimizer']} is predicted as AdamW")
-    return found or "adamw"
 
 
 def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:

@@ -7,8 +7,9 @@ stage of ZeRO, in the words that most frameworks use, into a plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shardlab.common.errors import UserError
 from shardlab.common.text import counted
@@ -182,6 +183,24 @@ def model_words(model: Blocks) -> str:
     size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     kind = "mixture" if isinstance(model, MoE) else "Llama" if isinstance(model, Llama) else "GPT"
     return f"{kind} of {size} parameters"
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": "adamw",
+    "adam": "adamw",
+    "sgd": "sgd",
+    "lion": "lion",
+    "muon": "muon",
+}
+"""Names of optimizers in most frameworks."""
+
+
+def known_optimizer(name: Any, notes: list[str], names: Mapping[str, Optimizer] = OPTIMIZERS) -> Optimizer:
+    """Return the optimizer of a name in any case, or AdamW with a note if the name is not known."""
+    found = names.get(str(name).lower())
+    if found is None:
+        notes.append(f"optimizer {name} is predicted as AdamW")
+    return found or "adamw"
 
 
 def padded(vocabulary: int, multiple: int) -> int:

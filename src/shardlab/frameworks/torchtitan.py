@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import Any, cast
 
 from shardlab.common.errors import UserError, suggest_name
-from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, make_plan
+from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, known_optimizer, make_plan
 from shardlab.frameworks.settings import Config, KeyTable, Setting
 from shardlab.language import Mesh
-from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.language.precision import Precision, find_precision
 from shardlab.models import Blocks
 from shardlab.models.named import find_model, with_written
 from shardlab.simulate.hardware import Cluster
@@ -153,7 +153,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
         microbatches,
         _precision(values),
         recipe,
-        _optimizer(values, notes),
+        known_optimizer(values["optimizer"], notes),
         tuple(notes),
     )
 
@@ -275,14 +275,6 @@ def _precision(values: Mapping[str, Any]) -> Precision:
     if values["precision"] == "float32":
         return find_precision("fp32")
     return find_precision("bf16" if half else "bf16-fp32-grads")
-
-
-def _optimizer(values: Mapping[str, Any], notes: list[str]) -> Optimizer:
-    names: dict[str, Optimizer] = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "lion": "lion", "muon": "muon"}
-    found = names.get(values["optimizer"].lower())
-    if found is None:
-        notes.append(f"optimizer {values['optimizer']} is predicted as AdamW")
-    return found or "adamw"
 
 
 def _batch(config: Config, values: Mapping[str, Any], mesh: Mesh, ranks: int) -> tuple[int, int]:
