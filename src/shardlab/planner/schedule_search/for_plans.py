@@ -66,14 +66,17 @@ def schedules_for_plans(problem: Problem, results: Results, seconds: float) -> l
 def _scheduled(problem: Problem, outcome: PlanOutcome, seconds: float) -> ScheduledPlan:
     workload = problem.workload(outcome.candidate)
     best, reason = ScheduledPlan(outcome.candidate), ""
+    try:
+        own = workload.estimate().step
+    except UserError as error:  # too many ops to replay
+        return ScheduledPlan(outcome.candidate, reason=str(error))
     for placement, each in PLACEMENTS:
         try:
-            own = workload.estimate()
             step_problem = problem_of(workload, placement=placement, stages_per_rank=each)
             found, step = step_problem.search(partial(search_schedule, seconds=seconds / len(PLACEMENTS)))
-        except UserError as error:  # too few layers for so many stages, or too many ops to replay
+        except UserError as error:  # too few layers for so many stages, or no schedule that fits
             reason = str(error)
             continue
         if best.found is None or step.step < best.seconds:
-            best = ScheduledPlan(outcome.candidate, found, own.step, step.step, step.peak.bytes)
+            best = ScheduledPlan(outcome.candidate, found, own, step.step, step.peak.bytes)
     return best if best.found is not None else ScheduledPlan(outcome.candidate, reason=reason)

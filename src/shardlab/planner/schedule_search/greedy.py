@@ -130,7 +130,7 @@ class _Greedy:
             key = float(microbatch)
         else:
             key = float(len(self.orders[self.passes.rank[each]]))
-        heapq.heappush(self.waiting[self.passes.rank[each]][kind], (key, each))
+        self.waiting[self.passes.rank[each]][kind].append((key, each))
 
     def _choose(self, rank: int, now: float) -> tuple[int | None, float | None]:
         """Return the pass that a rank runs now, or None and the time at which it should look again."""
@@ -140,19 +140,19 @@ class _Greedy:
         back, next_back = self._first(inputs, now, rank)
         if back is not None and (policy.input_first or forward is None):
             if len(weights) > policy.pending:
-                return self._take(rank, WEIGHT, weights[0]), None
+                return self._take(rank, WEIGHT, min(weights)), None
             return self._take(rank, INPUT, back), None
         waits = next_back is not None and next_back - now <= self.patience[rank]
         if forward is not None and not waits:
             if len(weights) > policy.pending:
-                return self._take(rank, WEIGHT, weights[0]), None
+                return self._take(rank, WEIGHT, min(weights)), None
             return self._take(rank, FORWARD, forward), None
         if back is not None:
             return self._take(rank, INPUT, back), None
         coming = [time for time in (next_forward, next_back) if time is not None]
         wake = min(coming, default=None)
         if weights:
-            weight = weights[0]
+            weight = min(weights)
             needed = policy.gap * self.passes.duration[weight[1]]
             blocked = forward is None and any(self.ready_at[each] <= now for _, each in (*forwards, *inputs))
             if wake is None or wake - now >= needed or (blocked and next_back is None):
@@ -183,7 +183,5 @@ class _Greedy:
         return self.held[rank] + change + reserve <= self.policy.limits[rank] * (1 + TOLERANCE)
 
     def _take(self, rank: int, kind: int, each: tuple[float, int]) -> int:
-        waiting = self.waiting[rank][kind]
-        waiting.remove(each)
-        heapq.heapify(waiting)
+        self.waiting[rank][kind].remove(each)
         return each[1]

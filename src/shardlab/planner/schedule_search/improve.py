@@ -151,7 +151,7 @@ class _Search:
             self.current, self.timing, self.score = skeleton, timing, score
             if score < self.local:
                 self.local, self.idle = score, 0
-            if timing.time < self.best.time * (1 - 1e-9):
+            if timing.time < self.best.time * (1 - TOLERANCE):
                 self.best = timing
         self.history.append(self.score)
 
@@ -205,8 +205,7 @@ class _Search:
         """Return a random pass of the critical path, as a rank and a place in its order."""
         passes, timing = self.passes, self.timing
         last = max(range(len(timing.orders)), key=lambda rank: timing.end[timing.orders[rank][-1]])
-        path = list(_critical_path(timing, last))
-        each = self.random.choice(path)
+        each = self.random.choice(_critical_path(timing, last))
         rank = passes.rank[each]
         try:
             return rank, self.current.orders[rank].index(each)

@@ -164,7 +164,7 @@ def search_schedule(
 
     timing, source = best[3], best[1]
     starts = _starts(passes, candidates)
-    if starts and not problem.lower_bound * (1 + TOLERANCE) >= best[0]:
+    if starts and best[0] > problem.lower_bound * (1 + TOLERANCE):
         improved = improve(passes, [skeleton for _, skeleton in starts], Random(seed), stop)
         note(improved.time)
         if improved.time < timing.time * (1 - TOLERANCE):
