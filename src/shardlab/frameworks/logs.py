@@ -20,7 +20,7 @@ from shardlab.common.files import require_regular_file
 from shardlab.common.text import counted
 
 MemoryKind = Literal["allocated", "reserved", "nvidia-smi"]
-"""What a figure of memory counts: tensors at their peak, what the allocator has reserved, or all that the GPU holds."""
+"""Scope of a figure of memory: tensors at their peak, what the allocator has reserved, or all that the GPU holds."""
 
 MOST_LOG_BYTES = 2**28
 

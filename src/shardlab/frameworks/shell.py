@@ -40,7 +40,7 @@ class Token(NamedTuple):
 
 @dataclass
 class Script:
-    """What a script holds.
+    """Variables, commands and directives of a shell script.
 
     Attributes:
         variables: words of each variable: one, or the elements of an array.

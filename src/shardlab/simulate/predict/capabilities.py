@@ -38,7 +38,7 @@ BLOCKS_RECOMPUTED = ("first", "uniform", "every", "blocks")
 
 @dataclass(frozen=True, kw_only=True)
 class CanRun:
-    """What a framework can run. Empty fields set no limit.
+    """Limits of a framework on the steps that it runs. Empty fields set no limit.
 
     Attributes:
         axes: axes of the mesh that it has. Without dp_replicate, it has no replicas of ranks that share something.

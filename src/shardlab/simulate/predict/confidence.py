@@ -206,7 +206,7 @@ LEANING = 0.6
 """Share of the mean size of errors from which their bias is named."""
 
 LEANS: dict[Figure, tuple[str, str]] = {"time": ("fast", "slow"), "memory": ("small", "large")}
-"""What a prediction is too much of if its error is below 0, and above."""
+"""Words for the bias of predictions: for errors below 0, and above."""
 
 ON_PROFILES = Confidence("time", 34, 0.061, 0.192, 0.0, "34 steps on two CPU cores")
 """Errors on a machine with a measured profile: the steps of runs 7 and 8 of docs/agreement.md."""

@@ -26,9 +26,7 @@ from typing import NamedTuple, Protocol
 
 from shardlab.language import Kind, Mesh, OpKind, Sizes
 from shardlab.language.precision import Optimizer, Precision
-from shardlab.models import Blocks
-from shardlab.simulate.hardware import Cluster
-from shardlab.simulate.predict.confidence import memory_margin
+from shardlab.simulate.predict.confidence import Step, memory_margin
 from shardlab.simulate.predict.estimate import Peak, peak_of
 from shardlab.simulate.predict.recipe import OWN, Recipe
 from shardlab.simulate.timeline.memory import Category, memory_in_bytes
@@ -37,17 +35,11 @@ from shardlab.strategies.plan.plan import BATCH_AXES, Plan
 from shardlab.strategies.plan.rank_plan import model_layers
 
 
-class MemoryInputs(Protocol):
+class MemoryInputs(Step, Protocol):
     """Attributes of a `Workload` on which the memory of its step depends."""
 
     @property
     def plan(self) -> Plan | Mesh: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def model(self) -> Blocks: ...
-    @property
-    def cluster(self) -> Cluster: ...
     @property
     def microbatches(self) -> int: ...
     @property
@@ -56,8 +48,6 @@ class MemoryInputs(Protocol):
     def precision(self) -> Precision: ...
     @property
     def state_precision(self) -> Precision: ...
-    @property
-    def recipe(self) -> Recipe: ...
     @cached_property
     def sizes(self) -> Sizes: ...
     @property
