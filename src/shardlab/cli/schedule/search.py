@@ -22,7 +22,7 @@ from shardlab.common.files import write_atomically
 from shardlab.common.text import bytes_text, counted, percent_text, seconds_text
 from shardlab.language.precision import Optimizer
 from shardlab.planner.schedule_search.exact import Proof, prove
-from shardlab.planner.schedule_search.from_workload import StepProblem, problem_of
+from shardlab.planner.schedule_search.from_workload import StepProblem, problem_of, with_schedule
 from shardlab.planner.schedule_search.problem import Objective, Placement, ScheduleProblem
 from shardlab.planner.schedule_search.search import FoundSchedule, search_schedule
 from shardlab.simulate.predict.estimate import Estimate
@@ -131,7 +131,10 @@ class ScheduleSearch:
             proof = None if self.exact is None else prove(found.timing, self.exact)
         if proof is not None:
             found = replace(found, lower_bound=proof.lower_bound)
-            found = found if proof.timing is None else replace(found, timing=proof.timing, placed=None)
+            if proof.timing is not None:
+                found = replace(found, timing=proof.timing, placed=None)
+                if self._workload is not None:
+                    step = with_schedule(self._workload, found.steps).estimate()
         text = self._write(found)
         report = self._report(found, proof)
         if step is not None and self._workload is not None:

@@ -69,17 +69,21 @@ class StepProblem:
         for _ in range(ROUNDS):
             found = search(pipeline)
             estimate = with_schedule(self.workload, found.steps).estimate()
-            mesh = estimate.traced.program.mesh
-            needed = {mesh.coordinate(peak.rank, "pp"): peak.bytes for peak in estimate.peaks}
-            excess = [max(0.0, needed[rank] - self.budget) for rank in range(pipeline.ranks)]
+            excess = self._excess(estimate)
             if not any(excess):
                 return self._or_published(found, estimate)
             limits = tuple(limit - more for limit, more in zip(pipeline.limits, excess, strict=True))
             pipeline = replace(pipeline, limit=limits)
         raise UserError(f"no schedule was found that fits in memory within {ROUNDS} searches; give more memory")
 
+    def _excess(self, estimate: Estimate) -> list[float]:
+        """Return the bytes of each pipeline rank above the budget in a replay."""
+        mesh = estimate.traced.program.mesh
+        needed = {mesh.coordinate(peak.rank, "pp"): peak.bytes for peak in estimate.peaks}
+        return [max(0.0, needed[rank] - self.budget) for rank in range(self.pipeline.ranks)]
+
     def _or_published(self, found: FoundSchedule, estimate: Estimate) -> tuple[FoundSchedule, Estimate]:
-        """Return a found schedule, or the best published one if the whole step is faster with that.
+        """Return a found schedule, or the best published one if the whole step fits and is faster with that.
 
         In the replay, messages of a rank share its link, which the search leaves out.
         """
@@ -88,7 +92,8 @@ class StepProblem:
             return found, estimate
         other = published_schedule(found, best.name)
         replayed = with_schedule(self.workload, other.steps).estimate()
-        return (other, replayed) if replayed.step < estimate.step else (found, estimate)
+        is_better = replayed.step < estimate.step and not any(self._excess(replayed))
+        return (other, replayed) if is_better else (found, estimate)
 
 
 def problem_of(
