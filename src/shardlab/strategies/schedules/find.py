@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
+import os
+from functools import lru_cache
 from pathlib import Path
 
 from shardlab.common.errors import unknown_name
@@ -15,26 +16,42 @@ from shardlab.strategies.schedules.pytorch_csv import import_csv
 from shardlab.strategies.schedules.steps import Steps
 
 
-@cache
 def find_schedule(name: str) -> Schedule | Steps:
     """Return the schedule with a built-in name, `path/to/file.py:function` or `path/to/file.csv`.
 
     The function in a Python file is a generator `(rank, ranks, microbatches, stages_per_rank)`, for one stage on each
     rank. The name may also be that of a `Schedule`, which can have another placement and number of stages.
 
+    A file is read again once its text has changed, or the same name leads to another file.
+
     Raises:
         UserError: if there is no such schedule, or the file has something else.
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
+    path = Path(name) if name.endswith(".csv") else file_and_name(name)[0]
+    if path is None:
+        raise unknown_name("schedule", name, SCHEDULES, ", path/to/file.py:function and file.csv")
+    try:
+        version = (os.path.realpath(path), path.read_bytes())
+    except OSError:
+        return _read(name)  # whose sentence says what is wrong with the file
+    return _read_version(name, version)
+
+
+@lru_cache(maxsize=16)
+def _read_version(name: str, version: tuple[str, bytes]) -> Schedule | Steps:
+    return _read(name)
+
+
+def _read(name: str) -> Schedule | Steps:
     if name.endswith(".csv"):
         try:
             return import_csv(Path(name))
         except UserError as error:
             raise UserError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
     path, function = file_and_name(name)
-    if path is None:
-        raise unknown_name("schedule", name, SCHEDULES, ", path/to/file.py:function and file.csv")
+    assert path is not None
     schedule = find_member(load_module(path), path, function, ("function", "generators"), inspect.isgeneratorfunction)
     if isinstance(schedule, Schedule):
         return schedule
