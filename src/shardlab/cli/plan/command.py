@@ -226,6 +226,9 @@ class PlanCommand:
             add_written(report, self.write, write_files(self.write, choice, model))
         if self.search_schedule is not None:
             add_schedules(report, schedules_for_plans(problem, choice.results, self.search_schedule))
+        elif (plan := choice.best.candidate.plan).mesh.pp > 1:
+            faster = f"--search-schedule 10 searches a faster one than {plan.schedule_name} for these stages"
+            report.fact("schedule", faster)
         add_ran_out(report, choice.results)
         if self.measure:
             add_experiments(report, asked, run, choice, self._next_command(problem))
