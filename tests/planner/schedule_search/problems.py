@@ -16,10 +16,11 @@ def problems(draw: st.DrawFn, most_ranks: int = 4, most_microbatches: int = 6) -
     ranks = draw(st.integers(2, most_ranks))
     each = 2 if placement == "vee" else draw(st.integers(1, 2))
     stages: list[StageCosts] = []
+    weights = draw(st.sampled_from([(0.0, 0.5, 1.0), (0.0,)]))  # the second: whole backward passes
     for _ in range(ranks * each):
         activation = draw(TIMES)
         kept = draw(st.sampled_from([None, 0.0, activation / 2, 2 * activation]))
-        weight = draw(st.sampled_from([0.0, 0.5, 1.0]))
+        weight = draw(st.sampled_from(weights))
         stages.append(StageCosts(draw(TIMES), draw(TIMES), weight, activation, kept))
     message = draw(st.sampled_from([0.0, 0.25]))
     microbatches = draw(st.integers(1, most_microbatches))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 
 from shardlab.planner.schedule_search.greedy import greedy_orders, policies
-from shardlab.planner.schedule_search.improve import fill, improve, skeleton_of
-from shardlab.planner.schedule_search.problem import ScheduleProblem, equal_stages
+from shardlab.planner.schedule_search.improve import fill, improve, skeleton_of, with_less_memory
+from shardlab.planner.schedule_search.problem import ScheduleProblem, StageCosts, equal_stages
+from shardlab.planner.schedule_search.search import search_schedule
 from shardlab.planner.schedule_search.timing import Passes, timing_of
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.steps import resolve_schedule
@@ -58,3 +59,28 @@ def test_an_interrupted_search_returns_the_best_so_far() -> None:
 
     found = improve(passes, [start], Random(0), interrupt)
     assert found.time == min(seen)
+
+
+def test_equally_fast_schedules_with_less_memory_are_preferred() -> None:
+    """With unlimited memory, weight halves of ZB-H2 can run where ZB-H1 runs them once the pipeline is full."""
+    problem = ScheduleProblem(4, 12, equal_stages(4, 1, 1, 1))
+    passes = Passes(problem)
+    orders, _ = passes.orders_of(resolve_schedule(SCHEDULES["gpipe"], 4, 12, 1))
+    timing = fill(passes, skeleton_of(passes, orders, 1.0))
+    assert timing is not None
+    free = ScheduleProblem(4, 12, (*equal_stages(4, 1, 1, 1)[:3], StageCosts(9, 9, 9, 1)))
+    found = search_schedule(free, evaluations=0)
+    assert found.is_optimal
+    assert max(found.timing.peaks) < 12
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(problems())
+def test_less_memory_costs_no_time(problem: ScheduleProblem) -> None:
+    passes = Passes(problem)
+    filled = fill(passes, skeleton_of(passes, greedy_orders(passes, next(policies(passes))), 0.01))
+    assert filled is not None
+    leaner = with_less_memory(filled)
+    assert leaner.time <= filled.time * (1 + 1e-9)
+    assert max(leaner.peaks) <= max(filled.peaks)
+    assert passes.fits(leaner.orders)

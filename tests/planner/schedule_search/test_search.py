@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 from hypothesis import given, settings
 
 from shardlab.check import check
 from shardlab.language import Mesh, trace
+from shardlab.models import MLP
 from shardlab.planner.schedule_search.problem import Placement, ScheduleProblem, StageCosts, equal_stages
 from shardlab.planner.schedule_search.search import FoundSchedule, search_schedule
 from shardlab.strategies.plan.plan import Plan
@@ -14,8 +18,12 @@ from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.schedules.files import schedule_files
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import PlacedSchedule, Steps
+from shardlab.train.job import Job
+from shardlab.train.verification.cases import Verdict
+from shardlab.train.verification.verify import verify_rank
 from tests.planner.schedule_search.problems import problems
 from tests.strategies.zero_bubble_table import TABLE
+from tests.support.ranks import Ranks
 from tests.support.thorough import examples
 
 
@@ -29,6 +37,26 @@ def test_a_found_schedule_fits_beats_the_published_and_passes_all_channel_models
     plan = Plan(Mesh(pp=problem.ranks), schedule=PlacedSchedule.of("found", found.steps, "the search"))
     program = trace(program_from_plan(plan), plan.mesh, len(problem.stages), problem.microbatches)
     assert check(program).backends() == ["gloo", "nccl"]
+
+
+def verified(rank: int, job: Job) -> Verdict | None:
+    return verify_rank(rank, torch.device("cpu"), job, 1)
+
+
+@pytest.mark.starts_ranks
+@settings(max_examples=examples(18), deadline=None)
+@given(problem=problems(most_microbatches=5))
+def test_a_found_schedule_trains_as_one_device_does(
+    ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory, problem: ScheduleProblem
+) -> None:
+    found = search_schedule(problem, evaluations=20)
+    file = tmp_path_factory.getbasetemp() / "found.csv"
+    file.write_text(schedule_files(found.steps)["schedule-with-messages.csv"])
+    plan = Plan(Mesh(pp=problem.ranks), schedule=str(file))
+    model = MLP(layers=len(problem.stages), hidden_size=8, seq_len=4, vocab_size=11)
+    job = Job(plan, problem.ranks, problem.microbatches, model, 1, "fp64")
+    verdict = ranks(problem.ranks).call(verified, job)[0]
+    assert verdict.ok, verdict
 
 
 def test_the_same_seed_finds_the_same_schedule() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.planner.schedule_search.problem import ScheduleProblem, equal_stages
-from shardlab.planner.schedule_search.search import published_names
+from shardlab.planner.schedule_search.search import published_steps
 from shardlab.planner.schedule_search.timing import Passes, timing_of
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.steps import Message, resolve_schedule
@@ -59,7 +59,7 @@ def test_the_causes_of_idle_time_add_up() -> None:
     assert all(share > 0 for share in idle.values())
 
 
-@pytest.mark.parametrize("name", published_names(ScheduleProblem(4, 6, equal_stages(4, 1, 1, 1, 2), placement="vee")))
+@pytest.mark.parametrize("name", published_steps(ScheduleProblem(4, 6, equal_stages(4, 1, 1, 1, 2), placement="vee")))
 def test_every_message_stands_once_on_both_sides(name: str) -> None:
     problem = ScheduleProblem(4, 6, equal_stages(4, 1, 1, 1, 2), placement="vee")
     passes = Passes(problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Annotated
 
 import tyro
@@ -126,7 +126,10 @@ class ScheduleSearch:
                 if status is not None:
                     status.update(f"searching  {self._time_text(time)} after {seconds:.1f} s")
 
-            search = partial(search_schedule, seconds=self.seconds, evaluations=self.proposals, on_progress=show)
+            def search(problem: ScheduleProblem, share: float = 1.0) -> FoundSchedule:
+                seconds = share * self.seconds
+                return search_schedule(problem, seconds=seconds, evaluations=self.proposals, on_progress=show)
+
             found, step = problem.search(search) if isinstance(problem, StepProblem) else (search(problem), None)
             proof = None if self.exact is None else prove(found.timing, self.exact)
         if proof is not None:
@@ -259,7 +262,8 @@ class ScheduleSearch:
             words = f"{percent_text(gain)} faster than {best.name}" if gain > 1e-6 else f"as fast as {best.name}"
             report.fact("found", f"{words}, the fastest published schedule that fits", gain=gain, best=best.name)
         else:
-            report.fact("found", "no published schedule fits in this memory", gain=None, best=None)
+            words = "no published schedule fits in this memory" if found.published else "no schedule is published"
+            report.fact("found", words, gain=None, best=None)
         report.fact("quality", _quality(found, proof), lower_bound=found.lower_bound, gap=found.gap)
         idle = timing.idle_by_cause()
         parts = ", ".join(f"{percent_text(share)} {cause}" for cause, share in idle.items())
@@ -283,5 +287,5 @@ class ScheduleSearch:
 
 def _quality(found: FoundSchedule, proof: Proof | None) -> str:
     if found.is_optimal or (proof is not None and proof.is_complete):
-        return "optimal: no schedule is faster"
+        return "optimal: no schedule is faster" + ("" if found.problem.has_halves else " with whole backward passes")
     return f"at most {percent_text(found.gap)} above the lower bound"

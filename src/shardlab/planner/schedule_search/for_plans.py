@@ -9,7 +9,7 @@ from shardlab.common.errors import UserError
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.results import PlanOutcome, Results
 from shardlab.planner.schedule_search.from_workload import problem_of
-from shardlab.planner.schedule_search.problem import Placement
+from shardlab.planner.schedule_search.problem import Placement, ScheduleProblem
 from shardlab.planner.schedule_search.search import FoundSchedule, search_schedule
 
 PLANS = 2
@@ -73,10 +73,14 @@ def _scheduled(problem: Problem, outcome: PlanOutcome, seconds: float) -> Schedu
     for placement, each in PLACEMENTS:
         try:
             step_problem = problem_of(workload, placement=placement, stages_per_rank=each)
-            found, step = step_problem.search(partial(search_schedule, seconds=seconds / len(PLACEMENTS)))
+            found, step = step_problem.search(partial(_search_for, seconds / len(PLACEMENTS)))
         except UserError as error:  # too few layers for so many stages, or no schedule that fits
             reason = str(error)
             continue
         if best.found is None or step.step < best.seconds:
             best = ScheduledPlan(outcome.candidate, found, own, step.step, step.peak.bytes)
     return best if best.found is not None else ScheduledPlan(outcome.candidate, reason=reason)
+
+
+def _search_for(seconds: float, problem: ScheduleProblem, share: float) -> FoundSchedule:
+    return search_schedule(problem, seconds=seconds * share)

@@ -1,7 +1,10 @@
 """Schedule problems of real steps: costs of the stages of a plan for a model on a cluster, in seconds and bytes.
 
-`problem_of` replays two microbatches of the plan one after the other, forth and back with split backward passes. It
-reads off the time of each pass of each stage on the second one, and the memory that the pass leaves beside gradients.
+`problem_of` replays two microbatches of the plan one after the other, forth and back. It reads off the time of each
+pass of each stage on the second one, and the memory that the pass leaves beside gradients. Backward passes are computed
+in halves; where that holds more memory, since the input half computes activations again, there is a second problem with
+whole backward passes, which free block after block.
+
 `with_schedule` puts a found schedule into the step, whose replay then says what it takes with all that the search
 leaves out: gathers and reductions, updates and queues of messages.
 """
@@ -22,21 +25,39 @@ from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline.prices import rank_of
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import model_layers
-from shardlab.strategies.schedules.actions import Action, BackwardInput, BackwardWeight, Forward, Schedule, loop, vee
+from shardlab.strategies.schedules.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Schedule,
+    loop,
+    vee,
+)
 from shardlab.strategies.schedules.steps import PlacedSchedule, Steps
 
 _PASSES = (
     frozenset({OpKind.FORWARD, OpKind.ATTEND}),
-    frozenset({OpKind.LOSS, OpKind.LOSS_STATS, OpKind.RECOMPUTE, OpKind.BACKWARD_INPUT, OpKind.ATTEND_BACKWARD}),
+    frozenset(
+        {
+            OpKind.LOSS,
+            OpKind.LOSS_STATS,
+            OpKind.RECOMPUTE,
+            OpKind.BACKWARD,
+            OpKind.BACKWARD_INPUT,
+            OpKind.ATTEND_BACKWARD,
+        }
+    ),
     frozenset({OpKind.BACKWARD_WEIGHT}),
 )
-"""Kinds of the ops of a forward pass and of the two halves of a backward pass."""
+"""Kinds of the ops of a forward pass, of an input half or whole backward pass, and of a weight half."""
 
 _ANY_PASS = frozenset[OpKind]().union(*_PASSES)
 
 
-ROUNDS = 4
-"""Searches of a step, each with a smaller memory limit than the one before."""
+SHARES = (0.4, 0.2, 0.2, 0.2)
+"""Shares of the time for the searches of a problem, each with memory limits that the one before has corrected."""
 
 
 @dataclass(frozen=True)
@@ -45,42 +66,65 @@ class StepProblem:
 
     Attributes:
         workload: the step.
-        pipeline: its stages: times in seconds, memory in bytes.
+        pipelines: its stages, with times in seconds and memory in bytes: with halves of backward passes, with whole
+            ones, or both.
         budget: bytes of tensors on each rank at its peak, at most.
     """
 
     workload: Workload
-    pipeline: ScheduleProblem
+    pipelines: tuple[ScheduleProblem, ...]
     budget: float
 
-    def search(self, search: Callable[[ScheduleProblem], FoundSchedule]) -> tuple[FoundSchedule, Estimate]:
+    def search(self, search: Callable[[ScheduleProblem, float], FoundSchedule]) -> tuple[FoundSchedule, Estimate]:
         """Search a schedule, and replay the step with it.
 
-        The replay may need more memory than the search counts, such as weights that are gathered for several passes.
-        The limit is then lowered by as much, and the search begins again.
-
         Args:
-            search: function that searches a schedule for a pipeline.
+            search: function that searches a schedule for a pipeline, in a share of the time.
 
         Raises:
             UserError: if no schedule is found that fits.
         """
-        pipeline = self.pipeline
-        for _ in range(ROUNDS):
-            found = search(pipeline)
-            estimate = with_schedule(self.workload, found.steps).estimate()
-            excess = self._excess(estimate)
-            if not any(excess):
-                return self._or_published(found, estimate)
-            limits = tuple(limit - more for limit, more in zip(pipeline.limits, excess, strict=True))
-            pipeline = replace(pipeline, limit=limits)
-        raise UserError(f"no schedule was found that fits in memory within {ROUNDS} searches; give more memory")
+        results = [result for each in self.pipelines if (result := self._fitting(each, search)) is not None]
+        if not results:
+            searches = f"{len(SHARES)} searches"
+            raise UserError(f"no schedule was found that fits in memory within {searches}; give more memory")
+        found, estimate = min(results, key=lambda result: result[1].step)
+        published = {each.name: each for other, _ in results for each in other.published}  # whole passes come last
+        ordered = sorted(published.values(), key=lambda each: (each.time, each.name))
+        return replace(found, published=ordered), estimate
 
-    def _excess(self, estimate: Estimate) -> list[float]:
-        """Return the bytes of each pipeline rank above the budget in a replay."""
+    def _fitting(
+        self, pipeline: ScheduleProblem, search: Callable[[ScheduleProblem, float], FoundSchedule]
+    ) -> tuple[FoundSchedule, Estimate] | None:
+        """Return the best schedule with which the whole step fits, or None.
+
+        The search estimates what a rank holds beside activations. The replay may hold more, such as weights that are
+        gathered for several passes, or less. The limits are then corrected by as much, and the search begins again.
+        """
+        best: tuple[FoundSchedule, Estimate] | None = None
+        for share in SHARES:
+            found = search(pipeline, share / len(self.pipelines))
+            estimate = with_schedule(self.workload, found.steps).estimate()
+            left = self._left(estimate)
+            if min(left) >= 0:
+                if best is None or estimate.step < best[1].step:
+                    best = self._or_published(found, estimate)
+                step = max(stage.activation for stage in pipeline.stages)
+                used = zip(found.timing.peaks, pipeline.limits, left, strict=True)
+                if not any(peak + step > limit and more > 0.02 * self.budget for peak, limit, more in used):
+                    break
+            limits = tuple(limit + more for limit, more in zip(pipeline.limits, left, strict=True))
+            try:
+                pipeline = replace(pipeline, limit=limits)
+            except UserError:  # not even one microbatch fits
+                break
+        return best
+
+    def _left(self, estimate: Estimate) -> list[float]:
+        """Return the bytes of the budget that each pipeline rank leaves in a replay; if negative, what it lacks."""
         mesh = estimate.traced.program.mesh
         needed = {mesh.coordinate(peak.rank, "pp"): peak.bytes for peak in estimate.peaks}
-        return [max(0.0, needed[rank] - self.budget) for rank in range(self.pipeline.ranks)]
+        return [self.budget - needed[rank] for rank in range(mesh.pp)]
 
     def _or_published(self, found: FoundSchedule, estimate: Estimate) -> tuple[FoundSchedule, Estimate]:
         """Return a found schedule, or the best published one if the whole step fits and is faster with that.
@@ -92,7 +136,7 @@ class StepProblem:
             return found, estimate
         other = published_schedule(found, best.name)
         replayed = with_schedule(self.workload, other.steps).estimate()
-        is_better = replayed.step < estimate.step and not any(self._excess(replayed))
+        is_better = replayed.step < estimate.step and min(self._left(replayed)) >= 0
         return (other, replayed) if is_better else (found, estimate)
 
 
@@ -116,39 +160,27 @@ def problem_of(
     Raises:
         UserError: if the model has too few layers for so many stages, or one microbatch does not fit.
     """
+    halves = _replayed(workload, placement, stages_per_rank, whole=False)
+    replays = [halves]
+    if any(stage.kept > stage.activation for stage in halves.stages):
+        replays.append(_replayed(workload, placement, stages_per_rank, whole=True))
     plan = workload.plan
     assert isinstance(plan, Plan)
-    place = vee if placement == "vee" else loop
-    ranks = plan.mesh.pp
-    single = replace(
-        workload,
-        plan=replace(plan, schedule=_forth_and_back(placement, stages_per_rank), stages_per_rank=None, passes=None),
-        microbatches=2 * plan.data_ranks,
-        passes="none",
-    )
-    estimate = single.estimate()
-    model = model_layers(single.sizes)
-    assert isinstance(single.plan, Plan)
-    units = single.plan.bounds(model.pipeline_units, model.units_text)
-    cuts = [model.pipeline_cuts[unit] for unit in units]
-    program = estimate.traced.program
-    rows = {program.mesh.coordinate(rank_of(program, row), "pp"): row for row in range(len(program.tapes))}
-    places = [place(stage, ranks) for stage in range(ranks * stages_per_rank)]
-    stages = [
-        _passes_of(estimate, rows[rank], range(*bounds)) for rank, bounds in zip(places, pairwise(cuts), strict=True)
-    ]
-    budget = memory if memory is not None else tensor_budget(single)
-    of_ranks = [[each for each, other in zip(stages, places, strict=True) if other == rank] for rank in range(ranks)]
-    limits = tuple(budget - _beside(estimate, rows[rank], of_ranks[rank]) for rank in range(ranks))
-    message = max(
-        after.spans[0][0] - stage.spans[0][1]
-        for (stage, rank), (after, other) in pairwise(zip(stages, places, strict=True))
-        if rank != other
-    )
-    costs = tuple(stage.costs for stage in stages)
-    each = workload.microbatches // plan.data_ranks
-    pipeline = ScheduleProblem(ranks, each, costs, max(0.0, message), limits, placement, objective)
-    return StepProblem(workload, pipeline, budget)
+    microbatches = workload.microbatches // plan.data_ranks
+    budget = memory if memory is not None else halves.budget
+    problems: list[ScheduleProblem] = []
+    refusal = None
+    for each in replays:
+        costs, limits = tuple(stage.costs for stage in each.stages), tuple(budget - beside for beside in each.beside)
+        try:
+            problem = ScheduleProblem(plan.mesh.pp, microbatches, costs, each.message, limits, placement, objective)
+        except UserError as error:  # not even one microbatch fits
+            refusal = error
+        else:
+            problems.append(problem)
+    if refusal is not None and not problems:
+        raise refusal
+    return StepProblem(workload, tuple(problems), budget)
 
 
 def with_schedule(workload: Workload, steps: Steps) -> Workload:
@@ -159,8 +191,56 @@ def with_schedule(workload: Workload, steps: Steps) -> Workload:
     return replace(workload, plan=replace(plan, schedule=schedule, stages_per_rank=None))
 
 
-def _forth_and_back(placement: Placement, stages_per_rank: int) -> Schedule:
-    """Return a schedule of microbatches one after the other: all forward passes, then halves of backward passes."""
+@dataclass(frozen=True)
+class _Replay:
+    """What a replay of two microbatches, one after the other, says about the stages of a pipeline.
+
+    Attributes:
+        stages: the passes of each stage.
+        message: time from the end of a stage's forward pass to the start of the next one's, at most.
+        beside: bytes that each rank holds at most beside what the search counts.
+        budget: bytes of tensors that a device holds.
+    """
+
+    stages: list[_StagePasses]
+    message: float
+    beside: list[int]
+    budget: float
+
+
+def _replayed(workload: Workload, placement: Placement, stages_per_rank: int, *, whole: bool) -> _Replay:
+    plan = workload.plan
+    assert isinstance(plan, Plan)
+    schedule = _forth_and_back(placement, stages_per_rank, whole=whole)
+    single = replace(
+        workload,
+        plan=replace(plan, schedule=schedule, stages_per_rank=None, passes=None),
+        microbatches=2 * plan.data_ranks,
+        passes="none",
+    )
+    estimate = single.estimate()
+    model, ranks = model_layers(single.sizes), plan.mesh.pp
+    assert isinstance(single.plan, Plan)
+    units = single.plan.bounds(model.pipeline_units, model.units_text)
+    cuts = [model.pipeline_cuts[unit] for unit in units]
+    program = estimate.traced.program
+    rows = {program.mesh.coordinate(rank_of(program, row), "pp"): row for row in range(len(program.tapes))}
+    places = [schedule.placement(stage, ranks) for stage in range(ranks * stages_per_rank)]
+    stages = [
+        _passes_of(estimate, rows[rank], range(*bounds)) for rank, bounds in zip(places, pairwise(cuts), strict=True)
+    ]
+    message = max(
+        after.spans[0][0] - stage.spans[0][1]
+        for (stage, rank), (after, other) in pairwise(zip(stages, places, strict=True))
+        if rank != other
+    )
+    of_ranks = [[each for each, other in zip(stages, places, strict=True) if other == rank] for rank in range(ranks)]
+    beside = [_beside(estimate, rows[rank], of_ranks[rank]) for rank in range(ranks)]
+    return _Replay(stages, max(0.0, message), beside, tensor_budget(single))
+
+
+def _forth_and_back(placement: Placement, stages_per_rank: int, *, whole: bool) -> Schedule:
+    """Return a schedule of microbatches one after the other: all forward passes, then all backward passes."""
     place = vee if placement == "vee" else loop
 
     def actions(rank: int, ranks: int, microbatches: int, stages: int) -> Iterator[Action]:
@@ -168,15 +248,18 @@ def _forth_and_back(placement: Placement, stages_per_rank: int) -> Schedule:
         for i in range(microbatches):
             yield from (Forward(stage, i) for stage in mine)
             for stage in reversed(mine):
-                yield BackwardInput(stage, i)
-                yield BackwardWeight(stage, i)
+                if whole:
+                    yield Backward(stage, i)
+                else:
+                    yield BackwardInput(stage, i)
+                    yield BackwardWeight(stage, i)
 
     return Schedule("forth and back", actions, "one after the other", place, stages_per_rank)
 
 
 @dataclass(frozen=True)
 class _StagePasses:
-    """The three passes of one stage on the second microbatch of a replay.
+    """The passes of one stage on the second microbatch of a replay: forward, then two halves or a whole backward pass.
 
     Attributes:
         places: first and last op of each pass on the rank's tape.
@@ -192,15 +275,15 @@ class _StagePasses:
     @property
     def costs(self) -> StageCosts:
         """Costs of the stage."""
-        times = (end - start for start, end in self.spans)
-        return StageCosts(*times, activation=self.activation, kept=self.kept)
+        forward, back, *weight = (end - start for start, end in self.spans)
+        return StageCosts(forward, back, sum(weight), self.activation, self.kept)
 
     def held_at(self, op: int) -> int:
         """Return the bytes that the search counts while an op runs."""
-        (first, _), (input_start, _), (_, weight_end) = self.places
-        if first <= op < input_start:
+        first, backward, last = self.places[0][0], self.places[1][0], self.places[-1][1]
+        if first <= op < backward:
             return self.activation
-        return self.kept if input_start <= op <= weight_end else 0
+        return self.kept if backward <= op <= last else 0
 
 
 def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
@@ -217,12 +300,12 @@ def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
             seen.add((op.kind, op.layer))
             number = next(number for number, kinds in enumerate(_PASSES) if op.kind in kinds)
             found[1 if again and number == 0 else number].append(place)
-    places = [(each[0], each[-1]) for each in found]
+    places = [(each[0], each[-1]) for each in found if each]
     spans = tuple((times.starts[row][first], times.ends[row][last]) for first, last in places)
     entries = [_entry(tape, first) for first, _ in places]
     after_forward = _entry(tape, next(i for i in range(places[0][1] + 1, len(tape)) if tape[i].kind in _ANY_PASS))
     activation = max(0, memory.before[after_forward] - memory.before[entries[0]])
-    change = memory.before[entries[2]] - memory.before[entries[1]]
+    change = memory.before[entries[2]] - memory.before[entries[1]] if len(entries) > 2 else 0
     return _StagePasses(tuple(places), spans, activation, max(0, activation + change))
 
 
@@ -234,7 +317,7 @@ def _entry(tape: Sequence[Op], place: int) -> int:
     return entry
 
 
-def _beside(estimate: Estimate, row: int, stages: Sequence[_StagePasses]) -> float:
+def _beside(estimate: Estimate, row: int, stages: Sequence[_StagePasses]) -> int:
     """Return the bytes that a rank holds at most beside what the search counts."""
     during = estimate.memory[row].during
     return max(bytes - sum(stage.held_at(op) for stage in stages) for op, bytes in enumerate(during))

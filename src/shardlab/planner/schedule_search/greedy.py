@@ -136,6 +136,8 @@ class _Greedy:
         """Return the pass that a rank runs now, or None and the time at which it should look again."""
         policy = self.policy
         forwards, inputs, weights = self.waiting[rank]
+        if weights and not self.passes.duration[(weight := min(weights))[1]]:
+            return self._take(rank, WEIGHT, weight), None  # it only frees memory
         forward, next_forward = self._first(forwards, now, rank)
         back, next_back = self._first(inputs, now, rank)
         if back is not None and (policy.input_first or forward is None):

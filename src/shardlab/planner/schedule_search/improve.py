@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from random import Random
 
 from shardlab.planner.schedule_search.problem import TOLERANCE
@@ -44,14 +45,19 @@ def skeleton_of(passes: Passes, orders: Orders, gap: float) -> Skeleton:
     return Skeleton([[each for each in order if each < weights] for order in orders], gap)
 
 
-def fill(passes: Passes, skeleton: Skeleton) -> Timing | None:
+def fill(passes: Passes, skeleton: Skeleton, most: float = inf) -> Timing | None:
     """Return a schedule with its weight halves, or None if ranks wait forever or a pass does not fit in memory.
 
     Each rank runs its passes in order, as early as they can start. A weight half runs as soon as it fills a gap, or
     when the next forward pass needs its memory; all others run at the end.
+
+    Args:
+        passes: tables of the problem.
+        skeleton: the schedule without its weight halves.
+        most: memory that no rank may exceed, beside the limits of the problem.
     """
     duration, needs, memory, gap = passes.duration, passes.needs, passes.memory, skeleton.gap
-    limits = [limit * (1 + TOLERANCE) for limit in passes.problem.limits]
+    limits = [min(limit, most) * (1 + TOLERANCE) for limit in passes.problem.limits]
     ranks = len(skeleton.orders)
     shift = passes.number(WEIGHT, 0, 0) - passes.number(INPUT, 0, 0)
     inputs = passes.number(INPUT, 0, 0)
@@ -75,7 +81,7 @@ def fill(passes: Passes, skeleton: Skeleton) -> Timing | None:
                         start = ready + lag
                 else:
                     change = memory[each]
-                    while weights and (held[rank] + change > limit or start - time >= gap * duration[weights[0]] > 0):
+                    while weights and (held[rank] + change > limit or start - time >= gap * duration[weights[0]]):
                         weight = weights.popleft()
                         time += duration[weight]
                         end[weight] = time
@@ -103,6 +109,22 @@ def fill(passes: Passes, skeleton: Skeleton) -> Timing | None:
             end[weight] = time
         orders[rank] += weights
     return Timing(passes, orders, end)
+
+
+def with_less_memory(timing: Timing) -> Timing:
+    """Return a schedule that takes no longer, whose fullest rank holds as little as other weight halves achieve."""
+    passes, best = timing.passes, timing
+    for gap in GAPS:
+        skeleton = skeleton_of(passes, timing.orders, gap)
+        enough, too_little = max(best.peaks), 0.0
+        while enough - too_little > 0.01 * enough:
+            most = (enough + too_little) / 2
+            filled = fill(passes, skeleton, most)
+            if filled is not None and filled.time <= timing.time * (1 + TOLERANCE):
+                best, enough = filled, max(filled.peaks)
+            else:
+                too_little = most
+    return best
 
 
 def improve(passes: Passes, starts: list[Skeleton], random: Random, stop: Callable[[float], bool]) -> Timing:

@@ -32,7 +32,8 @@ class StageCosts:
     """Costs of one stage for one microbatch.
 
     Attributes:
-        forward, input, weight: times of the forward pass and of the two halves of the backward pass.
+        forward, input, weight: times of the forward pass and of the two halves of the backward pass. If the weight half
+            takes no time on any stage, the input half is the whole backward pass.
         activation: memory from the start of the forward pass to the start of the input half.
         kept: memory from there to the end of the weight half (None: the same). It is more if the input half computes
             activations again.
@@ -111,6 +112,11 @@ class ScheduleProblem:
     def limits(self) -> tuple[float, ...]:
         """Memory limit of each rank."""
         return self.limit if isinstance(self.limit, tuple) else (self.limit,) * self.ranks
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether backward passes are computed in halves. Whole ones have weight halves that take no time."""
+        return any(stage.weight for stage in self.stages)
 
     @property
     def stages_per_rank(self) -> int:

@@ -10,10 +10,11 @@ from itertools import islice
 from random import Random
 
 from shardlab.planner.schedule_search.greedy import greedy_orders, policies
-from shardlab.planner.schedule_search.improve import GAPS, Skeleton, fill, improve, skeleton_of
+from shardlab.planner.schedule_search.improve import GAPS, Skeleton, fill, improve, skeleton_of, with_less_memory
 from shardlab.planner.schedule_search.problem import TOLERANCE, ScheduleProblem
 from shardlab.planner.schedule_search.timing import Orders, Passes, Timing, timing_of
 from shardlab.strategies.schedules import SCHEDULES, vee
+from shardlab.strategies.schedules.actions import BackwardInput
 from shardlab.strategies.schedules.steps import Steps, resolve_schedule
 
 GREEDY = 12
@@ -111,6 +112,8 @@ def search_schedule(
 ) -> FoundSchedule:
     """Return the best schedule that is found for a problem. It is never slower than a published one that fits.
 
+    Of equally fast schedules, one that holds less memory is preferred.
+
     Ctrl-C ends the search early, as the time does; the result is then the best schedule so far.
 
     Args:
@@ -133,8 +136,7 @@ def search_schedule(
         if passes.fits(orders):
             candidates.append((timing.time, name, orders, timing))
 
-    for name in published_names(problem):
-        steps = resolve_schedule(SCHEDULES[name], problem.ranks, problem.microbatches, problem.stages_per_rank)
+    for name, steps in published_steps(problem).items():
         orders, whole = passes.orders_of(steps)
         timing = timing_of(passes, orders, whole)
         assert timing is not None, "a built-in schedule never waits forever"
@@ -144,7 +146,7 @@ def search_schedule(
         consider("greedy", greedy_orders(passes, policy))
         if time.monotonic() - began > seconds / 2:
             break
-    candidates.sort(key=lambda candidate: candidate[0])
+    candidates.sort(key=lambda candidate: (round(candidate[0], 9), max(candidate[3].peaks)))
     best = candidates[0]
     history = [(time.monotonic() - began, best[0])]
 
@@ -169,19 +171,24 @@ def search_schedule(
         note(improved.time)
         if improved.time < timing.time * (1 - TOLERANCE):
             timing, source = improved, starts[0][0]
+    timing = with_less_memory(timing)
     published.sort(key=lambda each: (each.time, each.name))
     tried = proposals + len(published) + GREEDY
     return FoundSchedule(problem, timing, published, problem.lower_bound, source, tried, history)
 
 
-def published_names(problem: ScheduleProblem) -> list[str]:
-    """Return the names of the built-in schedules with the placement and the number of stages of a problem."""
-    return [
-        name
-        for name, schedule in SCHEDULES.items()
-        if (schedule.placement is vee) == (problem.placement == "vee")
-        and schedule.stages_per_rank in (None, problem.stages_per_rank)
-    ]
+def published_steps(problem: ScheduleProblem) -> dict[str, Steps]:
+    """Return the built-in schedules with the placement, the stages and the backward passes of a problem, by name."""
+    found: dict[str, Steps] = {}
+    for name, schedule in SCHEDULES.items():
+        if (schedule.placement is vee) == (problem.placement == "vee") and schedule.stages_per_rank in (
+            None,
+            problem.stages_per_rank,
+        ):
+            steps = resolve_schedule(schedule, problem.ranks, problem.microbatches, problem.stages_per_rank)
+            if problem.has_halves or not any(isinstance(step, BackwardInput) for row in steps.of_ranks for step in row):
+                found[name] = steps
+    return found
 
 
 def _starts(passes: Passes, candidates: list[tuple[float, str, Orders, Timing]]) -> list[tuple[str, Skeleton]]:

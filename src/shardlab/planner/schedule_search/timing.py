@@ -134,7 +134,8 @@ class Timing:
         passes, end = self.passes, self.end
         latest = [inf] * passes.count
         following = {first: second for order in self.orders for first, second in pairwise(order)}
-        for each in sorted(range(passes.count), key=end.__getitem__, reverse=True):
+        place = {each: number for order in self.orders for number, each in enumerate(order)}
+        for each in sorted(range(passes.count), key=lambda each: (end[each], place[each]), reverse=True):
             last = latest[following[each]] if each in following else end[each]
             for reader, lag in passes.readers[each]:
                 last = min(last, latest[reader] - lag)
@@ -175,17 +176,23 @@ class Timing:
         """
         passes = self.passes
         places = passes.problem.ranks_of_stages
-        kinds = Forward, BackwardInput, BackwardWeight
+        kinds = (Forward, BackwardInput, BackwardWeight) if passes.problem.has_halves else (Forward, Backward, None)
         steps: list[list[ShardedStep]] = [[] for _ in self.orders]
-        # Starts and ends of passes; an end comes before the starts at that time.
-        begins = ((self.end[each] - passes.duration[each], True, each) for each in range(passes.count))
-        ends = ((self.end[each], False, each) for each in range(passes.number(WEIGHT, 0, 0)))
-        for _, is_start, each in sorted([*begins, *ends]):
+        # Starts and ends of passes; an end comes before the starts at that time, which follow the rank's order.
+        begins = (
+            (self.end[each] - passes.duration[each], True, place, each)
+            for order in self.orders
+            for place, each in enumerate(order)
+        )
+        ends = ((self.end[each], False, 0, each) for each in range(passes.number(WEIGHT, 0, 0)))
+        for _, is_start, _, each in sorted([*begins, *ends]):
             rank = passes.rank[each]
             kind, stage, microbatch = passes.parts(each)
             reader = stage + (1 if kind == FORWARD else -1)
             if is_start:
-                steps[rank].append(kinds[kind](stage, microbatch))
+                action = kinds[kind]
+                if action is not None:
+                    steps[rank].append(action(stage, microbatch))
             elif 0 <= reader < len(places) and places[reader] != rank:
                 forward = kind == FORWARD
                 steps[rank].append(Send(stage, microbatch, forward, places[reader]))
