@@ -47,12 +47,32 @@ def test_virtual_stages_make_an_interleaved_pipeline() -> None:
         step_of("--pipeline-model-parallel-size 5 --global-batch-size 64", "h100x40")
 
 
-def test_blocks_are_recomputed_by_stage() -> None:
-    arguments = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+@pytest.mark.parametrize(
+    ("arguments", "recompute"),
+    [
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", "first-2"),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", "none"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 3", "uniform-3"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "full"),
+        ("--activations-checkpoint-method block --activations-checkpoint-num-layers 4", "first-4"),
+        ("--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2", "uniform-2"),
+        ("--activations-checkpoint-method uniform", "full"),
+        ("--checkpoint-activations --checkpoint-num-layers 6", "uniform-6"),
+        ("--checkpoint-activations", "full"),
+        ("--recompute-activations", "selective"),
+        ("--recompute-activations --attention-dropout 0 --hidden-dropout 0", "none"),
+    ],
+)
+def test_blocks_are_recomputed_as_the_arguments_of_each_year_say(arguments: str, recompute: str) -> None:
     step = step_of(arguments + " --pipeline-model-parallel-size 4 --global-batch-size 32")
-    assert step.plan.recompute == (0, 1, 6, 7, 12, 13, 18, 19)
-    assert step_of("--recompute-activations").plan.recompute == "selective"
-    assert step_of("--recompute-activations --attention-dropout 0 --hidden-dropout 0").plan.recompute == "none"
+    assert step.plan.recompute == recompute
+    assert step.config.unknown == []
+
+
+def test_blocks_of_mixtures_that_share_an_input_are_predicted_as_single_ones() -> None:
+    step = step_of("--num-experts 8 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2")
+    assert step.plan.recompute == "full"
+    assert "2 blocks that keep one input are predicted as single ones, which keep more" in step.notes
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from shardlab.frameworks import nemo
 from shardlab.frameworks.find import read_config
 from shardlab.frameworks.settings import Setting
@@ -50,6 +52,14 @@ def test_words_of_nemo_mean_those_of_megatron() -> None:
     assert isinstance(model, Llama)
     assert (model.hidden, model.kv_heads, model.seq_len) == (12288, 8, 4096)
     assert (step.plan.zero_stage, step.plan.reduce_at, step.precision.name) == (1, "layer", "bf16-fp32-grads")
+
+
+@pytest.mark.parametrize(("method", "recompute"), [("block", "first-3"), ("uniform", "uniform-3")])
+def test_recomputed_blocks_are_those_of_megatron(method: str, recompute: str) -> None:
+    keys = {"granularity": "full", "method": method, "num_layers": 3}
+    written = "".join(f"  activations_checkpoint_{key}: {value}\n" for key, value in keys.items())
+    config = nemo.config_of(TEXT + written, "a.yaml")
+    assert nemo.run(config, find_cluster("h100x16")).plan.recompute == recompute
 
 
 def test_overrides_of_hydra_change_it(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> Fram
         stages=stages,
         blocks_of_stages=blocks,
         sequence_parallel=values["sequence_parallel"],
-        recompute=_recompute(values, model, mesh, stages, notes),
+        recompute=_recompute(values, model, notes),
         reduce_at="layer" if values["overlap_grad_reduce"] or zero == 3 else "step",
         context=CONTEXTS.get(str(values["context"][0]), "ring"),
     )
@@ -264,19 +264,18 @@ def _zero(values: Mapping[str, Any], notes: list[str]) -> int:
     return int(values["distributed_optimizer"])
 
 
-def _recompute(values: Mapping[str, Any], model: Blocks, mesh: Mesh, stages: int, notes: list[str]) -> Any:
-    """Return what is recomputed (`megatron/core/transformer/transformer_block.py`, `_checkpointed_forward`)."""
+def _recompute(values: Mapping[str, Any], model: Blocks, notes: list[str]) -> Any:
+    """Return what is recomputed (`megatron/core/recompute.py` at d98e8a64).
+
+    The arguments of 2021 and 2022 recompute blocks: of all, some in a row keep one input, or, with the method block,
+    the first ones of each stage are recomputed alone.
+    """
     mode = "selective" if values["recompute_activations"] and not values["recompute"] else values["recompute"]
+    method, count = values["recompute_method"], values["recompute_layers"]
     if values["recompute_2021"] or values["recompute_2022"]:
-        return "full"
-    count = 1 if values["recompute_layers"] is None else values["recompute_layers"]
-    if mode == "full" and values["recompute_method"] == "block" and count:
-        each = model.layers // (mesh.pp * stages)
-        return tuple(block for block in range(model.layers) if block % each < count)
-    if mode == "full" and count:
-        if count > 1:
-            notes.append("groups of recomputed layers are predicted as single ones, which keep more")
-        return "full"
+        mode, method = "full", values["recompute_2022"] or "uniform"
+    if mode == "full":
+        return _recomputed_blocks(str(method), 1 if count is None else count, model, notes)
     if mode != "selective":
         return "none"
     others = [each for each in values["recompute_modules"] if each != "core_attn"]
@@ -284,6 +283,17 @@ def _recompute(values: Mapping[str, Any], model: Blocks, mesh: Mesh, stages: int
         notes.append(f"the recomputation of {', '.join(others)} is not predicted; memory will be smaller")
     dropout = values["attention_dropout"] > 0
     return "selective" if dropout else "none"  # fused attention keeps no scores in any case
+
+
+def _recomputed_blocks(method: str, count: int, model: Blocks, notes: list[str]) -> str:
+    if count < 1:
+        return "none"
+    if method == "block":
+        return f"first-{count}"
+    if count > 1 and isinstance(model, MoE):
+        notes.append(f"{count} blocks that keep one input are predicted as single ones, which keep more")
+        return "full"
+    return f"uniform-{count}" if count > 1 else "full"
 
 
 def _recipe(config: Config, values: Mapping[str, Any], notes: list[str]) -> Recipe:

@@ -76,9 +76,6 @@ def require_same(step: Workload, file: Path, written: Written, model: str | Bloc
     assert isinstance(step.plan, Plan)
     assert isinstance(back.plan, Plan)
     properties, written_as = plan_properties(back, back.plan), plan_properties(step, step.plan)
-    if str(step.plan.recompute).startswith("uniform-"):
-        assert f"--recompute-num-layers {str(step.plan.recompute).removeprefix('uniform-')}\n" in file.read_text()
-        properties |= {"recompute": step.plan.recompute}
     assert properties == written_as
     assert (back.micro_batch_size, back.microbatches) == (step.micro_batch_size, step.microbatches)
     assert back.precision.name == step.precision.name
@@ -178,6 +175,7 @@ def test_a_plan_of_torchtitan_is_read_as_it_was_written(tmp_path: Path, plan: Pl
 def test_a_plan_of_megatron_is_read_as_it_was_written(tmp_path: Path, plan: Plan, model: str, precision: str) -> None:
     gradients = "bf16" if precision == "bf16" else "fp32"
     early = "on" if plan.reduce_at == "layer" else "off"
+    assume(model == "llama3-8b" or plan.recompute != "uniform-2")  # of mixtures, experts alone are recomputed
     step = step_of(plan, "megatron-core", model, precision, gradients=gradients, dp_overlap=early)
     written = write_step(step, model)
     assert written.unsaid == ()

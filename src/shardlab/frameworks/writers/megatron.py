@@ -62,7 +62,6 @@ def translate(step: Workload) -> Translation:
     if step.optimizer != "adamw":
         values["optimizer"] = step.optimizer
     said = {"loss_fusion", "experts", *(["tp_overlap"] if mesh.tp == 1 else [])}
-    said |= {"recompute"} if str(plan.recompute).startswith("uniform-") else set()  # read as full
     said |= {"dp_overlap"} if plan.data_ranks * mesh.cp == 1 else set()
     return Translation(values, tuple(unsaid), more=tuple(more), uncompared=frozenset(said))
 
