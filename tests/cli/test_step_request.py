@@ -117,6 +117,25 @@ def test_a_written_job_is_the_step_of_its_flags(tmp_path: Path, capsys: Captured
 
 
 @pytest.mark.parametrize(
+    ("recipe", "flags", "recompute"),
+    [
+        ("torchtitan", (), "per-op"),
+        ("torchtitan", ("--recompute", "none"), "none"),
+        ("torchtitan", ("--recompute", "full"), "full"),
+        ("fsdp2", (), "none"),
+        ("shardlab", (), "none"),
+    ],
+)
+def test_what_is_recomputed_is_the_framework_s_default_unless_it_is_said(
+    recipe: str, flags: tuple[str, ...], recompute: str
+) -> None:
+    flags = ("--model", "gpt2", "--cluster", "h100x8", "--recipe", recipe, "--dp-shard", "4", *flags)
+    entry, ranks = StepRequest.of(command_of(["simulate", *flags])).entry()
+    assert entry.plan is not None
+    assert entry.plan(ranks).recompute == recompute
+
+
+@pytest.mark.parametrize(
     ("recipe", "flags", "sharded"),
     [
         ("torchtitan", (), ("parameters", "gradients", "optimizer")),

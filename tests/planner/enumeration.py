@@ -145,7 +145,7 @@ def sharded(problem: Problem, plan: Plan) -> Iterator[Plan]:
                 words = {
                     **dict(zip(SHARDED, sharding, strict=True)),
                     "reshard_after": reshard,
-                    "reduce_at": problem.recipe.defaults.reduction(sharded=bool(sharding[-1])),
+                    "reduce_at": problem.recipe.defaults.reduction(3 if sharding[0] else sum(map(bool, sharding))),
                 }
                 try:
                     yield replace(plan, mesh=mesh, **(words | limits.fields))

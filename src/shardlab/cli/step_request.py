@@ -242,9 +242,11 @@ class StepRequest:
             return entry
         plan, changed = entry.plan(ranks), dict[str, object]()
         sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in given)
-        if "reduce_at" not in given and plan.reduce_at == "layer":
-            changed["reduce_at"] = defaults.reduction(sharded=sharded or defaults.zero_stage > 0)
         zero, mesh = can.conform_stage(defaults.zero_stage, plan.mesh.pp), plan.mesh
+        if "reduce_at" not in given and plan.reduce_at == "layer":
+            changed["reduce_at"] = defaults.reduction(plan.zero_stage if sharded else zero)
+        if "recompute" not in given and plan.recompute == "none":
+            changed["recompute"] = defaults.recompute
         if defaults.zero_stage and zero and mesh.dp_shard > 1 and not sharded:
             axes = ("dp_shard", *(("cp",) if mesh.cp > 1 and can.shards_over_cp == "always" else ()))
             whole = defaults.gradient_sync == "last" or (can.gradients_with_pp == "whole" and mesh.pp > 1)
@@ -253,6 +255,7 @@ class StepRequest:
             changed["shard_parameters"] = axes if zero == 3 else ()
             if zero == 3 and "reshard_after" not in given and (ways := can.reshards(mesh.pp)):
                 changed["reshard_after"] = ways[0]
+        changed = {name: value for name, value in changed.items() if value != getattr(plan, name)}
         return entry_from_plan(replace(plan, **changed), entry.name) if changed else entry
 
 

@@ -73,7 +73,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
         schedule="1f1b" if str(values["schedule"]).lower() == "1f1b" else "gpipe",
         sequence_parallel=str(values["tp_mode"]).lower() == "reduce_scatter",
         recompute="full" if values["recompute"] else "none",
-        reduce_at=recipe.defaults.reduction(sharded=bool(plain.shard_optimizer)),
+        reduce_at=recipe.defaults.reduction(plain.zero_stage),
         units_of_stages=stages_by_cost(model, mesh.pp, halves=halves) if mesh.pp > 1 else (),
         context="ring",
     )

@@ -186,8 +186,10 @@ def train_command(
 def layout_flags(problem: Problem, plan: Plan) -> str:
     """A plan's flags; those that the recipe would choose otherwise are said."""
     fields, defaults = chosen_fields(plan), problem.recipe.defaults
-    if plan.reduce_at != defaults.reduction(sharded=bool(plan.shard_optimizer)):
+    if plan.reduce_at != defaults.reduction(plan.zero_stage):
         fields["reduce_at"] = plan.reduce_at
+    if plan.recompute == "none" != defaults.recompute:
+        fields["recompute"] = plan.recompute
     return as_flags(fields) or "--dp-shard 1"
 
 

@@ -94,7 +94,8 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
         return None
     zero = can.conform_stage(zero, mesh.pp)
     along = (can.shards_over_cp == "always" if can.shards_over_cp else along) and mesh.cp > 1
-    wide = wide and zero > 1 and can.state_over_replicas
+    together = can.state_over_replicas == "with gradients"
+    wide = wide and zero > (2 if together else 1) and can.state_over_replicas != "never"
     if not splits_given(problem):
         zero = zero if mesh.dp_shard > 1 or along else 0
         if (zero < 2 and not wide) or mesh.dp_shard == 1:
@@ -114,11 +115,12 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
     elif (ways := can.reshards(mesh.pp)) and words.get("reshard_after", "layer") not in ways:
         words["reshard_after"] = ways[0]
     whole = can.gradients_with_pp == "whole" and mesh.pp > 1 and zero > 2
+    state = (*axes, *(("dp_replicate",) if wide and mesh.dp_replicate > 1 else ())) if zero else ()
     words |= {
         "shard_parameters": axes if zero > 2 else (),
-        "shard_gradients": axes if zero > 1 and not whole else (),
-        "shard_optimizer": (*axes, *(("dp_replicate",) if wide and mesh.dp_replicate > 1 else ())) if zero else (),
-        "reduce_at": defaults.reduction(sharded=bool(zero)),
+        "shard_gradients": (state if together else axes) if zero > 1 and not whole else (),
+        "shard_optimizer": state,
+        "reduce_at": defaults.reduction(zero),
     }
     try:
         plan = Plan(mesh, **(words | limits.fields))

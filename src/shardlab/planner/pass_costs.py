@@ -122,7 +122,8 @@ class PassCosts:
 
     def cluster_prices(self, candidate: Candidate) -> ClusterPrices:
         """Return the prices of a candidate's ops, whatever its layers are."""
-        key = (candidate.plan.mesh, candidate.precision.name, candidate.plan.recompute == "per-op")
+        plan = candidate.plan
+        key = (plan.mesh, candidate.precision.name, plan.recompute == "per-op", bool(plan.shard_gradients))
         if key not in self._prices:
             self._prices[key] = self.problem.workload(candidate).sample.prices
         return self._prices[key]

@@ -29,6 +29,8 @@ from shardlab.strategies.plan.plan import Plan
 PLAIN = Recipe()
 """Fused kernels, and nothing held beyond tensors."""
 
+SHARDED = ("shard_parameters", "shard_gradients", "shard_optimizer")
+
 PLAN = Plan(Mesh(pp=2, dp_shard=4, tp=2), "1f1b", shard_optimizer=("dp_shard",))
 """With messages, and collectives inside a node and between nodes."""
 
@@ -78,6 +80,7 @@ MEMORY: dict[str, Recipe] = {
 }
 ELSEWHERE = {
     "fused_dropout",
+    "sharded_share",
     *("cp_imbalance", "kept_when_full", "gathers_held_back", "margin_bytes", "logs_first_rank", "shards_in_copy"),
     *("gathers_logits", "tp_context_bytes", "expert_load", "expert_loop", "dropless_slots", "padded_slots"),
 }
@@ -118,7 +121,7 @@ DEFAULTS = {
         "gradient_sync",
         "zero_stage",
     ),
-    *("sharded_reduce_at", "stages"),
+    *("sharded_reduce_at", "stages", "recompute"),
 }
 """What a published run is taken to use where it does not say (`tests/planner/published/test_reading.py`)."""
 
@@ -225,6 +228,13 @@ def test_what_is_hidden_is_hidden_on_its_axis_alone() -> None:
     assert step(with_(share={"ep": 0.9})).step == step(PLAIN).step
 
 
+def test_communication_of_sharded_gradients_may_be_hidden_alone() -> None:
+    hidden, axes = with_(sharded_share={"dp_shard": 0.9}), dict.fromkeys(SHARDED, ("dp_shard",))
+    assert step(hidden).step == step(PLAIN).step, "which shards the optimizer's state alone"
+    plan = replace(PLAN, **axes)
+    assert step(hidden, plan=plan).step < step(PLAIN, plan=plan).step
+
+
 def test_what_is_computed_again_every_second_product_takes_time_and_saves_memory() -> None:
     changed, own = step(with_(saved=SavedActivations(per_op=True)), LLAMA), step(PLAIN, LLAMA)
     assert changed.step > own.step
@@ -235,7 +245,7 @@ LLAMA = Llama(layers=4, hidden_size=1024, heads=16, kv_heads=8, ffn_hidden_size=
 
 
 FITTED = (
-    *("overlap.share", "overlap.contention", "overlap.single_nic", "kernels.cp_imbalance"),
+    *("overlap.share", "overlap.sharded_share", "overlap.contention", "overlap.single_nic", "kernels.cp_imbalance"),
     *("memory.reserved", "memory.context_bytes", "memory.kept_when_full"),
     *("kernels.host_seconds", "kernels.piped_host_seconds", "kernels.gathered_copy_seconds", "kernels.step_seconds"),
     "overlap.tp_seconds",

@@ -44,6 +44,8 @@ T = TypeVar("T")
 RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "selective", "full": "full", "selective-per-op": "per-op"}
 """Words for what is recomputed, and the plan's."""
 
+_WORDS = {plan: word for word, plan in RECOMPUTE.items()}
+
 DTYPES = {name: name for name in ("fp8", "mxfp8", "bf16", "bf16-params", "fp16", "tf32", "fp32")} | {
     "float8": "fp8",
     "bfloat16": "bf16",
@@ -109,7 +111,7 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
         Incomplete: if its numbers do not fit together.
         UserError: if no plan or model has such sizes.
     """
-    recompute = find_name(record.recompute or "none", RECOMPUTE)
+    recompute = find_name(record.recompute, RECOMPUTE) if record.recompute else _WORDS[recipe.defaults.recompute]
     if recompute is None:
         near = suggest_name(str(record.recompute), RECOMPUTE)
         raise Unknown(f"recomputes {record.recompute}, which is unknown here; {near}")
@@ -255,7 +257,7 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
         shard_parameters=shard if zero >= 3 else (),
         shard_gradients=shard if zero >= 2 and not keeps_weights else (),  # a pipeline's FSDP reduces once a step
         shard_optimizer=shard if zero >= 1 else (),
-        reduce_at=recipe.defaults.reduction(sharded=zero > 0),
+        reduce_at=recipe.defaults.reduction(zero),
         reshard_after="step" if keeps_weights else "layer",
         sequence_parallel=bool(parallelism.sequence_parallel) and mesh.tp > 1,
         recompute=recompute,
@@ -408,7 +410,7 @@ def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) ->
     """
     assert isinstance(workload.plan, Plan)
     computes = workload.precision.name.removesuffix(WIDE)
-    recompute = {plan: word for word, plan in RECOMPUTE.items()}[workload.plan.recompute]
+    recompute = _WORDS[workload.plan.recompute]
     return (
         *(() if record.framework or told else (f"framework: {workload.recipe.name}",)),
         *_of_model(record.model, workload.model),

@@ -146,7 +146,7 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
         if axes and getattr(plan, field) != axes:
             sharding[field] = axes
             tried += [dict(sharding), {**cheap, **sharding}]
-    words = {"none": ("selective", "full"), "selective": ("full",)}.get(str(plan.recompute), ())
+    words = {"none": ("selective", "full"), "selective": ("full",), "per-op": ("full",)}.get(str(plan.recompute), ())
     for recompute in words:
         change = {"recompute": recompute}
         tried += [change, {**change, **cheap}, {**change, **cheap, **sharding}]

@@ -52,7 +52,7 @@ from shardlab.models.matrices import (
 from shardlab.models.model import Model
 from shardlab.simulate.hardware.device import Figure
 from shardlab.simulate.predict.capabilities import CanRun
-from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.plan import Plan, Recompute
 
 
 def _ratios(written: Any) -> Any:
@@ -249,6 +249,7 @@ class Overlap:
 
     Attributes:
         share: by axis of the mesh, the share of each collective's time that runs beside compute.
+        sharded_share: the same if gradients are sharded; axes that are not named have `share`.
         blocking_p2p: the share of a message's time for which its sender does nothing else.
         scatter_gather_p2p: tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al. 2021,
             arXiv 2104.04473, section 4.1).
@@ -264,6 +265,7 @@ class Overlap:
     """
 
     share: Mapping[str, Amount] = field(default_factory=dict[str, float])
+    sharded_share: Mapping[str, Amount] = field(default_factory=dict[str, float])
     blocking_p2p: Amount = 0.0
     scatter_gather_p2p: bool = False
     sends_residual_only: bool = False
@@ -296,6 +298,7 @@ class Defaults:
         reduce_at: when gradients are reduced (see `Plan.reduce_at`).
         sharded_reduce_at: `reduce_at` where the optimizer's state is sharded ("": the same).
         zero_stage: the ZeRO stage that it uses.
+        recompute: what the backward pass recomputes (see `Plan.recompute`).
         stages: how blocks are dealt to pipeline stages: evenly, or by cost (see `shardlab.simulate.predict.stages`).
     """
 
@@ -309,6 +312,7 @@ class Defaults:
     reduce_at: Literal["layer", "step"] = "layer"
     sharded_reduce_at: Literal["", "layer", "step"] = ""
     zero_stage: Natural = 0
+    recompute: Recompute = "none"
     stages: Literal["even", "cost"] = "even"
 
     def precision_called(self, name: str) -> Precision:
@@ -330,9 +334,16 @@ class Defaults:
         wide = self.bf16_gradient_bytes if precision.parameters == "bfloat16" else None
         return precision.with_gradients_of(wide or self.gradient_bytes)
 
-    def reduction(self, *, sharded: bool) -> Literal["layer", "step"]:
-        """When gradients are reduced, with or without a sharded optimizer's state."""
-        return (sharded and self.sharded_reduce_at) or self.reduce_at
+    def reduction(self, zero: int) -> Literal["layer", "step"]:
+        """Return when gradients are reduced with a stage of ZeRO.
+
+        Every framework reduces sharded gradients in each backward pass, and over replicas in the last one: Megatron-LM
+        at d98e8a64, megatron_fsdp.py, `_process_post_backward_gradients`; DeepSpeed at edaa7221, runtime/zero/mics.py,
+        `partition_grads`; PyTorch's `fully_shard`.
+        """
+        if zero > 1:
+            return "layer"
+        return (zero and self.sharded_reduce_at) or self.reduce_at
 
 
 FOLDER = "simulate/predict/recipes"
