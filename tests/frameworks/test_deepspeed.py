@@ -57,6 +57,30 @@ def test_auto_without_an_argument_is_the_trainers_default_and_is_named(tmp_path:
     assert "train_micro_batch_size_per_gpu" in step.config.notes[0]
 
 
+GROUPS = {"mics_shard_size": ("dp_shard",), "zero_hpz_partition_size": ("dp_shard", "dp_replicate")}
+
+
+@pytest.mark.parametrize("key", GROUPS)
+def test_groups_of_parameters_are_replicas_that_share_all_or_none_of_the_state(key: str, tmp_path: Path) -> None:
+    plan = step_of(JSON.replace('"stage": 3', f'"stage": 3, "{key}": 8'), "ds.json", MODEL, tmp_path).plan
+    assert (plan.mesh.dp_replicate, plan.mesh.dp_shard) == (2, 8)
+    assert (plan.shard_parameters, plan.shard_gradients, plan.shard_optimizer) == (("dp_shard",), *[GROUPS[key]] * 2)
+    lower = step_of(JSON.replace('"stage": 3', f'"stage": 2, "{key}": 8'), "ds.json", MODEL, tmp_path)
+    assert lower.plan.mesh.dp_replicate == 1
+    assert any(each.endswith(f"{key} is 8, but DeepSpeed reads it with stage 3 alone") for each in lower.notes)
+    with pytest.raises(UserError, match=f"{key} is 3, which does not divide 16 devices"):
+        step_of(JSON.replace('"stage": 3', f'"stage": 3, "{key}": 3'), "ds.json", MODEL, tmp_path)
+
+
+@pytest.mark.parametrize(("stage", "words", "reduce_at"), [(3, "", "layer"), (2, "", "step"), (1, "true", "layer")])
+def test_stage_3_alone_communicates_beside_compute_by_default(
+    stage: int, words: str, reduce_at: str, tmp_path: Path
+) -> None:
+    overlap = f'"overlap_comm": {words},' if words else ""
+    text = JSON.replace('"stage": 3, "overlap_comm": true,', f'"stage": {stage}, {overlap}')
+    assert step_of(text, "ds.json", MODEL, tmp_path).plan.reduce_at == reduce_at
+
+
 def test_a_missing_model_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="give --model"):
         step_of(JSON, "ds.json", [], tmp_path)

@@ -83,6 +83,20 @@ def test_megatron_fsdp_has_stages_of_zero(strategy: str, stage: int) -> None:
     assert step.plan.zero_stage == stage
 
 
+def test_instances_of_the_optimizer_are_replicas_of_its_shards() -> None:
+    step = step_of("--use-distributed-optimizer --num-distributed-optimizer-instances 4")
+    assert (step.plan.mesh.dp_replicate, step.plan.mesh.dp_shard, step.plan.zero_stage) == (4, 4, 1)
+    assert step_of("--num-distributed-optimizer-instances 4").plan.mesh.dp_replicate == 1, "without shards"
+    with pytest.raises(UserError, match="instances is 3, which does not divide the 16 data-parallel ranks"):
+        step_of("--use-distributed-optimizer --num-distributed-optimizer-instances 3")
+
+
+def test_sharded_gradients_are_reduced_in_each_backward_pass_whatever_the_arguments_say() -> None:
+    assert step_of("--use-megatron-fsdp --data-parallel-sharding-strategy optim").plan.reduce_at == "step"
+    for strategy in ("optim_grads", "optim_grads_params"):
+        assert step_of(f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}").plan.reduce_at == "layer"
+
+
 def test_a_missing_size_is_asked_for() -> None:
     config = read_config("megatron", ["--num-layers", "24"])
     with pytest.raises(UserError, match="gives no --hidden-size; give it after --"):

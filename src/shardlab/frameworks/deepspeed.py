@@ -87,21 +87,44 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     hosts = {values["offload_optimizer"], values["offload_parameters"]} - {"none", "None", ""}
     if hosts:
         notes.append("offloading to the host or to disks is not predicted: steps are longer, and memory smaller")
-    mesh = Mesh(dp_shard=ranks)
-    inner = max(values["replicas"], values["shard_group"])
-    if 1 < inner < ranks and ranks % inner == 0:
-        mesh = Mesh(dp_replicate=ranks // inner, dp_shard=inner)
-        notes.append(f"parameters are shared by {inner} ranks, and the optimizer's state is taken as so as well")
+    zero = values["zero"]
+    inner = _shard_group(config, values, ranks, notes)
+    mesh = Mesh(dp_replicate=ranks // inner, dp_shard=inner)
     wide = values["gradient_dtype"] in ("fp32", "float32")
     half = "bf16-fp32-grads" if wide else "bf16"
     precision = half if _on(values["bf16"]) else "fp16" if _on(values["fp16"]) else "fp32"
     layout = Layout(
         mesh,
-        zero=values["zero"],
+        zero=zero,
         recompute="full" if values["recompute"] else "none",
-        reduce_at="layer" if _on(values["overlap"]) else "step",
+        reduce_at="layer" if (_on(values["overlap"]) if values["overlap"] else zero == 3) else "step",
+        state_over_replicas=values["shard_group"] < 2,
     )
     return _step(config, values, cluster, layout, find_precision(precision), "deepspeed", notes)
+
+
+def _shard_group(config: Config, values: Mapping[str, Any], ranks: int, notes: list[str]) -> int:
+    """Return the number of ranks that share parameters.
+
+    With `mics_shard_size` they share everything, and groups are replicas (`runtime/zero/mics.py`). With
+    `zero_hpz_partition_size` all ranks share gradients and the optimizer's state; between an optimizer's step and the
+    next, parameters are gathered once over all ranks and then kept in slices of the group
+    (`runtime/zero/partition_parameters.py`, `_partition_param_sec`, and `stage3.py`, `invalidate_secondary_tensor`).
+    Stage 3 alone reads both (`runtime/engine.py`).
+
+    Raises:
+        UserError: if they do not divide the ranks.
+    """
+    meaning = "shard_group" if values["shard_group"] > 1 else "parameter_group"
+    inner, key = values[meaning], config.table.keys[meaning].name
+    if inner < 2 or inner >= ranks:
+        return ranks
+    if values["zero"] < 3:
+        notes.append(f"{key} is {inner}, but DeepSpeed reads it with stage 3 alone")
+        return ranks
+    if ranks % inner:
+        raise UserError(f"{config.file}: {key} is {inner}, which does not divide {ranks:,} devices")
+    return inner
 
 
 def run_accelerate(config: Config, cluster: Cluster) -> FrameworkRun:
@@ -135,7 +158,8 @@ def run_accelerate(config: Config, cluster: Cluster) -> FrameworkRun:
     names = {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp8": "fp8"}
     name = names.get(str(values["precision"]).lower().replace("false", "no"), "fp32")
     recompute = values["recompute"] or values["fsdp_recompute"]
-    layout = Layout(mesh, zero=zero, recompute="full" if recompute else "none")
+    early = kind != "DEEPSPEED" or zero == 3  # overlap_comm, which accelerate leaves to DeepSpeed
+    layout = Layout(mesh, zero, recompute="full" if recompute else "none", reduce_at="layer" if early else "step")
     return _step(config, values, cluster, layout, find_precision(name), recipe, notes)
 
 

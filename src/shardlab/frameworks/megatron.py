@@ -93,7 +93,7 @@ def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> Fram
     else:
         model = _model(config, values, mesh, notes)
     stages, blocks = _stages(config, values, model, mesh)
-    zero = _zero(values, notes)
+    zero = _zero(values)
     recipe = _recipe(config, values, notes)
     layout = Layout(
         mesh,
@@ -103,7 +103,7 @@ def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> Fram
         blocks_of_stages=blocks,
         sequence_parallel=values["sequence_parallel"],
         recompute=_recompute(values, model, notes),
-        reduce_at="layer" if values["overlap_grad_reduce"] or zero == 3 else "step",
+        reduce_at="layer" if values["overlap_grad_reduce"] or zero > 1 else "step",
         context=CONTEXTS.get(str(values["context"][0]), "ring"),
     )
     plan, recipe = make_plan(layout, model, recipe)
@@ -137,7 +137,13 @@ def _mesh(config: Config, values: Mapping[str, Any], devices: int) -> Mesh:
             f"{config.file}: {config.table.keys['ep'].name} is {ep}, which does not divide the {ranks} data-parallel "
             "ranks; experts over other axes are not predicted"
         )
-    return Mesh(pp=pp, dp_shard=ranks // ep, cp=cp, tp=tp, ep=ep)
+    instances = values["optimizer_instances"] if _zero(values) else 1
+    if instances > 1 and ranks % (ep * instances):
+        raise UserError(
+            f"{config.file}: {config.table.keys['optimizer_instances'].name} is {instances}, which does not divide the "
+            f"{ranks // ep} data-parallel ranks"
+        )
+    return Mesh(pp=pp, dp_replicate=instances, dp_shard=ranks // ep // instances, cp=cp, tp=tp, ep=ep)
 
 
 def _number(config: Config, values: Mapping[str, Any], meaning: str) -> int:
@@ -253,14 +259,12 @@ def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh
     return virtual, tuple(blocks)
 
 
-def _zero(values: Mapping[str, Any], notes: list[str]) -> int:
+def _zero(values: Mapping[str, Any]) -> int:
     if values["torch_fsdp"]:
         return 3
     if values["megatron_fsdp"]:
         strategies = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
         return strategies.get(values["sharding"], 3)
-    if values["optimizer_instances"] > 1:
-        notes.append("the optimizer's state is predicted as sharded over all data-parallel ranks, not an instance's")
     return int(values["distributed_optimizer"])
 
 

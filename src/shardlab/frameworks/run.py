@@ -85,6 +85,7 @@ class Layout:
         keeps_weights: gathered weights are kept until the step ends.
         reduce_at: when gradients are reduced.
         context: how queries reach the keys and values of other ranks.
+        state_over_replicas: gradients and the optimizer's state are also sharded over `dp_replicate`.
     """
 
     mesh: Mesh
@@ -98,6 +99,7 @@ class Layout:
     keeps_weights: bool = False
     reduce_at: ReduceAt = "layer"
     context: Context = "all_gather"
+    state_over_replicas: bool = False
 
 
 def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Recipe]:
@@ -109,6 +111,7 @@ def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Reci
     mesh, zero = layout.mesh, layout.zero
     shard = tuple(axis for axis in ("dp_shard", "cp") if getattr(mesh, axis) > 1)
     piped, looped = mesh.pp > 1, layout.stages > 1
+    state = (*shard, "dp_replicate") if layout.state_over_replicas and mesh.dp_replicate > 1 else shard
     keeps = zero == 3 and (piped or layout.keeps_weights)
     schedule = layout.schedule if piped else "1f1b"
     plan = Plan(
@@ -116,8 +119,8 @@ def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Reci
         schedule,
         stages_per_rank=layout.stages if piped and looped and schedule in LOOPED else None,
         shard_parameters=shard if zero >= 3 else (),
-        shard_gradients=shard if zero >= 2 and not keeps else (),
-        shard_optimizer=shard if zero >= 1 else (),
+        shard_gradients=state if zero >= 2 and not keeps else (),
+        shard_optimizer=state if zero >= 1 else (),
         reduce_at=layout.reduce_at,
         reshard_after="step" if keeps else "layer",
         sequence_parallel=layout.sequence_parallel and mesh.tp > 1,

@@ -116,10 +116,13 @@ def torchtitan_plans(draw: st.DrawFn) -> Plan:
 
 @st.composite
 def megatron_plans(draw: st.DrawFn) -> Plan:
-    """Plans that Megatron-LM can run: its distributed optimizer or none, and pipelines of equal stages."""
+    """Plans that Megatron-LM can run: Megatron-FSDP, its distributed optimizer, and pipelines of equal stages."""
     mesh = {name: draw(sizes) for name, sizes in axes.items()}
     piped, looped = mesh["pp"] > 1, draw(st.booleans())
-    stage = draw(st.sampled_from([0, 1])) if mesh["dp_shard"] * mesh["cp"] > 1 else 0
+    stages_of_zero = [0, 1] if piped else [0, 1, 2, 3]
+    stage = draw(st.sampled_from(stages_of_zero)) if mesh["dp_shard"] * mesh["cp"] > 1 else 0
+    if stage in (1, 3):
+        mesh["dp_replicate"] = draw(st.sampled_from([1, 2]))
     stages = mesh["pp"] * (virtual := 2 if piped and looped else 1)
     count = draw(st.integers(1, 32 // stages - 1)) if 32 // stages > 1 else 0
     some = tuple(block for block in range(32) if block % (32 // stages) < count)
@@ -127,7 +130,7 @@ def megatron_plans(draw: st.DrawFn) -> Plan:
         Mesh(**mesh),
         "interleaved-1f1b" if virtual > 1 else "1f1b",
         stages_per_rank=virtual if virtual > 1 else None,
-        reduce_at=draw(st.sampled_from(["layer", "step"])),
+        reduce_at="layer" if stage > 1 else draw(st.sampled_from(["layer", "step"])),
         sequence_parallel=mesh["tp"] > 1 and draw(st.booleans()),
         recompute=draw(st.sampled_from(["none", "full", "first-1", "uniform-2", *([some] if some else [])])),
         context=draw(st.sampled_from(["all_gather", "ring", "ulysses"])),
@@ -151,7 +154,7 @@ def nanotron_plans(draw: st.DrawFn) -> tuple[Plan, int]:
         mesh,
         draw(st.sampled_from(["1f1b", "gpipe"])) if mesh.pp > 1 else "1f1b",
         layers_per_stage=stages if mesh.pp > 1 else (),
-        reduce_at=recipe.defaults.reduction(sharded=zero > 0),
+        reduce_at=recipe.defaults.reduction(zero),
         sequence_parallel=mesh.tp > 1 and draw(st.booleans()),
         recompute=draw(st.sampled_from(["none", "full"])),
         **sharded(zero, dp_shard=mesh.dp_shard, cp=mesh.cp),
@@ -200,7 +203,9 @@ REPLICAS = Plan(Mesh(dp_shard=8, dp_replicate=2), recompute="full", **sharded(3,
     ("recipe", "plan"),
     [
         *(("deepspeed", Plan(Mesh(dp_shard=8), **sharded(stage, dp_shard=8))) for stage in range(4)),
-        ("deepspeed", Plan(Mesh(dp_shard=8), recompute="full", reduce_at="step", **sharded(2, dp_shard=8))),
+        ("deepspeed", Plan(Mesh(dp_shard=8), recompute="full", reduce_at="step", **sharded(1, dp_shard=8))),
+        ("deepspeed", REPLICAS),
+        ("deepspeed", replace(REPLICAS, **dict.fromkeys(EVERYTHING[1:], ("dp_shard", "dp_replicate")))),
         *(("fsdp1", Plan(Mesh(dp_shard=8), **sharded(stage, dp_shard=8))) for stage in (0, 2, 3)),
         ("fsdp1", REPLICAS),
     ],

@@ -78,6 +78,17 @@ def test_torchtitan_shards_everything_over_data_and_context_ranks_together() -> 
     assert "--shard-optimizer dp_shard" in told(wide, "torchtitan")
 
 
+def test_deepspeed_cuts_gradients_with_the_state_over_replicas_or_neither() -> None:
+    """ZeRO++'s hpZ, and MiCS."""
+    mesh, all = Mesh(dp_replicate=2, dp_shard=4), ("dp_shard", "dp_replicate")
+    hpz = Plan(mesh, shard_parameters=SHARD, shard_gradients=all, shard_optimizer=all)
+    assert told(hpz, "deepspeed") == told(sharded(mesh, 3), "deepspeed") == ""
+    half = Plan(mesh, shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=all)
+    assert "give --shard-optimizer dp_shard, or --shard-gradients the same" in told(half, "deepspeed")
+    assert "--shard-optimizer dp_shard" in told(hpz, "torchtitan")
+    assert "no replicas of the shards of ZeRO-2" in told(sharded(mesh, 2), "deepspeed")
+
+
 def test_torchtitan_reduces_a_pipelines_gradients_once_a_step() -> None:
     piped = sharded(Mesh(pp=2, dp_shard=4), 3, reshard_after="step")
     assert "leave out --shard-gradients" in told(piped, "torchtitan")

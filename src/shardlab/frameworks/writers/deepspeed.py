@@ -43,6 +43,9 @@ def translate(step: Workload) -> Translation:
     """Return the values of DeepSpeed's keys for a step."""
     plan, unsaid = plan_of(step), list[str]()
     values: dict[str, Any] = {"zero": plan.zero_stage, "overlap": plan.reduce_at == "layer"}
+    if plan.mesh.dp_replicate > 1 and plan.shard_parameters:
+        shared = "dp_replicate" in plan.shard_optimizer
+        values["parameter_group" if shared else "shard_group"] = plan.mesh.dp_shard
     values |= _batch(step) | PRECISIONS.get(step.precision.name, {})
     values |= {"global_batch": step.microbatches * step.micro_batch_size}
     return Translation(values | _program(step, unsaid), tuple(unsaid), says_model=False, uncompared=OF_PYTORCH)

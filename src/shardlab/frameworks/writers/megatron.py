@@ -62,7 +62,7 @@ def translate(step: Workload) -> Translation:
     if step.optimizer != "adamw":
         values["optimizer"] = step.optimizer
     said = {"loss_fusion", "experts", *(["tp_overlap"] if mesh.tp == 1 else [])}
-    said |= {"dp_overlap"} if plan.data_ranks * mesh.cp == 1 else set()
+    said |= {"dp_overlap"} if plan.data_ranks * mesh.cp == 1 or plan.zero_stage > 1 else set()  # Megatron-FSDP's own
     return Translation(values, tuple(unsaid), more=tuple(more), uncompared=frozenset(said))
 
 
@@ -130,13 +130,15 @@ def _stages(step: Workload, plan: Plan, unsaid: list[str]) -> dict[str, Any]:
 
 def _sharing(step: Workload, plan: Plan) -> dict[str, Any]:
     """Return how data-parallel ranks share the model's state, and when they reduce gradients."""
+    instances = {"optimizer_instances": plan.mesh.dp_replicate} if plan.mesh.dp_replicate > 1 else {}
+    if plan.zero_stage >= 2:
+        return {"megatron_fsdp": True, "sharding": SHARDING[plan.zero_stage], **instances}
     early = plan.reduce_at == "layer" or switch_of(step, "dp_overlap") == "on"
     overlap = {"overlap_grad_reduce": True} if early else {}
-    if plan.zero_stage >= 2:
-        return {"megatron_fsdp": True, "sharding": SHARDING[plan.zero_stage], **overlap}
     if plan.zero_stage == 0:
         return overlap
-    return {"distributed_optimizer": True, **overlap, **({"overlap_param_gather": True} if overlap else {})}
+    gather = {"overlap_param_gather": True} if overlap else {}
+    return {"distributed_optimizer": True, **instances, **overlap, **gather}
 
 
 def _recompute(step: Workload, plan: Plan, unsaid: list[str]) -> dict[str, Any]:
@@ -183,7 +185,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "PARALLEL": (
         *("tp", "sequence_parallel", "tp_overlap", "pp", "virtual_stages", "embedding_in_split", "loss_in_split"),
         *("first_stage_layers", "last_stage_layers", "cp", "context", "ep", "distributed_optimizer", "megatron_fsdp"),
-        *("sharding", "overlap_grad_reduce", "overlap_param_gather"),
+        *("sharding", "optimizer_instances", "overlap_grad_reduce", "overlap_param_gather"),
     ),
     "BATCH": ("micro_batch_size", "global_batch"),
 }

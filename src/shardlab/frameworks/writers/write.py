@@ -17,7 +17,7 @@ from shardlab.frameworks.writers.translation import Translation, model_propertie
 from shardlab.planner.problem import plan_layers
 from shardlab.simulate.predict.recipe import Recipe
 from shardlab.simulate.predict.workload import Workload
-from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.plan.plan import BATCH_AXES, Plan
 from shardlab.strategies.plan.resolve import with_named_blocks
 
 
@@ -161,7 +161,9 @@ def _other_properties(step: Workload) -> dict[str, Any]:
 
 def plan_properties(step: Workload, plan: Plan) -> dict[str, Any]:
     """Return the properties of a plan that change its step, so that plans of equal steps have equal ones."""
-    mesh, shared = plan.mesh, plan.data_ranks > 1
+    mesh, sizes = plan.mesh, plan.mesh.sizes()
+    later = {*BATCH_AXES, "cp"}.difference(plan.axes_of_every_microbatch)
+    shared = any(sizes[axis] > 1 for axis in later)
     stages: list[int] = []
     if mesh.pp > 1:
         stages = plan.bounds(plan_layers(step.model, plan).pipeline_units)

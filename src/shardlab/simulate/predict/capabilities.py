@@ -45,7 +45,8 @@ class CanRun:
         zero_stages: stages of ZeRO that it has, 0 for data-parallel ranks that share nothing.
         zero_stages_with_pp: the same with several pipeline ranks (empty: as without).
         replicated_zero_stages: stages whose shards may have replicas over dp_replicate.
-        state_over_replicas: whether the optimizer's state may be cut over more axes than parameters or gradients.
+        state_over_replicas: "never" if the optimizer's state is cut over the axes of parameters (or else gradients),
+            and "with gradients" if the state and gradients of ZeRO-3 may be cut over more axes together.
         shards_over_cp: whether what data-parallel ranks share is also cut over cp.
         gradients_with_pp: "whole" if a pipeline's ranks reduce sharded parameters' gradients once a step.
         reshard_after, reshard_after_with_pp: when gathered parameters are freed (see `Plan.reshard_after`).
@@ -66,7 +67,7 @@ class CanRun:
     zero_stages: tuple[int, ...] = ()
     zero_stages_with_pp: tuple[int, ...] = ()
     replicated_zero_stages: tuple[int, ...] = (1, 2, 3)
-    state_over_replicas: bool = True
+    state_over_replicas: Literal["", "never", "with gradients"] = ""
     shards_over_cp: Literal["", "always", "never"] = ""
     gradients_with_pp: Literal["", "whole"] = ""
     reshard_after: tuple[str, ...] = ()
@@ -179,10 +180,14 @@ def _sharding(plan: Plan, name: str, can: CanRun) -> Iterator[str]:
             f"{name} has no replicas of the shards of ZeRO-{stage}, and this plan has {replicas} of them; let all "
             "data-parallel ranks share it"
         )
-    cut = plan.shard_parameters or plan.shard_gradients
-    if cut and not can.state_over_replicas and set(plan.shard_optimizer) - set(cut):
-        axes = " ".join(cut)
-        yield f"{name} cuts the optimizer's state over the axes of what it belongs to; give --shard-optimizer {axes}"
+    cut, wide = plan.shard_parameters or plan.shard_gradients, set(plan.shard_optimizer)
+    together = can.state_over_replicas == "with gradients" and wide == set(plan.shard_gradients)
+    if cut and can.state_over_replicas and wide != set(cut) and not together:
+        axes, or_more = " ".join(cut), "" if can.state_over_replicas == "never" else ", or --shard-gradients the same"
+        yield (
+            f"{name} cuts the optimizer's state over the axes of what it belongs to; give --shard-optimizer "
+            f"{axes}{or_more}"
+        )
     if plan.mesh.cp > 1 and plan.shard_optimizer and can.shards_over_cp:
         always = can.shards_over_cp == "always"
         if ("cp" in plan.shard_optimizer) != always:
