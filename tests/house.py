@@ -31,7 +31,7 @@ CODE_LINES = {
     "planner": 4060,
     "simulate": 7214,
     "strategies": 2700,
-    "train": 8775,
+    "train": 8810,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Convert:
     """Write the weights of a run as a Hugging Face folder (config.json and safetensors), or the other way round.
 
-    GPT-2, Llama and Mixtral are supported, and Llama also as a checkpoint of torchtitan (torch.distributed.checkpoint).
+    GPT-2, Llama and Mixtral are supported, and all models of torchtitan's kinds llama3, qwen3 and deepseek_v3 as its
+    checkpoints (torch.distributed.checkpoint).
     Every number stays as it is, and memory holds only parts of the model.
     """
 

@@ -1,9 +1,10 @@
 """Folders of torch.distributed.checkpoint (DCP), read and written by parts of tensors in one process.
 
-torch's own reader, writer and resharding do the work. `DistributedFiles` reads any part of a tensor, and keeps one
-stored chunk in memory. `write_distributed` writes as many files as ranks of FSDP would, each with its rows of every
-tensor. Two properties of torch 2.13 are worked around: its reader unpickles `.metadata` with any class, which could run
-any code, and its writer keeps every tensor of a file until the file is complete.
+torch's own reader, writer and resharding do the work. `DistributedFiles` reads any part of a tensor, and keeps two
+stored chunks in memory, since parts of two tensors often make up one of ours. `write_distributed` writes as many files
+as ranks of FSDP would, each with its rows of every tensor. Two properties of torch 2.13 are worked around: its reader
+unpickles `.metadata` with any class, which could run any code, and its writer keeps every tensor of a file until the
+file is complete.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -18,7 +19,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,9 @@ from shardlab.models.tensors.weights import DTYPES
 from shardlab.train.checkpoint.contents import OutputTensor
 from shardlab.train.checkpoint.read import METADATA
 
+KEPT_CHUNKS = 2
+"""Stored chunks that a reader keeps in memory."""
+
 
 class DistributedFiles:
     """Tensors of a folder of torch.distributed.checkpoint by name.
@@ -75,7 +79,7 @@ class DistributedFiles:
             if isinstance(entry, TensorStorageMetadata) and not name.startswith(tuple(others))
         }
         self._folder = folder
-        self._stored: tuple[MetadataIndex, Tensor] | None = None
+        self._stored: dict[MetadataIndex, Tensor] = {}
         self._require_files()
 
     @property
@@ -100,21 +104,23 @@ class DistributedFiles:
         return dtype
 
     def read(self, name: str, *where: slice | int) -> Tensor:
-        """Read the part `where` of a tensor, one slice for each of its first dims."""
+        """Read the part `where` of a tensor, one slice or number for each of its first dims."""
         entry = self._entries[name]
-        given = [*cast(tuple[slice, ...], where), *(slice(None) for _ in entry.size[len(where) :])]
+        given = [each if isinstance(each, slice) else slice(each, each + 1) for each in where]
+        given += [slice(None) for _ in entry.size[len(where) :]]
         spans = [each.indices(length) for each, length in zip(given, entry.size, strict=True)]
         part = torch.empty([stop - start for start, stop, _ in spans], dtype=self.dtype(name))
         wanted = ChunkStorageMetadata(torch.Size(start for start, _, _ in spans), part.shape)
         for item in create_read_items_for_chunk_list(name, entry, [wanted]):
             stored = self._chunk(item.storage_index)
             part[_region(item.dest_offsets, item.lengths)] = stored[_region(item.storage_offsets, item.lengths)]
-        return part
+        return part[tuple(0 if isinstance(each, int) else slice(None) for each in where)]
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
-        """Return a stored chunk, the last one from memory."""
-        if self._stored is None or self._stored[0] != index:
-            self._stored = None  # its memory is free before the next chunk is read
+        """Return a stored chunk, the last two from memory."""
+        if index not in self._stored:
+            for old in [*self._stored][: 1 - KEPT_CHUNKS]:
+                del self._stored[old]  # its memory is free before the next chunk is read
             entry = self._entries[index.fqn]
             sizes = next(each.sizes for each in entry.chunks if each.offsets == index.offset)
             chunk, zeros = torch.empty(sizes, dtype=entry.properties.dtype), torch.Size([0] * len(sizes))
@@ -124,8 +130,8 @@ class DistributedFiles:
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, AssertionError) as error:
                 reason = str(error).partition("\n")[0]
                 raise UserError(f"{self._folder}: {index.fqn} cannot be read ({reason}); the file is damaged") from None
-            self._stored = index, chunk
-        return self._stored[1]
+            self._stored[index] = chunk
+        return self._stored[index]
 
     def _require_files(self) -> None:
         """Require that all chunks of the tensors exist.

@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -25,13 +26,23 @@ from torch import Tensor
 
 from shardlab.common.errors import UserError
 from shardlab.common.files import atomic_folder, write_atomically
-from shardlab.models import Parameter
+from shardlab.models import GPT, MoE, Parameter
 from shardlab.models.named import SHARD_BYTES, SINGLE, index_of, index_text, name_of, shards_of
 from shardlab.models.tensors.weights import matrix_of, reason
 from shardlab.train.checkpoint import Disk, OutputTensor, file_chunks
 from shardlab.train.huggingface.families import GPT2, Part, family_of, write_config
-from shardlab.train.huggingface.sources import CONFIG, EMBEDDING, HEAD, RUN, WEIGHTS, Form, Source, parameters_of
-from shardlab.train.huggingface.torchtitan import torchtitan_naming
+from shardlab.train.huggingface.sources import (
+    CONFIG,
+    EMBEDDING,
+    HEAD,
+    ROUTER,
+    RUN,
+    WEIGHTS,
+    Form,
+    Source,
+    parameters_of,
+)
+from shardlab.train.huggingface.torchtitan import EXPERT_BIAS, torchtitan_naming
 
 COMPANIONS = (
     *("tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
@@ -137,21 +148,54 @@ def _plan(source: Source, form: Form) -> list[OutputTensor]:
             )
             for block, p in source.parameters()
         ]
+    if form == "dcp":
+        return _torchtitan_tensors(source)
     family, model = family_of(source.model, str(source.folder))
-    naming = torchtitan_naming(model, str(source.folder)) if form == "dcp" else family.naming
     there = {(block, parameter.name) for block, parameter in source.parameters()}
     default = source.dtype(*next(source.parameters()))
     planned: list[OutputTensor] = []
     for block, parameter in parameters_of(replace(model, bias=True) if family is GPT2 else model):
-        own = (block, parameter.name) in there
-        dtype = source.dtype(block, parameter) if own else default
-        for matrix, parts in enumerate(naming.parts(model, block, parameter)):
-            for part in parts:
-                read = partial(_read_part, source, block, parameter, matrix, part)
-                make = read if own else partial(_zeros, part.shape[1:])
-                planned.append(OutputTensor(part.name, part.shape, dtype, make, max(1, part.head_size)))
-        if form == "dcp" and model.has_tied_head and parameter.name == EMBEDDING:  # torchtitan saves it twice
+        parts = family.naming.parts(model, block, parameter)
+        if (block, parameter.name) in there:
+            planned += _tensors_of(source, block, parameter, parts)
+        else:
+            rows = [part for each in parts for part in each]
+            planned += [OutputTensor(each.name, each.shape, default, partial(_zeros, each.shape[1:])) for each in rows]
+    return planned
+
+
+def _torchtitan_tensors(source: Source) -> list[OutputTensor]:
+    """List the weights in torchtitan's layout, with a tied head a second time and the routers' zero biases."""
+    naming, model = torchtitan_naming(source.model, str(source.folder)), source.model
+    planned: list[OutputTensor] = []
+    for block, parameter in source.parameters():
+        planned += _tensors_of(source, block, parameter, naming.parts(cast(GPT, model), block, parameter))
+        if model.has_tied_head and parameter.name == EMBEDDING:
             planned.append(planned[-1]._replace(name=HEAD))
+        if isinstance(model, MoE) and parameter.name == ROUTER:
+            name = f"layers.{block}.{EXPERT_BIAS}"
+            planned.append(OutputTensor(name, (model.experts,), torch.float32, partial(_zeros, ())))
+    return planned
+
+
+def _tensors_of(
+    source: Source, block: int, parameter: Parameter, parts: Sequence[Sequence[Part]]
+) -> list[OutputTensor]:
+    """List the tensors in which a parameter lies. Several parts of it, or its experts, may make up one."""
+    places: dict[str, list[tuple[int, Part]]] = {}
+    for matrix, each in enumerate(parts):
+        for part in each:
+            places.setdefault(part.name, []).append((matrix, part))
+    planned: list[OutputTensor] = []
+    for name, inside in places.items():
+        (matrix, part), several = inside[0], inside[0][1].expert is not None
+        shape = (len(inside), *part.shape) if several else part.shape
+        if several:
+            read = partial(_read_experts, source, block, parameter, inside)
+        else:
+            read = partial(_read_parts, source, block, parameter, matrix, [each for _, each in inside])
+        together = 1 if several or part.heads is None else part.heads.stride or part.heads.size
+        planned.append(OutputTensor(name, shape, source.dtype(block, parameter), read, together))
     return planned
 
 
@@ -164,19 +208,35 @@ def _read_whole(source: Source, block: int, parameter: Parameter, start: int, st
     return torch.stack([source.read(block, parameter, matrix, whole, across) for matrix in range(start, stop)])
 
 
-def _read_part(
-    source: Source, block: int, parameter: Parameter, matrix: int, part: Part, start: int, stop: int
+def _read_experts(
+    source: Source, block: int, parameter: Parameter, inside: Sequence[tuple[int, Part]], start: int, stop: int
 ) -> Tensor:
-    """Read some rows of a parameter's part as the new file stores it."""
-    rows, across = torch.arange(part.rows), torch.arange(part.columns)
+    """Read the matrices of some experts as the new file stores them."""
+    return torch.stack(
+        [_read_parts(source, block, parameter, matrix, [part], 0, part.shape[0]) for matrix, part in inside[start:stop]]
+    )
+
+
+def _read_parts(
+    source: Source, block: int, parameter: Parameter, matrix: int, parts: Sequence[Part], start: int, stop: int
+) -> Tensor:
+    """Read some rows of the tensor that parts of a parameter make up, as the new file stores it."""
+    part = parts[0]
+    across = torch.arange(part.columns)
     if part.transposed:
-        return source.read(block, parameter, matrix, part.start + rows, across[start:stop]).t()
-    theirs = part.theirs(rows)
-    mine = ((theirs >= start) & (theirs < stop)).nonzero()[:, 0]
-    ours = source.read(block, parameter, matrix, part.start + mine, across)
-    if part.head_size:
-        ours[theirs[mine] - start] = ours.clone()
-    return ours[:, 0] if part.vector else ours
+        return source.read(block, parameter, matrix, part.start + torch.arange(part.rows), across[start:stop]).t()
+    found = torch.empty(stop - start, part.columns, dtype=source.dtype(block, parameter))
+    for part in parts:
+        theirs = part.theirs(torch.arange(part.rows))
+        mine = ((theirs >= start) & (theirs < stop)).nonzero()[:, 0]
+        rows = source.read(block, parameter, matrix, part.start + mine, across).to(found.dtype)
+        found[theirs[mine] - start] = rows
+        if part.heads is not None and not part.heads.stride and not torch.equal(found[theirs[mine] - start], rows):
+            raise UserError(
+                f"{source.folder}: each head of block {block} has another {parameter.name}, and torchtitan has one "
+                "weight for all heads; --to shardlab keeps them"
+            )
+    return found[:, 0] if part.vector else found
 
 
 def _zeros(rest: tuple[int, ...], start: int, stop: int) -> Tensor:
@@ -186,8 +246,11 @@ def _zeros(rest: tuple[int, ...], start: int, stop: int) -> Tensor:
 def _write_config(
     source: Source, form: Form, folder: Path, dtypes: set[torch.dtype], special: Mapping[str, int]
 ) -> None:
-    """Write the description of the model. Fields of config.json that have no equivalent in a run are kept."""
-    if form == "shardlab":
+    """Write the description of the model. Fields of config.json that have no equivalent in a run are kept.
+
+    A checkpoint of torchtitan that is of no model of transformers has the description of a run beside it.
+    """
+    if form == "shardlab" or (form == "dcp" and not _has_family(source)):
         model = source.model
         record = {"model": {"kind": name_of(type(model)), **asdict(model)}, "converted_from": str(source.folder)}
         write_atomically(folder / RUN, _json(record | ({"huggingface": dict(source.config)} if source.config else {})))
@@ -203,6 +266,13 @@ def _write_config(
     config |= {name: token for name, token in special.items() if config[name] is None}
     (dtype,) = dtypes if len(dtypes) == 1 else (torch.float32,)
     write_atomically(folder / CONFIG, _json(kept | config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
+
+
+def _has_family(source: Source) -> bool:
+    with suppress(UserError):
+        family_of(source.model, "")
+        return True
+    return False
 
 
 def _json(data: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ matrix (rows, columns), a vector has one column, and each expert of a mixture ha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -90,20 +90,53 @@ def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
 def write_config(family: Family, model: GPT) -> dict[str, Any]:
     """Return the config.json of a model of this family."""
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    for field in family.config.fields:
-        value: Any = getattr(model, field.ours)
-        if field.words:
-            value = next(theirs for theirs, ours in field.words.items() if ours == value)
-        if field.ours == "kv_heads":
+    for each in family.config.fields:
+        value: Any = getattr(model, each.ours)
+        if each.words:
+            value = next(theirs for theirs, ours in each.words.items() if ours == value)
+        if each.ours == "kv_heads":
             value = model.kv_heads or model.heads
-        if field.ours == "ffn_hidden_size" and field.default is REQUIRED:
+        if each.ours == "ffn_hidden_size" and each.default is REQUIRED:
             value = model.hidden
-        if (field.theirs == "bias" and value) or (field.theirs == "head_dim" and value is None):
+        if (each.theirs == "bias" and value) or (each.theirs == "head_dim" and value is None):
             continue  # transformers does not know the one, and derives the other
-        config |= dict.fromkeys((field.theirs, *field.like), value)
+        config |= dict.fromkeys((each.theirs, *each.like), value)
     if family.config.rope_theta is not None:
         config |= {"rope_theta": model.rope_theta, "rope_scaling": _scaling(model.rope_scaling)}
     return config | dict(family.config.fixed) | {"bos_token_id": None, "eos_token_id": None}
+
+
+class HeadOrder(NamedTuple):
+    """Order of the rows of heads in a tensor, if it is not that of our matrix.
+
+    Attributes:
+        size: rows of a head in our matrix.
+        stride: rows of a head in the tensor, among which ours are some (0: all our heads are the same rows).
+        offset: first of our rows among those of a head in the tensor.
+        shift: places by which our rows are rotated within the head.
+        halves: whether the tensor stores the rotary pairs (2i, 2i + 1) of a head as (i, i + size / 2).
+
+    >>> import torch
+    >>> HeadOrder(4, 4, halves=True).places(torch.arange(8)).tolist()
+    [0, 2, 1, 3, 4, 6, 5, 7]
+    >>> HeadOrder(2, 5, offset=3).places(torch.arange(4)).tolist()
+    [3, 4, 8, 9]
+    >>> HeadOrder(3, 3, shift=1).places(torch.arange(3)).tolist()
+    [1, 2, 0]
+    """
+
+    size: int
+    stride: int
+    offset: int = 0
+    shift: int = 0
+    halves: bool = False
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Return the rows of the tensor for some rows of our matrix."""
+        head, feature = rows // self.size, (rows % self.size + self.shift) % self.size
+        if self.halves:
+            feature = feature // 2 + feature % 2 * (self.size // 2)
+        return head * self.stride + self.offset + feature
 
 
 class Part(NamedTuple):
@@ -116,8 +149,7 @@ class Part(NamedTuple):
         expert: index of the matrix in a tensor of several (None: the tensor is this matrix alone).
         vector: whether the tensor has one dimension.
         transposed: whether the tensor is (columns, rows).
-        head_size: features of a head whose rotary pairs (2i, 2i + 1) the tensor stores as (i, i + head_size / 2); 0: no
-            rotary features, or stored as ours.
+        heads: order of the rows in the tensor (None: that of our matrix).
     """
 
     name: str
@@ -127,26 +159,23 @@ class Part(NamedTuple):
     expert: int | None = None
     vector: bool = False
     transposed: bool = False
-    head_size: int = 0
+    heads: HeadOrder | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix in the file."""
+        rows = self.rows if self.heads is None else self.rows // self.heads.size * self.heads.stride or self.heads.size
         if self.vector:
-            return (self.rows,)
-        return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+            return (rows,)
+        return (self.columns, rows) if self.transposed else (rows, self.columns)
 
     def theirs(self, rows: Tensor) -> Tensor:
-        """Return the rows of the tensor for some rows of ours, both counted from the part's first row.
+        """Return the rows of the tensor for some rows of ours, the latter counted from the part's first row."""
+        return rows if self.heads is None else self.heads.places(rows)
 
-        >>> import torch
-        >>> Part("q", 0, 8, 4, head_size=4).theirs(torch.arange(8)).tolist()
-        [0, 2, 1, 3, 4, 6, 5, 7]
-        """
-        if not self.head_size:
-            return rows
-        feature = rows % self.head_size
-        return rows - feature + feature // 2 + feature % 2 * (self.head_size // 2)
+
+QKV = "attn.c_attn"
+"""Parameter of ours with queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +186,16 @@ class Naming:
         tensors: for each parameter of ours, without "weight" or "bias", the tensors with its sections, in order;
             {block} and {expert} stand for numbers.
         transposed: parameters of ours whose tensors are (inputs, outputs), as in GPT-2's Conv1D.
-        rotary: parts of tensors' names whose heads store their rotary pairs in two halves.
+        rotary: whether queries and keys store the rotary pairs of a head in two halves.
+        heads: order of heads by the parameter of ours and the number of its section.
+        stacked: parameters of ours whose experts lie in one tensor, whose name has no ending.
     """
 
     tensors: Mapping[str, Sequence[str]]
     transposed: frozenset[str] = frozenset()
-    rotary: frozenset[str] = frozenset()
+    rotary: bool = False
+    heads: Mapping[tuple[str, int], HeadOrder] = field(default_factory=dict[tuple[str, int], HeadOrder])
+    stacked: frozenset[str] = frozenset()
 
     def parts(self, model: GPT, block: int, parameter: Parameter) -> list[list[Part]]:
         """Return the parts in which each matrix of a parameter lies."""
@@ -171,16 +204,20 @@ class Naming:
         lengths = parameter.sections if len(names) > 1 else (rows,)
         starts = accumulate((0, *lengths[:-1]))
         placed = list(zip(names, starts, lengths, strict=True))
-        vector = len(parameter.shape) == 1
+        vector, several = len(parameter.shape) == 1, stem in self.stacked
+        orders = dict(self.heads)
+        if self.rotary:
+            orders |= dict.fromkeys([(QKV, 0), (QKV, 1)], HeadOrder(model.head_size, model.head_size, halves=True))
         return [
             [
                 Part(
-                    f"{name.format(block=block, expert=expert)}.{end}", start, length, columns,
+                    name.format(block=block, expert=expert) + ("" if several else f".{end}"), start, length, columns,
+                    expert=expert if several else None,
                     vector=vector,
                     transposed=stem in self.transposed and not vector,
-                    head_size=model.head_size if name.rpartition(".")[2] in self.rotary else 0,
+                    heads=orders.get((stem, section)),
                 )
-                for name, start, length in placed
+                for section, (name, start, length) in enumerate(placed)
             ]
             for expert in range(experts)
         ]  # fmt: skip
@@ -253,8 +290,6 @@ _ATTENTION = {
     "attn.c_proj": ["model.layers.{block}.self_attn.o_proj"],
 }
 
-_ROTARY = frozenset({"q_proj", "k_proj"})
-
 LLAMA = Family(
     LLAMA_CONFIG,
     "LlamaForCausalLM",
@@ -266,7 +301,7 @@ LLAMA = Family(
             "mlp.c_fc": ["model.layers.{block}.mlp.gate_proj", "model.layers.{block}.mlp.up_proj"],
             "mlp.c_proj": ["model.layers.{block}.mlp.down_proj"],
         },
-        rotary=_ROTARY,
+        rotary=True,
     ),
     (".rotary_emb.inv_freq",),
 )
@@ -293,7 +328,7 @@ MIXTRAL = Family(
             "mlp.experts.c_fc": [f"{_EXPERT}.w1", f"{_EXPERT}.w3"],
             "mlp.experts.c_proj": [f"{_EXPERT}.w2"],
         },
-        rotary=_ROTARY,
+        rotary=True,
     ),
     (".rotary_emb.inv_freq",),
 )

@@ -21,12 +21,12 @@ from shardlab.common.files import path_from_here, read_file
 from shardlab.common.text import counted
 from shardlab.common.user_code import file_and_name
 from shardlab.models import GPT, Blocks, CutModel, Llama, Model, Parameter
-from shardlab.models.named import ENDING, SINGLE, find_model, name_of, weights_at, with_written
+from shardlab.models.named import ENDING, SINGLE, find_model, weights_at, with_written
 from shardlab.models.tensors import Initial
 from shardlab.models.tensors.weights import TensorFiles, read_range, weight_files
 from shardlab.train.checkpoint import METADATA, STATE, WEIGHTS_KIND, Checkpoint, CheckpointTensors
 from shardlab.train.huggingface.families import Part, read_model, run_parts
-from shardlab.train.huggingface.torchtitan import OLD_HEAD, OTHER_STATES, torchtitan_naming
+from shardlab.train.huggingface.torchtitan import EXPERT_BIASES, OLD_HEAD, OTHER_STATES, torchtitan_naming
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ names of torchtitan."""
 
 RUN, WEIGHTS, CONFIG = "run.json", "weights.safetensors", "config.json"
 
-EMBEDDING, HEAD = "wte.weight", "lm_head.weight"
-"""Names of the token embedding in our models, and of an untied head in files."""
+EMBEDDING, ROUTER, HEAD = "wte.weight", "mlp.router.weight", "lm_head.weight"
+"""Names of the token embedding and a router in our models, and of an untied head in files."""
 
 HEADS = frozenset({HEAD, f"{OLD_HEAD}.weight"})
 """Names of a head in the files of all formats."""
@@ -190,8 +190,13 @@ class WeightSource:
                     "its configuration is not that of these weights"
                 )
         extra = sorted(name for name in there - wanted.keys() if not name.endswith(ignored))
-        if not self.model.bias:  # transformers' GPT-2 has biases all the same
-            extra = [name for name in extra if not name.endswith(".bias") or bool(self.tensors.read(name).any())]
+        zeros = (".bias", *EXPERT_BIASES) if not self.model.bias else EXPERT_BIASES  # transformers' GPT-2 has biases
+        extra = [name for name in extra if not name.endswith(zeros) or bool(self.tensors.read(name).any())]
+        if balancing := [name for name in extra if name.endswith(EXPERT_BIASES)]:
+            raise UserError(
+                f"{self.folder}: {balancing[0]} is not zero. torchtitan's routers add it to choose experts, and "
+                "Shardlab's do not; train there with load_balance_coeff None"
+            )
         for head in HEADS.intersection(extra) if self.model.has_tied_head else ():
             extra.remove(head)
             self._want_tied(head)
@@ -202,7 +207,9 @@ class WeightSource:
         return self
 
     def _read(self, part: Part, rows: Tensor, columns: Tensor) -> Tensor:
-        """Read consecutive rows of a part. Rows of rotary heads lie in another order, so whole heads are read."""
+        """Read consecutive rows of a part. Where rows lie in another order, all between the first and the last are
+        read.
+        """
         name, theirs = self.name(part), part.theirs(rows)
         first, across = int(theirs.min()), _slice(columns)
         down = slice(first, int(theirs.max()) + 1)
@@ -214,7 +221,7 @@ class WeightSource:
             found = self.tensors.read(name, part.expert, down, across)
         else:
             found = self.tensors.read(name, down, across)
-        return found[theirs - first] if part.head_size else found
+        return found[theirs - first] if part.heads else found
 
     def _want_tied(self, head: str) -> None:
         """Refuse a stored head that differs from the embedding to which it is tied.
@@ -258,12 +265,12 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {what}; name the folder of a run, or one in Hugging Face's form")
     changed = change or _unchanged
+    if (folder / METADATA).is_file() or any(folder.glob("*.distcp")):
+        return _open_distributed(folder, changed)
     if (folder / STATE).is_file():
         checkpoint = Checkpoint.open(folder).verify()
         model = changed(recorded_model(dict(checkpoint.state), folder / STATE), str(folder / STATE))
         return CheckpointSource(folder, model, checkpoint.tensors(WEIGHTS_KIND))
-    if (folder / METADATA).is_file() or any(folder.glob("*.distcp")):
-        return _open_distributed(folder, changed)
     if weights_at(weights):
         record = read_table(read_file(folder / RUN, "JSON"), str(folder / RUN))
         model = changed(recorded_model(record, folder / RUN), str(folder / RUN))
@@ -300,24 +307,24 @@ class _Unknown(Llama):
 
 
 def _open_distributed(folder: Path, change: Callable[[Blocks, str], Blocks]) -> WeightSource:
-    """Open a folder of torch.distributed.checkpoint. A config.json beside it, or `change`, gives the model."""
+    """Open a folder of torch.distributed.checkpoint. A config.json, a run's record or `change` gives the model."""
     from shardlab.train.checkpoint.distributed import DistributedFiles  # imports much of torch
 
     path = folder / CONFIG
     config = read_table(read_file(path, "JSON"), str(path)) if path.is_file() else {}
-    model = change(read_model(config, str(path))[1] if config else _Unknown(), str(folder))
+    described: Blocks = _Unknown()
+    if config:
+        described = read_model(config, str(path))[1]
+    elif (folder / RUN).is_file():
+        described = recorded_model(read_table(read_file(folder / RUN, "JSON"), str(folder / RUN)), folder / RUN)
+    model = change(described, str(folder))
     if isinstance(model, _Unknown):
         raise UserError(
             f"{folder} does not say of which model its weights are; name it, as by shardlab convert --model llama3-8b, "
             f"or put the model's {CONFIG} of Hugging Face into the folder"
         )
-    if not isinstance(model, GPT):
-        raise UserError(
-            f"{folder}: torchtitan's checkpoints are exchanged for llama, not for {name_of(type(model))}; "
-            "name another --model"
-        )
     tensors = DistributedFiles(folder, OTHER_STATES)
-    parts = partial(torchtitan_naming(model, str(folder), tensors.names).parts, model)
+    parts = partial(torchtitan_naming(model, str(folder), tensors.names).parts, cast(GPT, model))
     source = WeightSource(folder, "dcp", model, tensors, parts, config=config, left_out=tensors.left_out)
     return source.check()
 

@@ -1,33 +1,53 @@
-"""Names of a Llama's tensors in torchtitan's checkpoints, which torch.distributed.checkpoint writes.
+"""Names of tensors in torchtitan's checkpoints, which torch.distributed.checkpoint writes.
 
-Source: pytorch/torchtitan at b5bcd76c66d0acb1a08b176d9639425bc55e0b2a. `models/llama3/state_dict_adapter.py` has the
-names. Queries and keys are stored as in a run: rotary pairs lie side by side. `ModelWrapper` in
-`components/checkpointer/base.py` puts these names at the top level; `optimizer.`, `lr_scheduler.`, `dataloader.` and
-`train_state.` begin the names of all other states. A tied head is the embedding under a second name
-(`models/common/decoder.py`), so it is stored twice. Older names: the head was `output` until 786e26f8 (2026-04-27), and
-`qkv_linear` was missing until ad7a8653 (2026-04-16).
+Source: pytorch/torchtitan at b5bcd76c66d0acb1a08b176d9639425bc55e0b2a. `models/llama3/state_dict_adapter.py`, and those
+of qwen3 and deepseek_v3, have the names. Our models are read by these:
+
+- a Llama by llama3, which rotates neighbouring features (`ComplexRoPE`), as we do;
+- a Llama whose queries and keys are normalised, and a mixture without latents, by qwen3, which rotates a feature with
+  that half a head away (`CosSinRoPE`). One weight normalises all heads there, and each head has its own here. So only
+  equal ones are written;
+- a mixture with latent attention by deepseek_v3, whose heads lie in another order (`models/deepseek_v3/model.py`).
+
+`ModelWrapper` in `components/checkpointer/base.py` puts these names at the top level; `optimizer.`, `lr_scheduler.`,
+`dataloader.` and `train_state.` begin the names of all other states. A tied head is the embedding under a second name
+(`models/common/decoder.py`), so it is stored twice. Older names: the head was `output` until 786e26f8 (2026-04-27),
+`qkv_linear` was missing until ad7a8653 (2026-04-16), and release 0.2.2 has `moe.experts` and `moe.expert_bias`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import cast
 
 from shardlab.common.errors import UserError
-from shardlab.models import GPT
+from shardlab.models import GPT, Blocks, MoE
 from shardlab.models.named import name_of
-from shardlab.train.huggingface.families import LLAMA, Naming, family_of
+from shardlab.train.huggingface.families import QKV, HeadOrder, Naming
 
 HEAD, OLD_HEAD = "lm_head", "output"
 """Names of the head, the newest first."""
 
-QKV, OLD_QKV, FUSED = "attention.qkv_linear", "attention", "attention.qkv_linear.wqkv.weight"
+QKV_MODULE, OLD_QKV, FUSED = "attention.qkv_linear", "attention", "attention.qkv_linear.wqkv.weight"
 """Names of the module with queries, keys and values, the newest first, and of one tensor with all three."""
+
+EXPERTS = ("moe.routed_experts.inner_experts.w1_EFD", "moe.routed_experts.inner_experts.w3_EFD")
+EXPERTS_OUT = "moe.routed_experts.inner_experts.w2_EDF"
+OLD_EXPERTS, OLD_EXPERTS_OUT = ("moe.experts.w1", "moe.experts.w3"), "moe.experts.w2"
+"""Names of the experts' matrices, each with all experts, the newest first."""
+
+EXPERT_BIAS = "moe.expert_bias_E"
+EXPERT_BIASES = (f".{EXPERT_BIAS}", ".moe.expert_bias")
+"""Ends of the names of what routers add to their scores, the newest first. It is zero in our models."""
 
 OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 """Beginnings of the names of states that are not weights."""
 
+WANTED = {"norm": "rms", "activation": "swiglu", "bias": False, "qkv_bias": False}
+"""Fields that the models of torchtitan have."""
 
-def torchtitan_naming(model: GPT, source: str, names: Collection[str] = ()) -> Naming:
+
+def torchtitan_naming(model: Blocks, source: str, names: Collection[str] = ()) -> Naming:
     """Return the names of a model's tensors.
 
     Args:
@@ -38,30 +58,79 @@ def torchtitan_naming(model: GPT, source: str, names: Collection[str] = ()) -> N
     Raises:
         UserError: if torchtitan does not have such a model, or wrote the names in a version that is not read.
     """
-    family, _ = family_of(model, source)
-    if family is not LLAMA or model.bias:
-        kind = f"{name_of(type(model))}{' with biases' if family is LLAMA else ''}"
-        raise UserError(
-            f"{source}: a {kind} has no like in torchtitan; its checkpoints are exchanged for llama without biases. "
-            "--to hf writes Hugging Face's format"
-        )
+    model = _require_known(model, source)
     if fused := next((name for name in names if name.endswith(FUSED)), None):
         raise UserError(
             f"{source} has {fused}, in which some versions of torchtitan mixed queries, keys and values; load and save "
             "it with a newer torchtitan"
         )
     head = OLD_HEAD if f"{OLD_HEAD}.weight" in names else HEAD
-    qkv = OLD_QKV if f"layers.0.{OLD_QKV}.wq.weight" in names else QKV
-    return Naming(
-        {
-            "wte": ["tok_embeddings"],
-            "ln_f": ["norm"],
-            "lm_head": [head],
-            "ln_1": ["layers.{block}.attention_norm"],
-            "ln_2": ["layers.{block}.ffn_norm"],
-            "attn.c_attn": [f"layers.{{block}}.{qkv}.{name}" for name in ("wq", "wk", "wv")],
-            "attn.c_proj": ["layers.{block}.attention.wo"],
-            "mlp.c_fc": ["layers.{block}.feed_forward.w1", "layers.{block}.feed_forward.w3"],
-            "mlp.c_proj": ["layers.{block}.feed_forward.w2"],
-        }
-    )
+    old = any(name.endswith(OLD_EXPERTS) for name in names)
+    experts, out = (OLD_EXPERTS, OLD_EXPERTS_OUT) if old else (EXPERTS, EXPERTS_OUT)
+    inside = "layers.{block}."
+    tensors = {
+        "wte": ["tok_embeddings"],
+        "ln_f": ["norm"],
+        "lm_head": [head],
+        "ln_1": [f"{inside}attention_norm"],
+        "ln_2": [f"{inside}ffn_norm"],
+        "attn.c_proj": [f"{inside}attention.wo"],
+        "mlp.c_fc": [f"{inside}feed_forward.w1", f"{inside}feed_forward.w3"],
+        "mlp.c_proj": [f"{inside}feed_forward.w2"],
+        "mlp.router": [f"{inside}moe.router.gate"],
+        "mlp.experts.c_fc": [inside + name for name in experts],
+        "mlp.experts.c_proj": [inside + out],
+        "mlp.shared.c_fc": [f"{inside}moe.shared_experts.w1", f"{inside}moe.shared_experts.w3"],
+        "mlp.shared.c_proj": [f"{inside}moe.shared_experts.w2"],
+    }
+    stacked, size = frozenset({"mlp.experts.c_fc", "mlp.experts.c_proj"}), model.head_size
+    if model.kv_rank is not None:
+        return Naming(tensors | _latent_names(model), heads=_latent_heads(model), stacked=stacked)
+    module = OLD_QKV if f"layers.0.{OLD_QKV}.wq.weight" in names else QKV_MODULE
+    tensors |= {QKV: [f"{inside}{module}.{name}" for name in ("wq", "wk", "wv")]}
+    tensors |= {f"attn.{name}_norm": [f"{inside}attention.{name}_norm"] for name in "qk"}
+    shared = HeadOrder(size, 0, halves=True)
+    norms = {(f"attn.{name}_norm", 0): shared for name in "qk"}
+    return Naming(tensors, rotary=model.qk_norm or isinstance(model, MoE), heads=norms, stacked=stacked)
+
+
+def _require_known(model: Blocks, source: str) -> GPT:
+    known, different = isinstance(model, GPT), list[str]()
+    if isinstance(model, GPT):
+        different = [
+            f"{name} {getattr(model, name)}" for name, value in WANTED.items() if getattr(model, name) != value
+        ]
+        different += ["learned positions"] if model.rope_theta is None else []
+    if not known or different:
+        kind = f"a {name_of(type(model))}{' with ' if different else ''}{', '.join(different)}"
+        raise UserError(
+            f"{source}: {kind} has no like in torchtitan, whose checkpoints are exchanged for models such as llama3, "
+            "qwen3 and deepseek_v3; name another --model, or give --to hf for Hugging Face's format"
+        )
+    return cast(GPT, model)
+
+
+def _latent_names(model: GPT) -> dict[str, list[str]]:
+    inside = "layers.{block}.attention."
+    keys = f"{inside}wkv_a"
+    return {
+        "attn.latents": [keys] if model.q_rank is None else [f"{inside}wq_a", keys],
+        "attn.q_latent_norm": [f"{inside}q_norm"],
+        "attn.kv_latent_norm": [f"{inside}kv_norm"],
+        "attn.latent_q": [f"{inside}wq" if model.q_rank is None else f"{inside}wq_b"],
+        "attn.latent_kv": [f"{inside}wkv_b"] * 2,
+    }
+
+
+def _latent_heads(model: GPT) -> dict[tuple[str, int], HeadOrder]:
+    """Return the orders of heads of latent attention.
+
+    The rotated features of a query are first here and last there. Keys and values of all heads lie one after the other
+    here, and those of each head together there.
+    """
+    plain, rotated = model.head_size, model.rope_dim
+    return {
+        ("attn.latent_q", 0): HeadOrder(plain + rotated, plain + rotated, shift=plain),
+        ("attn.latent_kv", 0): HeadOrder(plain, 2 * plain),
+        ("attn.latent_kv", 1): HeadOrder(plain, 2 * plain, offset=plain),
+    }
