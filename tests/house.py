@@ -28,7 +28,7 @@ CODE_LINES = {
     "learn": 5500,
     "measure": 2200,
     "models": 4450,
-    "planner": 4060,
+    "planner": 4090,
     "simulate": 7214,
     "strategies": 2700,
     "train": 8810,

@@ -150,20 +150,56 @@ class ScheduleProblem:
         microbatch at least as long as the way from a forward pass to its weight half, so within its memory limit only
         so many microbatches pass in a given time.
         """
-        heads, holds = self._heads, self._holding_times
+        heads = self._heads
         bounds = [self._whole_way]
         for rank in range(self.ranks):
             mine = self.stages_of(rank)
             work = self.microbatches * sum(self.stages[stage].work for stage in mine)
             bounds.append(work + (heads[mine[0]] if self.objective == "step" else 0.0))
-            if self.limits[rank] < math.inf:
-                held = sum(
-                    self.stages[stage].activation * (holds[stage] - self.stages[stage].weight)
-                    + self.stages[stage].kept_memory * self.stages[stage].weight
-                    for stage in mine
-                )
-                bounds.append(self.microbatches * held / self.limits[rank])
-        return max(bounds)
+        known = max(bounds)
+        for rank, limit in enumerate(self.limits):
+            if limit < math.inf:
+                known = max(known, self._time_in_memory(rank, known))
+        return known
+
+    def _time_in_memory(self, rank: int, known: float) -> float:
+        """Return the time that a rank needs at least, because it holds no more than its limit.
+
+        The activations of all microbatches, each times the time for which it must be held, have to find room under the
+        limit. Before the first forward pass and after the last input half there is none but for weight halves; after
+        the first forward pass memory fills no faster than forward passes run, and it empties no faster than backward
+        passes do.
+
+        Args:
+            rank: number of the rank.
+            known: another lower bound.
+        """
+        stages = [self.stages[stage] for stage in self.stages_of(rank)]
+        first = self.stages_of(rank)[0]
+        holds = [self._holding_times[stage] for stage in self.stages_of(rank)]
+        limit = min(self.limits[rank], self.microbatches * sum(max(s.activation, s.kept_memory) for s in stages))
+        in_weights = self.microbatches * sum(s.kept_memory * s.weight for s in stages)
+        held = in_weights + self.microbatches * sum(
+            s.activation * (hold - s.weight) for s, hold in zip(stages, holds, strict=True)
+        )
+        if not held:
+            return 0.0
+        head = tail = 0.0
+        if self.objective == "step":
+            head = self._heads[first]
+            tail = sum(self.stages[stage].input + self._message_after(stage) for stage in range(first))
+        most = max(max(s.activation, s.kept_memory) for s in stages)
+        fills = max(max(s.activation, s.kept_memory) / s.forward for s in stages)
+        empties = max(
+            max(s.activation / (s.input + s.weight), _ratio(s.kept_memory, s.weight) if self.has_halves else 0.0)
+            for s in stages
+        )
+        filling = max(0.0, limit - most) / fills
+        emptying = max(0.0, limit - most) / empties
+        lost = 0.0
+        if known >= head + filling + max(tail, emptying):  # so that the two do not overlap
+            lost = fills * filling**2 / 2 + (empties * max(0.0, emptying - tail) ** 2 / 2 if emptying else 0.0)
+        return head + tail + (held + lost - min(in_weights, limit * tail)) / limit
 
     @cached_property
     def _heads(self) -> list[float]:
@@ -207,6 +243,10 @@ def equal_stages(
     """
     each = StageCosts(*(value / stages_per_rank for value in (forward, input, weight, 1.0)))
     return (each,) * (ranks * stages_per_rank)
+
+
+def _ratio(amount: float, time: float) -> float:
+    return amount / time if time else (math.inf if amount else 0.0)
 
 
 def _require_cost(value: float, name: str, *, positive: bool) -> None:
