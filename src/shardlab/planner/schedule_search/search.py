@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import Random
@@ -142,10 +143,13 @@ def search_schedule(
         assert timing is not None, "a built-in schedule never waits forever"
         published.append(Published(name, timing.time, max(timing.peaks), passes.fits(orders)))
         consider(name, orders)
-    for policy in islice(policies(passes), GREEDY):
-        consider("greedy", greedy_orders(passes, policy))
-        if time.monotonic() - began > seconds / 2:
-            break
+    first, *others = islice(policies(passes), GREEDY)
+    consider("greedy", greedy_orders(passes, first))
+    with suppress(KeyboardInterrupt):
+        for policy in others:
+            if time.monotonic() - began > seconds / 2:
+                break
+            consider("greedy", greedy_orders(passes, policy))
     candidates.sort(key=lambda candidate: (round(candidate[0], 9), max(candidate[3].peaks)))
     best = candidates[0]
     history = [(time.monotonic() - began, best[0])]
