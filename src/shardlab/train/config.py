@@ -91,8 +91,8 @@ class LoopConfig:
     well."""
 
     non_finite: Annotated[NonFinite, choice(NonFinite)] = "stop"
-    """What to do if a loss or a gradient is not finite: stop the run, or skip the step (needs fsdp or a plan). In fp16,
-    a step whose gradient overflows is always skipped."""
+    """Response to a loss or a gradient that is not finite: stop the run, or skip the step (needs fsdp or a plan). In
+    fp16, a step whose gradient overflows is always skipped."""
 
     batch_ramp: Annotated[str | None, RAMP] = None
     """Increase the batch during the run: a list of STEP:MICROBATCHES, such as 0:4,200:8,1000:16."""

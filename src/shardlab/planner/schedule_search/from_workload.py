@@ -193,7 +193,7 @@ def with_schedule(workload: Workload, steps: Steps) -> Workload:
 
 @dataclass(frozen=True)
 class _Replay:
-    """What a replay of two microbatches, one after the other, says about the stages of a pipeline.
+    """Stages of a pipeline, measured on a replay of two microbatches, one after the other.
 
     Attributes:
         stages: the passes of each stage.
