@@ -74,7 +74,12 @@ def _data(plan: Plan) -> str:
     elif "cp" in shards:
         how += ", shared along cp too"
     if plan.shard_parameters:
-        kept = {"layer": "for each use", "stage": "for each visit of their stage", "step": "once a step"}
+        kept = {
+            "layer": "for each use",
+            "forward": "once a microbatch",
+            "stage": "for each visit of their stage",
+            "step": "once a step",
+        }
         how += f", weights gathered {kept[plan.reshard_after]}"
     if plan.shard_parameters and not plan.shard_gradients:
         how += ", gradients reduced once a step"
@@ -218,7 +223,8 @@ def _particulars(plan: Plan) -> dict[str, bool]:
         "state along cp": "cp" in shards,
         "state over replicas": "dp_replicate" in shards,
         "gradients whole": bool(plan.shard_parameters and not plan.shard_gradients),
-        f"gathered once a {plan.reshard_after}": bool(plan.shard_parameters) and plan.reshard_after != "layer",
+        f"gathered once a {plan.reshard_after.replace('forward', 'microbatch')}": bool(plan.shard_parameters)
+        and plan.reshard_after != "layer",
         "no sequence parallelism": mesh.tp > 1 and not plan.sequence_parallel,
         plan.context: mesh.cp > 1 and plan.context != "ring",
         f"ulysses {plan.ulysses_degree}": plan.ulysses_degree is not None,

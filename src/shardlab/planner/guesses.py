@@ -113,7 +113,8 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
         reduce = time(reduced, Kind.GRAD_WEIGHT)
     except UserError:  # the profile lacks a collective
         return 0.0, 0.0
-    uses = {"layer": 2 * each, "stage": each, "step": 1}[plan.reshard_after] if plan.shard_parameters else 1
+    uses_of_sharded = {"layer": 2 * each, "forward": each + 1, "stage": each, "step": 1}
+    uses = uses_of_sharded[plan.reshard_after] if plan.shard_parameters else 1
     reductions = each if plan.shard_gradients else 1
     beside = uses * gather + reductions * reduce
     return (0.0, beside) if plan.shard_parameters else (gather, beside - gather)
@@ -135,7 +136,7 @@ def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
     weights = layers.weights / pp
     block = layers.weights / problem.model.layers
     model = model_state(plan, weights, precision, problem.recipe, problem.optimizer)
-    gathered = {"layer": 2 * block, "stage": weights / stages, "step": weights}[plan.reshard_after]
+    gathered = {"layer": 2 * block, "forward": weights, "stage": weights / stages, "step": weights}[plan.reshard_after]
     state = sum(model) + layers.block + (gathered * precision.bytes(Kind.WEIGHT) if plan.shard_parameters else 0.0)
     state += model_state(Plan(), block, precision, problem.recipe).gradients if plan.shard_gradients else 0.0
     by_category = {

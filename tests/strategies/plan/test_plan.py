@@ -31,7 +31,7 @@ from shardlab.strategies.schedules.find import find_schedule
             {"shard_optimizer": ("dp_shard",), "shard_gradients": ("dp_shard",), "reduce_every_microbatch": ()},
             "shard_gradients is dp_shard but reduce_every_microbatch is nothing",
         ),
-        ({"reshard_after": "never"}, "reshard_after is 'never'; give one of layer, stage, step"),
+        ({"reshard_after": "never"}, "reshard_after is 'never'; give one of layer, forward, stage, step"),
         ({"recompute": "some"}, "recompute is 'some'; give one of none, selective, full"),
         ({"stages_per_rank": 0}, "stages_per_rank is 0; give 1 or more"),
         ({"passes": "defer,prefech"}, "there is no pass 'prefech'; did you mean prefetch?"),

@@ -37,7 +37,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
         shape,
         mesh=mesh,
         schedule=draw(st.sampled_from(list(SCHEDULES))),
-        reshard_after=draw(st.sampled_from(["layer", "stage", "step"])),
+        reshard_after=draw(st.sampled_from(["layer", "forward", "stage", "step"])),
         recompute=draw(st.sampled_from(["none", "full"])),
     )
     return plan, plan.natural_layers() + draw(st.integers(0, 3)), plan.data_ranks * draw(st.integers(1, 4))

@@ -49,6 +49,7 @@ TURNS = [Forward(0, 0), Forward(0, 1), Forward(1, 0), Backward(1, 0), Backward(0
     ("reshard_after", "expected"),
     [
         ("layer", "0 1 0 1 2+ 2 1 0 1 0"),
+        ("forward", "0 1 0 1 2+ 2 1+ 0+ 1 0"),
         ("stage", "0+ 1+ 0 1 2+ 2 1+ 0+ 1 0"),
         ("step", "0+ 1+ 0+ 1+ 2+ 2 1+ 0+ 1 0"),
     ],
@@ -89,6 +90,19 @@ def test_the_tape_has_the_number_of_gathers_that_the_plan_implies() -> None:
     assert max(gathers(fsdp("layer"))) == 6
     assert gathers(fsdp("stage")) == {1}, "GPipe never leaves the only stage of a rank"
     assert 1 < max(gathers(fsdp("stage", "breadth-first"))) < 6
+
+
+def test_pipelines_of_pytorch_gather_again_after_each_forward_pass_but_not_after_a_backward_pass() -> None:
+    """As `torch.distributed.pipelining` with FSDP2's `reshard_after_forward`: F F B F B F B B gathers a layer for the
+    first three passes and for the next two backward passes that follow a forward pass, and F B F B F B F B for the
+    first pass and each backward pass. A rank's last layer stays from a forward pass to the backward pass after it."""
+    plan = Plan(Mesh(pp=2, dp_shard=2), "1f1b", None, (), SHARD, (), SHARD, reshard_after="forward", recompute="full")
+    program = trace(program_from_plan(plan), plan.mesh, 4, 8)
+    assert judge(program).right
+    assert [Counter(op.layer for op in tape if op.kind is OpKind.ALL_GATHER) for tape in program.tapes[::2]] == [
+        {0: 5, 1: 2},
+        {2: 5, 3: 1},
+    ]
 
 
 # How often gradients are reduced, and over which axis: counted on the tape.

@@ -49,7 +49,7 @@ UNNAMED = "plan"
 
 Context = Literal["ring", "all_gather", "ulysses"]
 
-Reshard = Literal["layer", "stage", "step"]
+Reshard = Literal["layer", "forward", "stage", "step"]
 
 ReduceAt = Literal["layer", "step"]
 
@@ -122,8 +122,8 @@ class Plan:
     backward passes continue, or after all backward passes."""
 
     reshard_after: Annotated[Reshard, choice(Reshard)] = "layer"
-    """When gathered weights are freed: after each use (layer), when the rank goes on to another stage (stage), or after
-    their last use (step)."""
+    """When gathered weights are freed: after each use (layer), after each forward pass and the last use (forward), when
+    the rank goes on to another stage (stage), or after their last use (step)."""
 
     sequence_parallel: Annotated[bool, SWITCH] = False
     """Shard the activations between the matrices along the sequence, over the tp ranks."""

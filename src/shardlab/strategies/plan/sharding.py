@@ -301,38 +301,43 @@ def weight_uses(rank_plan: RankPlan, steps: Iterable[ShardedStep]) -> list[Weigh
         last_stage = step.stage
         forward = isinstance(step, Forward)
         order = rank_plan.stages[step.stage] if forward else rank_plan.backward_order(step.stage)
-        visits += weight_visits(rank_plan.model, order, rank_plan.weightless, row)
+        visits += weight_visits(rank_plan.model, order, rank_plan.weightless, row, forward=forward)
     return mark_kept_weights(visits, rank_plan.plan.reshard_after)
 
 
 def weight_visits(
-    model: ModelLayers, order: Iterable[int], skip: Collection[int], row: int = 0
+    model: ModelLayers, order: Iterable[int], skip: Collection[int], row: int = 0, *, forward: bool = False
 ) -> Iterator[WeightVisit]:
     """Yield the weights that layers use.
 
     Args:
         skip: layers without parameters.
         row: number of the row of steps of one stage.
+        forward: whether this is a forward pass.
     """
     for layer in order:
         if layer not in skip:
             weight = model.layers[layer].weight
-            yield WeightVisit(weight, model.gathered_with(weight), row)
+            yield WeightVisit(weight, model.gathered_with(weight), row, forward)
 
 
 def mark_kept_weights(visits: Sequence[WeightVisit], reshard_after: Reshard) -> list[WeightUse]:
     """Return the uses of weights, each with whether the whole weight is kept for the next use."""
     run: list[int] = []
     for place, visit in enumerate(visits):
-        run.append(run[-1] + (visit[1:] != visits[place - 1][1:]) if run else 0)
+        run.append(run[-1] + (visit[1:3] != visits[place - 1][1:3]) if run else 0)
     kept: list[bool] = []
     next_use: dict[int, int] = {}  # layer -> place
     for place in reversed(range(len(visits))):
-        layer, _, row = visits[place]
+        layer, _, row, forward = visits[place]
         after = next_use.get(layer)
         next_use[layer] = place
-        near = after is not None and {"layer": run[after] == run[place], "stage": visits[after].row == row}
-        kept.append(bool(near and near.get(reshard_after, True)))
+        if after is None:
+            kept.append(False)
+            continue
+        same_run = run[after] == run[place]
+        near = {"layer": same_run, "forward": same_run or not forward, "stage": visits[after].row == row}
+        kept.append(near.get(reshard_after, True))
     return [
         WeightUse(visit.layer, keep, number) for visit, keep, number in zip(visits, reversed(kept), run, strict=True)
     ]
@@ -345,11 +350,13 @@ class WeightVisit(NamedTuple):
         layer: owner of the weight.
         block: number of the group of weights that are gathered together.
         row: number of the row of steps on one stage, without a step of another stage in between.
+        forward: whether a forward pass uses it.
     """
 
     layer: int
     block: int
     row: int
+    forward: bool
 
 
 class WeightUse(NamedTuple):
