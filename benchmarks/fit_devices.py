@@ -50,11 +50,12 @@ OTHER = {"a100-40gb": "h100", "h100": "a100-40gb", "h100-96gb": "h100", "h200": 
 PRIORS: dict[tuple[str, str], float] = {
     ("mi300x", "matmul.bfloat16"): 0.42,
     ("fsdp2", "kernels.padded_slots"): 8.0,
+    ("infiniband-ndr", "efficiency"): 0.65,
     ("megatron-core", "memory.tp_context_bytes"): 7 * 2.0**30,
 }
 """Priors that no other device or recipe gives: H100's share of its peak, scaled by what large products reach on both
 (51.4 and 80.3 %; stas00/ml-engineering, compute/accelerator/README.md, Maximum Achievable Matmul FLOPS); a slot for
-each token; and what megatron-deepspeed-2022 holds."""
+each token; InfiniBand HDR's share; and what megatron-deepspeed-2022 holds."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ def _of_links() -> Iterator[Constant]:
         figure = link.figures["efficiency"]
         if figure.fitted_to and link.figures not in seen:
             seen.append(link.figures)
-            yield Constant(owner, "efficiency", None, figure.value, figure.value)
+            prior = PRIORS.get((owner, "efficiency")) or figure.value
+            yield Constant(owner, "efficiency", None, figure.value, prior)
 
 
 def _of_recipes() -> Iterator[Constant]:
