@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlab.language import Mesh
-from shardlab.models import GPT, Blocks, CutModel, Llama, Model, MoE, cut_for
+from shardlab.models import GPT, Blocks, CutModel, Llama, Mixtral, Model, MoE, cut_for
 from shardlab.models.layer import Run
 from shardlab.models.matrices import AUTOGRAD, EXECUTOR, WholeMatrix, kept_activations, kept_elements, matrices_of
 from shardlab.models.matrices import SavedActivations as Kept
@@ -156,6 +156,12 @@ def test_gathered_inputs_are_kept_as_slices_under_sequence_parallelism(slices: i
 def test_swiglu_in_two_kernels_keeps_what_is_between_them(model: Model) -> None:
     assert sum(saved(model, Kept(activated=True))) - sum(saved(model, AUTOGRAD)) == 3 * ROWS * S * 4 * H
     assert saved(GPT3, Kept(activated=True)) == saved(GPT3, AUTOGRAD), "GELU is one kernel"
+
+
+def test_swiglu_of_experts_in_two_kernels_keeps_what_is_between_them_for_each_slot() -> None:
+    model = Mixtral(layers=2, hidden_size=8, heads=2, seq_len=8, experts=4, top_k=2, ffn_hidden_size=24)
+    slots = 4 * ROWS * 8  # without a capacity factor, each token has a slot in each expert
+    assert sum(saved(model, Kept(activated=True))) - sum(saved(model, AUTOGRAD)) == 2 * slots * 24
 
 
 def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() -> None:

@@ -106,6 +106,19 @@ class Sizes:
         attends = sum(layer.projects for layer in self.signatures)
         return (sum(self.forward_flops) + attends * self.attend_flops) / max(1, self.block_count)
 
+    def with_copies(self, layer: int, copies: int) -> Sizes:
+        """Return the sizes if each of so many slices of a layer's parameters were as large as the whole layer."""
+
+        def enlarged(elements: tuple[int, ...]) -> tuple[int, ...]:
+            return (*elements[:layer], elements[layer] * copies, *elements[layer + 1 :]) if elements else ()
+
+        return replace(
+            self,
+            weights=enlarged(self.weights),
+            opt_states=enlarged(self.opt_states),
+            matrices=enlarged(self.matrices),
+        )
+
     @classmethod
     def puzzle(cls, layers: int) -> Sizes:
         """Return the sizes of the LLM Training Puzzles' model.

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from shardlab.models.attention import Attend, LatentProjection, Projection
 from shardlab.models.layer import Run
 from shardlab.models.layout import LayerLayout, Matmul, Parameter
+from shardlab.models.mixture import ExpertActivate
 from shardlab.models.model import Model
 from shardlab.models.primitives import GATED, Activate, Embed, Linear, Norm, Primitive, Scores
 
@@ -159,6 +160,8 @@ def _dropped(primitive: Primitive, kept: SavedActivations, element: int, rows: i
     """Return the elements of a primitive that autograd keeps and this choice does not (negative: it keeps more)."""
     if isinstance(primitive, Activate) and kept.activated and primitive.activation in GATED:
         return -rows * primitive.tokens * primitive.hidden
+    if isinstance(primitive, ExpertActivate) and kept.activated and primitive.activation in GATED:
+        return -primitive.router.places(rows * primitive.tokens) * primitive.hidden
     if isinstance(primitive, Projection) and kept.copied:
         return -2 * rows * primitive.tokens * primitive.kv_width
     narrower = 1 - kept.mask / element if kept.mask and not isinstance(primitive, Embed) else 0.0

@@ -230,7 +230,8 @@ class LayerPrices:
         tokens //= self.mesh.tp if self.plan.sequence_parallel and not run.cut else 1
         if "expert" in run.cut:  # whose tokens come from all ranks of ep
             size *= self.mesh.ep
-        kernels = recipe.kernels.run(self.model.kernels(layer, size, tokens, run.slices))
+        slices = self.prices.computed_slices(layer, run.slices)
+        kernels = recipe.kernels.run(self.model.kernels(layer, size, tokens, slices))
         forward, backward = (self.prices.layer_seconds(kind, kernels) for kind in (OpKind.FORWARD, OpKind.BACKWARD))
         if run.attend is not None:
             there, back = self._attention(layer, run.slices)

@@ -92,7 +92,7 @@ def test_on_cpus_nothing_is_added_to_what_was_counted() -> None:
     peaks = step.estimate().peaks
     cpu = device_memory(replace(step, cluster=Cluster.of_profile(CPU)), peaks)
     tensors = max(peak.bytes for peak in peaks)
-    assert cpu == DeviceMemory(tensors, tensors, tensors, tensors, tensors, cpu.capacity, safe=True, logged=tensors)
+    assert cpu == DeviceMemory(tensors, tensors, tensors, tensors, tensors, cpu.capacity, True, tensors, tensors)
     assert device_memory(step, peaks).total > tensors
 
 
@@ -128,6 +128,8 @@ def test_a_log_of_the_first_rank_tells_less_than_the_fullest_holds() -> None:
     fullest, first = of_plan(memory, shallow), of_plan(replace(memory, logs_first_rank=True), shallow)
     assert fullest.logged == fullest.reserved == first.reserved
     assert first.logged < first.reserved
+    assert fullest.logged_allocated == fullest.allocated == first.allocated
+    assert first.logged_allocated < first.allocated
 
 
 @pytest.mark.parametrize("recipe", ["shardlab", "fsdp2", "nanotron"])

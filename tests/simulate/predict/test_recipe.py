@@ -82,6 +82,7 @@ ELSEWHERE = {
     "fused_dropout",
     "sharded_share",
     *("cp_imbalance", "kept_when_full", "gathers_held_back", "margin_bytes", "logs_first_rank", "shards_in_copy"),
+    *("whole_embedding", "whole_piped_head", "router_graph_bytes"),
     *("gathers_logits", "tp_context_bytes", "expert_load", "expert_loop", "dropless_slots", "padded_slots"),
 }
 """What needs another mesh or little room to matter, and has a test of its own."""
@@ -375,6 +376,45 @@ def test_what_a_recipe_cannot_say_is_refused_in_a_sentence(written: str, sentenc
 # What needs tensor parallelism or a mixture to matter.
 
 SLICED = Plan(Mesh(tp=4), sequence_parallel=True)
+
+
+def test_a_whole_embedding_on_each_rank_is_held_and_updated_by_each() -> None:
+    """Of 1/4 on each of four ranks, 3/4 more; with AdamW in bf16 a parameter, its gradient and state take 16 bytes."""
+    whole, own = (step(with_(whole_embedding=each), LLAMA, SLICED, "h100x4") for each in (True, False))
+    more = LLAMA.vocab_size * LLAMA.hidden_size * 3 // 4
+    assert [whole.peak.by_category[name] - own.peak.by_category[name] for name in ("parameters", "optimizer")] == [
+        2 * more,
+        12 * more,
+    ]
+    assert whole.step > own.step
+    alone = Plan(Mesh(dp_shard=4))
+    assert step(with_(whole_embedding=True), LLAMA, alone).step == step(PLAIN, LLAMA, alone).step
+
+
+def test_a_whole_head_on_each_rank_of_a_pipeline_computes_all_logits() -> None:
+    """On the last stage, and only with a pipeline; a rank of its mesh otherwise computes half of the logits."""
+    pipeline, cluster = Plan(Mesh(pp=2, tp=2), "1f1b"), "h100x4"
+    whole, own = (step(with_(whole_piped_head=each), LLAMA, pipeline, cluster) for each in (True, False))
+    tokens = 16 * LLAMA.seq_len
+    products = 3 * 2.0 * tokens * LLAMA.hidden_size * LLAMA.vocab_size / 2
+    assert whole.step - own.step > products / find_cluster(cluster).device.peak("bfloat16")
+    assert whole.peaks[0].bytes == own.peaks[0].bytes
+    assert whole.peaks[1].bytes > own.peaks[1].bytes
+    assert step(with_(whole_piped_head=True), LLAMA, SLICED, cluster).step == step(PLAIN, LLAMA, SLICED, cluster).step
+
+
+def test_the_graph_before_a_router_stays_if_a_block_was_recomputed() -> None:
+    recipe, plan = with_(router_graph_bytes=30.0), Plan(Mesh(dp_shard=2), recompute="full")
+    each = 30 * 3 * MIXTURE.seq_len * MIXTURE.hidden_size  # of a block and a microbatch of three sequences
+    dense = replace(LLAMA, layers=MIXTURE.layers)
+    for model, how, expected in (
+        (MIXTURE, plan, (MIXTURE.layers - 1) * each),
+        (MIXTURE, replace(plan, recompute="none"), 0),
+        (dense, plan, 0),
+    ):
+        work = Workload(how, model, find_cluster("h100x2"), 2, 3, find_precision("bf16"), recipe=recipe)
+        plain = device_memory(replace(work, recipe=PLAIN))
+        assert device_memory(work).allocated - plain.allocated == expected
 
 
 def test_all_logits_on_each_rank_take_as_much_more_memory_and_time() -> None:

@@ -76,6 +76,7 @@ class FakeCluster:
 class FakeModel:
     """A layer is one product of (tokens, 4) by (4, 8 / slices), the loss one look at each token."""
 
+    layers: int = 4
     seq_len: int = 16
 
     def entries(self, layer: int) -> int:

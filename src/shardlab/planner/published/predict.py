@@ -57,7 +57,7 @@ def predict(run: PublishedRun) -> Prediction:
 
 def measured_as(memory: Memory, held: DeviceMemory) -> float:
     """Return the bytes of the fullest GPU, counted as a run measured them."""
-    return {"allocated": held.allocated, "reserved": held.logged}.get(memory, held.total)
+    return {"allocated": held.logged_allocated, "reserved": held.logged}.get(memory, held.total)
 
 
 def _block_seconds(run: PublishedRun) -> float:

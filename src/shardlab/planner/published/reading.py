@@ -248,17 +248,19 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
         dealt = stages_by_cost(model, stages, halves=bool(halves))
     elif pipelined:
         dealt = layers_per_stage(model.layers, stages, parallelism.first_last_stage_one_layer_less, bool(halves))
-    keeps_weights = zero == 3 and (pipelined or parallelism.reshard_after == "step")
+    usual = recipe.can_run.reshard_after_with_pp[:1] if pipelined else ()
+    kept: Any = parallelism.reshard_after or (*usual, "step" if pipelined else "layer")[0]
+    kept = kept if zero == 3 else "layer"
     return Plan(
         mesh,
         schedule,
         stages_per_rank=chunks if schedule == "interleaved-1f1b" else None,
         layers_per_stage=dealt,
         shard_parameters=shard if zero >= 3 else (),
-        shard_gradients=shard if zero >= 2 and not keeps_weights else (),  # a pipeline's FSDP reduces once a step
+        shard_gradients=shard if zero >= 2 and kept == "layer" else (),  # a pipeline's FSDP reduces once a step
         shard_optimizer=shard if zero >= 1 else (),
         reduce_at=recipe.defaults.reduction(zero),
-        reshard_after="step" if keeps_weights else "layer",
+        reshard_after=kept,
         sequence_parallel=bool(parallelism.sequence_parallel) and mesh.tp > 1,
         recompute=recompute,
         context="all_gather",

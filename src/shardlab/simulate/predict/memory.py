@@ -13,6 +13,8 @@ what the workload's recipe says of it:
 - Freed blocks that the allocator cannot reuse yet. nanotron gathers a slice's inputs on a stream of its own before each
   product, frees them after it, and runs ahead of its device (`parallel/tensor_parallel/functional.py`). The allocator
   keeps these blocks back until the device has run the product.
+- Graphs of recomputed blocks. KempnerForge's routers keep the last load-balancing loss (`kempnerforge/model/
+  router.py`), and with it the recomputed graph of everything before the router, with its saved tensors.
 - The allocator's reserve, CUDA's context and NCCL's buffers.
 """
 
@@ -26,6 +28,7 @@ from typing import NamedTuple, Protocol
 
 from shardlab.language import Kind, Mesh, OpKind, Sizes
 from shardlab.language.precision import Optimizer, Precision
+from shardlab.models import MoE
 from shardlab.simulate.predict.confidence import Step, memory_margin
 from shardlab.simulate.predict.estimate import Peak, peak_of
 from shardlab.simulate.predict.recipe import OWN, Recipe
@@ -69,7 +72,8 @@ class DeviceMemory:
             fails.
         capacity: memory of the device.
         safe: whether `unlimited` leaves the margin free that is asked of a plan that is chosen (`memory_margin`).
-        logged: the reserved bytes that the framework logs: those of the fullest device, or of the first rank's.
+        logged_allocated, logged: the allocated and the reserved bytes that the framework logs: those of the fullest
+            device, or of the first rank's.
     """
 
     allocated: float
@@ -79,6 +83,7 @@ class DeviceMemory:
     needed: float
     capacity: float
     safe: bool
+    logged_allocated: float
     logged: float
 
     @property
@@ -147,10 +152,11 @@ def device_memory(inputs: MemoryInputs, peaks: Sequence[Peak] | None = None) -> 
     """
     recipe, capacity, on_gpu = inputs.recipe.memory, inputs.cluster.device.memory, not inputs.cluster.on_cpu
     peaks = _untimed_peaks(inputs) if peaks is None else peaks
-    each = [peak.bytes + recipe.gradient_buffer * gradient_buffer_bytes(inputs, peak) for peak in peaks]
+    streams = recipe.stream_memory and on_gpu
+    each = [peak.bytes + standing_bytes(inputs, peak, streams=streams) for peak in peaks]
     used = allocated = max(each)
-    if recipe.stream_memory and on_gpu:
-        used = max(peak.bytes + stream_bytes(inputs, peak) for peak in peaks)
+    if streams:
+        used = max(bytes + stream_bytes(inputs, peak) for bytes, peak in zip(each, peaks, strict=True))
     factor = recipe.reserved if on_gpu else 1.0
     with_gathers = [factor * bytes + gather_bytes(inputs, peak) for bytes, peak in zip(each, peaks, strict=True)]
     slack, context = (factor - 1) * used, on_gpu * recipe.context_bytes
@@ -160,10 +166,10 @@ def device_memory(inputs: MemoryInputs, peaks: Sequence[Peak] | None = None) -> 
     most = capacity - context if needed <= capacity else math.inf
     reserved, first = min(unlimited, most), min(with_gathers[0], most)
     safe = unlimited + held + context + memory_margin(inputs.recipe, inputs.cluster, inputs.model) <= capacity
-    logged = first if recipe.logs_first_rank else reserved
+    logged = (each[0], first) if recipe.logs_first_rank else (allocated, reserved)
     whole = unlimited + held + context
     total = min(reserved + held + context, max(reserved + context, capacity))
-    return DeviceMemory(allocated, reserved, total, whole, needed, capacity, safe, logged)
+    return DeviceMemory(allocated, reserved, total, whole, needed, capacity, safe, *logged)
 
 
 def uncounted_memory(inputs: MemoryInputs) -> str:
@@ -216,19 +222,47 @@ def gather_bytes(inputs: MemoryInputs, peak: Peak) -> float:
     return copies * blocks * each * gathered * inputs.precision.bytes(Kind.ACTIVATION)
 
 
+def standing_bytes(inputs: MemoryInputs, peak: Peak, *, streams: bool) -> float:
+    """Return the bytes of tensors that stand for the whole step and that the replay does not count.
+
+    Args:
+        streams: whether a pipeline is that of `torch.distributed.pipelining`.
+    """
+    bytes = router_graph_bytes(inputs)
+    if inputs.recipe.memory.gradient_buffer:
+        bytes += gradient_buffer_bytes(inputs, peak)
+    if streams and inputs.mesh.pp > 1 and _shards(inputs, Kind.WEIGHT):
+        bytes += _message_buffer_bytes(inputs, last=_is_last_stage(inputs, peak))
+    return bytes
+
+
+def _is_last_stage(inputs: MemoryInputs, peak: Peak) -> bool:
+    return inputs.mesh.coordinate(peak.rank, "pp") == inputs.mesh.pp - 1
+
+
+def router_graph_bytes(inputs: MemoryInputs) -> float:
+    """Return the bytes of recomputed graphs before routers that stay until the next step, without the last block's."""
+    plan, model, mesh = inputs.plan, inputs.model, inputs.mesh
+    each = inputs.recipe.memory.router_graph_bytes
+    if not each or not isinstance(model, MoE) or not isinstance(plan, Plan) or plan.recompute == "none":
+        return 0.0
+    tokens = inputs.micro_batch_size * model.seq_len / mesh.cp / (mesh.tp if plan.sequence_parallel else 1)
+    return each * max(0.0, model.layers / mesh.pp - 1) * tokens * model.hidden_size
+
+
 def stream_bytes(inputs: MemoryInputs, peak: Peak) -> float:
-    """Return the bytes that FSDP2's streams, its root group and a pipeline's messages hold beyond a rank's peak."""
+    """Return the bytes that FSDP2's streams and its root group hold beyond a rank's peak."""
     if not _shards(inputs, Kind.WEIGHT):
         return 0.0
     mesh, model, precision = inputs.mesh, inputs.model, inputs.state_precision
     gradients = precision.bytes(Kind.GRAD_WEIGHT) / precision.optimizer * peak.by_category[Category.OPTIMIZER.value]
-    embedding = precision.bytes(Kind.WEIGHT) * model.vocab_size * model.hidden_size / mesh.tp
+    whole = inputs.recipe.kernels.whole_embedding
+    embedding = precision.bytes(Kind.WEIGHT) * model.vocab_size * model.hidden_size / (1 if whole else mesh.tp)
     if mesh.pp == 1:
         summed = peak.by_category[Category.GRADIENTS.value]
         return max(0.0, gradients - summed) + 3 * embedding  # the embedding's own, and the root group's gather
-    stage = mesh.coordinate(peak.rank, "pp")
-    ends = stage in (0, mesh.pp - 1)
-    return gradients + ends * embedding + _message_buffer_bytes(inputs, last=stage == mesh.pp - 1)
+    ends = mesh.coordinate(peak.rank, "pp") == 0 or _is_last_stage(inputs, peak)
+    return gradients + ends * embedding
 
 
 def _message_buffer_bytes(inputs: MemoryInputs, *, last: bool) -> float:

@@ -88,13 +88,25 @@ class ClusterPrices(Prices):
             return self.layer_seconds(kind, forward)
         slices = _slices(op, specs)
         if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
-            gathered = self._gathered_logits_seconds(sequences * tokens) if slices > 1 and kind is OpKind.LOSS else 0.0
-            whole = self.recipe.memory.gathers_logits
+            has_all = self.computed_slices(self.model.layers - 1, slices) == 1
+            gathered = (
+                0.0 if has_all or kind is OpKind.LOSS_STATS else self._gathered_logits_seconds(sequences * tokens)
+            )
+            whole = has_all or self.recipe.memory.gathers_logits
             loss = self.recipe.kernels.run(self.model.loss_kernels(sequences, tokens, 1 if whole else slices))
             stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
             return gathered + self.seconds_of([*stats, *(() if kind is OpKind.LOSS_STATS else backward_input(loss))])
+        slices = self.computed_slices(op.layer, slices)
         kernels = self.recipe.kernels.run(self.model.kernels(op.layer, sequences, tokens, slices))
         return self.layer_seconds(kind, kernels)
+
+    def computed_slices(self, layer: int, slices: int) -> int:
+        """Return into how many slices a layer is cut as it is computed: one if each rank has it whole."""
+        return 1 if layer in self._whole_layers else slices
+
+    @cached_property
+    def _whole_layers(self) -> tuple[int, ...]:
+        return self.recipe.kernels.whole_layers(self.mesh, self.model.layers)
 
     def layer_seconds(self, kind: OpKind, kernels: Sequence[Kernel]) -> float:
         """A pass of such a kind through a layer, or its attention, whose forward pass runs these kernels."""

@@ -102,6 +102,8 @@ class Kernels:
         piped_host_seconds: more than `host_seconds`, for each rank along `tp` if there are several, in a pipeline over
             nodes.
         step_seconds: of each step, whatever its size: data, logs, and what an optimizer does for each parameter.
+        whole_embedding: every tensor-parallel rank has the whole embedding, and gathers and updates all of it.
+        whole_piped_head: in a pipeline every tensor-parallel rank has the whole head too, and computes all logits.
         gathered_copy_seconds: of a rank's host, when parameters have been gathered after the optimizer's step, for each
             parameter and each rank whose slice of it is copied to its place.
     """
@@ -122,6 +124,14 @@ class Kernels:
     piped_host_seconds: Amount = 0.0
     step_seconds: Amount = 0.0
     gathered_copy_seconds: Amount = 0.0
+    whole_embedding: bool = False
+    whole_piped_head: bool = False
+
+    def whole_layers(self, mesh: Mesh, layers: int) -> tuple[int, ...]:
+        """Return the layers of a cut model that every tensor-parallel rank has whole: the embedding, the head."""
+        if mesh.tp == 1:
+            return ()
+        return (0,) * self.whole_embedding + (layers - 1,) * (self.whole_piped_head and mesh.pp > 1)
 
     def run(self, kernels: Iterable[Kernel]) -> list[Kernel]:
         """A model's kernels as this framework runs them."""
@@ -161,6 +171,8 @@ class MemoryUse:
             `kept_when_full` of them must be there.
         gathers_held_back: of each block and microbatch that is kept, the gathered inputs of a slice's matrices that the
             allocator holds back for the stream that gathered them, and gives up when there is no room.
+        router_graph_bytes: bytes for each element of the input of a mixture's block that stay after the block was
+            recomputed, until the next step.
         margin_bytes: bytes of a device that must stay free for a plan to be chosen: near full memory the allocator
             frees and asks again, and steps take several times as long.
         logs_first_rank: what the framework logs is its first rank's memory, not the fullest's.
@@ -179,6 +191,7 @@ class MemoryUse:
     context_bytes: Amount = 0.0
     tp_context_bytes: Amount = 0.0
     gathers_held_back: Amount = 0.0
+    router_graph_bytes: Amount = 0.0
     margin_bytes: Amount = 0.0
     logs_first_rank: bool = False
 

@@ -177,6 +177,8 @@ class Workload:
         elements = _sizes_for_plan(self._cutting, *counts) if shared else self.cut.sizes(*counts)
         clips = self.clips and needs_norm(self.pass_names)
         sizes = self.state_precision.sizes(elements, self.optimizer, ema=self.ema, clips=clips)
+        for layer in self.recipe.kernels.whole_layers(self.mesh, self.cut.layers):
+            sizes = sizes.with_copies(layer, self.mesh.tp)
         return self.plan.counted(sizes) if isinstance(self.plan, Plan) else sizes
 
     @cached_property
