@@ -28,9 +28,9 @@ CODE_LINES = {
     "learn": 5500,
     "measure": 2200,
     "models": 4450,
-    "planner": 4090,
-    "simulate": 7214,
-    "strategies": 2700,
+    "planner": 4115,
+    "simulate": 7235,
+    "strategies": 2705,
     "train": 8810,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

@@ -7,6 +7,7 @@ by which factor forecasts differ from guesses, for each kind of plan.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardlab.common.errors import UserError
@@ -94,30 +95,47 @@ def _message_seconds(costs: PassCosts, line: Candidate) -> float:
 
 
 def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> tuple[float, float]:
-    """Return seconds of what data-parallel ranks send: once a step, and beside the passes of all microbatches."""
-    plan, precision, each = line.plan, line.precision, _microbatches(costs, line)
-    prices = costs.cluster_prices(line)
-    axes = [axis for axis in ("dp_shard", "dp_replicate", "cp") if getattr(plan.mesh, axis) > 1]
-    if not axes:
-        return 0.0, 0.0
-    weights = layers.weights / plan.mesh.pp
-    bytes = {kind: weights * precision.bytes(kind) for kind in (Kind.WEIGHT, Kind.GRAD_WEIGHT)}
-    group = plan.mesh.group(0, axes[0])
+    """Return seconds of what data-parallel ranks send: awaited in a step, and beside the passes of all microbatches.
 
-    def time(kind: OpKind, of: Kind) -> float:
-        return prices.collective_time(kind, bytes[of], group)
+    Parameters that are sharded over several axes are gathered over one after the other. The first gather is prefetched,
+    the others are awaited (`ParameterGatherer`). If attention gathers over the first axis too, it waits for the
+    prefetched gather, which was issued before.
+    """
+    plan, precision, each = line.plan, line.precision, _microbatches(costs, line)
+    prices, mesh = costs.cluster_prices(line), line.plan.mesh
+    weights = layers.weights / mesh.pp
+
+    def gathers(axes: Iterable[str]) -> list[float]:
+        """Return seconds of all weights' gathers over each axis, the last axis first."""
+        bytes, found = weights * precision.bytes(Kind.WEIGHT), list[float]()
+        for axis in axes:
+            found.insert(0, prices.collective_time(OpKind.ALL_GATHER, bytes, mesh.group(0, axis)))
+            bytes /= getattr(mesh, axis)
+        return found
+
+    def reductions() -> float:
+        """Return seconds in which all gradients are reduced over each axis, which leaves less for the next one."""
+        bytes, found = weights * precision.bytes(Kind.GRAD_WEIGHT), 0.0
+        for axis in ("dp_shard", "dp_replicate", "cp"):
+            sharded = axis in plan.shard_optimizer
+            verb = OpKind.REDUCE_SCATTER if sharded else OpKind.ALL_REDUCE
+            found += prices.collective_time(verb, bytes, mesh.group(0, axis))
+            bytes /= getattr(mesh, axis) if sharded else 1
+        return found
 
     try:
-        gather = time(OpKind.ALL_GATHER, Kind.WEIGHT) if plan.shard_optimizer else 0.0
-        reduced = OpKind.REDUCE_SCATTER if plan.shard_optimizer else OpKind.ALL_REDUCE
-        reduce = time(reduced, Kind.GRAD_WEIGHT)
+        reduced = (each if plan.shard_gradients else 1) * reductions()
+        if not plan.shard_parameters:
+            return sum(gathers(plan.shard_optimizer)), reduced
+        prefetched, *awaited = gathers(plan.shard_parameters)
     except UserError:  # the profile lacks a collective
         return 0.0, 0.0
-    uses_of_sharded = {"layer": 2 * each, "forward": each + 1, "stage": each, "step": 1}
-    uses = uses_of_sharded[plan.reshard_after] if plan.shard_parameters else 1
-    reductions = each if plan.shard_gradients else 1
-    beside = uses * gather + reductions * reduce
-    return (0.0, beside) if plan.shard_parameters else (gather, beside - gather)
+    stays = mesh.pp * (plan.stages_per_rank or 1) / costs.problem.model.layers  # of a stage's blocks, at each turn
+    uses = {"layer": max(1.0, 2 * each * (1 - stays)), "forward": each + 1, "stage": each, "step": 1}[
+        plan.reshard_after
+    ]
+    queued = prefetched if plan.shard_parameters[-1] == "cp" and plan.context == "all_gather" else 0.0
+    return uses * (sum(awaited) + queued), uses * (prefetched - queued) + reduced
 
 
 def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
