@@ -109,15 +109,11 @@ class Sizes:
     def with_copies(self, layer: int, copies: int) -> Sizes:
         """Return the sizes if each of so many slices of a layer's parameters were as large as the whole layer."""
 
-        def enlarged(elements: tuple[int, ...]) -> tuple[int, ...]:
+        def enlarged(name: str) -> tuple[int, ...]:
+            elements: tuple[int, ...] = getattr(self, name)
             return (*elements[:layer], elements[layer] * copies, *elements[layer + 1 :]) if elements else ()
 
-        return replace(
-            self,
-            weights=enlarged(self.weights),
-            opt_states=enlarged(self.opt_states),
-            matrices=enlarged(self.matrices),
-        )
+        return replace(self, **{name: enlarged(name) for name in ("weights", "opt_states", "matrices")})
 
     @classmethod
     def puzzle(cls, layers: int) -> Sizes:
