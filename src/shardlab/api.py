@@ -204,15 +204,15 @@ def predict(
     Args:
         model: a name such as llama3-8b, a file, or a model of `shardlab.models`.
         cluster: devices and their number, such as h100x64, a file, or a cluster.
-        plan: the plan, or the name of a built-in one, which then has a rank on each device.
+        plan: a plan, or the name of a built-in one, which is laid out over all devices.
         global_batch: sequences of a step (default: `micro_batch_size` for each device).
         tokens_per_step: tokens of a step, such as "4M", in place of `global_batch`.
         micro_batch_size: sequences of a microbatch (default: 1).
         precision: fp32, bf16, bf16-fp32-grads or fp16 (default: the recipe's).
         recipe: how a framework runs the step, such as torchtitan (default: Shardlab's own).
         switches: options of that framework by name, such as {"attention": "flash2"}.
-        optimizer: optimizer, for the size of its state.
-        memory: memory of each device that the step may use, such as "72GiB" (default: all of it).
+        optimizer: optimizer whose state is counted.
+        memory: memory that the step may use on each device, such as "72GiB" (default: all of it).
 
     Raises:
         UserError: for an unknown name, or sizes that do not fit. A step that does not fit into memory is predicted.

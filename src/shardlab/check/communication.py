@@ -249,19 +249,19 @@ class RankState:
         at: index of the current op.
         specs: the spec of every value made so far, by number.
         live: the specs of the values that ops may use now, by number.
-        saved_of: live activation to the values that its layer keeps of forward passes, by form. A later forward pass
-            with the same slices of the layer replaces the value.
-        half_of: live activation to the values that the first halves of its backward passes left for the second ones, by
-            form.
-        reading: value to the number of communications in flight that read it. A value that none reads has no entry.
-        flying: handle of a communication in flight to the index of the op that issued it.
-        arrived: handle of a complete communication to the spec that it delivers (None: it delivers nothing).
-        loaded: (kind, layer, slices) to the index of the op that loaded them.
-        clips: whether updates so far were given the gradient's norm (None: there was no update).
+        saved_of: for each live activation, the values that its layer saved in forward passes, by form. A later forward
+            pass with the same slices of the layer replaces the value of its form.
+        half_of: for each live activation, the values that first halves of backward passes left for the second halves,
+            by form.
+        reading: for each value, the number of communications in flight that read it. A value that none reads is absent.
+        flying: for each handle of a communication in flight, the index of the op that issued it.
+        arrived: for each handle of a complete communication, the spec that it delivers (None: it delivers nothing).
+        loaded: for each (kind, layer, slices), the index of the op that loaded them.
+        clips: whether updates so far clip, that is, were given the gradient's norm (None: there was no update).
         groups: the groups on which this rank has issued a collective.
-        batches: batch to the index of its latest op.
-        concerned: indices of the ops that later checks read again. A walk over whole tapes, half of which are FREEs,
-            would cost a tenth of the check each time.
+        batches: for each batch, the index of its latest op.
+        concerned: indices of the ops that later checks read again. Without it, each of these checks would walk the
+            whole tape, which takes a tenth of the time of a check.
         waits_for: the handle that the rank waits for (-1: it does not wait).
     """
 

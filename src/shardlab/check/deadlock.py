@@ -1,16 +1,17 @@
-"""Deadlocks under the strict channel models, each decided by one replay.
+"""Deadlocks under the strict channel models (rendezvous and the two queued ones).
 
 Control flow does not depend on data, and no rank takes "whichever message comes first". So timing does not decide
 whether a program hangs, and a single replay does.
 
 The models are ordered. A rendezvous demands less than a queue of rendezvous, and a buffered send demands less still. A
-program that runs with one queue per rank also runs with several: all that precedes an operation on its ranks is over
-when its turn comes, so it is at the head of any queue, and ranks create communicators in that order too. So a program
-that passes the single queue passes all five models, except for a message between an exchange and a single call.
+program that passes with one queue per rank also passes with several: when the turn of an operation comes, all earlier
+operations on its ranks are done, so it is at the head of every queue. Ranks create communicators in that order too. So
+a program that passes the single queue passes all five models, unless one end of a message is in a batch
+(`batch_isend_irecv`) and the other end is not.
 
-The single queue needs no replay of waits: what a rank waits for stands in its queue before all that it issues
-afterwards, so it is enough that all queues empty (`queues_empty`). Most programs end there. Otherwise `Replay` finds
-the deadlock.
+For the single queue, waits need no replay: a rank queues what it waits for before anything that it issues later. So it
+is enough that all queues become empty (`queues_empty`). Most programs pass there. Otherwise `Replay` finds the
+deadlock.
 """
 
 from __future__ import annotations
@@ -107,14 +108,15 @@ class Replay:
     NCCL queues operations as follows (ProcessGroupNCCL::pointToPoint in torch 2.9 to 2.13, and NCCL's documentation):
 
     - After `init_process_group(device_id=...)` all messages of a process group, batched or not, use its communicator.
-      So they run one after the other (pytorch/pytorch#156748, first #154132, whose warning says so).
+      So they run one after the other (pytorch/pytorch#156748; the warning of #154132 says so).
     - Without `device_id`, a single send or receive uses a communicator of the two ranks. It is created at its first
-      use, while the process waits for the other one. `batch_isend_irecv` uses the group's communicator. So one end of a
-      message in a batch never meets an end outside it.
+      use, while the process waits for the other rank. `batch_isend_irecv` uses the group's communicator. So a batched
+      send never matches a receive outside a batch, nor the reverse.
     - Operations on two communicators of a GPU may run side by side, but CUDA does not promise it, and the first message
-      between two ranks also waits for a connection. If two ranks issue a message and a collective in different orders,
-      or two collectives, either may hold what the other waits for (NVIDIA/nccl#783, #1192, #1766; NCCL's documentation,
-      "Using multiple NCCL communicators concurrently"). So QUEUED has one queue for each rank.
+      between two ranks also waits for a connection. If two ranks issue two operations (a message and a collective,
+      or two collectives) in different orders, each may hold resources that the other needs (NVIDIA/nccl#783, #1192,
+      #1766; NCCL's documentation, "Using multiple NCCL communicators concurrently"). So QUEUED has one queue for each
+      rank.
     """
 
     def __init__(

@@ -76,8 +76,8 @@ class Collectives:
     """Show what a collective does: the tensor of every rank before and after, on real processes.
 
     Collectives: broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all, barrier, send
-    (or recv); or all of them, one after the other. If a collective is equal to two others in a row, these are run as
-    well.
+    (or recv); or `all` of them. An all_reduce of sums, and other collectives that equal two collectives one after the
+    other, are also run as those two.
     """
 
     action: tyro.conf.Positional[Literal["show"]]

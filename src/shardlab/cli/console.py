@@ -82,12 +82,12 @@ def print_json(data: object) -> None:
 
 
 def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
-    """Return a table without lines.
+    """Return a table without borders.
 
     Args:
         headings: headings of the columns.
-        words: number of columns with words, which come first and are aligned left. The others are aligned right.
-        gap: blanks between columns.
+        words: number of leading columns, which hold text and are aligned left. The others are aligned right.
+        gap: spaces between columns.
     """
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for number, heading in enumerate(headings):
@@ -175,7 +175,7 @@ class Report:
             columns: function that makes the cell of a row, by heading. The first `words` columns have words, and so has
                 a folded one behind them.
             rows: rows, which are also the field `key` for --json ("": none).
-            gap: blanks between columns.
+            gap: spaces between columns.
             wrapped: index of a column that is wrapped at words if the terminal, or a line of 80, is too narrow.
             fields: function that makes the fields of a row for --json.
             style: function that returns the style of a row.
@@ -387,7 +387,7 @@ def meant_by(word: str, flags: Collection[str]) -> str:
 
 
 def unreadable_python(error: BaseException) -> str | None:
-    """Return the path of a file of this Python that this user may not read, if it may be the reason of an error.
+    """Return the path of a file of the running Python that the user has no right to read, if that can explain an error.
 
     That happens if Python is installed in the home folder of another user, which is closed to others.
     """

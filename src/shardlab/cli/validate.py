@@ -104,7 +104,7 @@ def _by_count(held: DeviceMemory) -> dict[str, float]:
 
 
 def report_of(outcomes: Sequence[Outcome], *, assumed: bool = False) -> Report:
-    """Return a report with the errors by source, the runs with the largest errors, and the runs without a prediction.
+    """Return a report with the errors by publication, the runs with the largest errors, and those without a prediction.
 
     Args:
         assumed: whether to list the assumptions about details that runs do not state.

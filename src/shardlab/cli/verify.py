@@ -184,13 +184,13 @@ class Verify:
         where = f"on {counted(job.ranks, 'rank')} against one device, {job.numbers.compute}"
         report.line(Text.assemble((job.name, "bold cyan"), f" {where}, {counted(self.steps, 'step')}"))
         if clip is not None:
-            report.fact("clip", "the largest norm of the gradient", f"{clip:g}")
+            report.fact("clip", "gradients are clipped to this norm", f"{clip:g}")
         worst = ["", f"worst in layer {verdict.gradient_layer}", f"worst in layer {verdict.weight_layer}"]
         limit = f"max |a - b| / max |b| is at most {TOLERANCE:.0e}"
         if verdict.exact is not None and verdict.one_device is not None:
             pairs = zip(verdict.exact.all, verdict.one_device.all, strict=True)
             worst = [f"from float64 {ours:.2e}, one device {its:.2e}" for ours, its in pairs]
-            limit = f"is at most twice as far from float64 as one device, and {verdict.rounding:.0e}"
+            limit = f"is at most twice as far from float64 as one device, plus {verdict.rounding:.0e}"
         for name, error, text in zip(("loss_error", "gradient_error", "weight_error"), verdict.all, worst, strict=True):
             report.fact(name, text, f"{error:.2e}")
         answer, style = ("yes, each", "green") if verdict.ok else ("no, not each", "red")
@@ -233,7 +233,7 @@ def add_lossy_run(report: Report, verdict: Verdict) -> None:
     """Add the errors of a program with casts in float32, in which it casts as it is written."""
     assert verdict.exact is not None
     assert verdict.one_device is not None
-    report.fact("casts", "are off in float64; a run in float32, with casts:")
+    report.fact("casts", "disabled in float64; the same in float32, with casts:")
     report.data["with_casts"] = {"precision": "fp32", **asdict(verdict.exact)}
     pairs = zip(verdict.exact.all, verdict.one_device.all, strict=True)
     for name, (error, alone) in zip(("loss_error", "gradient_error", "weight_error"), pairs, strict=True):

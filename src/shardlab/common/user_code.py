@@ -1,6 +1,7 @@
 """Python files of users, named as path/to/file.py:NAME: loading them, finding lines in them, and stopping them.
 
-Read in this order: `load_module` and `find_member` (a file as a module), `SourceLine` and `user_line_of` (the line of
+Read in this order: `load_module` and `find_member` (import a file as a module), `SourceLine` and `user_line_of` (the
+    line of
 the user's file that a message names), `Stoppable` and `run_stoppable` (a user's program in its own thread, so that
 Ctrl-C or a time limit can stop it), and `trace_limits` (limits of ops and of CPU time, since a program may never end,
 or ask for more memory than there is).

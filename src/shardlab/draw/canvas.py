@@ -226,7 +226,7 @@ class Looks:
     """Looks of the boxes of one timeline.
 
     Attributes:
-        by: meaning of the colour, the pass or the layer.
+        by: what the colour shows: "pass" or "layer".
         layers: number of layers of the model.
         chunks: number of model chunks of each pipeline rank; 0 without a pipeline.
     """

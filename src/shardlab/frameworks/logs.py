@@ -41,10 +41,10 @@ class Measured:
         tokens_per_second: of all devices.
         tokens_per_device: tokens/s of each device.
         memory: bytes of the fullest device.
-        kind: what these bytes count.
-        mfu: model FLOPs utilization, as a share.
+        kind: what `memory` counts: tensors, allocated, reserved or nvidia-smi.
+        mfu: model FLOPs utilization, from 0 to 1.
         sequences: sequences of the global batch.
-        notes: how a log was read.
+        notes: remarks on how the log was read.
     """
 
     seconds: float | None = None

@@ -185,7 +185,8 @@ def tiles_of(passes: str) -> int:
 def needs_norm(passes: str) -> bool:
     """Return whether programs that can clip compute the gradient's norm.
 
-    They do not if `update-early` is named, since no layer is updated before the norm of all is known.
+    They do not if `update-early` is named itself, and not through `all`: the norm of all layers is known only when no
+    layer can be updated early any more.
 
     >>> needs_norm("all"), needs_norm("prefetch,update-early")
     (True, False)

@@ -1,6 +1,7 @@
 """Objects that a strategy handles: values, the stores that keep them, and handles of communication in flight.
 
-The last part is about ranks that wait: `Wait` says for whom, and `deadlock_error` makes one sentence of many waits.
+The last part is about ranks that wait: `Wait` says for which ranks one waits, `deadlock_sentence` makes a sentence of
+many waits, and `deadlock_error` an error.
 """
 
 from __future__ import annotations

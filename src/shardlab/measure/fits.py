@@ -277,13 +277,13 @@ class CollectivePoint:
     """Measurement of one collective at one size.
 
     Attributes:
-        kind: its name (see `KINDS`).
-        ranks: ranks of a group. All groups of the world work at the same time.
+        kind: name of the collective (see `KINDS`).
+        ranks: number of ranks of each group. All groups of the world work at the same time.
         bytes: bytes of the whole value: the result of an all_gather or a gather, the input of a reduce_scatter or a
             scatter, one rank's input of an all_to_all. A barrier has none.
-        seconds: seconds of one call: the median over batches of the mean over calls and ranks.
+        seconds: seconds of one call: the mean over the calls of a batch and the ranks, then the median over batches.
         iterations: number of timed calls.
-        wrong: wrong elements in the results of all ranks.
+        wrong: number of wrong elements in the results of all ranks.
     """
 
     kind: str

@@ -19,7 +19,8 @@ NormKind = Literal["layer", "rms"]
 
 @dataclass(frozen=True, kw_only=True)
 class GPT(Blocks):
-    """Pre-norm transformer: causal attention, a GELU MLP four times as wide, learned positions (karpathy/nanoGPT).
+    """Pre-norm transformer. By default: causal attention, a GELU MLP four times as wide, learned positions
+    (karpathy/nanoGPT).
 
     >>> GPT(layers=12, heads=12, hidden_size=768, vocab_size=50304, seq_len=1024).parameter_count
     163109376
@@ -27,9 +28,9 @@ class GPT(Blocks):
     Attributes:
         heads: attention heads.
         head_dim: features of a head (None: `hidden_size / heads`).
-        kv_heads: heads of keys and values, each shared by `heads / kv_heads` neighbouring heads (None: as many).
+        kv_heads: heads of keys and values, each shared by `heads / kv_heads` neighbouring heads (None: `heads`).
         tied: the head uses the token embedding instead of a matrix of its own (Press and Wolf 2017, arXiv 1608.05859).
-            With more than one layer, the embedding and the head are layers of their own.
+            If `layers` is above 1, the embedding and the head then become layers of their own in the program.
         ffn_hidden_size: features inside each MLP (None: 4 x hidden_size).
         activation: of the MLPs: gelu, gelu_tanh, squared_relu, swiglu or geglu.
         norm: layer, or rms (RMSNorm).
@@ -37,13 +38,13 @@ class GPT(Blocks):
         rope_theta: the base of rotary position embeddings (None: positions are learned).
         rope_scaling: scaling of the slower frequencies for contexts longer than the original one (None: no scaling).
         kv_rank: features of the latent of keys and values, in multi-head latent attention (DeepSeek-V2, arXiv
-            2405.04434, section 2.1; None: other attention). Then `head_dim` are the features of a head's query and key
-            that are not rotated, and of its value.
+            2405.04434, section 2.1; None: other attention). `head_dim` then counts the features of a head's query and
+            key that are not rotated, and the features of its value.
         q_rank: features of the latent of queries (None: queries are made of the token itself).
         rope_dim: features of a head's query and of the shared key that are rotated.
         qk_norm: whether every head's query and key are normalised before their rotation, with a weight for each head
-            (in Qwen3, all heads of a layer share one weight).
-        drops_attention: whether dropout also acts on the weights of attention.
+            (Qwen3 shares one weight among all heads of a layer, which cannot be said here).
+        drops_attention: whether dropout also acts on the probabilities of attention.
         qkv_bias: whether the projection to queries, keys and values has a bias even if nothing else has (Qwen2).
     """
 

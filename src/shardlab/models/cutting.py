@@ -38,10 +38,12 @@ SLICED = {"vocab", "head", "ffn", "expert"}
 class CutModel(Model):
     """Model cut into finer layers, some of which are sliced over ranks.
 
+    `layers` counts the finer layers. All other fields of a model are those of `whole`.
+
     Attributes:
-        whole: the model that is cut. `layers` counts the finer layers; all other fields are those of `whole`.
+        whole: the model that is cut.
         has_blocks: whether the layers are the embedding, whole blocks and the head (see `cut_at_tie`).
-        tiles: slices of each tensor-parallel rank's part of a layer.
+        tiles: number of slices into which each tensor-parallel rank's part of a layer is divided.
     """
 
     whole: Blocks

@@ -39,9 +39,10 @@ class Parameter(NamedTuple):
         name: its name, as in nanoGPT.
         shape: shape of the whole parameter.
         decayed: whether AdamW's weight decay acts on it.
-        indices: index name of each dim, which says how it may be cut.
-        sections: lengths of the sections of dim `section_dim` (empty: one section), which are all cut.
-        section_dim: the dim that has sections.
+        indices: name of the index of each dim. The names decide along which dims the parameter may be cut.
+        sections: lengths of the parts of dim `section_dim`, such as queries, keys and values (empty: one part). Each
+            part is cut by itself.
+        section_dim: number of the dim that has parts.
     """
 
     name: str

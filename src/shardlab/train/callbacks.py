@@ -280,7 +280,7 @@ def figures(
 
     Args:
         metrics: line of metrics.jsonl.
-        left: seconds until the last step ends, if known.
+        left: seconds until the final step of the run ends, if known.
         user_figures: figures that the user's callbacks have returned.
     """
     yield f"loss {math.nan if metrics['loss'] is None else metrics['loss']:.3f}"

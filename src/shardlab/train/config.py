@@ -1,9 +1,9 @@
-"""Configuration of a training run: one tree, from which the run can be repeated.
+"""Configuration of a training run: one tree that is enough to repeat the run.
 
 `TrainingConfig` is the tree. Its sections are dataclasses whose fields are also command-line options and keys of a TOML
-file; the docstring of a field is its text in `--help`. A file may also describe the batch and the cluster of a step
+file; `--help` shows the docstrings of the fields. A file may also describe the batch and the cluster of a step
 that is only simulated or planned (`BatchConfig`, `ClusterConfig`). `config_sources.py` merges presets, files and flags
-into a tree. `BatchRamp`, at the end, is a batch that grows during the run.
+into a tree. `BatchRamp` is a batch that grows during the run.
 """
 
 from __future__ import annotations

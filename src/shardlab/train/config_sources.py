@@ -155,7 +155,7 @@ def model_of(sources: Sequence[ConfigSource], layers: int) -> Blocks:
 
     Args:
         sources: sources of the configuration.
-        layers: number of layers if no source sets it.
+        layers: number of layers of an architecture, if no source sets it.
 
     Raises:
         UserError: if there is no such model, or it lacks a field that a source sets.

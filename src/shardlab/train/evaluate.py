@@ -1,7 +1,7 @@
 """Loss of a model on a text, computed by all ranks under any strategy.
 
 `Evaluation` runs the forward half of a program over some microbatches; a training uses it for its validation loss.
-`TextJob` is what `shardlab evaluate` hands to its ranks: trained weights and a text. Sequences are sorted by length and
+`TextJob` is what `shardlab eval` hands to its ranks: trained weights and a text. Sequences are sorted by length and
 padded to a few widths, so that little padding is computed.
 """
 

@@ -1,7 +1,7 @@
-"""Text that a model writes: samples during a training, and the answers of a conversation.
+"""Text that a model writes: samples during a training run, and the answers of a conversation.
 
-`continue_prompt` gives the sample of a training, which `ParallelWriter` draws with all ranks. `Conversation` holds the
-turns of `shardlab chat`. The functions between them turn tokens into text and choose the number of threads.
+`continue_prompt` writes a sample during training; `ParallelWriter` generates its tokens on all ranks. `Conversation`
+holds the turns of `shardlab sample --chat`. Other functions turn tokens into text and choose the number of threads.
 """
 
 # pyright: reportUnknownMemberType=false

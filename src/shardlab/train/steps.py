@@ -272,13 +272,13 @@ class Training:
             yield self._result(*pending)
 
     def _step(self) -> tuple[Tensor, dist.Work]:
-        """Run a step, and start the sum over the ranks from which `_result` reads its result.
+        """Run a step, and start the all-reduce from whose sum `_result` reads the result of the step.
 
         Returns:
-            The vector that is being summed, and the handle of its all-reduce. It holds the loss (sum and tokens), the
-            requests to stop (asked, warned), and a matrix (rows, ranks) in which each rank fills its own column: the
-            code of what is not finite, the squared norm of the gradient (NaN if the rank does not know it), the figures
-            of RANK_FIGURES, and the messages of the callbacks.
+            The vector that is being summed, and the handle of its all-reduce. The vector holds the loss (sum and
+            tokens), the requests to stop (asked, warned), and a matrix with a column for each rank. The rows of the
+            matrix are the code of what is not finite, the squared norm of the gradient (NaN if the rank does not know
+            it), the figures of RANK_FIGURES, and the messages of the callbacks.
         """
         loss = self._executor.step()
         state = self.state

@@ -38,7 +38,7 @@ from shardlab.train.launch.interrupt import say
 class PartialFile:
     """A file that is written piece by piece under a temporary name.
 
-    After an error, further pieces are dropped: other ranks still send them.
+    After an error, it accepts further pieces and drops them, because other ranks still send them.
 
     Args:
         path: name of the file once it is complete.

@@ -102,7 +102,7 @@ def test_a_program_with_casts_is_verified_in_float32_as_well(warm: WarmStarts) -
     assert result["with_casts"]["precision"] == "fp32"
     assert 2**-13 < result["with_casts"]["gradient_error"] < 2**-5
     shown = warm.run(words).stdout
-    assert "casts           are off in float64; a run in float32, with casts:" in shown
+    assert "casts           disabled in float64; the same in float32, with casts:" in shown
     assert shown.count("gradient_error") == 2
     done = warm.run(["-m", "shardlab", "verify", "ddp", "--ranks", "2", "--steps", "1", "--json"])
     assert "with_casts" not in json.loads(done.stdout)

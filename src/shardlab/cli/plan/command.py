@@ -1,7 +1,8 @@
 """`shardlab plan --model NAME --cluster NAME`: find the fastest plan that fits, and explain the choice.
 
 `PlanCommand.run` makes a `Problem` of the options, searches with `shardlab.planner.choose`, and prints the choice. With
---grade it grades predictions instead. `SearchLine` shows the progress of the search on a terminal.
+--grade it rates instead the choices that predictions make among measured runs. `SearchLine` shows the progress of the
+search on a terminal.
 """
 
 from __future__ import annotations

@@ -87,9 +87,9 @@ def print_timeline(
     """Print the rows of a timeline and their legend.
 
     Args:
-        number_of: function that returns the rank of a row of the timeline.
-        columns: columns to the right of each rank's first row: a heading, and a text for each row of the timeline.
-        label: width of a rank's number in characters.
+        number_of: function from a row of the timeline to its rank.
+        columns: columns to the right of each rank's first line: (heading, a text for each row of the timeline).
+        label: characters of the column with the rank.
     """
     end = timeline.end
     if not end:

@@ -121,11 +121,12 @@ def device_called(name: str) -> str:
 def peak_flops(config: TrainingConfig, compute: str) -> float | None:
     """Return the peak FLOP/s of all devices of a run, or None if it is unknown.
 
-    The peak of a CPU is the fastest product that `shardlab bench compute` measured, with the cores that each rank has.
+    The peak of a CPU is that of the fastest matrix product that `shardlab bench compute` measured on as many cores as a
+    rank has.
     The peak of a GPU is that of its data sheet.
 
     Args:
-        compute: dtype of compute.
+        compute: dtype of the matrix products.
     """
     from shardlab.train.launch.environment import CpuShare, find_launch_environment, threads_of
 

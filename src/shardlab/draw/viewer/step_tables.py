@@ -62,7 +62,7 @@ class ShownTimeline:
 
 @dataclass(frozen=True)
 class Step:
-    """Step that a page shows.
+    """One optimizer step, as the page of the viewer shows it.
 
     Attributes:
         title: title of the page.
@@ -71,7 +71,7 @@ class Step:
         shown: its timelines, the first one on top.
         schedule: name of the pipeline's schedule ("": none).
         lines: for each tape the file and line that wrote each op (empty: unknown).
-        remarks: sentences that a reader of the figures needs.
+        remarks: sentences below the figures, such as that there is no prediction.
     """
 
     title: str

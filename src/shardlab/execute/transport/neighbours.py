@@ -1,12 +1,13 @@
 """Transport between neighbours: ranks of one host send each other tensors through shared memory.
 
 gloo sends within a host as it does between hosts, by TCP: the kernel copies twice, and threads wake up on both sides.
-Here the sender copies a tensor into a buffer of its own shared memory, writes a message with the buffer's offset into
-the receiver's queue there, and sends a signal on a Unix socket. The receiver reads the tensor in place. There is no
-helper thread, and sends never block. The wait of a send blocks if the sender is too far ahead of the receiver (the send
-window). If a rank ends, its sockets close, and the others see that at once.
+Here the sender copies a tensor into a buffer of its own shared memory, writes the buffer's offset into its queue for
+the receiver in the same memory, and sends a byte on a Unix socket. The receiver reads the tensor in place. There is no
+helper thread. A send returns at once; only waiting for it blocks, if the sender is too far ahead of the receiver (the
+send window). If a rank ends, its sockets close, and the others see that at once.
 
-A message has a list of tensors, and belongs to a channel: that of a group's collectives, or of a group and a tag.
+A message carries a list of tensors on a channel. Each group has a channel for its collectives, and one for each tag of
+its messages.
 
 Read `Neighbours` first (send, expect, receive), then `connect_neighbours` (how ranks of a host find each other),
 `SharedMemory` and `Outbox` (buffers and queues), and `SendWindow` (how far a sender may run ahead).

@@ -66,17 +66,17 @@ class TensorLayer:
     ) -> tuple[Tensor, ...]:
         """Compute the layer's outputs.
 
-        A router's results are carried to later layers as one tensor, concatenated along the features.
+        A router's results go to later layers beside the activation, as one tensor, concatenated along the features.
 
         Args:
             parameters: the parameters in the layout's order; those of one slice if the layer is sliced.
-            inputs: activation l, (rows, *shape), then the values that are carried beside it.
-            share: the slice, or the tokens, to compute.
+            inputs: the layer's input activation, (rows, *shape), then the values that go beside it.
+            share: which slice of the layer, or which tokens, to compute.
             dropout: masks of the step and the microbatches. Each block of the layer has its own.
             cache: keys and values of earlier tokens; the share's tokens follow them.
 
         Returns:
-            The outputs, (rows, ...), the activation first, each in memory of its own.
+            The outputs, (rows, ...), the activation first. None is a view of another.
         """
         factors = self.factors(parameters, inputs, share, dropout)
         return self.compute(parameters, inputs, factors, share, cache)

@@ -173,7 +173,7 @@ class Matrix(NamedTuple):
 
 
 def matrix_of(parameter: Parameter) -> Matrix:
-    """Return a parameter's shape as matrices.
+    """Return how many matrices a parameter has (one for each expert), and their rows and columns.
 
     >>> matrix_of(Parameter("b", (3,), False, ("out",))), matrix_of(Parameter("w", (2, 3, 4), True, ("e", "out", "in")))
     (Matrix(experts=1, rows=3, columns=1), Matrix(experts=2, rows=3, columns=4))

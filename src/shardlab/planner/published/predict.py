@@ -144,10 +144,10 @@ def predict_outcomes(rows: Sequence[dict[str, Any]], recipe: Recipe | None = Non
 def on_every_core(
     predict: Callable[[dict[str, Any], Recipe | None], T], rows: Sequence[dict[str, Any]], recipe: Recipe | None
 ) -> Iterator[T]:
-    """Call a function of each row and a recipe on every core. Yield results in the order of the rows.
+    """Call a function with each published run and a recipe, on all cores. Yield results in the order of the runs.
 
-    Processes are spawned, because the thread of a progress bar would not survive a fork. If the user interrupts, they
-    end without a traceback.
+    Processes are spawned, because the thread of a progress bar would not survive a fork. On Ctrl-C the
+    processes end without a traceback.
     """
     processes = min(len(rows), os.cpu_count() or 1)
     if processes < 2:

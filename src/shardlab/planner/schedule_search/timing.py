@@ -171,8 +171,8 @@ class Timing:
     def steps(self) -> Steps:
         """Return the schedule with its messages.
 
-        A message stands where its value is made, and on the rank that receives it, after the pass that runs there then.
-        All messages therefore follow one global order, so that no deadlock is possible, and nobody waits to send.
+        A send follows the pass that makes its value. Its receive follows the pass that the receiving rank runs at that
+        time. All messages are therefore in one global order, in which no deadlock is possible.
         """
         passes = self.passes
         places = passes.problem.ranks_of_stages

@@ -82,20 +82,21 @@ class Profile:
 
     Attributes:
         machine: the machine that was measured.
-        collectives: by name and number of ranks, from the arrival of the last member; bytes are those of the whole
-            value. Large sums have entries of their own (see `profiled_name`).
+        collectives: by name and number of ranks. They are timed from the arrival of the last member, and `bytes` are
+            those of the whole value. Large all-reduces have names of their own (see `profiled_name`).
         messages: from one rank to another (None: not measured).
-        kernels: by family and dtype, while all places are busy. Families are "matmul", "attention", "update",
-            "pointwise", "pointwise:NAME" for one pointwise kernel of its own speed, all but the update's also with
-            "_backward" at the end; "op:NAME", whose launch is what each op of that name takes beside its kernels; and
-            "op:NAME:entry", of half a backward pass, for each entry of a matrix (see `shardlab.models.layer.Run`).
+        kernels: by family and dtype, while all cores or devices are busy. Families are "matmul", "attention", "update",
+            "pointwise", and "pointwise:NAME" for a pointwise kernel with a speed of its own. All but "update" also
+            exist with "_backward" at the end. The `launch` of "op:NAME" is the time that each op of this name takes
+            besides its kernels.
         memory: bytes that all CPU ranks share, or that each device has.
         layers: the measured points to which the kernels were fitted.
-        alone: `kernels` while one place is busy and has the memory to itself.
+        alone: as `kernels`, measured while one core or device is busy and the others are idle.
         contention: seconds that compute loses for each second in which a collective is in flight: 0 if they share
             nothing, 1 if they take turns.
-        lag: time that a rank loses beyond that when it waits for a collective or a message; measured of collectives.
-        peaks: by dtype and number of processes that compute at once, the fastest product of matrices.
+        lag: time that a rank loses, besides `contention`, when it waits for a collective or a message. It is measured
+            on collectives only.
+        peaks: FLOP/s of the fastest matrix product, by dtype and number of processes that compute at once.
     """
 
     machine: Machine
@@ -318,8 +319,8 @@ def families(kernel: Kernel) -> tuple[str, ...]:
 def device_of_profile(profile: Profile) -> MeasuredDevice:
     """Return the device on which a profile was measured.
 
-    Its peak FLOP/s are those of the fastest product, or of the fastest kernel if that is faster. There is no limit if
-    only small layers were measured, which are bound by memory.
+    Its peak FLOP/s are those of the fastest matrix product, or of the fastest kernel if that is faster. The peak is
+    infinite if only small layers were measured, since these are bound by memory.
     """
     flops: dict[str, float] = {}
     for (_, dtype), rate in profile.kernels.items():

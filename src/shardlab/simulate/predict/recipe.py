@@ -329,9 +329,10 @@ class Defaults:
     stages: Literal["even", "cost"] = "even"
 
     def precision_called(self, name: str) -> Precision:
-        """Return the precision of a name. If its name is that of a product's dtype, gradients are as reduced here.
+        """Return the precision with a name.
 
-        A name such as fp8 says nothing of gradients, while bf16 is half precision throughout.
+        fp8 and mxfp8 name only the dtype of matrix products. Gradients then have the dtype in which this framework
+        reduces them.
 
         Raises:
             UserError: for an unknown name.

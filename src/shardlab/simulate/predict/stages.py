@@ -26,11 +26,11 @@ def modules_of_stages(model: Blocks, stages: int) -> list[list[str]] | None:
 
 
 def stages_by_cost(model: Blocks, stages: int, *, halves: bool) -> tuple[int, ...]:
-    """The `layers_per_stage` of a plan whose stages cost as much as one another; the first ones have more blocks.
+    """Return the `layers_per_stage` of a plan whose stages cost about the same. The first stages get more blocks.
 
-    The head and the loss are one layer of a plan, so they stand together on the last stage; one that has nothing else,
-    or nothing, takes a layer of the longest stage before it. Empty, which is as even as can be, where it deals none to
-    the last stage: such a plan it does not run.
+    The head and the loss are one layer of a plan, on the last stage. A last stage without a block takes one from the
+    longest stage before it. Returns (), which means an even split, if nanotron would leave the last stage empty:
+    nanotron refuses such a plan.
 
     >>> from shardlab.models import Llama
     >>> llama = Llama(layers=32, hidden_size=4096, heads=32, ffn_hidden_size=14336, vocab_size=131072)
@@ -38,7 +38,7 @@ def stages_by_cost(model: Blocks, stages: int, *, halves: bool) -> tuple[int, ..
     ((18, 14), (18, 18, 16, 13))
 
     Args:
-        halves: whether a plan counts pairs of a norm and a body, two a block and one for the head.
+        halves: whether the layers of the plan are half-blocks, two for each block and one for the final norm and head.
     """
     found = modules_of_stages(model, stages)
     if found is None:

@@ -38,12 +38,12 @@ class PathLink(NamedTuple):
 
 
 class ClockMove(NamedTuple):
-    """Op that moves a rank's clock: a compute op, or a WAIT in which the rank stands still.
+    """Interval in which a rank's clock advances: a compute op, or a WAIT in which the rank is idle.
 
     Attributes:
         at: index of the op in the tape.
-        cause: of a WAIT the index of the op that issued the communication, of a compute op its own.
-        start, end: start and end of the op.
+        cause: index of the op that issued the awaited communication; for a compute op, `at`.
+        start, end: start and end of the interval.
     """
 
     at: int

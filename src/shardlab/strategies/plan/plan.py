@@ -327,11 +327,11 @@ class Plan:
 
         Args:
             layers, microbatches: numbers of the model's layers and of the global batch's microbatches.
-            tiles: number of tiles of each layer.
+            tiles: number of tiles of each layer (pass `tile`).
             folded: whether only one rank of each pipeline stage is traced.
 
         Raises:
-            UserError: if it does, with a lower bound of the number of ops.
+            UserError: if it exceeds that number. The message has a lower bound of the number of ops.
         """
         mesh, replicas = self.mesh, 1 if folded else self.mesh.world // self.mesh.pp
         passes = 2 * layers * tiles * -(-microbatches // self.data_ranks) * replicas

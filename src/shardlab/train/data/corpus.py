@@ -98,13 +98,14 @@ class Corpus:
 
     @classmethod
     def encode(cls, documents: DocumentSource, tokenizer: Tokenizer, seq_len: int, validation: float = 0.1) -> Corpus:
-        """Encode documents in memory: those of a file (`Input`) or of a Python iterable (`Documents`).
+        """Encode the documents of a file (`Input`) or of a Python iterable (`Documents`) in memory.
 
         Args:
             documents: read once.
             tokenizer: encodes the documents.
-            seq_len: tokens of a sequence. Each part has at least one sequence.
-            validation: share of the tokens, at the end, that is held out; whole documents if one ends nearby.
+            seq_len: tokens of a sequence. The training data and the validation data each have at least one sequence.
+            validation: share of the tokens that is held out, from the end. If a document ends near the cut, the cut is
+                moved there.
 
         Raises:
             UserError: if the documents cannot be read or encoded, or are too short.

@@ -1,8 +1,8 @@
-"""Requests to stop: a signal, or the end of the process that started this one.
+"""Requests to stop: by a signal, or because the process that started this one is gone.
 
-`catch_signals` turns signals into bytes of a socket, and `StopRequest` turns these into a wish to stop after the
-current step. `TolerantStream` and `Heartbeat` write to a terminal or pipe that may close, or that should never be
-silent for long.
+`catch_signals` turns signals into bytes of a socket, and `StopRequest` turns these into a request to stop after
+the current step. `TolerantStream` survives a terminal or pipe that closes. `Heartbeat` prints a line after each long
+silence.
 """
 
 from __future__ import annotations
@@ -140,10 +140,11 @@ class StopRequest:
 
 
 def end_with_starter(at_once: bool = False) -> None:
-    """Send SIGTERM to this process when the process that started it is gone, however that ended.
+    """Send SIGTERM to this process when the process that started it is gone, even if that was killed.
 
     Args:
-        at_once: send SIGKILL instead. Ranks that the others do not miss would otherwise save, and stop all of them.
+        at_once: send SIGKILL instead. It is for ranks that a launcher starts again: after SIGTERM they would save, and
+            stop the ranks of the other hosts.
     """
     number = signal.SIGKILL if at_once else signal.SIGTERM
     threading.Thread(target=_follow, args=(os.getppid(), number), daemon=True).start()

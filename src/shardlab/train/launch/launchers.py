@@ -48,11 +48,11 @@ class LauncherFacts:
 
     Attributes:
         name: name of the launcher.
-        rank, world: number of this process, and number of processes.
+        rank, world: rank of this process, and how many processes there are.
         local_rank, local_world: the same numbers on its host (None: no variable has them).
         hosts: number of hosts (None: no variable has it).
         first_host: name of rank 0's host (None: no variable has it).
-        unsure: reason why `first_host` is unknown, if there is more to say than that no variable has it.
+        unsure: how the variables contradict each other about `first_host` (empty: they do not).
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Processes of this machine that begin together and end together.
 
-`run_processes` calls a function in several processes and waits for them: `_Ranks` collects what they report, passes
-requests to stop on to all, kills those that do not end in time, and at last decides which failure is the cause.
+`run_processes` calls a function in several processes and waits for them: `RankProcesses` collects what they report,
+passes requests to stop on to all, kills those that do not end in time, and at last decides which failure is the cause.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def run_processes(
         for progress in progresses.values():
             files.callback(progress.close)
         _start_forkserver()
-        ranks = _Ranks(Watch(watching, progresses) if watching else None)
+        ranks = RankProcesses(Watch(watching, progresses) if watching else None)
         try:
             for rank in range(count):
                 ours, theirs = context.Pipe(duplex=False)
@@ -144,7 +144,7 @@ def run_processes(
         return ranks.outcome()
 
 
-class _Ranks:
+class RankProcesses:
     """Processes of the ranks, as the process that started them sees them."""
 
     def __init__(self, watch: Watch | None = None) -> None:
@@ -248,7 +248,10 @@ class _Ranks:
         raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
 
     def _note_end(self, rank: int) -> None:
-        """Record the end of a rank: the kernel closes its pipe, even if the fork server is gone."""
+        """Record the end of a rank, and give the others REPORT_SECONDS to end too if it failed.
+
+        The kernel closes the pipe of a rank that ends, even if the fork server is gone.
+        """
         process = self._processes[rank]
         process.join(REPORT_SECONDS)  # wait for the exit code from the server that forked it, if the server still runs
         self._ended[rank] = process.exitcode or 0

@@ -1,9 +1,9 @@
 """Ranks: started as processes of this machine, or joined to the world of a launcher.
 
 `run_ranks` calls a function on every rank of a process group. Ranks that are started here meet at a file
-(`rendezvous_file`); ranks of a launcher meet at a store (commands.py). In both cases `_rendezvous` sets up the device,
-the process group, and the threads of the rank. The last sections prepare a rank on a CPU: the wake-ups of its threads,
-its report when it is out of memory, and the reuse of freed memory.
+(`rendezvous_file`); ranks of a launcher meet at a torch Store (`store_of`, commands.py). In both cases `_rendezvous`
+sets up the device, the process group, and the threads of the rank. Further functions schedule the threads of a rank
+(`set_wakeups`), report that it is out of memory (`out_of_memory`), and let it reuse freed memory (`set_heap`).
 """
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false

@@ -198,9 +198,10 @@ def prepare_layer(run: Run, names: Sequence[str], device: str, *, attended: bool
 
     Args:
         run: the layer's primitives.
-        names: names of its parameters, then of those that it borrows from the first layer.
+        names: names of its parameters, then of the first layer's parameters that it uses without holding them (tied
+            weights).
         device: type of the device that computes it, such as "cpu".
-        attended: whether its input is the output of an attention that is an op of its own.
+        attended: whether its input comes from an attention that is an op of its own.
     """
     places = TensorPlaces({name: place for place, name in enumerate(names)}, device)
     steps = [step.primitive for step in run.steps]

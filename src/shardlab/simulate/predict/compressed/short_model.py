@@ -222,12 +222,12 @@ class StepSegment(NamedTuple):
 
 
 class Repetition(NamedTuple):
-    """Collectives that stay in flight from a repeated segment on, so that each repetition adds as many.
+    """Collectives that a repeated segment leaves in flight. Each repetition leaves the same number more.
 
     Attributes:
-        more, distance: as of the segment.
+        more, distance: as in `StepSegment`.
         stride: number of collectives of their group that the segment starts.
-        handles: number of those that stay in flight.
+        handles: number of these that stay in flight.
     """
 
     more: int

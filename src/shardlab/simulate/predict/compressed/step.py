@@ -41,11 +41,12 @@ class PipelineRank(NamedTuple):
 
 
 class StepCompressor:
-    """Compressed steps of a workload's ranks, for any number of microbatches.
+    """Steps of a workload's ranks for any number of microbatches, in which each repeated part is computed once.
 
     Args:
-        sample: sizes, prices and measured passes of the workload.
-        model: the short model that the ranks follow.
+        sample: bytes and seconds of the passes of a small model, with fewer blocks and microbatches, that stands for
+            the workload.
+        model: the model with fewer blocks whose schedule the ranks run.
 
     Attributes:
         kinds: the kinds of ranks seen so far.
