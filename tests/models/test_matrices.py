@@ -169,10 +169,10 @@ def test_of_every_second_product_a_block_keeps_attention_and_the_odd_products() 
     result."""
     products = S * H + S * H + S * 4 * H  # keys and output, up
     result = S * H
-    middle = kept_elements(LLAMA_of_kept, 1, ROWS, Kept(per_op=True), 2)
+    middle = kept_elements(LLAMA_of_kept, 1, ROWS, Kept(again="per-op"), 2)
     assert middle <= ROWS * (products + result + S * H)
     assert middle < kept_elements(LLAMA_of_kept, 1, ROWS, AUTOGRAD, 2) / 2
-    stay = kept_activations(halves_of(LLAMA_of_kept), ROWS, Kept(per_op=True), 1)
+    stay = kept_activations(halves_of(LLAMA_of_kept), ROWS, Kept(again="per-op"), 1)
     inner = list(zip(halves_of(LLAMA_of_kept).runs, stay[:-1], strict=True))[1:-1]
     assert all(not size for run, size in inner if not is_norm(run))
 
@@ -185,7 +185,7 @@ def test_results_of_activation_functions_are_recomputed(model: Model) -> None:
 
 def test_a_product_that_nobody_reads_is_the_feed_forwards_last() -> None:
     for model in (LLAMA_of_kept, halves_of(LLAMA_of_kept)):
-        more = sum(saved(model, Kept(per_op=True, unread=True))) - sum(saved(model, Kept(per_op=True)))
+        more = sum(saved(model, Kept(again="per-op", unread=True))) - sum(saved(model, Kept(again="per-op")))
         assert more == 3 * ROWS * S * H
 
 
@@ -195,5 +195,5 @@ def test_keys_and_values_that_are_copied_stay_twice(model: Model) -> None:
 
 
 def test_every_choice_is_tried() -> None:
-    tried = {"mask", "branch", "gathered", "activated", "per_op", "unread", "copied", "made_again"}
+    tried = {"mask", "branch", "gathered", "activated", "again", "unread", "copied", "made_again"}
     assert {field.name for field in fields(Kept)} == tried

@@ -415,20 +415,30 @@ def choice(literal: Any) -> FieldType:
     return FieldType(literal, f"{{{','.join(words)}}}", lambda value: "" if value in words else wanted)
 
 
-def choice_or_ints(literal: Any, noun: str, counted: Sequence[str] = ()) -> FieldType:
+def choice_or_ints(
+    literal: Any,
+    noun: str,
+    counted: Sequence[str] = (),
+    others: Callable[[str], bool] = lambda text: False,
+    about_others: str = "",
+) -> FieldType:
     """Return the type of one of the words of a `Literal`, or of a list of numbers.
 
     Args:
         literal: the words.
         noun: what the numbers count.
         counted: words that a number from 1 follows, as in every-2.
+        others: tells which other words are accepted.
+        about_others: these in words.
     """
     words, forms = get_args(literal), [f"{word}-N" for word in counted]
-    wanted = f"one of {', '.join((*words, *forms))}, or the numbers of {noun}s, such as 0 1"
+    listed = (*words, *forms, *([about_others] if about_others else []))
+    wanted = f"one of {', '.join(listed)}, or the numbers of {noun}s, such as 0 1"
     pattern = re.compile(rf"({'|'.join(counted)})-[1-9][0-9]*")
 
     def accepts(value: Any) -> bool:
-        return value in words or _numbers(value) or (isinstance(value, str) and pattern.fullmatch(value) is not None)
+        named = isinstance(value, str) and (pattern.fullmatch(value) is not None or others(value))
+        return value in words or _numbers(value) or named
 
     def of_words(given: tuple[str, ...]) -> str | tuple[int, ...]:
         if given and all(word.isdecimal() for word in given):

@@ -8,7 +8,7 @@ users that leave out what these rules need.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -63,6 +63,11 @@ class Run:
         """Tensors that it makes for other layers beside the activation, by the kind of value that carries them."""
         return {} if self.attend else carried_tensors(self.outputs)
 
+    @property
+    def all_steps(self) -> tuple[Step, ...]:
+        """Its primitives, and the attention after it."""
+        return self.steps if self.attend is None else (*self.steps, self.attend)
+
     @cached_property
     def slices(self) -> int:
         """Number of slices of its parameters."""
@@ -110,10 +115,18 @@ class Run:
         """FLOPs of the forward pass on one sequence."""
         return sum(step.primitive.flops() for step in self.steps)
 
-    def kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
-        """Return the kernels of the forward pass of one of `slices` slices."""
+    def kernels(
+        self, sequences: int, tokens: int, slices: int = 1, among: Container[int] | None = None
+    ) -> tuple[Kernel, ...]:
+        """Return the kernels of the forward pass of one of `slices` slices.
+
+        Args:
+            sequences, tokens, slices: as those of `Model.kernels`.
+            among: numbers of the primitives that are computed (None: all).
+        """
         pieces = self.own_pieces if slices > 1 else {}
-        return tuple(kernel for step in self.steps for kernel in step.primitive.kernels(sequences, tokens, pieces))
+        steps = (step for number, step in enumerate(self.steps) if among is None or number in among)
+        return tuple(kernel for step in steps for kernel in step.primitive.kernels(sequences, tokens, pieces))
 
     def numbers(self, slice: int) -> dict[str, int]:
         """Return the piece of each index in a slice of the parameters. The last index counts fastest."""
@@ -130,11 +143,11 @@ class Run:
             made_again: whether inputs of products are computed again if that is cheap, as our executor does. Autograd
                 keeps them.
         """
-        kept = {self._read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
+        kept = {self.read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
         if made_again:
             kept -= self.made_again
-            kept |= {self._read(name, each.step) for each in self.made_again for name in self._at(each.step).reads}
-        return sum(each.keeps_beside(rows) for _, each in self._primitives()) + self._elements(kept, rows)
+            kept |= {self.read(name, each.step) for each in self.made_again for name in self._at(each.step).reads}
+        return sum(each.keeps_beside(rows) for _, each in self._primitives()) + self.elements(kept, rows)
 
     @cached_property
     def made_again(self) -> frozenset[Made]:
@@ -142,7 +155,7 @@ class Run:
         found = {Made(name, n) for n, each in self._primitives() if each.made_again for name in each.makes}
         for number, primitive in self._primitives():
             if not (primitive.product and self._large(primitive)):
-                found -= {self._read_or_made(name, number) for name in primitive.keeps()}
+                found -= {self.read_or_made(name, number) for name in primitive.keeps()}
         return frozenset(found - {self._last(name) for name in self.outputs})
 
     @property
@@ -153,7 +166,7 @@ class Run:
     @cached_property
     def keeps_inputs(self) -> tuple[bool, ...]:
         """Whether each input is kept: the activation, then the values that are carried beside it."""
-        kept = {self._read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
+        kept = {self.read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
         values = (self.inputs[:1], *self.carried_inputs.values())
         return tuple(any(Made(name, INPUT) in kept for name in names) for names in values)
 
@@ -161,7 +174,7 @@ class Run:
     def saves_residual(self) -> bool:
         """Whether the layer keeps the residual stream that it passes on beside its activation."""
         made = self._last("s")
-        kept = {self._read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
+        kept = {self.read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
         return Kind.RESIDUAL in self.carried_outputs and made.step != INPUT and made in kept
 
     def saved_for_weight(self, rows: int) -> int:
@@ -174,12 +187,26 @@ class Run:
         gradients: set[Made] = set()
         beside = 0
         for number, primitive in self._primitives():
-            kept |= {self._read(name, number) for name in primitive.keeps_for_weight()}
+            kept |= {self.read(name, number) for name in primitive.keeps_for_weight()}
             gradients |= {self._gradient(name, number) for name in primitive.gradients_for_weight()}
             beside += primitive.keeps_beside_for_weight(rows)
         given = {self._last(name) for name in self.outputs}
         mine = {each for each in gradients if each not in given or self._readers(each)}
-        return beside + self._elements(kept, rows) + self._elements(mine, rows)
+        return beside + self.elements(kept, rows) + self.elements(mine, rows)
+
+    def read(self, name: str, number: int) -> Made:
+        """Return the tensor that step `number` reads under a name."""
+        earlier = (k for k in range(number - 1, INPUT, -1) if name in self.steps[k].primitive.makes)
+        return Made(name, next(earlier, INPUT))
+
+    def read_or_made(self, name: str, number: int) -> Made:
+        """Return the tensor that step `number` reads under a name, or else the one that it makes."""
+        return self.read(name, number) if name in self.steps[number].primitive.reads else Made(name, number)
+
+    def elements(self, tensors: Iterable[Made], rows: int) -> int:
+        """Return the elements of tensors that the layer makes. Its inputs do not count."""
+        own = [each for each in tensors if each.step != INPUT]
+        return sum(math.prod(self.steps[each.step].primitive.shape(each.name, rows)) for each in own)
 
     def _maker(self, output: str) -> Primitive:
         """Return the primitive that makes a tensor, the last one under this name."""
@@ -195,30 +222,20 @@ class Run:
     def _primitives(self) -> Iterator[tuple[int, Primitive]]:
         return ((number, step.primitive) for number, step in enumerate(self.steps))
 
-    def _read(self, name: str, number: int) -> Made:
-        """Return the tensor that step `number` reads under a name."""
-        earlier = (k for k in range(number - 1, INPUT, -1) if name in self.steps[k].primitive.makes)
-        return Made(name, next(earlier, INPUT))
-
-    def _read_or_made(self, name: str, number: int) -> Made:
-        return self._read(name, number) if name in self.steps[number].primitive.reads else Made(name, number)
-
     def _last(self, name: str) -> Made:
-        return self._read(name, len(self.steps))
+        return self.read(name, len(self.steps))
 
     def _readers(self, made: Made) -> list[int]:
         """Return the steps that read a tensor."""
         return [
-            k
-            for k, primitive in self._primitives()
-            if made.name in primitive.reads and self._read(made.name, k) == made
+            k for k, primitive in self._primitives() if made.name in primitive.reads and self.read(made.name, k) == made
         ]
 
     def _gradient(self, name: str, number: int) -> Made:
         """Return the tensor whose gradient equals that of the tensor which step `number` makes or reads: sums pass
         gradients on.
         """
-        made = Made(name, number) if name in self.steps[number].primitive.makes else self._read(name, number)
+        made = Made(name, number) if name in self.steps[number].primitive.makes else self.read(name, number)
         for reader in self._readers(made):
             if total := self.steps[reader].primitive.adds_to:
                 return self._summed(Made(total, reader))
@@ -231,11 +248,6 @@ class Run:
         readers = self._readers(made)
         total = self.steps[readers[0]].primitive.adds_to if len(readers) == 1 else ""
         return self._summed(Made(total, readers[0])) if total else made
-
-    def _elements(self, tensors: Iterable[Made], rows: int) -> int:
-        """Return the elements of tensors that the layer makes. Its inputs do not count."""
-        own = [each for each in tensors if each.step != INPUT]
-        return sum(math.prod(self.steps[each.step].primitive.shape(each.name, rows)) for each in own)
 
 
 def runs(steps: Sequence[Step], breaks: Sequence[int]) -> list[Run]:

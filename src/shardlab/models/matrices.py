@@ -14,12 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardlab.language.recompute_names import PER_OP
 from shardlab.models.attention import Attend, LatentProjection, Projection
-from shardlab.models.layer import Run
+from shardlab.models.layer import Made, Run
 from shardlab.models.layout import LayerLayout, Matmul, Parameter
 from shardlab.models.mixture import ExpertActivate
 from shardlab.models.model import Model
 from shardlab.models.primitives import GATED, Activate, Embed, Linear, Norm, Primitive, Scores
+from shardlab.models.recomputation import LayerRecomputation
 
 ITERATIONS = 5
 """Iterations of Newton-Schulz (Jordan 2024, https://kellerjordan.github.io/posts/muon/)."""
@@ -86,9 +88,8 @@ class SavedActivations:
         gathered: whether the gathered input of a body is kept under sequence parallelism. Otherwise a slice of it is
             kept (Korthikanti et al. 2022, section 4.2.2).
         activated: whether an activation function that runs as several kernels keeps its intermediate results.
-        per_op: whether only each block's input, attention's result and every second product are kept, and everything
-            else is computed again (torchtitan's selective activation checkpointing, `_get_custom_policy` in
-            torchtitan/distributed/activation_checkpoint.py).
+        again: what is computed again inside blocks instead of being kept (see `shardlab.language.recompute_names`; "":
+            nothing).
         unread: whether such products are kept even if no backward pass reads them (the feed-forward's last product), as
             they are without a compiler.
         copied: whether keys and values are copied into one tensor, and both copies are kept.
@@ -99,7 +100,7 @@ class SavedActivations:
     branch: bool = True
     gathered: bool = True
     activated: bool = False
-    per_op: bool = False
+    again: str = ""
     unread: bool = False
     copied: bool = False
     made_again: bool = False
@@ -119,8 +120,10 @@ def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, e
     """
     run = model.run(layer)
     primitives = [step.primitive for step in run.steps]
-    if kept.per_op:
+    if kept.again == PER_OP:
         return sum(_every_second(each, kept, rows) for each in primitives) + _residuals(run, rows)
+    if kept.again:
+        return _kept_beside_recomputed(run, model.recomputed(layer, kept.again), rows, kept, element)
     dropped = sum(_dropped(each, kept, element, rows) for each in primitives)
     return max(0, run.saved(rows, kept.made_again) - int(dropped))
 
@@ -128,7 +131,12 @@ def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, e
 def saves_residual(model: Model, layer: int, kept: SavedActivations) -> bool:
     """Return whether the kept elements of a layer include the residual stream that the layer makes."""
     run = model.run(layer)
-    return run.saves_residual and (not kept.per_op or _residuals(run, 1) > 0)
+    if kept.again == PER_OP:
+        return run.saves_residual and _residuals(run, 1) > 0
+    if kept.again:
+        found = model.recomputed(layer, kept.again)
+        return run.saves_residual and run.read("s", len(run.steps)) in _kept_tensors(run, found)
+    return run.saves_residual
 
 
 def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: int) -> tuple[int, ...]:
@@ -138,11 +146,31 @@ def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: in
     """
     sizes = [model.microbatch_elements(index, rows) for index in range(model.layers + 1)]
     for layer, run in enumerate(model.runs):
+        named = bool(kept.again) and kept.again != PER_OP
+        needed = named and layer > 0 and model.recomputed(layer, kept.again).keeps_input
         if "s" in run.inputs[1:] or isinstance(run.steps[0].primitive, Embed):
-            sizes[layer] *= kept.branch
+            sizes[layer] *= kept.branch or needed
+        elif named and layer and not needed:
+            sizes[layer] = 0
         elif run.cut and layer and model.run(layer - 1).attend is None:
-            sizes[layer] = 0 if kept.per_op else sizes[layer] // (1 if kept.gathered else slices)
+            sizes[layer] = 0 if kept.again == PER_OP else sizes[layer] // (1 if kept.gathered else slices)
     return tuple(sizes)
+
+
+def _kept_tensors(run: Run, found: LayerRecomputation) -> set[Made]:
+    """Return the tensors that are kept of a layer whose blocks are recomputed in part."""
+    outside = (number for number in range(len(run.steps)) if number not in found.inside)
+    others = {run.read_or_made(name, each) for each in outside for name in run.steps[each].primitive.keeps()}
+    return others | found.kept
+
+
+def _kept_beside_recomputed(
+    run: Run, found: LayerRecomputation, rows: int, kept: SavedActivations, element: int
+) -> int:
+    """Return the elements that are kept of such a layer."""
+    primitives = [step.primitive for number, step in enumerate(run.steps) if number not in found.again]
+    beside = sum(each.keeps_beside(rows) - _dropped(each, kept, element, rows) for each in primitives)
+    return max(0, int(beside) + run.elements(_kept_tensors(run, found), rows))
 
 
 def _matrices(parameter: Parameter, pieces: Mapping[str, int], begins: Sequence[int]) -> Iterator[WholeMatrix]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from shardlab.models.attention import Attend
 from shardlab.models.layer import Run, runs
 from shardlab.models.layout import Kernel, LayerLayout, Pointwise
 from shardlab.models.primitives import Add, DropoutSite, Embed, Lookup, Norm, Primitive, Scores, Step
+from shardlab.models.recomputation import LayerRecomputation, Place, recomputed_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +127,25 @@ class Model(ABC):
             slices: number of slices of the layer's parameters, one of which is computed.
         """
         return self.run(layer).kernels(sequences, tokens, slices)
+
+    def recomputed(self, layer: int, word: str) -> LayerRecomputation:
+        """Return what is computed again of a layer, and what is kept, if all blocks are recomputed in this way.
+
+        Args:
+            layer: number of the layer.
+            word: modules joined by +, or a policy (see `shardlab.models.recomputation`).
+        """
+        return recomputed_in(self.runs, self.steps_of_blocks, layer, word)
+
+    @cached_property
+    def steps_of_blocks(self) -> Mapping[int, tuple[Place, ...]]:
+        """Places of each block's primitives, in order. Those of the embedding and of the head belong to no block."""
+        found: dict[int, list[Place]] = {}
+        for layer, run in enumerate(self.runs):
+            for number, step in enumerate(run.all_steps):
+                if step.place.startswith("block"):
+                    found.setdefault(step.block, []).append((layer, number))
+        return {block: tuple(places) for block, places in found.items()}
 
     def attention_after(self, layer: int) -> Attend:
         """Return the attention after a layer that makes queries, keys and values for an op of its own."""

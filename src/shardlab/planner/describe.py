@@ -10,6 +10,7 @@ from typing import Any
 from shardlab.common.fields import as_flags
 from shardlab.common.text import counted
 from shardlab.language import AXES, Mesh
+from shardlab.language.recompute_names import POLICIES, modules_of
 from shardlab.planner.problem import Candidate, Problem, family, model_kinds
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.estimate import Estimate
@@ -89,6 +90,10 @@ def _data(plan: Plan) -> str:
 def _recomputed(plan: Plan, blocks: int) -> str:
     if isinstance(plan.recompute, tuple):
         return f"{len(plan.recompute)} of {blocks} blocks computed again in the backward pass"
+    if modules := modules_of(plan.recompute):
+        return f"{', '.join(modules)} of every block computed again in the backward pass"
+    if plan.recompute in POLICIES:
+        return f"all of a block but {', '.join(sorted(POLICIES[plan.recompute]))} computed again in the backward pass"
     if plan.counted_recompute is not None:
         word, number = plan.counted_recompute
         several = counted(number, "block")

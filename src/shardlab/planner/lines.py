@@ -20,6 +20,7 @@ from typing import Any
 from shardlab.common.errors import UserError
 from shardlab.language import Mesh
 from shardlab.language.precision import Precision
+from shardlab.language.recompute_names import PER_OP, POLICIES
 from shardlab.models.architectures import MoE
 from shardlab.planner.problem import SHARES, Candidate, Problem, plan_layers
 from shardlab.planner.space import (
@@ -34,7 +35,7 @@ from shardlab.planner.space import (
     splits,
     stage_counts,
 )
-from shardlab.strategies.plan.plan import Plan, Recompute
+from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.schedules import SCHEDULES
 
 WHOLE_NODE_TP = (1, 2, 4, 8)
@@ -57,9 +58,22 @@ def shares_of(problem: Problem, line: Candidate) -> Sequence[str]:
     return ("none", "full") if can.recomputes("full") else ("none",)
 
 
-def own_recompute(plan: Plan) -> Recompute:
-    """Return what all plans of a line recompute: nothing, attention's scores, or most results of a block."""
-    return "selective" if plan.recompute == "selective" else "per-op" if plan.recompute == "per-op" else "none"
+def own_recompute(plan: Plan) -> str:
+    """Return what all plans of a line recompute: nothing, attention's scores, or parts of every block."""
+    return "selective" if plan.recompute == "selective" else plan.recompute_inside or "none"
+
+
+def recomputed_inside(problem: Problem) -> Iterator[str]:
+    """Yield what the framework can compute again inside the blocks of a problem's model."""
+    can, model = problem.recipe.can_run.recompute, problem.model
+    yield from (word for word in (PER_OP, *POLICIES) if word in can)
+    mixture, latent = isinstance(model, MoE), getattr(model, "kv_rank", None) is not None
+    cheap = ("layernorm",) * (mixture or latent) + ("mla_up_proj",) * latent
+    cheap += ("moe_act",) * (mixture and not problem.recipe.kernels.expert_loop)  # arguments.py: --moe-grouped-gemm
+    shared = ("shared_experts",) * bool(getattr(model, "shared_experts", 0))
+    for modules in (cheap, shared, ("moe",) if mixture else ("mlp",)):
+        if modules and set(modules) <= set(can):
+            yield "+".join(modules)
 
 
 def with_share(problem: Problem, line: Candidate, share: str) -> Candidate | None:
@@ -243,7 +257,7 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
     if splits_given(problem):
         meshes = [replace(mesh, dp_replicate=r, dp_shard=s) for r, s in splits(problem, mesh.dp_shard)]
         plans = [(each, size, own) for each in meshes for _, size, own in plans]
-    kept = ("none", "per-op") if "per-op" in can.recompute else ("none",)
+    kept = ("none", PER_OP) if PER_OP in can.recompute else ("none",)
     for (each, size, own), precision, recompute in product(plans, problem.precisions, kept):
         line = make_line(problem, each, size, precision, **(words | own | {"recompute": recompute}))
         if line is not None:
@@ -284,9 +298,7 @@ def _changes(problem: Problem, line: Candidate) -> Iterator[dict[str, Any]]:
         for way, micro_batch_size in product(ways, filter(None, sizes)):
             yield {"mesh": other, "micro_batch_size": micro_batch_size, **way}
     yield from ({"micro_batch_size": each} for each in (size * 2, size // 2, size * 3, size * 4) if each)
-    for recompute in ("selective",) * bool(model.dropout) + ("per-op",) * (
-        "per-op" in problem.recipe.can_run.recompute
-    ):
+    for recompute in (*(("selective",) if model.dropout else ()), *recomputed_inside(problem)):
         yield {"recompute": "none" if plan.recompute == recompute else recompute}
     wide = "dp_replicate" in plan.shard_optimizer
     for zero in range(4):

@@ -18,7 +18,7 @@ from shardlab.language.mesh import group_of
 from shardlab.models import Model
 from shardlab.planner.problem import Candidate, Problem, plan_layers
 from shardlab.simulate.predict.prices import ClusterPrices, backward_input
-from shardlab.strategies.plan.plan import Plan, Recompute
+from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import Completion, Keeps, LayerPlan, model_layers
 from shardlab.strategies.plan.resolve import resolve
 
@@ -58,12 +58,12 @@ class PassCosts:
         self._layers: dict[Any, Mapping[int, LayerPlan]] = {}
         self._prices: dict[Any, ClusterPrices] = {}
 
-    def of(self, line: Candidate, recompute: Recompute) -> LayerCosts:
+    def of(self, line: Candidate, recompute: str) -> LayerCosts:
         """Return the costs of a line's layers.
 
         Args:
             line: the line. Its own recomputation counts only if all of its plans have it (see `own_recompute`).
-            recompute: "none", "selective", "per-op" or "full".
+            recompute: "none", "selective", "full", or what is recomputed inside blocks.
         """
         plan, mesh = line.plan, line.plan.mesh
         key = (
@@ -75,7 +75,7 @@ class PassCosts:
             self._costs[key] = self._compute(line, recompute)
         return self._costs[key]
 
-    def _compute(self, line: Candidate, recompute: Recompute) -> LayerCosts:
+    def _compute(self, line: Candidate, recompute: str) -> LayerCosts:
         """Resolve a plan of one pipeline stage, and price each of its layers."""
         workload, plan = self.problem.workload(line), line.plan
         alike, model = workload.repeated.alike[:-1], workload.sample.cut
@@ -123,7 +123,7 @@ class PassCosts:
     def cluster_prices(self, candidate: Candidate) -> ClusterPrices:
         """Return the prices of a candidate's ops, whatever its layers are."""
         plan = candidate.plan
-        key = (plan.mesh, candidate.precision.name, plan.recompute == "per-op", bool(plan.shard_gradients))
+        key = (plan.mesh, candidate.precision.name, plan.recompute_inside, bool(plan.shard_gradients))
         if key not in self._prices:
             self._prices[key] = self.problem.workload(candidate).sample.prices
         return self._prices[key]
@@ -165,7 +165,7 @@ class LayerPrices:
         mesh, line, plan = self.mesh, self.line, self.plan
         key = (run.name, run.cut, run.layout.numel, run.attend is None, len(run.steps), last, mesh.tp, mesh.cp, mesh.ep)
         key = (*key, line.micro_batch_size, plan.sequence_parallel, line.precision.name, layer == 0)
-        key = (*key, plan.recompute == "per-op")
+        key = (*key, plan.recompute_inside)
         key = (*key, plan.context, plan.ulysses_degree) if run.attend is not None else key
         if key not in self._known:
             self._known[key] = self._price(layer)
@@ -233,6 +233,7 @@ class LayerPrices:
         slices = self.prices.computed_slices(layer, run.slices)
         kernels = recipe.kernels.run(self.model.kernels(layer, size, tokens, slices))
         forward, backward = (self.prices.layer_seconds(kind, kernels) for kind in (OpKind.FORWARD, OpKind.BACKWARD))
+        backward += self.prices.again_seconds(layer, size, tokens, run.slices)
         if run.attend is not None:
             there, back = self._attention(layer, run.slices)
             forward, backward = forward + there, backward + back
@@ -251,6 +252,7 @@ class LayerPrices:
         attended = recipe.run(self.model.attend_kernels(layer, size, queries, keys, seen, slices * degree))
         kinds = OpKind.ATTEND, OpKind.ATTEND_BACKWARD
         forward, backward = (pieces * self.prices.layer_seconds(kind, attended) for kind in kinds)
+        backward += pieces * self.prices.attends_again_seconds(layer, attended)
         if self.mesh.cp > 1:
             with suppress(UserError):  # the profile lacks a collective: then such plans have no forecast
                 forward, backward = self._with_exchanges(layer, degree, forward, backward)

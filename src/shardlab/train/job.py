@@ -72,9 +72,9 @@ class Job:
             UserError: if there is no such strategy or pass, or its plan is for predictions alone.
         """
         entry = load(self.strategy, self.passes)
-        if entry.plan is not None and entry.plan(self.ranks).recompute == "per-op":
+        if entry.plan is not None and (word := entry.plan(self.ranks).recompute_inside):
             raise UserError(
-                "recompute per-op is for predictions, with simulate and plan: ranks keep or recompute whole blocks or "
+                f"recompute {word} is for predictions, with simulate and plan: ranks keep or recompute whole blocks or "
                 "attention's scores; give --recompute none, selective, full, every-N, first-N or uniform-N"
             )
         return entry

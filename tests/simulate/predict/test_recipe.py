@@ -237,7 +237,7 @@ def test_communication_of_sharded_gradients_may_be_hidden_alone() -> None:
 
 
 def test_what_is_computed_again_every_second_product_takes_time_and_saves_memory() -> None:
-    changed, own = step(with_(saved=SavedActivations(per_op=True)), LLAMA), step(PLAIN, LLAMA)
+    changed, own = step(with_(saved=SavedActivations(again="per-op")), LLAMA), step(PLAIN, LLAMA)
     assert changed.step > own.step
     assert changed.peak.bytes < own.peak.bytes
 

@@ -297,7 +297,7 @@ class PlanCommand:
         job = shlex.quote(str(self.out)) if self.out else None
         flags = f"--config {job}" if job else f"{self._problem_words()} {simulate_flags(problem, candidate)}"
         texts = {"simulate": f"shardlab simulate {flags}"}
-        predicted = bool(candidate.precision.instead) or candidate.plan.recompute == "per-op"
+        predicted = bool(candidate.precision.instead) or bool(candidate.plan.recompute_inside)
         if problem.recipe.name == OWN.name and not predicted:
             texts["train"] = train_command(problem, candidate, self._model_words(), job)
         return texts

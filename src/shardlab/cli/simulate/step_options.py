@@ -164,8 +164,8 @@ class StepOptions:
         """
         costs = costs_of(self.costs) if self.costs is not None else TEACHING_COSTS
         entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file])
-        if entry.plan is not None and entry.plan(ranks).recompute == "per-op":
-            raise UserError("recompute per-op is told apart in bytes alone; give --model and --cluster, or another")
+        if entry.plan is not None and (word := entry.plan(ranks).recompute_inside):
+            raise UserError(f"recompute {word} is told apart in bytes alone; give --model and --cluster, or another")
         layers = request.model_fields.get("layers", entry.default_layers(ranks, at_least=1 if self.costs else 4))
         check_field("layers", layers, COUNT, None)
         microbatches, matrices = request.batch.microbatches or 4, request.optimizer == "muon"

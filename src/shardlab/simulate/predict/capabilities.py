@@ -17,6 +17,7 @@ from shardlab.common.errors import UserError
 from shardlab.common.text import counted
 from shardlab.language import Mesh
 from shardlab.language.precision import WIDE, Precision
+from shardlab.language.recompute_names import modules_of
 from shardlab.models import Blocks
 from shardlab.simulate.predict.stages import modules_of_stages
 from shardlab.strategies.plan.plan import DATA_AXES, Plan
@@ -56,8 +57,8 @@ class CanRun:
             pp", "at least stages", "multiple of pp", and "multiple of rounds", of which there is one for each whole pp.
         pipeline_ranks: by schedule, the fewest pipeline ranks.
         stages: "even" if all stages must have as many blocks.
-        recompute: what the backward pass recomputes: none, selective, per-op, full; first, uniform and every for
-            first-N, uniform-N and every-N; blocks for any of them.
+        recompute: what the backward pass recomputes: none, selective, full; first, uniform and every for first-N,
+            uniform-N and every-N; blocks for any of them; per-op, modules and policies inside blocks.
         context: how queries reach other ranks' keys and values: ring, all_gather, ulysses, ulysses+ring.
         precisions: their names, without the dtype of gradients.
         offload: values that may be kept on the host or the disk.
@@ -101,7 +102,7 @@ class CanRun:
 
     def recomputes(self, kind: str) -> bool:
         """Return whether it has a recomputation (see `recompute_kind`)."""
-        return kind == "none" or not self.recompute or kind in self.recompute
+        return kind == "none" or not self.recompute or set(modules_of(kind) or [kind]) <= set(self.recompute)
 
 
 class Framework(Protocol):
@@ -261,6 +262,8 @@ def _activations(plan: Plan, name: str, can: CanRun, step: LimitedStep) -> Itera
         modes = ", ".join(f"{each}-N" if each in BLOCKS_RECOMPUTED[:3] else each for each in can.recompute)
         what = "blocks by number" if kind == "blocks" else f"recomputation {plan.recompute}"
         yield f"{name} has no {what}; give --recompute {modes}"
+    if "mla_up_proj" in modules_of(kind) and getattr(step.model, "kv_rank", None) is None:
+        yield f"{name} recomputes mla_up_proj of latent attention alone, which this model lacks; leave it out"
     computed = step.precision.name.removesuffix(WIDE)
     if can.precisions and computed not in can.precisions:
         yield f"{name} does not train in {computed}; give --precision {' or '.join(can.precisions)}"

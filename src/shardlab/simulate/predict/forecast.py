@@ -101,11 +101,9 @@ def switch_effects(workload: Workload, seconds: float) -> list[SwitchEffect]:
         return []
     recipe, found = workload.recipe, list[SwitchEffect]()
     for name, value, other in variants(recipe):
-        saved = replace(other.memory.saved, per_op=recipe.memory.saved.per_op)
-        changed = replace(other, memory=replace(other.memory, saved=saved))
-        if (changed.kernels, changed.overlap, changed.memory) == (recipe.kernels, recipe.overlap, recipe.memory):
+        if (other.kernels, other.overlap, other.memory) == (recipe.kernels, recipe.overlap, recipe.memory):
             continue
-        time = forecast(replace(workload, recipe=changed)).seconds / seconds - 1
+        time = forecast(replace(workload, recipe=other)).seconds / seconds - 1
         if abs(time) >= LEAST_EFFECT:
             found.append(SwitchEffect(name, value, recipe.switches[name].value, time))
     return sorted(found, key=lambda each: -abs(each.time))

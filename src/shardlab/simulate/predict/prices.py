@@ -10,12 +10,15 @@ from shardlab.language import Group, Holds, Kind, Mesh, Op, OpKind, Sizes, Spec
 from shardlab.language.ops import Price
 from shardlab.language.pass_names import Lag
 from shardlab.language.precision import Precision
+from shardlab.language.recompute_names import PER_OP
 from shardlab.language.rules import attention
 from shardlab.language.rules.kinds import bits, bytes_of
 from shardlab.language.rules.spec import fraction_held
 from shardlab.models import Model
 from shardlab.models.layout import FusedAttention, Kernel, Matmul, Pointwise
 from shardlab.models.matrices import matrices_of
+from shardlab.models.mixture import Combine, Dispatch
+from shardlab.models.primitives import Linear
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.hardware.collectives import nodes_of
 from shardlab.simulate.predict.recipe import OWN, Recipe
@@ -85,7 +88,8 @@ class ClusterPrices(Prices):
         sequences, tokens = self._tokens(read)
         if kind is OpKind.ATTEND or kind is OpKind.ATTEND_BACKWARD:
             forward = self._attend(op.layer, read, specs[op.inputs[1]])
-            return self.layer_seconds(kind, forward)
+            again = self.attends_again_seconds(op.layer, forward) if kind is OpKind.ATTEND_BACKWARD else 0.0
+            return again + self.layer_seconds(kind, forward)
         slices = _slices(op, specs)
         if kind is OpKind.LOSS or kind is OpKind.LOSS_STATS:
             has_all = self.computed_slices(self.model.layers - 1, slices) == 1
@@ -98,7 +102,9 @@ class ClusterPrices(Prices):
             return gathered + self.seconds_of([*stats, *(() if kind is OpKind.LOSS_STATS else backward_input(loss))])
         slices = self.computed_slices(op.layer, slices)
         kernels = self.recipe.kernels.run(self.model.kernels(op.layer, sequences, tokens, slices))
-        return self.layer_seconds(kind, kernels)
+        first = kind is OpKind.BACKWARD or kind is OpKind.BACKWARD_INPUT
+        again = self.again_seconds(op.layer, sequences, tokens, slices) if first else 0.0
+        return again + self.layer_seconds(kind, kernels)
 
     def computed_slices(self, layer: int, slices: int) -> int:
         """Return into how many slices a layer is cut as it is computed: one if each rank has it whole."""
@@ -118,13 +124,47 @@ class ClusterPrices(Prices):
         both = kind is OpKind.BACKWARD
         inputs = backward_input(kernels) if both or kind is OpKind.BACKWARD_INPUT else []
         weights = [back for kernel in kernels for back in kernel.backward_weight()]
-        recomputed = 0.0
-        if both or kind is OpKind.BACKWARD_INPUT:
-            recomputed = sum(
-                share * self.seconds_of([kernel]) for kernel, share in self.recipe.memory.recomputed(kernels)
-            )
         needed = weights if both or kind is OpKind.BACKWARD_WEIGHT else []
-        return recomputed + self.seconds_of([*inputs, *needed])
+        return self.seconds_of([*inputs, *needed])
+
+    def again_seconds(self, layer: int, sequences: int, tokens: int, slices: int) -> float:
+        """Return the seconds in which the backward pass of a layer computes again what it does not keep inside blocks.
+
+        Per op, torchtitan keeps every second product. Ours fuse queries, keys and values, and gate and up, so half of
+        each is run again. Modules and policies run their primitives again, with their communication: sums over tensor-
+        parallel ranks, and exchanges between experts' ranks. Sums of experts' slices are left out.
+
+        Args:
+            layer, sequences, tokens, slices: as those of `Model.kernels`.
+        """
+        word = self.recipe.memory.saved.again
+        if not word:
+            return 0.0
+        run = self.model.run(layer)
+        if word == PER_OP:
+            kernels = self.recipe.kernels.run(run.kernels(sequences, tokens, slices))
+            products = [each for each in kernels if isinstance(each, Matmul) and each.learned]
+            others = [each for each in kernels if isinstance(each, Pointwise)]
+            halves = sum(self.seconds_of([each]) for each in products) / 2
+            return halves + sum(self.seconds_of([each]) for each in others)
+        found = self.model.recomputed(layer, word)
+        again = [run.steps[number].primitive for number in sorted(found.again)]
+        seconds = self.seconds_of(self.recipe.kernels.run(run.kernels(sequences, tokens, slices, found.again)))
+        width = bytes_of(self.precision.dtype(Kind.ACTIVATION))
+        for each in again:
+            if isinstance(each, Linear) and run.own_pieces.get(each.in_index, 1) > 1:
+                bytes = sequences * tokens * each.outputs * width
+                seconds += self.collective_time(OpKind.ALL_REDUCE, bytes, self.mesh.group(0, "tp"))
+            elif isinstance(each, Dispatch | Combine) and self.mesh.ep > 1:
+                bytes = each.router.places(sequences * tokens) * each.router.hidden_size * width
+                seconds += self.collective_time(OpKind.ALL_TO_ALL, bytes, self.mesh.group(0, "ep"))
+        return seconds
+
+    def attends_again_seconds(self, layer: int, kernels: Sequence[Kernel]) -> float:
+        """Return the same of an attention that is an op of its own, whose forward pass runs these kernels."""
+        word = self.recipe.memory.saved.again
+        named = bool(word) and word != PER_OP
+        return self.seconds_of(kernels) if named and self.model.recomputed(layer, word).attends_again else 0.0
 
     def update_seconds(self, elements: float) -> float:
         """The optimizer's step on so many elements on a device, but for Muon's products."""

@@ -239,22 +239,6 @@ class MemoryUse:
         """Bytes that are held of a gradient's element whose sum has so many bytes."""
         return bytes + 2 * (self.half_gradients and bytes == 4)
 
-    def recomputed(self, kernels: Iterable[Kernel]) -> list[tuple[Kernel, float]]:
-        """Kernels of a layer's forward pass that its backward pass runs again, each with the share of it that is run.
-
-        torchtitan keeps every second product; ours fuse queries, keys and values, and gate and up, so half of each is
-        run again.
-        """
-        if not self.saved.per_op:
-            return []
-        run: list[tuple[Kernel, float]] = []
-        for kernel in kernels:
-            if isinstance(kernel, Pointwise):
-                run.append((kernel, 1.0))
-            elif isinstance(kernel, Matmul) and kernel.learned:
-                run.append((kernel, 0.5))
-        return run
-
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:

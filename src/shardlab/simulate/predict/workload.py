@@ -243,10 +243,10 @@ class Workload:
     @property
     def _recomputing(self) -> Recipe:
         """The recipe, with the activations that it keeps under the plan's recomputation."""
-        if not isinstance(self.plan, Plan) or self.plan.recompute != "per-op":
+        if not isinstance(self.plan, Plan) or not (again := self.plan.recompute_inside):
             return self.recipe
         memory = self.recipe.memory
-        return replace(self.recipe, memory=replace(memory, saved=replace(memory.saved, per_op=True)))
+        return replace(self.recipe, memory=replace(memory, saved=replace(memory.saved, again=again)))
 
     @property
     def prices(self) -> ClusterPrices:

@@ -31,6 +31,7 @@ from shardlab.common.text import counted
 from shardlab.common.user_code import MAX_FOLDED_OPS, MAX_OPS, require_ops
 from shardlab.language import Mesh, Sizes, UserError
 from shardlab.language.pass_names import PASSES_FIELD, named_passes
+from shardlab.language.recompute_names import MODULES, POLICIES, is_inside_blocks
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.steps import Steps, require_size, resolve_schedule
@@ -128,11 +129,21 @@ class Plan:
     sequence_parallel: Annotated[bool, SWITCH] = False
     """Shard the activations between the matrices along the sequence, over the tp ranks."""
 
-    recompute: Annotated[str | tuple[int, ...], choice_or_ints(Recompute, "block", COUNTED_RECOMPUTE)] = "none"
+    recompute: Annotated[
+        str | tuple[int, ...],
+        choice_or_ints(
+            Recompute,
+            "block",
+            COUNTED_RECOMPUTE,
+            is_inside_blocks,
+            f"modules joined by + ({', '.join(MODULES)}), a policy ({', '.join(POLICIES)})",
+        ),
+    ] = "none"
     """What the backward pass recomputes: nothing, the attention scores (selective), everything but the input of each
     block (full), the blocks with these numbers, from 0, the last of every N blocks (every-N), the first N blocks of
     each stage (first-N), or all blocks, of which N in a row keep one input (uniform-N). Predictions also know all but
-    attention's result and every second product (per-op), as torchtitan has it."""
+    attention's result and every second product (per-op), as torchtitan has it; modules of Megatron-LM, joined by +,
+    such as layernorm+moe_act; and policies of MaxText, such as minimal or save_qkv_proj."""
 
     freeze: Annotated[tuple[int, ...], NUMBERS] = ()
     """Blocks, by number from 0, whose weights are not trained. They have no gradient and no optimizer state. The
@@ -217,9 +228,14 @@ class Plan:
         return (word, int(number)) if word in COUNTED_RECOMPUTE else None
 
     @property
+    def recompute_inside(self) -> str:
+        """What is recomputed inside every block, as predictions alone know it ("": another recomputation)."""
+        return self.recompute if isinstance(self.recompute, str) and is_inside_blocks(self.recompute) else ""
+
+    @property
     def recomputes_blocks(self) -> bool:
         """Whether whole blocks are recomputed: all or some of them."""
-        return self.recompute not in ("none", "selective", "per-op", ())
+        return self.recompute not in ("none", "selective", ()) and not self.recompute_inside
 
     def counted(self, sizes: Sizes) -> Sizes:
         """Return sizes whose sequences are counted in the slices that this plan distributes over cp."""

@@ -1,0 +1,50 @@
+"""Names of what a backward pass computes again inside a block, in the words of the frameworks.
+
+Programs recompute whole blocks, or attention's scores. Frameworks also recompute parts of a block, which predictions
+price (`shardlab.models.recomputation`):
+
+- `PER_OP`: everything but attention's result and every second product (torchtitan's selective activation
+  checkpointing, torchtitan/distributed/activation_checkpoint.py at b5bcd76c);
+- `MODULES`, joined by +: Megatron-LM's --recompute-modules (megatron/core/transformer/transformer_config.py at
+  d98e8a64);
+- `POLICIES`: everything but the named results (MaxText's remat_policy, src/maxtext/layers/nnx_decoders.py,
+  get_remat_policy, at e591f30c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PER_OP = "per-op"
+
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp", "moe", "shared_experts")
+"""Modules that Megatron-LM may recompute, in the order of this list. Others are of models that cannot be said here."""
+
+_DOTS = frozenset({"qkv_proj", "out_proj"})
+
+POLICIES: Mapping[str, frozenset[str]] = {
+    "minimal": _DOTS | {"mlpwi", "mlpwo"},
+    "minimal_with_context": _DOTS | {"mlpwi", "mlpwo", "context"},
+    "save_dot_with_context_except_mlp": _DOTS | {"context"},
+    "save_dot_except_mlpwi": _DOTS | {"mlpwo"},
+    "save_dot_except_mlp": _DOTS,
+    "save_qkv_proj": frozenset({"qkv_proj"}),
+    "save_out_proj": frozenset({"out_proj"}),
+}
+"""MaxText's policies, and the results that each keeps: queries, keys and values as attention reads them; attention's
+output map; the feed-forward's first and last product; and attention's own result (context)."""
+
+
+def modules_of(recompute: object) -> tuple[str, ...]:
+    """Return the modules that a recomputation names, joined by + (empty: it is another).
+
+    >>> modules_of("layernorm+moe_act"), modules_of("full")
+    (('layernorm', 'moe_act'), ())
+    """
+    names = tuple(recompute.split("+")) if isinstance(recompute, str) else ()
+    return names if set(names) <= set(MODULES) and len(set(names)) == len(names) else ()
+
+
+def is_inside_blocks(recompute: object) -> bool:
+    """Return whether a recomputation is one of this module's."""
+    return recompute == PER_OP or recompute in POLICIES or bool(modules_of(recompute))
