@@ -47,6 +47,9 @@ def test_virtual_stages_make_an_interleaved_pipeline() -> None:
         step_of("--pipeline-model-parallel-size 5 --global-batch-size 64", "h100x40")
 
 
+LATENT = "--multi-latent-attention --position-embedding-type rope --disable-bias-linear"
+
+
 @pytest.mark.parametrize(
     ("arguments", "recompute"),
     [
@@ -59,14 +62,31 @@ def test_virtual_stages_make_an_interleaved_pipeline() -> None:
         ("--activations-checkpoint-method uniform", "full"),
         ("--checkpoint-activations --checkpoint-num-layers 6", "uniform-6"),
         ("--checkpoint-activations", "full"),
-        ("--recompute-activations", "selective"),
-        ("--recompute-activations --attention-dropout 0 --hidden-dropout 0", "none"),
+        ("--recompute-activations", "core_attn"),
+        ("--recompute-activations --attention-dropout 0 --hidden-dropout 0", "core_attn"),
+        ("--recompute-activations --DDP-impl local", "selective"),
+        ("--recompute-granularity selective --recompute-modules mlp layernorm", "layernorm+mlp"),
+        ("--recompute-granularity selective --recompute-modules mlp mhc", "mlp"),
+        ("--recompute-modules mlp", "none"),
+        ("--moe-layer-recompute", "moe"),
+        (LATENT + " --recompute-granularity selective --recompute-modules mla_up_proj", "mla_up_proj"),
     ],
 )
 def test_blocks_are_recomputed_as_the_arguments_of_each_year_say(arguments: str, recompute: str) -> None:
     step = step_of(arguments + " --pipeline-model-parallel-size 4 --global-batch-size 32")
     assert step.plan.recompute == recompute
     assert step.config.unknown == []
+
+
+def test_modules_that_are_not_predicted_are_named() -> None:
+    step = step_of("--recompute-granularity selective --recompute-modules mlp mhc gdn_norm_out")
+    assert "the recomputation of mhc, gdn_norm_out is not predicted; memory will be smaller" in step.notes
+
+
+def test_attention_of_megatron_core_drops_scores_in_its_fused_kernel() -> None:
+    dropped, kept = step_of("").workload, step_of("--attention-dropout 0").workload
+    assert dropped.model.dropout == kept.model.dropout == 0.1
+    assert sum(dropped.kept_sizes.saved) == sum(kept.kept_sizes.saved)
 
 
 def test_blocks_of_mixtures_that_share_an_input_are_predicted_as_single_ones() -> None:

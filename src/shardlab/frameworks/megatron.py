@@ -24,6 +24,7 @@ from shardlab.frameworks.run import (
 from shardlab.frameworks.settings import Config, KeyTable
 from shardlab.language import Mesh
 from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.language.recompute_names import MODULES
 from shardlab.models import GPT, Blocks, Llama
 from shardlab.models.architectures import Mixtral, MoE
 from shardlab.models.named import find_model, with_written
@@ -102,7 +103,7 @@ def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> Fram
         stages=stages,
         blocks_of_stages=blocks,
         sequence_parallel=values["sequence_parallel"],
-        recompute=_recompute(values, model, notes),
+        recompute=_recompute(config, values, model, notes),
         reduce_at="layer" if values["overlap_grad_reduce"] or zero > 1 else "step",
         context=CONTEXTS.get(str(values["context"][0]), "ring"),
     )
@@ -268,7 +269,7 @@ def _zero(values: Mapping[str, Any]) -> int:
     return int(values["distributed_optimizer"])
 
 
-def _recompute(values: Mapping[str, Any], model: Blocks, notes: list[str]) -> Any:
+def _recompute(config: Config, values: Mapping[str, Any], model: Blocks, notes: list[str]) -> Any:
     """Return what is recomputed (`megatron/core/recompute.py` at d98e8a64).
 
     The arguments of 2021 and 2022 recompute blocks: of all, some in a row keep one input, or, with the method block,
@@ -280,13 +281,22 @@ def _recompute(values: Mapping[str, Any], model: Blocks, notes: list[str]) -> An
         mode, method = "full", values["recompute_2022"] or "uniform"
     if mode == "full":
         return _recomputed_blocks(str(method), 1 if count is None else count, model, notes)
-    if mode != "selective":
-        return "none"
-    others = [each for each in values["recompute_modules"] if each != "core_attn"]
-    if others and "recompute_modules" in values:
+    if values["moe_recompute"] and mode is None:
+        return "moe"
+    return _recomputed_modules(config, values, notes) if mode == "selective" else "none"
+
+
+def _recomputed_modules(config: Config, values: Mapping[str, Any], notes: list[str]) -> str:
+    """Return the modules that are recomputed (`megatron/core/transformer/transformer_config.py` at d98e8a64).
+
+    Fused attention keeps no scores in any case, but core_attn computes it again. Before Megatron-Core it was not fused.
+    """
+    if _is_old(config):
+        return "selective"
+    named = [*values["recompute_modules"], *(["moe"] if values["moe_recompute"] else [])]
+    if others := [each for each in named if each not in MODULES]:
         notes.append(f"the recomputation of {', '.join(others)} is not predicted; memory will be smaller")
-    dropout = values["attention_dropout"] > 0
-    return "selective" if dropout else "none"  # fused attention keeps no scores in any case
+    return "+".join(each for each in MODULES if each in named) or "none"
 
 
 def _recomputed_blocks(method: str, count: int, model: Blocks, notes: list[str]) -> str:
@@ -301,8 +311,7 @@ def _recomputed_blocks(method: str, count: int, model: Blocks, notes: list[str])
 
 
 def _recipe(config: Config, values: Mapping[str, Any], notes: list[str]) -> Recipe:
-    old = config.version.startswith(("2020", "2021"))
-    if old:
+    if _is_old(config):
         return find_recipe("megatron-2022" if values["sequence_parallel"] else "megatron-2021")
     if values["implementation"] == "local" and not values["flash_attention"]:
         notes.append("--transformer-impl local is predicted with fused attention")
@@ -313,6 +322,11 @@ def _recipe(config: Config, values: Mapping[str, Any], notes: list[str]) -> Reci
         "gradients": "bf16" if values["bf16_gradients"] else "fp32",
     }
     return find_recipe("megatron-core", switches)
+
+
+def _is_old(config: Config) -> bool:
+    """Return whether the arguments are of a version before Megatron-Core."""
+    return config.version.startswith(("2020", "2021"))
 
 
 def _precision(values: Mapping[str, Any]) -> Precision:

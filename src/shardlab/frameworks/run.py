@@ -55,7 +55,7 @@ class FrameworkRun:
         """The step as the simulator takes it."""
         return Workload(
             self.plan,
-            self.model,
+            self.recipe.model_as_run(self.model),
             self.cluster,
             self.microbatches,
             self.micro_batch_size,

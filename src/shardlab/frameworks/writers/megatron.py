@@ -9,6 +9,7 @@ from typing import Any, cast
 from shardlab.frameworks import megatron
 from shardlab.frameworks.settings import Setting
 from shardlab.frameworks.writers.translation import Translation, blocks_of_stages, commented, plan_of, switch_of
+from shardlab.language.recompute_names import modules_of
 from shardlab.models.architectures import GPT, MoE
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
@@ -145,8 +146,11 @@ def _recompute(step: Workload, plan: Plan, unsaid: list[str]) -> dict[str, Any]:
     recompute, stages = plan.recompute, max(1, plan.mesh.pp)
     if recompute == "full":
         return {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
-    if recompute == "selective":
-        return {"recompute": "selective"}
+    unfused = recompute == "selective" and not step.recipe.kernels.fused_dropout
+    if modules := modules_of(recompute) or ("core_attn",) * unfused:
+        if "moe_act" in modules and switch_of(step, "experts") == "loop":
+            unsaid.append("moe_act, which needs --moe-grouped-gemm; give --switch experts=grouped")
+        return {"recompute": "selective", **({"recompute_modules": list(modules)} if modules != ("core_attn",) else {})}
     if not isinstance(recompute, tuple):
         word, _, number = recompute.partition("-")
         if word == "uniform":
