@@ -6,9 +6,7 @@ The tests in `test_house.py` compare this structure with the rules of the projec
 from __future__ import annotations
 
 import ast
-import io
 import statistics
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -35,16 +33,6 @@ CODE_LINES = {
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
-"""Kinds of tokens that do not make a line one of code."""
-
 
 def files_of(folder: Path) -> list[Path]:
     """Return the Python files of a folder and its subfolders."""
@@ -55,6 +43,12 @@ def files_of(folder: Path) -> list[Path]:
 def tree_of(path: Path) -> ast.Module:
     """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file's syntax tree."""
+    return tuple(ast.walk(tree_of(path)))
 
 
 def package_of(path: Path) -> str:
@@ -71,14 +65,15 @@ def module_name(path: Path) -> str:
 
 def code_lines(path: Path) -> int:
     """Count the lines of a file that hold code: not blank, not a comment, and not part of a docstring."""
-    lines: set[int] = set()
-    text = path.read_text(encoding="utf-8")
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    text = path.read_text(encoding="utf-8").splitlines()
+    lines = {number for number, line in enumerate(text, 1) if line.strip() and not line.lstrip().startswith("#")}
+    strings, docstrings = set[int](), set[int]()
+    for node in nodes_of(path):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:
+            strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = (lines | strings) - docstrings
     return len(lines)
 
 
@@ -95,7 +90,7 @@ def defining_module(module: str, name: str) -> str:
         return f"{module}.{name}"
     path = modules().get(module)
     if path is not None and path.name == "__init__.py":
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module in modules():
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
@@ -119,7 +114,7 @@ def imported_modules(path: Path, *, in_functions: bool = True) -> frozenset[str]
         path: a source file.
         in_functions: include the imports inside functions, which run late.
     """
-    nodes = ast.walk(tree_of(path)) if in_functions else _outside_functions(tree_of(path))
+    nodes = nodes_of(path) if in_functions else _outside_functions(tree_of(path))
     found = {
         defining_module(node.module or "", alias.name)
         for node in nodes

@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from shardlab.cli import main
 from shardlab.train.launch.environment import usable_cpus
 from tests.support.processes import PATIENCE, started
+from tests.support.warm import WarmStarts
 
 pytestmark = pytest.mark.starts_ranks
 Captured = pytest.CaptureFixture[str]
@@ -35,15 +35,21 @@ dist.destroy_process_group()
 """
 
 
-def launched(*words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardlab", "launch", *words]
-    clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE, env={**clean, **(environment or {})}, check=False
-    )
+Launched = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_a_script_of_ones_own_meets_in_the_world_that_was_started(tmp_path: Path) -> None:
+@pytest.fixture
+def launched(warm: WarmStarts) -> Launched:
+    """`shardlab launch` with these words, and with variables beside those of this process."""
+
+    def run(*words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        return warm.run(["-m", "shardlab", "launch", *words], env={**clean, **(environment or {})})
+
+    return run
+
+
+def test_a_script_of_ones_own_meets_in_the_world_that_was_started(tmp_path: Path, launched: Launched) -> None:
     (tmp_path / "sum.py").write_text(SUM)
     done = launched("--ranks", "2", "--", str(tmp_path / "sum.py"))
     assert done.returncode == 0, done.stderr
@@ -51,7 +57,7 @@ def test_a_script_of_ones_own_meets_in_the_world_that_was_started(tmp_path: Path
 
 
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="needs two CPUs")
-def test_each_rank_knows_its_world_and_runs_on_cpus_of_its_own(tmp_path: Path) -> None:
+def test_each_rank_knows_its_world_and_runs_on_cpus_of_its_own(tmp_path: Path, launched: Launched) -> None:
     (tmp_path / "world.py").write_text(WORLD)
     done = launched("--ranks", "2", "--bind", "--", str(tmp_path / "world.py"))
     assert done.returncode == 0, done.stderr
@@ -73,7 +79,7 @@ echo "Connection closed by peer" >&2; exit 1
 
 
 def test_the_first_failing_ranks_output_is_last_and_its_exit_code_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = launched("--ranks", "2", "--", "sh", "-c", FAILING)
@@ -84,13 +90,13 @@ def test_the_first_failing_ranks_output_is_last_and_its_exit_code_is_kept(
     )
 
 
-def test_the_others_end_with_the_one_that_was_killed(tmp_path: Path) -> None:
+def test_the_others_end_with_the_one_that_was_killed(launched: Launched) -> None:
     done = launched("--ranks", "2", "--", "sh", "-c", "if [ $RANK = 0 ]; then kill -9 $$; else sleep 100000; fi")
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 0 was killed (SIGKILL; out of memory?), so all ranks were stopped" in done.stderr
 
 
-def test_ranks_are_started_again_as_often_as_asked(tmp_path: Path) -> None:
+def test_ranks_are_started_again_as_often_as_asked(tmp_path: Path, launched: Launched) -> None:
     script = f'if [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then exit 1; fi; echo again >> "{tmp_path}/$RANK"'
     done = launched("--ranks", "2", "--max-restarts", "2", "--", "sh", "-c", script)
     assert done.returncode == 0, done.stderr
@@ -98,10 +104,10 @@ def test_ranks_are_started_again_as_often_as_asked(tmp_path: Path) -> None:
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["again\n"] * 2
 
 
-def test_a_signal_reaches_every_rank() -> None:
+def test_a_signal_reaches_every_rank(warm: WarmStarts) -> None:
     script = "trap 'echo asked; exit 0' TERM; echo ready; while :; do sleep 0.1; done"
-    command = [sys.executable, "-m", "shardlab", "launch", "--ranks", "2", "--", "sh", "-c", script]
-    with started(command) as process:
+    command = ["-m", "shardlab", "launch", "--ranks", "2", "--", "sh", "-c", script]
+    with started(command, warm.start) as process:
         assert process.stdout is not None
         for _ in range(2):
             assert process.stdout.readline().endswith("ready\n")
@@ -126,7 +132,7 @@ OMPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
         {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"},
     ],
 )
-def test_under_a_launcher_this_process_becomes_the_command(variables: Mapping[str, str], tmp_path: Path) -> None:
+def test_under_a_launcher_this_process_becomes_the_command(variables: Mapping[str, str], launched: Launched) -> None:
     done = launched("--", "sh", "-c", "echo $RANK of $WORLD_SIZE at $MASTER_ADDR", environment=variables)
     assert (done.returncode, done.stdout) == (0, "1 of 2 at 127.0.0.1\n")
 

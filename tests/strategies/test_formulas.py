@@ -166,6 +166,8 @@ def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0, ra
 def test_a_rank_keeps_as_much_as_the_formula_says(name: str, times: int, microbatches: int) -> None:
     """On the default ranks of the strategy, and on twice as many if it takes them."""
     ranks = STRATEGIES[name].ranks * (times if STRATEGIES[name].ranks > 1 else 1)
+    if name == "context-parallel":  # its tapes grow with the ranks squared, and no pipeline has to fill
+        microbatches //= 8
     program = checked(name, ranks, microbatches)
     sizes = program.program.sizes
     layer, layers = sizes.weights[0], sum(sizes.weights) / sizes.weights[0]

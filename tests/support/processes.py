@@ -45,14 +45,17 @@ def mark_processes() -> str:
 
 
 @contextmanager
-def started(words: Sequence[str], **options: Any) -> Generator[subprocess.Popen[str]]:
+def started(
+    words: Sequence[str], start: Callable[..., subprocess.Popen[str]] = subprocess.Popen, **options: Any
+) -> Generator[subprocess.Popen[str]]:
     """Start a program in a session of its own with pipes for its output, and kill the session when the block ends.
 
     Args:
+        start: `subprocess.Popen`, or `WarmStarts.start` for Python's words.
         options: further arguments of `subprocess.Popen`.
     """
     pipe = subprocess.PIPE
-    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, start_new_session=True, **options)
+    process = start(words, stdout=pipe, stderr=pipe, text=True, start_new_session=True, **options)
     try:
         yield process
     finally:
