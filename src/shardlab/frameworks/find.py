@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 from shardlab.common.errors import UserError, naming, suggest_name, why_unreadable
 from shardlab.common.files import require_regular_file
 from shardlab.frameworks import deepspeed, megatron, nanotron, nemo, torchtitan
+from shardlab.frameworks.python_config import read_python
 from shardlab.frameworks.run import FrameworkRun
 from shardlab.frameworks.settings import UNSET, Config, Setting
 from shardlab.frameworks.shell import Script, Word, flags_of, run_script
@@ -123,14 +124,22 @@ def _from_text(text: str, path: Path, changed: Overrides, framework: str | None)
                 "shardlab simulate --plan"
             )
         return Config(torchtitan.table(), path.name, (*found, *settings))
+    if path.suffix == ".py":
+        return _from_python(text, path, changed)
     if path.suffix in (".json", ".yaml", ".yml") or framework in READERS:
         return _from_table(text, path, changed, framework)
     if re.search(r"(^|\s)--[A-Za-z]", text):
         return _from_script(text, path.name, changed, framework, path.parent)
     raise UserError(
-        f"{path} is for no framework that is known here; give a torchtitan TOML, a script or list of Megatron-LM "
-        "arguments, a YAML of NeMo, nanotron or accelerate, or a JSON of DeepSpeed"
+        f"{path} is for no framework that is known here; give a torchtitan TOML or Python file, a script or list of "
+        "Megatron-LM arguments, a YAML of NeMo, nanotron or accelerate, or a JSON of DeepSpeed"
     )
+
+
+def _from_python(text: str, path: Path, changed: Overrides) -> Config:
+    settings, selected = torchtitan.read_arguments(flags_of(changed.words))
+    found = read_python(text, path.name, selected.get("config"))
+    return Config(torchtitan.table(), path.name, (*found.settings, *settings), notes=found.notes)
 
 
 READERS: dict[str, Callable[[str, str, Sequence[Setting]], Config]] = {

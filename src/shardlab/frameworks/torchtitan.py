@@ -1,7 +1,8 @@
 """torchtitan: TOML files of 2024 to 2026 and command lines `--section.key=value`.
 
-torchtitan of August 2026 has no files: a command names a function of its registry (`--module llama3 --config
-llama3_8b`) and changes its result. `torchtitan.toml` lists the keys, with their commits.
+Since April 2026, torchtitan has no such files: a command names a function of its registry (`--module llama3 --config
+llama3_8b`) or of a module of Python (`python_config`), and may change its result. `torchtitan.toml` lists the keys,
+with their commits.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ SCHEDULES = {
     "DualPipeV": "dualpipe-v",
 }
 """Classes of torch.distributed.pipelining, and schedules of shardlab."""
+
+CHUNKED_LOSS = "ChunkedLossWrapper"
+"""Class of the loss that holds the logits of some tokens at a time (components/loss.py)."""
 
 SECTIONS = (
     *("job", "profiling", "profiler", "metrics", "model", "optimizer", "lr_scheduler", "training", "parallelism"),
@@ -221,6 +225,14 @@ def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh
         cuts = [int(found[1]) for point in values["split_points"] if (found := re.search(r"(\d+)$", point))]
         bounds = [0, *cuts, model.layers]
         return max(1, (len(cuts) + 1) // mesh.pp), tuple(end - begin for begin, end in pairwise(bounds))
+    if values["module_fqns"]:
+        counts = [sum(str(name).startswith("layers.") for name in part) for part in values["module_fqns"]]
+        if sum(counts) != model.layers or len(counts) % mesh.pp:
+            raise UserError(
+                f"{config.file}: module_fqns_per_model_part has {sum(counts)} layers in {len(counts)} parts, but the "
+                f"model has {model.layers} layers and the pipeline {mesh.pp} ranks; give parts that divide among ranks"
+            )
+        return len(counts) // mesh.pp, tuple(counts)
     if values["layers_per_stage"] is not None:
         stages = math.ceil((model.layers + first + last) / values["layers_per_stage"])
         if stages % mesh.pp:
@@ -259,6 +271,8 @@ def _recipe(config: Config, values: Mapping[str, Any]) -> Recipe:
         switches["compile"] = "off"
     elif "loss" in values["compiled_parts"] and not config.version.startswith("2024"):
         switches["loss"] = "compiled"
+    if values["loss_class"] == CHUNKED_LOSS:
+        switches["loss"] = "chunked"
     if values["compile"] and values["async_tp"] and values["tp"] > 1:
         switches["async_tp"] = "on"
     return find_recipe("torchtitan", switches)

@@ -30,11 +30,12 @@ def check_folder(folder: Path, problem: Problem, *, force: bool) -> None:
     if not folder.exists() and not folder.absolute().parent.is_dir():
         raise UserError(f"--write {folder}: the folder {folder.parent} does not exist; make it first")
     if folder.exists():
-        *others, last = WRITERS[framework].files
-        check_new_file("--write", folder / last, last, force=force)
-        if not (folder / last).is_file():  # whose mark stands for the other files, since JSON has no comments
-            for name in others:
-                check_new_file("--write", folder / name, name, force=force)
+        for writer in WRITERS[framework]:
+            *others, last = writer.files
+            check_new_file("--write", folder / last, last, force=force)
+            if not (folder / last).is_file():  # whose mark stands for the other files, since JSON has no comments
+                for name in others:
+                    check_new_file("--write", folder / name, name, force=force)
 
 
 def write_files(folder: Path, choice: PlanChoice, model: str) -> Written:

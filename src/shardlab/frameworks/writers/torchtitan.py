@@ -1,12 +1,13 @@
-"""Write a step as a TOML file of torchtitan.
+"""Write a step as a configuration of torchtitan: a function in Python, and a TOML file.
 
-Keys are those of the last version that takes TOML files (`torchtitan.toml`).
+The function is for release 0.3.0, and the file for 0.2.2, the last release that takes TOML files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from math import ceil
 from typing import Any, cast
 
@@ -24,17 +25,25 @@ from shardlab.frameworks.writers.translation import (
 from shardlab.models.named import find_model, with_written
 from shardlab.simulate.predict.workload import Workload
 
-FILE = "train.toml"
+PYTHON_FILE, TOML_FILE = "train_config.py", "train.toml"
+
+FUNCTION = "train"
+"""Name of the function in Python."""
 
 ONE_STAGE = ("1f1b", "gpipe")
 """Schedules with one stage on each rank."""
+
+ATTENTION = frozenset({"attention"})
+"""Switch of the recipe that depends on PyTorch's version, and not on a file."""
+
+HEAD, OLD_HEAD = "lm_head", "output"
+"""Names of the head of a model, of today and in release 0.2.2."""
 
 CLASSES = {schedule: name for name, schedule in reversed(torchtitan.SCHEDULES.items())}
 """Classes of torch.distributed.pipelining by schedule."""
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-fp32-grads": {},
-    "bf16": {"reduce_precision": "bfloat16"},
     "bf16-params": {"dtype": "bfloat16"},
     "fp32": {"precision": "float32"},
     "fp8": {"converters": ["float8"]},
@@ -43,8 +52,35 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 """Values of meanings by precision."""
 
 
-def translate(step: Workload) -> Translation:
-    """Return the values of torchtitan's keys for a step."""
+def translate_python(step: Workload) -> Translation:
+    """Return the values of the keys of a step for a configuration in Python, and what only TOML files can say."""
+    found = _translate(step)
+    values, unsaid = dict(found.values), list(found.unsaid)
+    option = str(values.pop("recompute_option", "op"))
+    if values.get("recompute") == "selective" and option != "op":
+        values["recompute"] = "none"
+        unsaid.append(f"recomputation of every {option}th block, which torchtitan had until March 2026")
+    elif "recompute" in values:
+        values["recompute_option"] = "op"
+    if values.pop("rotate", "") == "alltoall":
+        unsaid.append("context parallelism as a ring, which torchtitan had in its TOML files")
+    if switch_of(step, "loss") == "chunked":
+        values["loss_class"] = torchtitan.CHUNKED_LOSS
+    return replace(found, values=values, unsaid=tuple(unsaid), uncompared=ATTENTION)
+
+
+def translate_toml(step: Workload) -> Translation:
+    """Return the values of the keys of a step for a TOML file."""
+    found, chunked = _translate(step), switch_of(step, "loss") == "chunked"
+    unsaid = "the loss in chunks of tokens, which torchtitan has since April 2026, after its last TOML files"
+    return replace(
+        found,
+        unsaid=(*found.unsaid, *([unsaid] if chunked else [])),
+        uncompared=ATTENTION | ({"loss"} if chunked else set()),
+    )
+
+
+def _translate(step: Workload) -> Translation:
     plan, unsaid = plan_of(step), list[str]()
     mesh = plan.mesh
     each, size = step.microbatches // plan.data_ranks, step.micro_batch_size
@@ -68,13 +104,12 @@ def translate(step: Workload) -> Translation:
         values["reshard"] = "never"
     if mesh.pp > 1:
         values |= {"pp": mesh.pp, "micro_batch_size": size, **_stages(step, unsaid)}
-    values |= _recompute(step, unsaid) | _recipe(step, unsaid)
+    values |= _recompute(step, unsaid) | _recipe(step)
     if step.precision.name in PRECISIONS:
         values |= PRECISIONS[step.precision.name]
     if step.optimizer != "adamw":
-        values["optimizer"] = {"sgd": "SGD", "lion": "Lion", "muon": "Muon"}[step.optimizer]
-    said = {"attention", *(["loss"] if switch_of(step, "loss") == "chunked" else [])}  # a kernel of PyTorch's version
-    return Translation(values, tuple(unsaid), says_model=bool(flavor), uncompared=frozenset(said))
+        unsaid.append(f"the optimizer {step.optimizer}, which is left to you")
+    return Translation(values, tuple(unsaid), says_model=bool(flavor))
 
 
 def flavor_of(step: Workload) -> tuple[str, str]:
@@ -114,7 +149,16 @@ def _stages(step: Workload, unsaid: list[str]) -> dict[str, Any]:
         if counts == blocks:
             more = {"first_stage_less": first, "last_stage_less": last} if (first, last) != (1, 1) else {}
             return values | more | ({"layers_per_stage": most} if len(blocks) != usual else {})
-    return values | {"split_points": [f"layers.{cut}" for cut in accumulate(blocks[:-1])]}
+    return values | {"module_fqns": _modules(blocks)}
+
+
+def _modules(blocks: Sequence[int]) -> list[list[str]]:
+    """Return the names of the modules of each stage."""
+    bounds = [0, *accumulate(blocks)]
+    parts = [[f"layers.{block}" for block in range(*pair)] for pair in pairwise(bounds)]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", HEAD]
+    return parts
 
 
 def _recompute(step: Workload, unsaid: list[str]) -> dict[str, Any]:
@@ -134,28 +178,110 @@ def _recompute(step: Workload, unsaid: list[str]) -> dict[str, Any]:
     return {"recompute": "selective", "recompute_option": str(every)} if every > 1 else {"recompute": "full"}
 
 
-def _recipe(step: Workload, unsaid: list[str]) -> dict[str, Any]:
+def _recipe(step: Workload) -> dict[str, Any]:
     """Return what is compiled, as the recipe's switches say."""
     if switch_of(step, "compile") != "on":
         return {"compile": False}
     found: dict[str, Any] = {"compile": True}
-    loss = switch_of(step, "loss")
-    if loss == "chunked":
-        unsaid.append("the loss in chunks of tokens, which torchtitan has since April 2026, after its last TOML files")
-    elif loss != "compiled":
+    if switch_of(step, "loss") not in ("chunked", "compiled"):
         found["compiled_parts"] = ["model"]
     if switch_of(step, "async_tp") == "on":
         found["async_tp"] = True
     return found
 
 
-def render(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
+def render_python(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
+    """Return the text of the Python file of a translation."""
+    cluster = step.cluster
+    launch = f"--nnodes {cluster.nodes} --nproc_per_node {cluster.per_node}"
+    module = PYTHON_FILE.removesuffix(".py")
+    start = f"start it on each node: torchrun {launch} ... -m torchtitan.train --module {module} --config {FUNCTION}"
+    more = "for torchtitan 0.3; add what is yours: hf_assets_path, dataloader, training.steps, the optimizer's numbers"
+    values = dict(found.values)
+    if {"pp", "ep"} & values.keys():
+        values["no_graphs"] = True  # trainer.py: CUDA graphs support neither
+    code = _code(values, found.values.get("model_name", "llama3"))
+    return (commented([*remarks, more, start]) + code,)
+
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "TrainingConfig": ("seq_len", "local_batch", "global_batch", "dtype", "precision", "no_graphs"),
+    "ParallelismConfig": (
+        *("dp_replicate", "dp_shard", "tp", "sequence_parallel", "cp", "ep", "reshard", "pp", "micro_batch_size"),
+        *("schedule", "first_stage_less", "last_stage_less", "layers_per_stage", "module_fqns"),
+    ),
+    "CompileConfig": ("compile", "compiled_parts", "async_tp"),
+}
+"""Meanings by the class that has them: torchtitan/config/configs.py of release 0.3.0."""
+
+RENAMED = {"async_tp": "enable_async_tensor_parallel", "no_graphs": "disable_cuda_graphs"}
+"""Names of fields that the table of keys lacks, or has in another section."""
+
+CONVERTERS = {"float8": "Float8LinearConverter", "mx": "MXFP8LinearConverter"}
+
+RECOMPUTATIONS = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
+
+
+def _code(values: Mapping[str, Any], family: str) -> str:
+    """Return the imports and the function that makes the configuration."""
+    recompute = RECOMPUTATIONS[values["recompute"]]
+    imports = {f"torchtitan.models.{family}": ["model_registry"], "torchtitan.trainer": ["Trainer"]}
+    imports["torchtitan.components.optimizer"] = ["default_adamw"]
+    imports["torchtitan.models.common.config_utils"] = ["decoder_vocab_size"]
+    entropy = "CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec))"
+    chunked = "loss_class" in values
+    loss = f"{torchtitan.CHUNKED_LOSS}.Config(loss_fn={entropy})" if chunked else entropy
+    imports["torchtitan.components.loss"] = [*([torchtitan.CHUNKED_LOSS] if chunked else []), "CrossEntropyLoss"]
+    lines = ["model_spec=model_spec", f"loss={loss}", "optimizer=default_adamw(lr=3e-4)"]
+    for name, meanings in FIELDS.items():
+        fields = [(RENAMED.get(each) or _field(each), values[each]) for each in meanings if each in values]
+        if fields:
+            imports.setdefault("torchtitan.config", []).append(name)
+            inside = "".join(f"            {field}={_literal(value)},\n" for field, value in fields)
+            lines.append(f"{name.removesuffix('Config').lower()}={name}(\n{inside}        )")
+    lines.append(f"activation_checkpoint={recompute}")
+    if recompute != "None":
+        imports["torchtitan.distributed.activation_checkpoint"] = [recompute.partition(".")[0]]
+    model = _literal(values.get("model_flavor", "8B"))
+    if kinds := [CONVERTERS[each] for each in values.get("converters", ())]:
+        imports["torchtitan.components.quantization"] = kinds
+        compiled = _literal(bool(values.get("compile")))
+        made = ", ".join(f"{kind}.Config(model_compile_enabled={compiled})" for kind in kinds)
+        model += f", converters=[{made}]"
+    head = "".join(f"from {module} import {', '.join(names)}\n" for module, names in sorted(imports.items()))
+    body = "".join(f"        {line},\n" for line in lines)
+    return (
+        f"{head}\n\ndef {FUNCTION}() -> Trainer.Config:\n    model_spec = model_registry({model})\n"
+        f"    return Trainer.Config(\n{body}    )\n"
+    )
+
+
+def _field(meaning: str) -> str:
+    return torchtitan.table().keys[meaning].name.partition(".")[2]
+
+
+def _literal(value: Any) -> str:
+    """Return a value as Python writes it, with double quotes."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, cast(list[Any], value)))}]"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def render_toml(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
     """Return the text of the TOML file of a translation."""
     cluster = step.cluster
     launch = f"--nnodes {cluster.nodes} --nproc_per_node {cluster.per_node}"
-    start = f"start it on each node: torchrun {launch} ... -m torchtitan.train --job.config_file {FILE}"
-    more = "add what is yours: model.hf_assets_path, training.dataset, training.steps, the optimizer's numbers"
-    settings = [torchtitan.table().write(meaning, value) for meaning, value in found.values.items()]
+    start = f"start it on each node: torchrun {launch} ... -m torchtitan.train --job.config_file {TOML_FILE}"
+    more = (
+        "for torchtitan 0.2; add what is yours: model.hf_assets_path, training.dataset, training.steps, the optimizer"
+    )
+    values = {
+        meaning: [[OLD_HEAD if name == HEAD else name for name in part] for part in value]
+        if meaning == "module_fqns"
+        else value
+        for meaning, value in found.values.items()
+    }
+    settings = [torchtitan.table().write(meaning, value) for meaning, value in values.items()]
     return (commented([*remarks, more, start]) + "".join(_sections(settings)),)
 
 

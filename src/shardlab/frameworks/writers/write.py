@@ -36,14 +36,17 @@ class Writer(NamedTuple):
     render: Callable[[Translation, Workload, Sequence[str]], tuple[str, ...]]
 
 
-WRITERS: dict[str, Writer] = {
-    "torchtitan": Writer((torchtitan.FILE,), torchtitan.translate, torchtitan.render),
-    "megatron": Writer((megatron.FILE,), megatron.translate, megatron.render),
-    "nanotron": Writer((nanotron.FILE,), nanotron.translate, nanotron.render),
-    "deepspeed": Writer(deepspeed.FILES, deepspeed.translate, deepspeed.render),
-    "accelerate": Writer(deepspeed.ACCELERATE_FILES, deepspeed.translate_accelerate, deepspeed.render_accelerate),
+WRITERS: dict[str, tuple[Writer, ...]] = {
+    "torchtitan": (
+        Writer((torchtitan.PYTHON_FILE,), torchtitan.translate_python, torchtitan.render_python),
+        Writer((torchtitan.TOML_FILE,), torchtitan.translate_toml, torchtitan.render_toml),
+    ),
+    "megatron": (Writer((megatron.FILE,), megatron.translate, megatron.render),),
+    "nanotron": (Writer((nanotron.FILE,), nanotron.translate, nanotron.render),),
+    "deepspeed": (Writer(deepspeed.FILES, deepspeed.translate, deepspeed.render),),
+    "accelerate": (Writer(deepspeed.ACCELERATE_FILES, deepspeed.translate_accelerate, deepspeed.render_accelerate),),
 }
-"""Every framework that is written."""
+"""Every framework that is written, with a writer for each of its versions, the newest first."""
 
 FRAMEWORK_OF_RECIPE = {
     "torchtitan": "torchtitan",
@@ -63,7 +66,7 @@ class Written(NamedTuple):
     Attributes:
         framework: name of the framework.
         texts: text of each file by name, that which `explain` reads first.
-        unsaid: what of the step the files cannot say.
+        unsaid: what of the step the files of the newest version cannot say.
         arguments: words after `--` with which `explain` reads the first file.
     """
 
@@ -97,7 +100,14 @@ def write_step(step: Workload, model: str) -> Written:
         UserError: if no files are written for its recipe.
     """
     name = framework_of(step.recipe)
-    writer = WRITERS[name]
+    newest, *older = (_write(writer, step, name, model) for writer in WRITERS[name])
+    return newest._replace(
+        texts={**newest.texts, **{file: text for each in older for file, text in each.texts.items()}}
+    )
+
+
+def _write(writer: Writer, step: Workload, name: str, model: str) -> Written:
+    """Return the files of one version."""
     found = writer.translate(step)
     unsaid = [*found.unsaid, *differences(step, found, name, model)]
     head = f"written by shardlab plan: {model} on {step.cluster}, recipe {step.recipe.title}"
