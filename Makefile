@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 # Without bytecode each worker, and each process that tests start, would compile all again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: attack chaos check docs help train test test-browser gpu verify-all clean
+.PHONY: attack chaos check docs frameworks help train test test-browser gpu verify-all clean
 
 help:
 	@echo "make train   train a small GPT with fully sharded data parallelism on four processes"
@@ -14,6 +14,8 @@ help:
 	@echo "make test-browser"
 	@echo "             pages of the viewer in headless Chromium"
 	@echo "make check   lint, types and the fast tests, for whoever edits"
+	@echo "make frameworks"
+	@echo "             the packages whose configuration code the tests call; make test does it too"
 	@echo "make docs    a site of the pages of docs/, in build/site"
 	@echo "make gpu     the tests and measurements that need a GPU"
 	@echo "make verify-all"
@@ -26,7 +28,7 @@ train: .venv/installed
 	$(BIN)/shardlab train --strategy fsdp --ranks 4 --steps 200
 
 # Types are checked by one of the tests, so that pyright runs beside the others.
-test: .venv/installed
+test: .venv/installed .venv/frameworks/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pytest
@@ -35,7 +37,7 @@ test: .venv/installed
 test-browser: .venv/installed
 	$(BIN)/python -m tests.browser.run
 
-check: .venv/installed
+check: .venv/installed .venv/frameworks/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pytest -m 'not gpu and not slow and not thorough'
@@ -73,6 +75,19 @@ chaos: .venv/installed
 	rm -rf .venv && "$$python" -m venv .venv
 	$(PIP) torch
 	$(PIP) -e '.[data,logging,search,test]'
+	@touch $@
+
+# Packages whose own configuration code parses what `plan --write` writes, each list in a folder of its own and without
+# its dependencies: nothing else imports them.
+frameworks: .venv/frameworks/installed
+
+FRAMEWORKS := $(wildcard tests/frameworks/packages/*.txt)
+
+.venv/frameworks/installed: .venv/installed $(FRAMEWORKS)
+	@rm -rf .venv/frameworks
+	@for list in $(FRAMEWORKS); do \
+	    $(PIP) --no-deps --target .venv/frameworks/$$(basename $$list .txt) -r $$list || exit 1; \
+	done
 	@touch $@
 
 # Only for `make docs`, so that nobody else waits for it.

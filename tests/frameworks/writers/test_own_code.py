@@ -1,0 +1,162 @@
+"""Written files, parsed by the framework's own configuration code as its package registry has it (their_code.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardlab.frameworks.writers.write import write_step
+from shardlab.language import Mesh
+from shardlab.strategies.plan.plan import Plan
+from tests.frameworks.their_code import parse
+from tests.frameworks.writers.test_write import COMPILED, sharded, step_of, write
+
+KEEPS: dict[str, Any] = {"shard_parameters": ("dp_shard",), "shard_optimizer": ("dp_shard",), "reshard_after": "step"}
+
+TITANS: dict[str, tuple[Plan, str, str, dict[str, str]]] = {
+    "fsdp": (Plan(Mesh(dp_shard=8), **sharded(3, dp_shard=8), recompute="full"), "llama3-8b", "bf16-fp32-grads", {}),
+    "default": (Plan(Mesh(dp_shard=8), **sharded(3, dp_shard=8), recompute="per-op"), "llama3-70b", "fp32", {}),
+    "hsdp": (
+        Plan(Mesh(dp_shard=4, dp_replicate=2, tp=2), **sharded(3, dp_shard=4), sequence_parallel=True),
+        *("llama3-8b", "bf16-params", COMPILED | {"async_tp": "on"}),
+    ),
+    "stages": (
+        Plan(Mesh(dp_shard=4, pp=2), layers_per_stage=(20, 12), **KEEPS),
+        *("llama3-8b", "bf16-fp32-grads", {"loss": "float32"}),
+    ),
+    "interleaved": (
+        Plan(Mesh(dp_shard=2, pp=4), "interleaved-1f1b", stages_per_rank=2, **KEEPS),
+        *("qwen3-32b", "bf16-fp32-grads", {}),
+    ),
+    "contexts": (
+        Plan(Mesh(dp_shard=4, cp=2), **sharded(3, dp_shard=4, cp=2), context="all_gather"),
+        *("llama3-405b", "bf16-fp32-grads", {"compile": "off", "loss": "float32"}),
+    ),
+    "experts": (
+        Plan(Mesh(dp_shard=2, ep=4), **sharded(3, dp_shard=2)),
+        *("qwen3-30b-a3b", "bf16-fp32-grads", {}),
+    ),
+}
+"""Plans, models, precisions and switches of the recipe torchtitan."""
+
+
+def titans(folder: Path) -> dict[str, Path]:
+    """Folders with the files of each of these steps."""
+    found: dict[str, Path] = {}
+    for name, (plan, model, precision, switches) in TITANS.items():
+        found[name] = folder / name
+        found[name].mkdir()
+        step = step_of(plan, "torchtitan", model, precision, **{"attention": "flash2", **switches})
+        write(found[name], write_step(step, model))
+    return found
+
+
+def part(found: dict[str, Any], section: str, **fields: Any) -> None:
+    """Require fields of a section."""
+    assert {name: found[section][name] for name in fields} == fields
+
+
+def test_torchtitans_python_configurations_are_what_the_plans_say(tmp_path: Path) -> None:
+    folders = titans(tmp_path)
+    (tmp_path / "wrong.py").write_text(
+        "from torchtitan.config import ParallelismConfig\nfrom torchtitan.trainer import Trainer\n\n"
+        "def train():\n    return Trainer.Config(parallelism=ParallelismConfig(tp=2))\n"
+    )
+    files = [each / "train_config.py" for each in folders.values()]
+    *results, wrong = parse("torchtitan-0.3", [*files, tmp_path / "wrong.py"])
+    assert "unexpected keyword argument 'tp'" in wrong["error"], "what it takes is known to it"
+    assert not [each["error"] for each in results if "error" in each]
+    found = dict(zip(folders, results, strict=True))
+    part(found["fsdp"], "training", seq_len=8192, local_batch_size=1, global_batch_size=16, dtype="float32")
+    part(found["fsdp"], "compile", enable=True, components=["model", "loss"])
+    assert (found["fsdp"]["model"], found["fsdp"]["layers"]) == (["llama3", "8B"], 32)
+    assert (found["fsdp"]["activation_checkpoint"], found["fsdp"]["loss"]) == (
+        "FullAC.Config",
+        "ChunkedLossWrapper.Config",
+    )
+    assert found["default"]["activation_checkpoint"] == "SelectiveAC.Config"
+    part(found["default"], "training", mixed_precision_param="float32")
+    part(found["hsdp"], "parallelism", data_parallel_replicate_degree=2, data_parallel_shard_degree=4)
+    part(found["hsdp"], "parallelism", tensor_parallel_degree=2, enable_sequence_parallel=True)
+    part(found["hsdp"], "compile", enable=True, enable_async_tensor_parallel=True)
+    part(found["hsdp"], "training", dtype="bfloat16")
+    assert (found["hsdp"]["activation_checkpoint"], found["hsdp"]["loss"]) == ("NoneType", "CrossEntropyLoss.Config")
+    part(found["stages"], "parallelism", pipeline_parallel_degree=2, pipeline_parallel_schedule="1F1B")
+    parts = found["stages"]["parallelism"]["module_fqns_per_model_part"]
+    assert [len(each) for each in parts] == [21, 14]
+    assert (parts[0][0], parts[1][-1]) == ("tok_embeddings", "lm_head")
+    part(found["stages"], "training", local_batch_size=4, disable_cuda_graphs=True)
+    part(found["stages"], "compile", components=["model"])
+    part(found["interleaved"], "parallelism", pipeline_parallel_degree=4, pipeline_parallel_schedule="Interleaved1F1B")
+    assert (found["interleaved"]["model"], found["interleaved"]["layers"]) == (["qwen3", "32B"], 64)
+    part(found["contexts"], "parallelism", context_parallel_degree=2)
+    part(found["contexts"], "compile", enable=False)
+    part(found["experts"], "parallelism", expert_parallel_degree=4, data_parallel_shard_degree=8)
+    assert found["experts"]["model"] == ["qwen3", "30B-A3B"]
+
+
+def test_torchtitans_toml_files_are_what_the_plans_say(tmp_path: Path) -> None:
+    folders = titans(tmp_path)
+    (tmp_path / "wrong.toml").write_text("[parallelism]\npipeline_parallel_split_points = []\n")
+    files = [each / "train.toml" for each in folders.values()]
+    *results, wrong = parse("torchtitan-0.2", [*files, tmp_path / "wrong.toml"])
+    assert "pipeline_parallel_split_points" in wrong["error"], "what it takes is known to it"
+    assert not [each["error"] for each in results if "error" in each]
+    found = dict(zip(folders, results, strict=True))
+    part(found["fsdp"], "model", name="llama3", flavor="8B")
+    part(found["fsdp"], "activation_checkpoint", mode="full")
+    part(found["default"], "activation_checkpoint", mode="selective", selective_ac_option="op")
+    part(found["hsdp"], "parallelism", data_parallel_replicate_degree=2, enable_async_tensor_parallel=True)
+    parts = found["stages"]["parallelism"]["module_fqns_per_model_part"]
+    assert ([len(each) for each in parts], parts[1][-1]) == ([21, 14], "output")
+    part(found["interleaved"], "model", name="qwen3", flavor="32B")
+    part(found["contexts"], "parallelism", context_parallel_degree=2, context_parallel_rotate_method="allgather")
+    part(found["experts"], "parallelism", expert_parallel_degree=4, data_parallel_shard_degree=8)
+
+
+def test_deepspeed_and_the_trainer_take_the_files(tmp_path: Path) -> None:
+    files: list[Path] = []
+    for stage in range(4):
+        plan = Plan(Mesh(dp_shard=8), recompute="full", **sharded(stage, dp_shard=8))
+        (folder := tmp_path / str(stage)).mkdir()
+        files.append(write(folder, write_step(step_of(plan, "deepspeed", precision="bf16"), "llama3-8b")))
+    document = json.loads(files[0].read_text())
+    document["zero_optimization"]["level"] = 2
+    (tmp_path / "wrong.json").write_text(json.dumps(document))
+    *found, wrong = parse("deepspeed", [*files, tmp_path / "wrong.json"], words(tmp_path / "0" / "train.sh"))
+    assert "level" in wrong["error"], "what it takes is known to it"
+    assert found == [
+        {
+            **{"stage": stage, "bf16": True, "micro_batch": 1, "accumulation": 2, "sequences": 16, "mismatches": []},
+            **{"checkpointing": True, "rest": ["--max_seq_length", "8192"]},
+        }
+        for stage in range(4)
+    ]
+    (other,) = parse("deepspeed", files[:1], ["--per_device_train_batch_size", "4", "--bf16"])
+    assert any("train_micro_batch_size_per_gpu" in each for each in other["mismatches"]), "mismatches are seen"
+
+
+def words(script: Path) -> list[str]:
+    """The Trainer's arguments in a script."""
+    lines = [line.strip().removesuffix("\\").split() for line in script.read_text().splitlines()]
+    return [word for line in lines for word in line if line and line[0].startswith("--")]
+
+
+def test_accelerate_takes_the_file(tmp_path: Path) -> None:
+    plans = {
+        "FULL_SHARD": Plan(Mesh(dp_shard=8), **sharded(3, dp_shard=8)),
+        "SHARD_GRAD_OP": Plan(Mesh(dp_shard=8), **sharded(2, dp_shard=8)),
+        "HYBRID_SHARD": Plan(Mesh(dp_shard=4, dp_replicate=2), **sharded(3, dp_shard=4)),
+    }
+    files: list[Path] = []
+    for name, plan in plans.items():
+        (tmp_path / name).mkdir()
+        files.append(write(tmp_path / name, write_step(step_of(plan, "fsdp1", precision="bf16"), "llama3-8b")))
+    (tmp_path / "wrong.yaml").write_text(files[0].read_text() + "processes: 8\n")
+    *found, wrong = parse("deepspeed", [*files, tmp_path / "wrong.yaml"])
+    for strategy, config in zip(plans, found, strict=True):
+        assert (config["num_processes"], config["num_machines"], config["mixed_precision"]) == (8, 1, "bf16")
+        assert config["distributed_type"] == "DistributedType.FSDP"
+        assert config["fsdp_config"]["fsdp_sharding_strategy"] == strategy
+    assert "processes" in wrong["error"]
