@@ -363,6 +363,7 @@ MEGATRON_INTS = {
     *("moe-shared-expert-intermediate-size", "max-position-embeddings", "num-distributed-optimizer-instances"),
 }
 MEGATRON_FLOATS = {"attention-dropout", "hidden-dropout", "moe-expert-capacity-factor", "norm-epsilon"}
+MEGATRON_LISTS = ("cp-comm-type", "recompute-modules")
 MEGATRON_WORDS = {
     "data-parallel-sharding-strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
     "recompute-granularity": ("full", "selective"),
@@ -373,10 +374,11 @@ MEGATRON_WORDS = {
     "fp8-recipe": ("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
     "optimizer": ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
     "cp-comm-type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
+    "recompute-modules": ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
 }
 """Arguments that may be written, with their types and words, as the parser has them that NVIDIA/Megatron-LM
-megatron/training/arguments.py makes at d98e8a64ddf34856e74b24714e3bedb2f5a39553. It has 878 names. The words of
---cp-comm-type are those of megatron/core/transformer/transformer_config.py."""
+megatron/training/arguments.py makes at d98e8a64ddf34856e74b24714e3bedb2f5a39553. It has 878 names. The words
+of lists are those of megatron/core/transformer/transformer_config.py."""
 
 
 def megatron_parser() -> argparse.ArgumentParser:
@@ -388,7 +390,7 @@ def megatron_parser() -> argparse.ArgumentParser:
         for name in names:
             parser.add_argument(f"--{name}", type=kind)
     for name, words in MEGATRON_WORDS.items():
-        parser.add_argument(f"--{name}", choices=words, nargs="+" if name == "cp-comm-type" else None)
+        parser.add_argument(f"--{name}", choices=words, nargs="+" if name in MEGATRON_LISTS else None)
     return parser
 
 
