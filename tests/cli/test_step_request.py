@@ -123,6 +123,8 @@ def test_a_written_job_is_the_step_of_its_flags(tmp_path: Path, capsys: Captured
         ("torchtitan", ("--recompute", "none"), "none"),
         ("torchtitan", ("--recompute", "full"), "full"),
         ("fsdp2", (), "none"),
+        ("maxtext", (), "full"),
+        ("maxtext", ("--recompute", "minimal"), "minimal"),
         ("shardlab", (), "none"),
     ],
 )
@@ -140,6 +142,8 @@ def test_what_is_recomputed_is_the_framework_s_default_unless_it_is_said(
     [
         ("torchtitan", (), ("parameters", "gradients", "optimizer")),
         ("torchtitan", ("--pp", "2"), ("parameters", "optimizer")),
+        ("maxtext", (), ("parameters", "gradients", "optimizer")),
+        ("colossalai", (), ()),
         ("torchtitan", ("--shard-optimizer", "dp_shard"), ("optimizer",)),
         ("megatron-core-tuned", (), ("optimizer",)),
         ("shardlab", (), ()),

@@ -138,12 +138,43 @@ def test_old_interleaved_pipelines_have_three_ranks_and_equal_stages() -> None:
         ("megatron-core", "uniform-2", True),
         ("megatron-core", "every-2", False),
         ("llm-foundry", (1, 3), True),
+        ("megatron-core", "layernorm+moe_act", True),
+        ("megatron-core", "minimal", False),
+        ("torchtitan", "mlp", False),
+        ("maxtext", "minimal", True),
+        ("maxtext", "save_out_proj", True),
+        ("maxtext", "first-2", False),
+        ("colossalai", "first-2", True),
+        ("colossalai", (0, 3), False),
         ("shardlab", (1, 3), True),
     ],
 )
 def test_recomputation_is_as_a_framework_has_it(recipe: str, recompute: Any, runs: bool) -> None:
     text = told(Plan(Mesh(dp_shard=1), recompute=recompute), recipe)
     assert text == "" if runs else text.startswith(f"{recipe} has no")
+
+
+def test_modules_that_a_model_lacks_are_told() -> None:
+    assert told(Plan(recompute="mla_up_proj"), "megatron-core") == (
+        "megatron-core recomputes mla_up_proj of latent attention alone, which this model lacks; leave it out"
+    )
+
+
+def test_colossalai_replicates_gemini_s_shards_alone_and_shards_over_context_ranks_too() -> None:
+    mesh = Mesh(dp_replicate=2, dp_shard=4)
+    assert told(sharded(mesh, 3), "colossalai") == ""
+    assert "no replicas of the shards of ZeRO-1" in told(sharded(mesh, 1), "colossalai")
+    context = sharded(Mesh(dp_shard=4, cp=2), 1, context="ulysses")
+    assert "colossalai cuts over cp what" in told(context, "colossalai")
+    assert "needs at least pp microbatches" in told(Plan(Mesh(pp=4)), "colossalai", microbatches=3)
+    assert told(Plan(Mesh(pp=4)), "colossalai", microbatches=4) == ""
+
+
+def test_pipelines_of_maxtext_have_even_stages_and_whole_rounds_of_microbatches() -> None:
+    assert "8 blocks do not divide among 3 stages" in told(Plan(Mesh(pp=3), "gpipe"), "maxtext", 9)
+    assert "needs multiple of pp microbatches" in told(Plan(Mesh(pp=4), "gpipe"), "maxtext", 6)
+    assert told(Plan(Mesh(pp=4), "gpipe"), "maxtext", 8) == ""
+    assert "maxtext cuts over cp what" in told(sharded(Mesh(dp_shard=4, cp=2), 3), "maxtext")
 
 
 def test_precisions_and_offloads_that_a_framework_lacks_are_told() -> None:

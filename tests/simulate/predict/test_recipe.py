@@ -236,6 +236,12 @@ def test_communication_of_sharded_gradients_may_be_hidden_alone() -> None:
     assert step(hidden, plan=plan).step < step(PLAIN, plan=plan).step
 
 
+def test_sharded_gradients_are_reduced_to_their_shards_in_every_framework() -> None:
+    axes = dict.fromkeys(SHARDED[1:], ("dp_shard",))
+    plan = replace(PLAN, **axes)
+    assert step(LONGER["allreduce_sharded_gradients"], plan=plan).step == step(PLAIN, plan=plan).step
+
+
 def test_what_is_computed_again_every_second_product_takes_time_and_saves_memory() -> None:
     changed, own = step(with_(saved=SavedActivations(again="per-op")), LLAMA), step(PLAIN, LLAMA)
     assert changed.step > own.step

@@ -251,7 +251,8 @@ class Overlap:
         scatter_gather_p2p: tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al. 2021,
             arXiv 2104.04473, section 4.1).
         sends_residual_only: a pipeline's message is the residual stream alone, the branch already added to it.
-        allreduce_sharded_gradients: gradients that ZeRO shards are all-reduced instead of reduce-scattered.
+        allreduce_sharded_gradients: gradients are all-reduced instead of reduce-scattered, although ZeRO shards the
+            optimizer's state, as long as it does not shard gradients too.
         single_nic: collectives leave a node through one of its NICs only.
         contention: seconds that compute loses in a second in which a communication is in flight beside it.
         bucket_bytes: gradients or parameters that are communicated at once, so that small ones share a start.

@@ -256,9 +256,10 @@ class Workload:
             cluster = replace(cluster, nics=1)
         cluster = replace(cluster, device=replace(cluster.device, attention=self.recipe.kernels.attention))
         recipe, plan = self._recomputing, self.plan
-        if isinstance(plan, Plan) and plan.shard_gradients and (sharded := recipe.overlap.sharded_share):
-            share = {**recipe.overlap.share, **sharded}
-            recipe = replace(recipe, overlap=replace(recipe.overlap, share=share))
+        if isinstance(plan, Plan) and plan.shard_gradients:
+            share = {**recipe.overlap.share, **recipe.overlap.sharded_share}
+            overlap = replace(recipe.overlap, share=share, allreduce_sharded_gradients=False)
+            recipe = replace(recipe, overlap=overlap)
         if self.mesh.ep == 1:  # no rank waits for another's experts
             recipe = replace(recipe, kernels=replace(recipe.kernels, expert_load=1.0))
         numbers = self.state_precision.under(self.optimizer, ema=self.ema)
