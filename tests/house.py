@@ -21,7 +21,7 @@ CODE_LINES = {
     "common": 840,
     "draw": 1710,
     "execute": 3785,
-    "frameworks": 3420,
+    "frameworks": 3460,
     "language": 4490,
     "learn": 5500,
     "measure": 2200,

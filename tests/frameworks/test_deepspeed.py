@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from shardlab.common.errors import UserError
 from shardlab.frameworks.find import read_config, read_run
 from shardlab.frameworks.run import FrameworkRun
 from shardlab.simulate.hardware import find_cluster
+from shardlab.simulate.predict.forecast import forecast
 
 JSON = """{
   "bf16": {"enabled": "auto"},
@@ -79,6 +81,55 @@ def test_stage_3_alone_communicates_beside_compute_by_default(
     overlap = f'"overlap_comm": {words},' if words else ""
     text = JSON.replace('"stage": 3, "overlap_comm": true,', f'"stage": {stage}, {overlap}')
     assert step_of(text, "ds.json", MODEL, tmp_path).plan.reduce_at == reduce_at
+
+
+def checkpointing(**keys: bool) -> str:
+    return JSON.replace('"mystery": 1', f'"activation_checkpointing": {json.dumps(keys)}')
+
+
+def of_gpt2(text: str, arguments: list[str], folder: Path, cluster: str = "h100x16") -> FrameworkRun:
+    path = folder / "ds.json"
+    path.write_text(text)
+    return read_run(replace(read_config(str(path), arguments), model="gpt2"), find_cluster(cluster))
+
+
+BATCH = ["--per_device_train_batch_size", "8", "--bf16"]
+
+
+def test_checkpoints_on_the_host_are_kept_there_and_blocks_are_computed_again(tmp_path: Path) -> None:
+    none, device, host = (
+        of_gpt2(text, [*BATCH, *arguments], tmp_path)
+        for text, arguments in (
+            (JSON, []),
+            (JSON, ["--gradient_checkpointing"]),
+            (checkpointing(cpu_checkpointing=True), []),
+        )
+    )
+    assert (host.plan.recompute, host.plan.passes) == ("none", "offload=activations:host,copy-early")
+    assert any("blocks are taken to call deepspeed.checkpointing.checkpoint" in each for each in host.notes)
+    found = [forecast(each.workload) for each in (none, device, host)]
+    bytes = [each.memory.unlimited for each in found]
+    assert bytes[0] > bytes[1] > bytes[2]
+    assert found[2].seconds > found[1].seconds > found[0].seconds
+    large = of_gpt2(
+        checkpointing(cpu_checkpointing=True), [*BATCH, "--gradient_accumulation_steps", "64"], tmp_path, "h100x1024"
+    )
+    assert (large.plan.recompute, large.plan.passes) == ("full", None)
+    assert any("too long to simulate" in each for each in large.notes)
+
+
+def test_partitioned_checkpoints_are_named(tmp_path: Path) -> None:
+    step = of_gpt2(checkpointing(partition_activations=True), BATCH, tmp_path)
+    assert (step.plan.recompute, step.plan.passes) == ("full", None)
+    assert any("over tensor-parallel ranks, which the file does not say" in each for each in step.notes)
+
+
+def test_the_section_of_checkpoints_has_no_effect_on_models_of_transformers(tmp_path: Path) -> None:
+    both = checkpointing(partition_activations=True, cpu_checkpointing=True)
+    for arguments, recompute in ((["--gradient_checkpointing"], "full"), (MODEL, "none")):
+        step = of_gpt2(both, [*BATCH, *arguments], tmp_path)
+        assert (step.plan.recompute, step.plan.passes) == (recompute, None)
+        assert any("no effect on models of transformers" in each for each in step.notes)
 
 
 def test_a_missing_model_is_asked_for(tmp_path: Path) -> None:

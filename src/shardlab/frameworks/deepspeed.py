@@ -16,6 +16,7 @@ from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks,
 from shardlab.frameworks.settings import Config, KeyTable, Setting
 from shardlab.frameworks.yaml_file import read_json, read_yaml
 from shardlab.language import Mesh
+from shardlab.language.pass_names import with_offload
 from shardlab.language.precision import Precision, find_precision
 from shardlab.models import Blocks
 from shardlab.models.named import find_model, with_written
@@ -25,6 +26,9 @@ from shardlab.simulate.predict.recipe import find_recipe
 NAME, ACCELERATE = "deepspeed", "accelerate"
 
 AUTO = "auto"
+
+INPUTS_ON_HOST = with_offload(None, ["activations=host"])
+"""Passes of a plan with `cpu_checkpointing`: copies run beside compute, as those of `_ActivationOffloadEngine` do."""
 
 USUAL_BATCH = 8
 """`per_device_train_batch_size` of the Trainer (`src/transformers/training_args.py`)."""
@@ -96,11 +100,48 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     layout = Layout(
         mesh,
         zero=zero,
-        recompute="full" if values["recompute"] else "none",
+        recompute=_recompute(values, notes),
         reduce_at="layer" if (_on(values["overlap"]) if values["overlap"] else zero == 3) else "step",
         state_over_replicas=values["shard_group"] < 2,
     )
-    return _step(config, values, cluster, layout, find_precision(precision), "deepspeed", notes)
+    step = _step(config, values, cluster, layout, find_precision(precision), "deepspeed", notes)
+    return _with_inputs_on_host(step) if values["on_host"] and not _of_transformers(values) else step
+
+
+def _of_transformers(values: Mapping[str, Any]) -> bool:
+    """Return whether the model is one of transformers, as the Trainer's arguments say."""
+    return bool(values["recompute"] or values["model"])
+
+
+def _recompute(values: Mapping[str, Any], notes: list[str]) -> str:
+    """Return what is recomputed: all blocks, if the Trainer or DeepSpeed's own section say so.
+
+    The section concerns `deepspeed.checkpointing.checkpoint` alone (`runtime/activation_checkpointing/checkpointing.py`
+    at edaa7221), which the model must call, as Megatron-DeepSpeed's does. Models of transformers call PyTorch's
+    (`src/transformers/modeling_utils.py`, `gradient_checkpointing_enable`).
+    """
+    section = values["partitioned"] or values["on_host"]
+    if section and _of_transformers(values):
+        notes.append(
+            "activation_checkpointing has no effect on models of transformers, which call torch.utils.checkpoint"
+        )
+        section = False
+    if section:
+        notes.append("blocks are taken to call deepspeed.checkpointing.checkpoint, as activation_checkpointing needs")
+    if section and values["partitioned"]:
+        notes.append("partition_activations shards kept inputs over tensor-parallel ranks, which the file does not say")
+    return "full" if values["recompute"] or section else "none"
+
+
+def _with_inputs_on_host(step: FrameworkRun) -> FrameworkRun:
+    """Return a step whose kept inputs of blocks lie on the host: the pass `offload` also recomputes the blocks."""
+    plan = replace(step.plan, recompute="none", passes=INPUTS_ON_HOST)
+    try:
+        plan.require_ops(step.model.layers, step.microbatches)
+    except UserError:
+        note = "kept inputs are predicted on the device, since a step with copies to the host is too long to simulate"
+        return replace(step, notes=(*step.notes, note))
+    return replace(step, plan=plan)
 
 
 def _shard_group(config: Config, values: Mapping[str, Any], ranks: int, notes: list[str]) -> int:

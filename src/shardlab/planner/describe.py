@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -88,6 +89,8 @@ def _data(plan: Plan) -> str:
 
 
 def _recomputed(plan: Plan, blocks: int) -> str:
+    if home := re.search(r"\boffload=[^,]*activations:(\w+)", plan.passes or ""):
+        return f"every block computed again in the backward pass, from an input that is kept on the {home[1]}"
     if isinstance(plan.recompute, tuple):
         return f"{len(plan.recompute)} of {blocks} blocks computed again in the backward pass"
     if modules := modules_of(plan.recompute):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from shardlab.common.errors import UserError
+from shardlab.frameworks.deepspeed import INPUTS_ON_HOST
 from shardlab.frameworks.find import read_config, read_run
 from shardlab.frameworks.writers.translation import model_properties
 from shardlab.frameworks.writers.write import (
@@ -220,6 +221,7 @@ REPLICAS = Plan(Mesh(dp_shard=8, dp_replicate=2), recompute="full", **sharded(3,
         *(("deepspeed", Plan(Mesh(dp_shard=8), **sharded(stage, dp_shard=8))) for stage in range(4)),
         ("deepspeed", Plan(Mesh(dp_shard=8), recompute="full", reduce_at="step", **sharded(1, dp_shard=8))),
         ("deepspeed", REPLICAS),
+        ("deepspeed", Plan(Mesh(dp_shard=8), passes=INPUTS_ON_HOST, **sharded(2, dp_shard=8))),
         ("deepspeed", replace(REPLICAS, **dict.fromkeys(EVERYTHING[1:], ("dp_shard", "dp_replicate")))),
         *(("fsdp1", Plan(Mesh(dp_shard=8), **sharded(stage, dp_shard=8))) for stage in (0, 2, 3)),
         ("fsdp1", REPLICAS),

@@ -46,6 +46,8 @@ def translate(step: Workload) -> Translation:
     if plan.mesh.dp_replicate > 1 and plan.shard_parameters:
         shared = "dp_replicate" in plan.shard_optimizer
         values["parameter_group" if shared else "shard_group"] = plan.mesh.dp_shard
+    if step.pass_names == deepspeed.INPUTS_ON_HOST:
+        values["on_host"] = True
     values |= _batch(step) | PRECISIONS.get(step.precision.name, {})
     values |= {"global_batch": step.microbatches * step.micro_batch_size}
     return Translation(values | _program(step, unsaid), tuple(unsaid), says_model=False, uncompared=OF_PYTORCH)
@@ -72,6 +74,8 @@ def render(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[
     cluster = step.cluster
     start = f"deepspeed --num_nodes {cluster.nodes} --num_gpus {cluster.per_node} train.py --deepspeed {FILES[0]}"
     batch = [f"{KEYS[meaning]} {found.values[meaning]}" for meaning in ("micro_batch_size", "accumulation")]
+    if "on_host" in found.values:
+        remarks = [*remarks, "the model must call deepspeed.checkpointing.checkpoint for each of its blocks"]
     half = [f"--{name}" for name in ("bf16", "fp16") if found.values.get(name)]  # the Trainer compares them
     return json.dumps(nested(inside), indent=2) + "\n", _script(remarks, start, [*batch, *half, *flags])
 

@@ -191,4 +191,5 @@ def plan_properties(step: Workload, plan: Plan) -> dict[str, Any]:
         "sequence_parallel": plan.sequence_parallel and mesh.tp > 1,
         "recompute": recompute,
         "context": plan.context if mesh.cp > 1 else "",
+        "passes": step.pass_names.replace("none", ""),
     }
