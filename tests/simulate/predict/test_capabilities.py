@@ -86,6 +86,7 @@ def test_deepspeed_cuts_gradients_with_the_state_over_replicas_or_neither() -> N
     half = Plan(mesh, shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=all)
     assert "give --shard-optimizer dp_shard, or --shard-gradients the same" in told(half, "deepspeed")
     assert "--shard-optimizer dp_shard" in told(hpz, "torchtitan")
+    assert "--shard-optimizer dp_shard" in told(half, "megatron-core")
     assert "no replicas of the shards of ZeRO-2" in told(sharded(mesh, 2), "deepspeed")
 
 
