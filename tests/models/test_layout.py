@@ -229,7 +229,8 @@ def test_the_gradients_of_what_is_looked_up_are_left_to_the_second_half() -> Non
 def test_a_bias_is_added_by_its_product_and_its_gradient_is_a_sum_over_rows() -> None:
     product = Matmul(30, 7, 5, bias=True)
     assert product.elements == Matmul(30, 7, 5).elements
-    assert product.backward_weight() == (Matmul(5, 7, 30, backward=True), Pointwise("bias", 210.0, 0.0, backward=True))
+    weight = Matmul(5, 7, 30, backward=True, of_weight=True)
+    assert product.backward_weight() == (weight, Pointwise("bias", 210.0, 0.0, backward=True))
     assert product.backward_input() == (Matmul(30, 5, 7, backward=True),)
     biased = [GPT(bias=bias, **SMALL).kernels(1, 1, 8) for bias in (True, False)]
     sums = [elements([made for k in ks for made in k.backward_weight()], "bias") for ks in biased]

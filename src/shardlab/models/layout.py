@@ -169,6 +169,8 @@ class Matmul(NamedTuple):
         bias: whether a learned row is added. Its gradient is a sum over the result's rows.
         backward: whether it makes a gradient. Such a product has transposed matrices and adds to its result, so it runs
             at another speed.
+        of_weight: whether it makes the gradient of a parameter. Its sum is over tokens, and no operand's rows lie along
+            them.
     """
 
     m: int
@@ -178,6 +180,7 @@ class Matmul(NamedTuple):
     learned: bool = True
     bias: bool = False
     backward: bool = False
+    of_weight: bool = False
 
     @property
     def flops(self) -> float:
@@ -200,7 +203,7 @@ class Matmul(NamedTuple):
         return (self._second(), *bias) if self.learned else ()
 
     def _second(self) -> Matmul:
-        return self._replace(m=self.k, k=self.m, bias=False, backward=True)
+        return self._replace(m=self.k, k=self.m, bias=False, backward=True, of_weight=self.learned)
 
 
 class FusedAttention(NamedTuple):

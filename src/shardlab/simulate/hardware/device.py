@@ -218,7 +218,7 @@ class Device:
 def alignment(kernel: Matmul, dtype: str) -> float:
     """Return the share of its speed that a product keeps if a row of its operands is not whole 16-byte words."""
     word = 16 // bytes_of(dtype)
-    if kernel.k % word == 0 and kernel.n % word == 0:
+    if (kernel.m if kernel.of_weight else kernel.k) % word == 0 and kernel.n % word == 0:
         return 1.0
     return MISALIGNED if kernel.batch == 1 else MISALIGNED_BATCH
 
