@@ -12,6 +12,8 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from hypothesis import settings
 from shardlab.common.user_code import Stoppable
 from shardlab.train.launch import interrupt
 from tests.support.processes import PATIENCE, left_processes, mark_processes, stop_ignoring_signals
-from tests.support.ranks import Ranks
+from tests.support.ranks import PRELOAD, Ranks
 from tests.support.thorough import examples
 from tests.support.warm import WarmStarts
 
@@ -145,6 +147,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if reporter is not None:
             reporter.write_line(f"\n{process}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_server_forks_all_ranks() -> Iterator[None]:
+    """Import what any ranks need in the server that forks them, whichever command or test starts that server.
+
+    A server that `shardlab verify` has started would leave the imports of training to each rank.
+    """
+    forkserver.set_forkserver_preload(PRELOAD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseContext, "set_forkserver_preload", lambda context, names: None)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
