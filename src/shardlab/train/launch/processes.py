@@ -6,6 +6,7 @@ passes requests to stop on to all, kills those that do not end in time, and at l
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -320,6 +321,7 @@ def _run_rank(
     arguments: Sequence[Any],
 ) -> None:
     """Call the function in a started process, and report its result."""
+    gc.freeze()  # a collection would visit all modules, and so copy the memory that is shared with the server
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)  # no traceback of each rank: the process that started them reports
