@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a worker; torch reads it when it is imported
 
+import gc
 import signal
 import sys
 import tempfile
@@ -113,7 +114,8 @@ settings.load_profile("shardlab")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker by which `make check` leaves tests out."""
+    """Register the marker by which `make check` leaves tests out, and collect garbage seldom."""
+    gc.set_threshold(20_000, 20, 20)
     config.addinivalue_line("markers", "slow: starts ranks, or its path begins as one of SLOW")
 
 
@@ -133,6 +135,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if shares_processes or item.get_closest_marker("starts_ranks") or place.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what modules and tests are made of, a million objects, out of all later collections of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -110,6 +111,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # as ranks of `run_processes` do
     torch.set_num_threads(1)
     set_wakeups()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)

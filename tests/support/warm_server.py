@@ -7,6 +7,8 @@ its ranks, ranks of torchrun, and processes of a script. After that, everything 
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import runpy
@@ -15,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -108,10 +111,20 @@ def _become(
         runpy.run_path(how, run_name="__main__")
 
 
+def _end(status: object) -> None:
+    """End this process as `sys.exit(status)` does, without freeing its modules: that would copy the server's memory."""
+    threading._shutdown()  # pyright: ignore
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF if isinstance(status, int) else 0)
+
+
 def _serve(address: str) -> None:
     """Fork for each that asks, until the starter has gone."""
     for name in IMPORTED:
         import_module(name)
+    gc.freeze()  # a collection in a fork would copy all memory that was there before
     WarmProcess.address = address
     setattr(import_module(TORCHRUNS), "Popen", WarmProcess)  # noqa: B010
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -123,9 +136,14 @@ def _serve(address: str) -> None:
             connection, _ = listening.accept()
             if not os.fork():
                 listening.close()
-                return _attend(connection)
+                try:
+                    _attend(connection)
+                except SystemExit as end:
+                    if isinstance(end.code, str):
+                        raise
+                    _end(end.code)
+                _end(0)
             connection.close()
-    return None
 
 
 if __name__ == "__main__":
