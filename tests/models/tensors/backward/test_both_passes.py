@@ -23,7 +23,7 @@ from shardlab.models.layer import Run
 from shardlab.models.layout import Kernel
 from shardlab.models.mixture import ExpertActivate
 from shardlab.models.primitives import Activate, Add, DropoutSite, Pieces, Primitive
-from shardlab.models.tensors import AddGradients, Dropout, initial_weights, make_layers, parameter_views
+from shardlab.models.tensors import AddGradients, Dropout, make_layers, parameter_views
 from shardlab.models.tensors.backward import layer as layer_module
 from shardlab.models.tensors.backward import prepare_layer
 from shardlab.models.tensors.backward.autograd import AutogradGraph, autograd_passes
@@ -93,15 +93,22 @@ every_slice = pytest.mark.parametrize(
     ("model", "layer", "number"),
     sampled(CASES, lambda case: case[1] in different_layers(case[0])[:3] and case[2] < 2),
     ids=str,
+    scope="module",  # so that all tests of a slice run together, and find its weights in the cache
 )
 
 
 @lru_cache(maxsize=32)
-def random_weights(model: Model, layer: int, number: int, dtype: torch.dtype) -> Tensor:
-    """Return random weights of one slice of a layer. They are cached, because most of the time is theirs."""
-    torch.manual_seed(layer)
-    flat = initial_weights(model, layer, 0, dtype).chunk(model.layout(layer).slices)[number]
-    return flat + torch.randn_like(flat) / 5
+def random_weights(model: Model, layer: int, dtype: torch.dtype) -> Tensor:
+    """Return random weights of a slice of a layer, near 1 for norms and near 0 otherwise.
+
+    They are cached, because most of the time is theirs.
+    """
+    layout = model.layout(layer)
+    flat = torch.randn(layout.run_numel, dtype=dtype, generator=torch.Generator().manual_seed(layer)) / 5
+    for parameter, view in zip(layout.parameters, parameter_views(layout, flat), strict=True):
+        if parameter.name.endswith("weight") and not parameter.decayed:
+            view += 1
+    return flat
 
 
 class Passes:
@@ -110,8 +117,8 @@ class Passes:
     def __init__(self, model: Model, layer: int, number: int = 0, dtype: torch.dtype = torch.float64) -> None:
         self.share = replace(piece_of(model, layer, number), gradient_scale=3)
         owner = 0 if model.borrowed(layer) else layer
-        self.flat = random_weights(model, owner, number, dtype).clone()
-        torch.manual_seed(layer)
+        self.flat = random_weights(model, owner, dtype).clone()
+        torch.default_generator.manual_seed(layer)  # `torch.manual_seed` would format three stacks for other devices
         self.weights = parameter_views(model.layout(owner), self.flat)
         self.inputs = inputs_of(model, layer, ROWS, dtype, self.share)
         self.layer = passes_of(model, layer)
