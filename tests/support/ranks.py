@@ -68,12 +68,12 @@ class Ranks:
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call `function(rank, *arguments)` on every rank; raise with all tracebacks if one raised.
 
-        Jobs among the arguments are traced and checked here, once for all ranks.
+        Jobs among the arguments are traced, checked and given their fingerprint here, once for all ranks.
         """
         for job in arguments:
             if isinstance(job, Job):
                 with suppress(UserError):  # which the ranks raise as well
-                    job.checked()
+                    job.checked().program.fingerprint()
         call = ForkingPickler.dumps((function, arguments))
         for pipe in self._pipes:
             pipe.send_bytes(call)

@@ -34,7 +34,6 @@ from shardlab.execute import Executor
 from shardlab.execute.kernel_choice import rows_of
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.state import State
-from shardlab.language import Program
 from shardlab.models import Blocks
 from shardlab.models.named import weights_at
 from shardlab.models.tensors.compute import KERNEL_CHOICES
@@ -98,7 +97,6 @@ class Saver(Callback):
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None  # write of this rank's file
         self._documents: dict[str, str] = {}
-        self._fingerprints: dict[int, str] = {}
         self._number = 0  # step of the checkpoint in flight, or of the last one
         self._step = executor.state.step
         self._began = time.monotonic()
@@ -267,16 +265,10 @@ class Saver(Callback):
                 "identity": identity,
             },
             "validation_before": before if math.isfinite(before) else None,
-            "program": self._fingerprint(state.checked.program),
+            "program": state.checked.program.fingerprint(),
             "products": rows_of(KERNEL_CHOICES),
             **self._fixed,
         }
-
-    def _fingerprint(self, program: Program) -> str:
-        """Return the fingerprint of a program of the batch ramp. Each is computed once."""
-        if id(program) not in self._fingerprints:
-            self._fingerprints[id(program)] = program.fingerprint()
-        return self._fingerprints[id(program)]
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
