@@ -29,7 +29,7 @@ CODE_LINES = {
     "planner": 4150,
     "simulate": 7275,
     "strategies": 2730,
-    "train": 8810,
+    "train": 9060,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

@@ -71,7 +71,8 @@ def test_a_run_goes_to_torchtitan_and_back(folder: Path, capsys: Captured) -> No
     state = {name: files.read(name) for name in files.names} | {"optimizer": {"state.norm.weight.step": torch.ones(1)}}
     save(state, checkpoint_id=folder / "trained", no_dist=True)
     assert main(["convert", "trained", "weights", *flags]) == 0
-    assert "left out        optimizer: only weights are converted\n" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "left out optimizer: only weights are converted; --settings also converts the state of AdamW" in shown
 
 
 def test_the_tokens_of_a_run_are_those_of_transformers(folder: Path, capsys: Captured) -> None:
@@ -170,3 +171,20 @@ def test_a_training_from_weights_of_another_model_is_refused(
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
     assert [path.name for path in folder.iterdir()] == ["run"]
+
+
+def test_settings_make_a_run_of_a_checkpoint_of_torchtitan(folder: Path, capsys: Captured) -> None:
+    """docs/checkpoints.md runs the commands; here is what they refuse."""
+    random_run(folder / "llama", Llama(layers=1, hidden_size=16, heads=2, seq_len=8))
+    assert main(["convert", "llama", "again", "--settings", "llama"]) == 2
+    assert "llama has no complete checkpoint; name the folder of a run" in capsys.readouterr().err
+    (folder / "settings").mkdir()
+    (folder / "settings" / "state.json").write_text("{}")
+    (folder / "settings" / "config.toml").write_text("")
+    assert main(["convert", "llama", "again", "--settings", "settings"]) == 2
+    assert (
+        "needs the state of an optimizer, which only checkpoints have; leave out --settings" in capsys.readouterr().err
+    )
+    assert main(["convert", "llama", "again", "--settings", "settings", "--to", "hf"]) == 2
+    assert "--settings is for a run, and --to hf writes none" in capsys.readouterr().err
+    assert not (folder / "again").exists()

@@ -45,6 +45,10 @@ class Convert:
     shard_mb: Count = 5000
     """Largest size of a file, in megabytes. Larger weights are split into several files."""
 
+    settings: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Checkpoint of a run whose settings the new run has. It also gets the state of AdamW, and goes on with train
+    --resume TO."""
+
     json: Flag = False
     """Print only JSON."""
 
@@ -58,7 +62,9 @@ class Convert:
         from shardlab.train.huggingface import convert_weights, open_source
 
         source = open_source(self.source, self.model.apply)
-        form = self.to or ("hf" if source.form == "shardlab" else "shardlab")
+        form = self.to or ("hf" if source.form == "shardlab" and self.settings is None else "shardlab")
+        if self.settings is not None and form != "shardlab":
+            raise UserError(f"--settings is for a run, and --to {form} writes none; leave out one of them")
         tokenizer = find_tokenizer(source.folder) if form != "shardlab" else None
         beside = {} if tokenizer is None else tokenizer.files() | export_tokenizer(tokenizer)
         special: dict[str, int] = {}
@@ -67,15 +73,42 @@ class Convert:
         if tokenizer is not None and tokenizer.begin:
             special["bos_token_id"] = tokenizer.begin[0]
         limit, follow = self.shard_mb * 10**6, _show_progress
-        done = convert_weights(source, self.out, form, shard_bytes=limit, beside=beside, special=special, follow=follow)
+        done = convert_weights(
+            source,
+            self.out,
+            form,
+            shard_bytes=limit,
+            beside=beside,
+            special=special,
+            follow=follow,
+            settings=None if self.settings is None else _with_settings(self.settings),
+        )
         report = Report(**asdict(done))
         report.fact("model", f"{done.model}, {done.parameters:,} parameters in {counted(done.tensors, 'tensor')}")
         report.draw(partial(print_path, label="folder", path=Path(done.folder)))
         report.fact("files", ", ".join(done.files))
         if done.left_out:
-            report.fact("left out", f"{', '.join(done.left_out)}: only weights are converted")
+            more = "; --settings also converts the state of AdamW" if "optimizer" in done.left_out else ""
+            why = f"only weights are converted{more}" if self.settings is None else "those of the settings are used"
+            report.fact("left out", f"{', '.join(done.left_out)}: {why}")
         report.show(json=self.json)
         return 0
+
+
+def _with_settings(folder: Path) -> Path:
+    """Return the checkpoint that a folder is, or the newest one of a run.
+
+    Raises:
+        UserError: if the folder has no settings.
+    """
+    from shardlab.train.checkpoint import CONFIG, STATE
+    from shardlab.train.checkpoints import find_checkpoint
+
+    if (folder / STATE).is_file() and (folder / CONFIG).is_file():
+        return folder
+    checkpoint = find_checkpoint(folder)
+    assert checkpoint is not None
+    return checkpoint.folder
 
 
 def _show_progress(planned: list[Any]) -> Iterable[Any]:

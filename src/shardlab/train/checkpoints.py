@@ -276,7 +276,7 @@ class Saver(Callback):
         return {
             "plan": self._run.job.title,
             "model": job_as_dict(self._run.job)["model"],
-            "layers": describe_layers(self._state.model, self._state.shapes),
+            "layers": describe_layers(self._state.model, self._state.shapes.flat),
             "versions": versions(),
             "folder": str(Path.cwd()),
             "threads": torch.get_num_threads(),

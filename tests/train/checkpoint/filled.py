@@ -110,7 +110,7 @@ def saved(states: list[State], run: Path, disk: Disk | None = None) -> Checkpoin
     words = {
         "step": first.step,
         "loss_scale": [first.loss_scale.scale, first.loss_scale.calm],
-        "layers": describe_layers(first.model, first.shapes),
+        "layers": describe_layers(first.model, first.shapes.flat),
     }
     commit(disk, folder, len(states), {STATE: json.dumps(words), CONFIG: ""}, keep=2)
     return Checkpoint.open(folder).verify()

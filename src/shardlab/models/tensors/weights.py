@@ -20,7 +20,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -223,18 +224,21 @@ class TensorFiles:
     """Tensors of safetensors files by name. Only the parts that are asked for are read.
 
     Files are mapped read-only, because a limit on a process's memory counts writable mappings. Pages that were read are
-    given back, so that the process does not seem to hold whole files.
+    given back, of all open files together, so that the process does not seem to hold whole files.
 
     Args:
         paths: the files.
     """
+
+    _all: ClassVar[WeakSet[TensorFiles]] = WeakSet()
+    _read_bytes: ClassVar[int] = 0
 
     def __init__(self, paths: list[Path]) -> None:
         self._opened = {path: _open(path) for path in paths}
         self._file = {name: file for file in self._opened.values() for name in cast(list[str], file.keys())}
         self._mapped = {path: _map(path) for path in paths}
         self._bytes = {name: each for mapped in self._mapped.values() for name, each in _tensors(mapped)}
-        self._read_bytes = 0
+        self._all.add(self)
 
     @property
     def names(self) -> set[str]:
@@ -261,10 +265,10 @@ class TensorFiles:
         dtype = self.dtype(name)
         whole = self._bytes[name].view(f"u{dtype.itemsize}").reshape(self.shape(name))
         part = np.array(whole[where] if where else whole)
-        self._read_bytes += part.nbytes
-        if self._read_bytes >= RELEASED_BYTES:
-            self._read_bytes = 0
-            for mapped in self._mapped.values():
+        TensorFiles._read_bytes += part.nbytes
+        if TensorFiles._read_bytes >= RELEASED_BYTES:
+            TensorFiles._read_bytes = 0
+            for mapped in [each for files in self._all for each in files._mapped.values()]:
                 mapped.madvise(mmap.MADV_DONTNEED)
         return torch.from_numpy(part).view(dtype)
 

@@ -25,7 +25,6 @@ from shardlab.check.in_place import KeptWeights
 from shardlab.execute.offload import tensor_at
 from shardlab.execute.optimizers.flat_slice import Slice
 from shardlab.execute.state import State
-from shardlab.execute.tape_analysis import Shapes
 from shardlab.language import Holds, OpKind
 from shardlab.language.rules.kinds import bits
 from shardlab.language.rules.refusals import DISK, HOST
@@ -156,12 +155,9 @@ def updates_of(state: State) -> int:
     return max(counts, default=0)
 
 
-def describe_layers(model: Model, shapes: Shapes) -> list[dict[str, Any]]:
+def describe_layers(model: Model, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Return for each layer of a model the length of its flat buffer and the pieces in it, for a JSON file."""
-    return [
-        {"length": shapes.flat[layer], "pieces": list(_pieces(model, layer, shapes.flat[layer]))}
-        for layer in range(model.layers)
-    ]
+    return [{"length": each, "pieces": list(_pieces(model, layer, each))} for layer, each in enumerate(lengths)]
 
 
 class ParameterPiece(NamedTuple):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import io
 import math
 import pickle
 from collections import defaultdict
@@ -65,6 +66,8 @@ class DistributedFiles:
 
     Attributes:
         left_out: beginnings among `others` of which the folder has entries, without the dot.
+        names: names of the tensors that are read.
+        all_names: names of all entries, also of those that begin like `others`.
     """
 
     def __init__(self, folder: Path, others: Sequence[str] = ()) -> None:
@@ -73,19 +76,12 @@ class DistributedFiles:
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         entries = metadata.state_dict_metadata
         self.left_out = tuple(other.rstrip(".") for other in others if any(name.startswith(other) for name in entries))
-        self._entries = {
-            name: entry
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata) and not name.startswith(tuple(others))
-        }
+        self._entries = {name: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}
+        self.all_names = frozenset(entries)
+        self.names = {name for name in self._entries if not name.startswith(tuple(others))}
         self._folder = folder
         self._stored: dict[MetadataIndex, Tensor] = {}
-        self._require_files()
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._entries)
+        self.require_files(self.names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
@@ -133,14 +129,34 @@ class DistributedFiles:
             self._stored[index] = chunk
         return self._stored[index]
 
-    def _require_files(self) -> None:
-        """Require that all chunks of the tensors exist.
+    def value(self, name: str) -> Any:
+        """Return a number, or another plain value, of the folder.
+
+        Raises:
+            UserError: if it cannot be read.
+        """
+        if name in self._entries:
+            index = MetadataIndex(name, self._entries[name].chunks[0].offsets)
+            self.require_files([name])
+            return self._chunk(index).item()
+        empty, found = torch.Size([0]), _Value()
+        index = MetadataIndex(name)
+        item = ReadItem(LoadItemType.BYTE_IO, index, empty, index, empty, empty)
+        try:
+            self._reader.read_data(LoadPlan([item]), found).wait()
+        except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+            raise UserError(f"{self._folder}: {name} cannot be read ({str(error).splitlines()[0]})") from None
+        return found.value
+
+    def require_files(self, names: Iterable[str]) -> None:
+        """Require that all chunks of some tensors exist.
 
         Raises:
             UserError: if a file is missing or truncated, or chunks do not make up their tensor.
         """
         ends: dict[str, int] = defaultdict(int)
-        for name, entry in self._entries.items():
+        for name in names:
+            entry = self._entries[name]
             stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if stored != math.prod(entry.size):
                 raise UserError(
@@ -165,6 +181,7 @@ def write_distributed(
     tensors: Sequence[OutputTensor],
     shard_bytes: int,
     follow: Callable[[list[Any]], Iterable[Any]] = iter,
+    values: Mapping[str, Any] | None = None,
 ) -> None:
     """Write tensors as torch.distributed.checkpoint does, in files of about equal size.
 
@@ -175,16 +192,34 @@ def write_distributed(
         tensors: the tensors, which are read while they are written.
         shard_bytes: about the most bytes of a file.
         follow: wraps the iterator over the files, to show progress.
+        values: small tensors and plain values by name, such as "train_state.step", which the first file has.
     """
+    values = values or {}
     files = max(1, math.ceil(sum(each.nbytes for each in tensors) / shard_bytes))
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
     plans = [SavePlan([item for each in tensors for item in _items(each, file, files)]) for file in range(files)]
+    plans[0] = SavePlan([*plans[0].items, *(_item(*each) for each in values.items())])
     plans, metadata = create_default_global_save_plan([writer.prepare_local_plan(plan) for plan in plans])
-    metadata.planner_data = {each.name: (each.name,) for each in tensors}
-    planner = _Rows({each.name: each for each in tensors})
+    metadata.planner_data = {name: _path(name) for name in (*(each.name for each in tensors), *values)}
+    planner = _Rows({each.name: each for each in tensors}, values)
     written = [writer.write_data(plan, planner).wait() for plan in follow(writer.prepare_global_plan(plans))]
     writer.finish(metadata, written)
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Return the keys of an entry in the nested dictionary that torchtitan saves."""
+    section, _, rest = name.partition(".")
+    return (section, rest) if section in ("optimizer", "train_state") else (name,)
+
+
+def _item(name: str, value: Any) -> WriteItem:
+    """Return the item for a small tensor or a plain value."""
+    if not isinstance(value, Tensor):
+        return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+    zeros = torch.Size([0] * value.ndim)
+    data = TensorWriteData(ChunkStorageMetadata(zeros, value.size()), TensorProperties(dtype=value.dtype), value.size())
+    return WriteItem(MetadataIndex(name, zeros), WriteItemType.TENSOR, tensor_data=data)
 
 
 def _items(tensor: OutputTensor, file: int, files: int) -> list[WriteItem]:
@@ -206,13 +241,18 @@ class _Rows(DefaultSavePlanner):
     The writer keeps a reference to every tensor of a file. So the storage of the last one is freed here.
     """
 
-    def __init__(self, tensors: Mapping[str, OutputTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, OutputTensor], values: Mapping[str, Any]) -> None:
         super().__init__()
-        self._tensors = tensors
+        self._tensors, self._values = tensors, values
         self._last: Tensor | None = None
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the rows of an item."""
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Return the rows of an item, or its value."""
+        if (name := write_item.index.fqn) in self._values:
+            if isinstance(value := self._values[name], Tensor):
+                return value
+            torch.save(value, stream := io.BytesIO())
+            return stream
         if self._last is not None:
             self._last.untyped_storage().resize_(0)
         assert write_item.tensor_data is not None
@@ -235,6 +275,20 @@ class _Destination(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return the tensor into which an item is read."""
         return self._tensor
+
+
+class _Value(DefaultLoadPlanner):
+    """Planner that loads one plain value, and runs no code of the file.
+
+    Attributes:
+        value: the value.
+    """
+
+    value: Any = None
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take the value of an item."""
+        self.value = torch.load(value, weights_only=True)
 
 
 class _Reader(FileSystemReader):

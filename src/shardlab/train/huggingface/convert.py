@@ -29,7 +29,9 @@ from shardlab.common.files import atomic_folder, write_atomically
 from shardlab.models import GPT, MoE, Parameter
 from shardlab.models.named import SHARD_BYTES, SINGLE, index_of, index_text, name_of, shards_of
 from shardlab.models.tensors.weights import matrix_of, reason
-from shardlab.train.checkpoint import Disk, OutputTensor, file_chunks
+from shardlab.train.checkpoint import CONFIG as CHECKPOINT_CONFIG
+from shardlab.train.checkpoint import STATE, Disk, OutputTensor, file_chunks
+from shardlab.train.huggingface.adam import AdamState, torchtitan_state, write_checkpoint
 from shardlab.train.huggingface.families import GPT2, Part, family_of, write_config
 from shardlab.train.huggingface.sources import (
     CONFIG,
@@ -38,10 +40,12 @@ from shardlab.train.huggingface.sources import (
     ROUTER,
     RUN,
     WEIGHTS,
+    CheckpointSource,
     Form,
     Source,
     parameters_of,
 )
+from shardlab.train.huggingface.torchtitan import EMBEDDING as TITAN_EMBEDDING
 from shardlab.train.huggingface.torchtitan import EXPERT_BIAS, torchtitan_naming
 
 COMPANIONS = (
@@ -86,8 +90,12 @@ def convert_weights(
     beside: Mapping[str, bytes] | None = None,
     special: Mapping[str, int] | None = None,
     follow: Track = iter,
+    settings: Path | None = None,
 ) -> Converted:
     """Write the weights of a source into a new folder, which appears whole or not at all.
+
+    The state of AdamW goes with the weights of a run's checkpoint to torchtitan's format, and back if `settings` names
+    a run.
 
     Args:
         source: the weights.
@@ -97,11 +105,21 @@ def convert_weights(
         beside: further files by name, such as a tokenizer's. Files beside the source's weights take precedence.
         special: special tokens such as eos_token_id, for a config.json that lacks them.
         follow: wraps the iterator over the tensors or files, to show progress.
+        settings: folder with the settings and the state of a run, as a checkpoint has them. The new folder is then that
+            of a run which has them, and which is resumed from its only checkpoint.
 
     Raises:
         UserError: if the format cannot express the model, or the folder cannot be written.
     """
-    planned = _plan(source, form)
+    if settings is not None:
+        return _as_run(source, out, settings, shard_bytes, follow)
+    state = AdamState.of(source) if form == "dcp" and isinstance(source, CheckpointSource) else None
+    left_out, values = [*source.left_out, *([f"optimizer ({state})"] if isinstance(state, str) else [])], None
+    if isinstance(state, AdamState):
+        moments, values = torchtitan_state(state, _torchtitan_parameters, source.folder)
+        planned = [*_torchtitan_tensors(state.weights), *moments]
+    else:
+        planned = _plan(source, form)
     try:
         with atomic_folder(out) as part:
             if (free := shutil.disk_usage(part).free) < (needed := sum(each.nbytes for each in planned)):
@@ -109,7 +127,9 @@ def convert_weights(
             if form == "dcp":
                 from shardlab.train.checkpoint.distributed import write_distributed  # imports much of torch
 
-                write_distributed(part, planned, shard_bytes, follow)
+                write_distributed(part, planned, shard_bytes, follow, values)
+                for name in (CHECKPOINT_CONFIG, STATE) if values else ():
+                    shutil.copyfile(source.folder / name, part / name)
             else:
                 _write_safetensors(part / (WEIGHTS if form == "shardlab" else SINGLE), planned, shard_bytes, follow)
             _write_config(source, form, part, {each.dtype for each in planned}, special or {})
@@ -124,7 +144,26 @@ def convert_weights(
             f"{out} cannot be written ({reason(error)}); free some space, or name another folder"
         ) from error
     count = sum(each.numel for each in planned)
-    return Converted(str(out), form, name_of(type(source.model)), count, len(planned), written, list(source.left_out))
+    return Converted(str(out), form, name_of(type(source.model)), count, len(planned), written, left_out)
+
+
+def _as_run(source: Source, out: Path, settings: Path, shard_bytes: int, follow: Track) -> Converted:
+    """Write the weights and the state of AdamW as the only checkpoint of a new run."""
+    state = AdamState.of(source)
+    if isinstance(state, str):
+        raise UserError(f"{source.folder}: to go on, a run needs {state}; leave out --settings to convert the weights")
+    try:
+        with atomic_folder(out) as part:
+            planned = write_checkpoint(state, part, settings, shard_bytes, follow)
+            _write_config(source, "shardlab", part, set(), {})
+            written = sorted(str(path.relative_to(part)) for path in part.rglob("*") if path.is_file())
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written ({reason(error)}); free some space, or name another folder"
+        ) from error
+    count = sum(each.numel for each in planned)
+    kept = [each for each in source.left_out if each not in ("optimizer", "train_state")]
+    return Converted(str(out), "shardlab", name_of(type(source.model)), count, len(planned), written, kept)
 
 
 def _write_safetensors(single: Path, planned: Sequence[OutputTensor], shard_bytes: int, follow: Track) -> None:
@@ -164,14 +203,22 @@ def _plan(source: Source, form: Form) -> list[OutputTensor]:
     return planned
 
 
+def _torchtitan_parameters(source: Source) -> list[OutputTensor]:
+    """List the parameters in torchtitan's layout."""
+    naming = torchtitan_naming(source.model, str(source.folder))
+    return [
+        each
+        for block, parameter in source.parameters()
+        for each in _tensors_of(source, block, parameter, naming.parts(cast(GPT, source.model), block, parameter))
+    ]
+
+
 def _torchtitan_tensors(source: Source) -> list[OutputTensor]:
     """List the weights in torchtitan's layout, with a tied head a second time and the routers' zero biases."""
-    naming, model = torchtitan_naming(source.model, str(source.folder)), source.model
-    planned: list[OutputTensor] = []
+    planned, model = _torchtitan_parameters(source), source.model
     for block, parameter in source.parameters():
-        planned += _tensors_of(source, block, parameter, naming.parts(cast(GPT, model), block, parameter))
         if model.has_tied_head and parameter.name == EMBEDDING:
-            planned.append(planned[-1]._replace(name=HEAD))
+            planned.append(next(each for each in planned if each.name == TITAN_EMBEDDING)._replace(name=HEAD))
         if isinstance(model, MoE) and parameter.name == ROUTER:
             name = f"layers.{block}.{EXPERT_BIAS}"
             planned.append(OutputTensor(name, (model.experts,), torch.float32, partial(_zeros, ())))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -36,7 +36,8 @@ class CheckpointSource:
     Attributes:
         folder: path of the checkpoint.
         model: model of the weights.
-        tensors: the weights.
+        checkpoint: the checkpoint.
+        kind: kind of its tensors that is read: the weights, their exact copies, or a moment.
         form: format of the weights, that of a run.
         config: config.json; a checkpoint has none.
         left_out: as that of `WeightSource`, always empty: a run resumes from the checkpoint itself.
@@ -44,10 +45,16 @@ class CheckpointSource:
 
     folder: Path
     model: Blocks
-    tensors: CheckpointTensors
+    checkpoint: Checkpoint
+    kind: str = WEIGHTS_KIND
     form: Literal["shardlab"] = "shardlab"
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     left_out: tuple[str, ...] = ()
+
+    @cached_property
+    def tensors(self) -> CheckpointTensors:
+        """Tensors of this kind."""
+        return self.checkpoint.tensors(self.kind)
 
     def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
         """Return the data type of a parameter."""
@@ -270,7 +277,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     if (folder / STATE).is_file():
         checkpoint = Checkpoint.open(folder).verify()
         model = changed(recorded_model(dict(checkpoint.state), folder / STATE), str(folder / STATE))
-        return CheckpointSource(folder, model, checkpoint.tensors(WEIGHTS_KIND))
+        return CheckpointSource(folder, model, checkpoint)
     if weights_at(weights):
         record = read_table(read_file(folder / RUN, "JSON"), str(folder / RUN))
         model = changed(recorded_model(record, folder / RUN), str(folder / RUN))

@@ -25,6 +25,9 @@ from shardlab.models import GPT, Blocks, MoE
 from shardlab.models.named import name_of
 from shardlab.train.huggingface.families import QKV, HeadOrder, Naming
 
+EMBEDDING = "tok_embeddings.weight"
+"""Name of the token embedding, which is also a tied head."""
+
 HEAD, OLD_HEAD = "lm_head", "output"
 """Names of the head, the newest first."""
 
