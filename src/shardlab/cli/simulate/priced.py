@@ -378,12 +378,16 @@ def _require_few_ranks(entry: StrategyEntry, workload: Workload, cluster: str) -
 
 
 def _useless_recompute(workload: Workload, estimate: Estimate) -> list[str]:
-    """Return a note if selective recomputation saves no memory."""
+    """Return a note if recomputation inside blocks saves no memory."""
     plan = workload.plan
-    if not isinstance(plan, Plan) or plan.recompute != "selective":
+    if not isinstance(plan, Plan) or (plan.recompute != "selective" and not plan.recompute_inside):
         return []
     if replace(workload, plan=replace(plan, recompute="none")).peak_bytes() > estimate.peak.bytes:
         return []
+    if plan.recompute_inside:
+        return [
+            f"--recompute {plan.recompute} saves no memory here, because this model keeps nothing of it; leave it out"
+        ]
     return [
         "--recompute selective saves no memory here, because attention scores are not stored anyway "
         "(they are with dropout, or without a fused kernel); leave it out"
