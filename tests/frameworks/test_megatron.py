@@ -134,4 +134,5 @@ def test_every_change_is_an_argument_of_megatron() -> None:
     step = megatron.run(config, find_cluster("h100x16"))
     changes = list(megatron.changes(config, step))
     assert {"sequence_parallel": True} in changes
+    assert ["mlp"] in [each.get("recompute_modules") for each in changes]
     assert all(meaning in config.table.keys for each in changes for meaning in each)

@@ -349,9 +349,12 @@ def changes(config: Config, step: FrameworkRun, values: Mapping[str, Any] | None
     """
     values, mesh, layers = values or config.values, step.plan.mesh, step.model.layers
     each = max(1, layers // mesh.pp // (step.plan.stages_per_rank or 1))
-    none = {"recompute": None, "recompute_method": None, "recompute_layers": None, "recompute_activations": None}
+    others = {"recompute_method": None, "recompute_layers": None, "recompute_activations": None}
     if step.plan.recompute != "none":
-        yield none
+        yield {"recompute": None, "recompute_modules": None, **others}
+    mixture, latent = isinstance(step.model, MoE), bool(values["latent_attention"])
+    modules = ["mla_up_proj"] * latent, ["layernorm"] * (mixture or latent), ["moe" if mixture else "mlp"]
+    yield from ({"recompute": "selective", "recompute_modules": names, **others} for names in modules if names)
     for count in sorted({1, 2, 4, each // 4, each // 2, each * 3 // 4} - {0}):
         if count < each:
             yield {"recompute": "full", "recompute_method": "block", "recompute_layers": count}
