@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -245,7 +244,6 @@ def test_a_user_error_is_shown_as_a_sentence() -> None:
     assert error.value._render_traceback_() == [f"UserError: {error.value}"]
 
 
-@pytest.mark.skipif(find_spec("IPython") is None, reason="IPython is not installed")
 def test_ipython_shows_a_sentence_and_no_traceback(tmp_path: Path) -> None:
     code = "import shardlab\nshardlab.check('fsdq')\n"
     command = [sys.executable, "-m", "IPython", "--colors=NoColor", f"--ipython-dir={tmp_path}", "-c", code]
