@@ -120,3 +120,36 @@ def test_the_code_is_not_run(tmp_path: Path) -> None:
     text = f"open({str(tmp_path / 'made')!r}, 'w')\n" + BASE
     read_config(written(tmp_path, text))
     assert not (tmp_path / "made").exists()
+
+
+def test_a_script_that_starts_a_function_of_a_file_beside_it_is_read_with_it(tmp_path: Path) -> None:
+    written(tmp_path, BASE)
+    (tmp_path / "run.sh").write_text(
+        "torchrun --nproc_per_node 8 --nnodes 8 -m torchtitan.train \\\n"
+        "    --module ours --config ours --training.seq_len=2048\n"
+    )
+    config = read_config(str(tmp_path / "run.sh"))
+    assert (config.values["seq_len"], config.values["tp"], config.devices) == (2048, 4, 64)
+    assert config.version == "2026, in Python (loss.class)"
+
+
+def test_recomputation_is_per_op_where_a_configuration_names_none(tmp_path: Path) -> None:
+    text = BASE.replace("        activation_checkpoint=FullAC.Config(),\n", "")
+    assert read_run(read_config(written(tmp_path, text)), find_cluster("h100x64")).plan.recompute == "per-op"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "cluster", "words"),
+    [
+        ("qwen3", "qwen3_32b", "h100x64", ("qwen3 32B", "full", 1)),
+        ("qwen3", "qwen3_30b_a3b", "h100x64", ("qwen3 30B-A3B", "full", 1)),
+        ("deepseek_v3", "deepseek_v3_16b", "h100x64", ("deepseek_v3 16B", "per-op", 8)),
+    ],
+)
+def test_functions_of_other_models_registries_are_known(
+    module: str, name: str, cluster: str, words: tuple[str, str, int]
+) -> None:
+    step = read_run(read_config("torchtitan", ["--module", module, "--config", name]), find_cluster(cluster))
+    assert (step.model_name, step.plan.recompute, step.plan.mesh.ep) == words
+    assert step.model.seq_len == 4096
+    assert step.recipe.switches["compile"].value == "off", "deepseek compiles its loss alone"

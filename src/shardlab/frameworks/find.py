@@ -211,8 +211,13 @@ def _from_script(text: str, file: str, changed: Overrides, framework: str | None
         if inner and UNSET not in inner:
             settings = [*_inner_file(folder, inner, file), *settings]
         config = selected.get("config") or (found.text if (found := script.value("CONFIG")) else "")
-        if config:
-            settings = [*torchtitan.registry_settings(selected.get("module", ""), config), *settings]
+        module = selected.get("module") or (found.text if (found := script.value("MODULE")) else "")
+        path = folder / (module.replace(".", "/") + ".py")
+        if config and module and path.is_file():
+            read = read_python(path.read_text(encoding="utf-8"), path.name, config)
+            settings, notes = [*map(replace_line, read.settings), *settings], (*notes, *read.notes)
+        elif config:
+            settings = [*torchtitan.registry_settings(module, config), *settings]
         return Config(torchtitan.table(), file, tuple(settings), facts, notes)
     settings = tuple(Setting(name, value, line) for name, value, line in arguments)
     settings = tuple(each for each in settings if each.line == 0 or each.key.startswith("--"))

@@ -217,7 +217,10 @@ class _Reader:
             if each.arg is not None
         }
         if name.endswith(CONFIG_CLASS):
-            return [setting for key, (value, line) in fields.items() for setting in self._field(key, value, line)]
+            found = [setting for key, (value, line) in fields.items() for setting in self._field(key, value, line)]
+            recomputed = any(each.key == "activation_checkpoint.mode" for each in found)
+            default = RECOMPUTATION["SelectiveAC"] if not recomputed else {}  # trainer.py: the class's default
+            return [*(Setting(key, value, node.lineno) for key, value in default.items()), *found]
         if not node.args and not fields and (found := re.fullmatch(r"(llama3|qwen3|deepseek_v3|gpt_oss)_\w+", name)):
             return [each._replace(line=node.lineno) for each in registry_settings(found[1], name)]
         return Call(name, tuple(self._value(each, scope) for each in node.args), fields)

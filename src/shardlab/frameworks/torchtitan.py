@@ -267,7 +267,7 @@ def _recompute(config: Config, values: Mapping[str, Any], layers: int, notes: li
 
 def _recipe(config: Config, values: Mapping[str, Any]) -> Recipe:
     switches = {"attention": "flash2", "loss": "float32"}
-    if not values["compile"]:
+    if not values["compile"] or "model" not in values["compiled_parts"]:
         switches["compile"] = "off"
     elif "loss" in values["compiled_parts"] and not config.version.startswith("2024"):
         switches["loss"] = "compiled"

@@ -157,6 +157,6 @@ def test_accelerate_takes_the_file(tmp_path: Path) -> None:
     *found, wrong = parse("deepspeed", [*files, tmp_path / "wrong.yaml"])
     for strategy, config in zip(plans, found, strict=True):
         assert (config["num_processes"], config["num_machines"], config["mixed_precision"]) == (8, 1, "bf16")
-        assert config["distributed_type"] == "DistributedType.FSDP"
+        assert config["distributed_type"] == "FSDP"
         assert config["fsdp_config"]["fsdp_sharding_strategy"] == strategy
     assert "processes" in wrong["error"]

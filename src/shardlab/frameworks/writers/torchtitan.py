@@ -248,7 +248,7 @@ def _code(values: Mapping[str, Any], family: str) -> str:
         compiled = _literal(bool(values.get("compile")))
         made = ", ".join(f"{kind}.Config(model_compile_enabled={compiled})" for kind in kinds)
         model += f", converters=[{made}]"
-    head = "".join(f"from {module} import {', '.join(names)}\n" for module, names in sorted(imports.items()))
+    head = "".join(f"from {module} import {', '.join(sorted(names))}\n" for module, names in sorted(imports.items()))
     body = "".join(f"        {line},\n" for line in lines)
     return (
         f"{head}\n\ndef {FUNCTION}() -> Trainer.Config:\n    model_spec = model_registry({model})\n"
