@@ -2,6 +2,8 @@
 
     python benchmarks/fit_devices.py [RUNS.json] [--every N]
 
+`python benchmarks/regenerate.py` fits all committed runs and writes what depends on the fits.
+
 Constants are those that are marked `fitted_to` in `hardware/devices.toml`, `links.toml`, `constants.toml` and
 `predict/recipes`. One Gauss-Newton step from today's values minimizes the squared errors of seconds and bytes together,
 with errors of 5 %. Each constant has a prior with a width of 30 %: the figure of another device, or of a recipe without
@@ -251,20 +253,38 @@ def table(rows: Sequence[dict[str, Any]], kind: int, columns: Sequence[Sequence[
 
 
 @dataclass(frozen=True)
+class Fits:
+    """Values of all constants under fits to runs, each by the name of the constant.
+
+    Attributes:
+        runs: number of runs that inform the constant.
+        now: value with which the fit began.
+        together: value of a fit to all sources.
+        without: by source, values of a fit to all others.
+    """
+
+    runs: Mapping[str, int]
+    now: Mapping[str, float]
+    together: Mapping[str, float]
+    without: Mapping[str, Mapping[str, float]]
+
+    def change(self, values: Mapping[str, float]) -> Change:
+        """Return by how much today's constants change to these values; those that are not in the fit stay."""
+        known = {str(each): each for each in constants()}
+        return {each: values[name] / each.value - 1 for name, each in known.items() if name in values}
+
+
+@dataclass(frozen=True)
 class Refit:
-    """Fits of all constants to runs.
+    """Errors of runs under fits.
 
     Attributes:
         rows: of the runs that can be predicted.
-        slopes: of each constant, by the place of a row: how much an error changes for a relative change of it.
-        together: changes of constants, as all sources have it.
         now, refitted, left_out: errors of each row with today's constants, with a fit to all sources, and with one to
             all but the row's own.
     """
 
     rows: list[dict[str, Any]]
-    slopes: list[Mapping[int, Errors]]
-    together: Change
     now: list[Errors]
     refitted: list[Errors]
     left_out: list[Errors]
@@ -279,8 +299,8 @@ def rows_of(path: Path, every: int) -> list[dict[str, Any]]:
     return [row for some in by_source.values() for row in some[::every]]
 
 
-def refit(rows: Sequence[dict[str, Any]]) -> Refit:
-    """Fit every constant to all sources, and to all but each one; predict the runs with these."""
+def fit_all(rows: Sequence[dict[str, Any]]) -> Fits:
+    """Fit every constant to all sources, and to all but each one."""
     every = constants()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         found = list(pool.map(errors_of, [(row, {}) for row in rows]))
@@ -293,34 +313,46 @@ def refit(rows: Sequence[dict[str, Any]]) -> Refit:
             moved = pool.map(errors_of, [(rows[n], {constant: STEP}) for n in at])
             slopes.append({n: _slope(now[n], after) for n, after in zip(at, moved, strict=True) if after is not None})
             print(f"{constant}: {len(at)} runs", file=sys.stderr, flush=True)
-        together = fit(range(len(rows)), now, slopes, every)
-        without = {
-            source: fit([n for n, row in enumerate(rows) if row["publication"] != source], now, slopes, every)
-            for source in {row["publication"] for row in rows}
-        }
-        again = pool.map(errors_of, [(row, together) for row in rows])
-        unseen = pool.map(errors_of, [(row, without[row["publication"]]) for row in rows])
-        refitted, left_out = ([each or (None, None) for each in column] for column in (again, unseen))
-    return Refit(rows, slopes, together, now, refitted, left_out)
+
+    def values(rows: Sequence[int]) -> dict[str, float]:
+        return {str(each): float(f"{each.value * (1 + by):.5g}") for each, by in fit(rows, now, slopes, every).items()}
+
+    sources = dict.fromkeys(row["publication"] for row in rows)
+    return Fits(
+        {str(each): len(at) for each, at in zip(every, slopes, strict=True)},
+        {str(each): each.value for each in every},
+        values(range(len(rows))),
+        {source: values([n for n, row in enumerate(rows) if row["publication"] != source]) for source in sources},
+    )
 
 
-def refit_as_told(about: str | None) -> Refit:
-    """Refit the runs that the command line names; its help says what the script is about."""
-    words = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
-    words.add_argument("runs", nargs="?", type=Path, default=RUNS)
-    words.add_argument("--every", type=int, default=1)
-    told = words.parse_args()
-    return refit(rows_of(told.runs, told.every))
+def predict_with(fits: Fits, rows: Sequence[dict[str, Any]]) -> Refit:
+    """Predict runs with today's constants, with those of a fit to all, and with those of a fit without their source."""
+    together = fits.change(fits.together)
+    without = {source: fits.change(values) for source, values in fits.without.items()}
+    none: Change = {}
+    changes = [(none, together, without.get(row["publication"], together)) for row in rows]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        tasks = [(row, change) for row, several in zip(rows, changes, strict=True) for change in several]
+        found = list(pool.map(errors_of, tasks))
+    known = [n for n in range(len(rows)) if found[3 * n] is not None]
+    columns = ([found[3 * n + column] or (None, None) for n in known] for column in range(3))
+    return Refit([rows[n] for n in known], *columns)
 
 
 def main() -> None:
     """Print every constant, as it is and as the runs have it, and the errors of each source."""
-    made = refit_as_told(__doc__)
+    words = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    words.add_argument("runs", nargs="?", type=Path, default=RUNS)
+    words.add_argument("--every", type=int, default=1)
+    told = words.parse_args()
+    rows = rows_of(told.runs, told.every)
+    fits = fit_all(rows)
     print("| constant | runs | now | refitted |\n| --- | ---: | ---: | ---: |")
-    for constant, each in zip(constants(), made.slopes, strict=True):
-        if each:
-            refitted = constant.value * (1 + made.together[constant])
-            print(f"| {constant} | {len(each)} | {constant.value:.4g} | {refitted:.4g} |")
+    for name, count in fits.runs.items():
+        if count:
+            print(f"| {name} | {count} | {fits.now[name]:.4g} | {fits.together[name]:.4g} |")
+    made = predict_with(fits, rows)
     for kind in (0, 1):
         print("", *table(made.rows, kind, (made.now, made.refitted, made.left_out)), sep="\n")
 

@@ -1,12 +1,16 @@
 """Measure how good the planner's answer is after 1, 3, 10 and 30 seconds, on twelve problems.
 
-    python benchmarks/planner.py
+    python benchmarks/planner.py [--forecasts N]
 
 Each problem is searched twice, with all cores: as `shardlab plan` does, until it ends by itself or after 30 seconds;
 and for half a minute as a reference, which also follows plans that are 10 % slower than the best one. The gap of a
 moment is how much longer the step of the best plan so far takes than that of the best plan of both searches. The
 seconds of a moment include the time to load the planner. The last problem is for this machine's profile, which is
 measured first, for some minutes, if no file is given. Nothing else may run on the machine.
+
+With --forecasts N the first search ends after about N simulated plans, and the reference after twice as many. Gaps are
+those after 3, 10, 30 and 100 simulated plans, and wall times are left out. No clock matters, so other work may run
+beside it.
 """
 
 from __future__ import annotations
@@ -71,6 +75,9 @@ PROBLEMS = {
 MOMENTS = (1, 3, 10, 30)
 """Seconds at which the best plan so far is compared."""
 
+FORECASTS = (3, 10, 30, 100)
+"""Numbers of simulated plans after which the best plan so far is compared, with --forecasts."""
+
 REFERENCE_SECONDS = 30.0
 
 REFERENCE_SLACK = 0.1
@@ -88,6 +95,9 @@ class Options:
     only: str = ""
     """Only problems whose name has this in it."""
 
+    forecasts: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: seconds count)")] = None
+    """End a search after about so many simulated plans, and compare after numbers of plans instead of seconds."""
+
     json: bool = False
     """Print JSON alone."""
 
@@ -102,7 +112,8 @@ class Row:
         seconds: seconds until the search ended, with loading.
         cpu_seconds: CPU seconds of all processes of the search.
         forecasts: number of simulated plans.
-        gaps: how much longer a step of the best plan took at each moment (inf: there was none).
+        gaps: how much longer a step of the best plan took at each moment, or after each number of simulated plans (inf:
+            there was none).
     """
 
     problem: str
@@ -125,18 +136,23 @@ def searched(problem: Problem, budget: Budget, slack: float = 0.0) -> Results:
         return Search(problem, processes, budget=budget, slack=slack).run()
 
 
-def measure(name: str, problem: Problem) -> Row:
+def measure(name: str, problem: Problem, forecasts: int | None) -> Row:
     before = cpu_seconds()
-    found = searched(problem, Budget(seconds=MOMENTS[-1] - LOADING))
+    budget = Budget(seconds=MOMENTS[-1] - LOADING) if forecasts is None else Budget(forecasts=forecasts)
+    more = Budget(seconds=REFERENCE_SECONDS) if forecasts is None else Budget(forecasts=2 * forecasts)
+    found = searched(problem, budget)
     used = cpu_seconds() - before
-    reference = searched(problem, Budget(seconds=REFERENCE_SECONDS), REFERENCE_SLACK).best
+    reference = searched(problem, more, REFERENCE_SLACK).best
     best = found.best
     assert best is not None, "a plan fits"
     assert reference is not None, "a plan fits"
     least = min(best.seconds, reference.seconds)
+    reached = [each.after + LOADING if forecasts is None else each.forecasts for each in found.improvements]
     gaps = [
-        min((each.seconds for each in found.improvements if each.after + LOADING <= moment), default=inf) / least - 1
-        for moment in MOMENTS
+        min((each.seconds for each, at in zip(found.improvements, reached, strict=True) if at <= moment), default=inf)
+        / least
+        - 1
+        for moment in (MOMENTS if forecasts is None else FORECASTS)
     ]
     seconds = found.seconds + LOADING
     return Row(name, summary(best.candidate), best.seconds, seconds, used, len(found.outcomes), gaps)
@@ -164,7 +180,7 @@ def main(options: Options) -> None:
     console = Console()
     for name, problem in problems.items():
         if options.only in name:
-            rows.append(measure(name, problem))
+            rows.append(measure(name, problem, options.forecasts))
             if not options.json:
                 row = rows[-1]
                 gaps = ", ".join("none" if gap == inf else f"{gap:.1%}" for gap in row.gaps)
@@ -172,12 +188,14 @@ def main(options: Options) -> None:
     if options.json:
         console.print_json(json.dumps([asdict(row) for row in rows]))
         return
-    table = Table("problem", "plan", "step (s)", "ended (s)", "CPU (s)", "forecasts", box=MARKDOWN)
-    for moment in MOMENTS:
-        table.add_column(f"{moment} s", justify="right")
+    clocked = options.forecasts is None
+    table = Table("problem", "plan", "step (s)", *["ended (s)"] * clocked, "CPU (s)", "forecasts", box=MARKDOWN)
+    for moment in MOMENTS if clocked else FORECASTS:
+        table.add_column(f"{moment} s" if clocked else f"{moment}", justify="right")
     for row in rows:
         gaps = ["none" if gap == inf else f"{gap:.1%}" for gap in row.gaps]
-        cells = f"{row.step:.2f}", f"{row.seconds:.1f}", f"{row.cpu_seconds:.1f}", str(row.forecasts)
+        ended = [f"{row.seconds:.1f}"] * clocked
+        cells = f"{row.step:.2f}", *ended, f"{row.cpu_seconds:.1f}", str(row.forecasts)
         table.add_row(row.problem, row.plan, *cells, *gaps)
     Console(width=220).print(table)
 

@@ -1,27 +1,22 @@
-"""Write the errors of predictions of published runs, on which `simulate` and `plan` base how sure they are.
+"""Print the errors of first predictions, and those that would have been stated without the runs of their publisher.
 
-    python benchmarks/planner_errors.py [RUNS.json] [--every N] [--print | --check]
+    python benchmarks/planner_errors.py
 
-Each run is predicted with constants that were fitted without the runs of its publisher, as in the column "left out" of
-fit_devices.py. The errors of its step time and memory go to src/shardlab/simulate/predict/errors.toml, in place of
-those of all publishers in the file; rows of other publishers, and of first predictions, stay. With --print, nothing is
-written. With --check, nothing is fitted: the errors of first predictions are compared with those that would have been
-stated without the runs of their publisher.
+The functions below make src/shardlab/simulate/predict/errors.toml of predictions; `regenerate.py` writes it.
 """
 
 from __future__ import annotations
 
 import tomllib
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fit_devices import RUNS, Errors, refit, rows_of
+from fit_devices import Errors
 
-from shardlab.common.files import toml_value, write_atomically
+from shardlab.common.files import toml_value
 from shardlab.planner.published.reading import read_run
 from shardlab.simulate.predict.confidence import AXES, Figure, Kind, RunErrors, confidence, first_sight
 from shardlab.simulate.predict.recipe import find_recipe
@@ -30,27 +25,6 @@ ERRORS = Path(__file__).parents[1] / "src/shardlab/simulate/predict/errors.toml"
 
 
 def main() -> None:
-    """Refit the runs of a file without each publisher, and write the errors."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="?", type=Path, default=RUNS)
-    parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--print", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
-    if options.check:
-        check()
-        return
-    made = refit(rows_of(options.runs, options.every))
-    left_out = zip(made.rows, made.left_out, strict=True)
-    found = [errors_of_run(row, errors) for row, errors in left_out if errors != (None, None)]
-    text = with_runs(ERRORS.read_text(encoding="utf-8"), found)
-    if options.print:
-        print(text)
-    else:
-        write_atomically(ERRORS, text)
-
-
-def check() -> None:
     """Print the errors of first predictions, and those that would have been stated for them."""
     print("| first predictions | | actual | stated |\n| --- | ---: | ---: | ---: |")
     for figure in FIGURES:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,74 @@ def test_constants_are_refitted_and_errors_told_of_sources_that_a_fit_has_not_se
     now, refitted, left_out = (float(each.strip(" |%")) for each in all[2:])
     assert refitted < 2 * now + 5
     assert left_out > refitted, "what only one source tells is not told without it"
+
+
+def regeneration(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/regenerate.py as a module, which imports scripts beside it."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    return importlib.import_module("regenerate")
+
+
+def test_the_committed_errors_are_what_the_committed_runs_give(run: Run) -> None:
+    done = run("regenerate.py --check --quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.thorough
+def test_the_committed_errors_and_tables_are_what_all_committed_runs_give(run: Run) -> None:
+    done = run("regenerate.py --check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_files_that_do_not_follow_from_the_runs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another constant, another measurement, and a publisher that no fit leaves out."""
+    regenerate = regeneration(monkeypatch)
+    fits = regenerate.read_fits()
+    assert not list(regenerate.stale_fits(fits))
+    other = replace(fits, now={**fits.now, "h100 memory": 0.5})
+    (sentence,) = regenerate.stale_fits(other)
+    assert sentence.startswith("fits.json: h100 memory is ")
+    assert "and was 0.5; run `python benchmarks/regenerate.py`" in sentence
+    (row,) = (row for row in regenerate.rows_of(regenerate.RUNS, 1) if row["id"] == "kf-05-7B-tp4")
+    assert not list(regenerate.wrong_errors(fits, [row]))
+    slower = {**row, "measured": {"iteration_s": 2.6}}
+    (sentence,) = regenerate.wrong_errors(fits, [slower])
+    assert sentence.startswith("errors.toml: kf-05-7B-tp4 has an error of time of -0.4")
+    assert list(regenerate.unfitted(fits, [{**row, "publication": "Nobody"}])) == [
+        "fits.json: no fit is without Nobody; run `python benchmarks/regenerate.py`"
+    ]
+
+
+def test_only_the_figures_of_a_table_that_follow_from_the_runs_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    regenerate = regeneration(monkeypatch)
+    rows = [{"publication": name} for name in ("A", "A", "B")]
+    errors = [(0.01, None), (-0.03, 0.2), (0.1, None)]
+    made = regenerate.Refit(rows, errors, errors, [(2 * time, memory) for time, memory in errors])
+    page = """\
+| step time | in | mean | worst | bias | out | mean |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: |
+| A | 9 | 9 % | 9 % | 9 % | 7 | 7.0 % |
+| all | 9 | 9 % | 9 % | 9 % | 7 | 7.0 % |
+
+| publisher | devices | recipe | runs | time: first | now | left out | memory: first | now | left out |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| B | x | y | 3 | 8.0 % | 9 % | 9 % |  |  |  |
+| all |  |  | 3 | 8.0 % | 9 % | 9 % |  |  |  |
+"""
+    assert (
+        regenerate.page_text(page, made)
+        == """\
+| step time | in | mean | worst | bias | out | mean |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: |
+| A | 2 | 2.0 % | 3.0 % | -1.0 % | 7 | 7.0 % |
+| all | 3 | 4.7 % | 10.0 % | +2.7 % | 7 | 7.0 % |
+
+| publisher | devices | recipe | runs | time: first | now | left out | memory: first | now | left out |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| B | x | y | 3 | 8.0 % | 10.0 % | 20.0 % |  |  |  |
+| all |  |  | 3 | 8.0 % | 10.0 % | 20.0 % |  |  |  |
+"""
+    )
 
 
 def test_every_plan_of_a_space_is_run_and_the_chosen_one_is_among_them(run: Run, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 `errors.toml` beside this file lists measured runs by publisher and kind, with the relative errors of their predicted
 step time and memory (predicted / measured - 1). Each run was predicted with constants that were fitted again without
-the runs of its publisher (`benchmarks/planner_errors.py` writes the list). A kind is the recipe, the device, whether
+the runs of its publisher (`benchmarks/regenerate.py` writes the list). A kind is the recipe, the device, whether
 the model is a mixture of experts, the axes of the mesh, and the length of a sequence.
 
 `confidence` picks the runs of the kind of a step, or else those of the nearest kinds. If a step has something that no
