@@ -43,7 +43,6 @@ SAMPLE = (
     "expert-parallel",
     "1f1b",
     "zb-v",
-    "3d",
 )
 """One strategy for each way of exchanging what is rounded."""
 

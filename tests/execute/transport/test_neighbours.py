@@ -148,7 +148,7 @@ def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_that_is_exchanged_is_what_gloo_brings(ranks: World, size: int) -> None:
-    for seed in range(12):
+    for seed in range(examples(12)):
         ours, gloos = (ranks(size).call(mixed, size, seed, shared) for shared in (True, False))
         for mine, theirs in zip(ours, gloos, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), seed
