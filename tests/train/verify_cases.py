@@ -176,6 +176,8 @@ DATA = [
              Plan(Mesh(pp=2, dp_shard=2), shard_optimizer=SHARD, reduce_every_microbatch=(), reduce_at="step"), ODD, 8),
     Verified("two chunks a rank, recomputed", Plan(Mesh(pp=2, dp_shard=2), "interleaved-1f1b", 2, recompute="full"),
              replace(DROPS, layers=4), 4),
+    Verified("weights freed after forward passes alone",
+             replace(FSDP, mesh=Mesh(pp=2, dp_shard=2), schedule="1f1b", reshard_after="forward"), USERS, 6),
     Verified("stages of given sizes", Plan(Mesh(pp=2), layers_per_stage=(1, 3)), small(layers=4), 2),
     Verified("rotary positions, swiglu and rms norms in one weight", FSDP, llama(), 4),
     Verified("halves of rotary positions, swiglu and rms norms", Plan(Mesh(pp=2), "zb-h1"), llama(), 2),
