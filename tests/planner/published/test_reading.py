@@ -152,6 +152,13 @@ def test_an_unknown_recomputation_is_a_reason_with_the_nearest() -> None:
         read_run(ROWS["korthikanti-t5-22B-full"] | {"recompute": "selectiv"})
 
 
+@pytest.mark.parametrize("recompute", ["layernorm+mlp", "save_out_proj"])
+def test_parts_of_blocks_are_recomputed_as_a_plan_names_them(recompute: str) -> None:
+    run = read_run(ROWS["korthikanti-t5-22B-full"] | {"recompute": recompute})
+    assert run.plan.recompute == recompute
+    assert not any("recompute" in each for each in run.assumed)
+
+
 OLDER = {
     "source": "pytorch/torchtitan benchmarks",
     "hardware": {"gpu": "H100 SXM, 96 GB HBM2e", "gpus": 16, "gpus_per_node": 8, "interconnect": "8x NDR InfiniBand"},
@@ -325,6 +332,8 @@ def test_a_vocabulary_that_is_not_said_is_the_recipes() -> None:
 def test_recomputation_and_precision_have_defaults() -> None:
     silent = ROWS[NAME] | {"recompute": None, "precision": None}
     assert {"recompute: none", "precision: fp16"} <= set(read_run(silent).assumed)
+    titan = read_run(silent, find_recipe("torchtitan"))
+    assert "recompute: selective-per-op" in titan.assumed, "as torchtitan does by default"
 
 
 def test_published_runs_break_no_limit_of_their_own_framework() -> None:

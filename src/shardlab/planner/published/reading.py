@@ -17,6 +17,7 @@ from shardlab.common.errors import suggest_name
 from shardlab.language import Mesh, UserError
 from shardlab.language.pass_names import with_offload
 from shardlab.language.precision import WIDE, Precision, find_precision
+from shardlab.language.recompute_names import is_inside_blocks
 from shardlab.models import GPT, Blocks, Llama, Mixtral
 from shardlab.planner.published.records import (
     HardwareRecord,
@@ -111,10 +112,7 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
         Incomplete: if its numbers do not fit together.
         UserError: if no plan or model has such sizes.
     """
-    recompute = find_name(record.recompute, RECOMPUTE) if record.recompute else _WORDS[recipe.defaults.recompute]
-    if recompute is None:
-        near = suggest_name(str(record.recompute), RECOMPUTE)
-        raise Unknown(f"recomputes {record.recompute}, which is unknown here; {near}")
+    recompute = _recompute_of(record, recipe)
     zero = max(recipe.defaults.zero_stage, record.parallelism.zero_stage or 0)
     cluster, mesh, rows = cluster_of(record), mesh_of(record), record.batch.micro_batch
     data_ranks = mesh.dp_shard * mesh.dp_replicate * mesh.ep
@@ -125,10 +123,26 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
             f"microbatches of {rows}"
         )
     model = recipe.model_as_run(model_of(record, recipe, zero))
-    plan = plan_of(record, mesh, zero, recipe, model, RECOMPUTE[recompute])
+    plan = plan_of(record, mesh, zero, recipe, model, recompute)
     if recipe.defaults.gradient_sync == "last" and each > 1:
         plan = replace(plan, shard_gradients=())
     return Workload(plan, model, cluster, each * data_ranks, rows, precision_of(record, recipe), recipe=recipe)
+
+
+def _recompute_of(record: RunRecord, recipe: Recipe) -> Any:
+    """Return what a run recomputes, in the words of a plan: the framework's default if it does not say.
+
+    Raises:
+        Unknown: for an unknown word.
+    """
+    text = record.recompute
+    if text is None:
+        return recipe.defaults.recompute
+    if is_inside_blocks(text):
+        return text
+    if (name := find_name(text, RECOMPUTE)) is None:
+        raise Unknown(f"recomputes {text}, which is unknown here; {suggest_name(text, RECOMPUTE)}")
+    return RECOMPUTE[name]
 
 
 def recipe_of(record: RunRecord) -> Recipe:
@@ -412,7 +426,7 @@ def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) ->
     """
     assert isinstance(workload.plan, Plan)
     computes = workload.precision.name.removesuffix(WIDE)
-    recompute = _WORDS[workload.plan.recompute]
+    recompute = _WORDS.get(workload.plan.recompute, workload.plan.recompute)
     return (
         *(() if record.framework or told else (f"framework: {workload.recipe.name}",)),
         *_of_model(record.model, workload.model),
