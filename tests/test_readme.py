@@ -22,6 +22,7 @@ from typing import NamedTuple
 import pytest
 
 from shardlab.cli import main
+from tests.support.warm import WarmStarts
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -74,9 +75,10 @@ def squeezed(text: str) -> str:
 
 def shortened(line: str) -> str:
     """A command that trains for no more than 4 steps where it has 10 or more; --trace needs 15. It measures collectives
-    and layers for no more than 0.01 s."""
+    and layers for no more than 0.01 s, and searches schedules among 50 proposals."""
     most = 16 if "--trace" in line else 4
     line = re.sub(r" --seconds [\d.]+", "", line)
+    line = re.sub(r"(?<=schedule search)(?!.*--proposals)", " --proposals 50", line)
     line = re.sub(r"(?<=bench )(collectives|compute)", r"\1 --seconds 0.01", line)
     return re.sub(r"--steps (\d\d+)", lambda m: f"--steps {min(int(m[1]), most)}", line)
 
@@ -139,16 +141,13 @@ def recipe(target: str) -> list[str]:
     return found[1].replace("\t", "").replace("$(BIN)", ".venv/bin").splitlines()
 
 
-def test_make_train_prints_what_the_readme_shows(elsewhere: Path) -> None:
+def test_make_train_prints_what_the_readme_shows(elsewhere: Path, warm: WarmStarts) -> None:
     """In a process and a folder of its own, shortened to 20 steps."""
     (line,) = recipe("train")
     echoed, *shown = shown_by_make("train")
     assert echoed == line
     words = shlex.split(line.removeprefix(".venv/bin/").replace("--steps 200", "--steps 20"))
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
-    )
+    done = warm.run(["-m", *words], cwd=elsewhere)
     assert done.returncode == 0, done.stderr
     printed = squeezed(done.stderr + done.stdout).splitlines()
     for line in shown:

@@ -61,9 +61,9 @@ def tables_of_trace(path: Path) -> bytes:
     return trace_tables("gpipe", "", read_trace_file(path))
 
 
-def large_step() -> Step:
-    """64 ranks with 256 microbatches."""
-    checked = check(LARGE, layers=64, microbatches=256)
+def large_step(microbatches: int = 256) -> Step:
+    """64 ranks with many microbatches."""
+    checked = check(LARGE, layers=64, microbatches=microbatches)
     return Step("large", "", checked, [predicted(checked)], "1f1b")
 
 
@@ -73,4 +73,4 @@ def write_tables(folder: Path) -> None:
         (folder / f"{name}.bin").write_bytes(step_tables(step_of(name)))
     (folder / "two.bin").write_bytes(step_tables(two_timelines()))
     (folder / "trace.bin").write_bytes(tables_of_trace(folder / "trace.json"))
-    (folder / "large.bin").write_bytes(step_tables(large_step()))
+    (folder / "large.bin").write_bytes(step_tables(large_step(64)))
