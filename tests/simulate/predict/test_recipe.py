@@ -409,6 +409,24 @@ def test_a_whole_head_on_each_rank_of_a_pipeline_computes_all_logits() -> None:
     assert step(with_(whole_piped_head=True), LLAMA, SLICED, cluster).step == step(PLAIN, LLAMA, SLICED, cluster).step
 
 
+def test_a_pipelines_last_stage_holds_all_logits_that_each_of_its_ranks_computes() -> None:
+    """Of each microbatch, and once more where they are joined; a slice of them if they are cut."""
+    shard = ("dp_shard",)
+    plan = Plan(Mesh(pp=2, tp=2, dp_shard=2), "1f1b", shard_parameters=shard, shard_optimizer=shard)
+    held = {
+        field: device_memory(
+            Workload(
+                plan, LLAMA, find_cluster("h100x8"), 8, 1, find_precision("bf16"),
+                recipe=with_(stream_memory=True, logit_bytes=4.0, **{field: True} if field else {}),
+            )
+        ).allocated
+        for field in ("", "whole_piped_head", "gathers_logits")
+    }  # fmt: skip
+    logits = 2.0 * LLAMA.seq_len * LLAMA.vocab_size
+    assert held["whole_piped_head"] - held[""] >= 2 * 4 * logits / 2
+    assert held["gathers_logits"] - held[""] >= 2 * 4 * logits / 2
+
+
 def test_the_graph_before_a_router_stays_if_a_block_was_recomputed() -> None:
     recipe, plan = with_(router_graph_bytes=30.0), Plan(Mesh(dp_shard=2), recompute="full")
     each = 30 * 3 * MIXTURE.seq_len * MIXTURE.hidden_size  # of a block and a microbatch of three sequences

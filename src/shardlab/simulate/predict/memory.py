@@ -280,7 +280,8 @@ def _message_buffer_bytes(inputs: MemoryInputs, *, last: bool) -> float:
         stages = plan.stages_on_rank(model_layers(inputs.sizes).pipeline_units)
     tokens = inputs.micro_batch_size * model.seq_len / mesh.cp
     residual = tokens * model.hidden_size / (mesh.tp if sliced else 1)
-    logits = tokens * model.vocab_size / mesh.tp
+    whole = inputs.recipe.memory.gathers_logits or inputs.recipe.kernels.whole_piped_head
+    logits = tokens * model.vocab_size / (1 if whole else mesh.tp)
     elements = 2 * stages * residual + last * 2 * logits
     return each * elements * inputs.precision.bytes(Kind.ACTIVATION)
 
