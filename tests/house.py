@@ -26,7 +26,7 @@ CODE_LINES = {
     "learn": 5500,
     "measure": 2200,
     "models": 4625,
-    "planner": 4150,
+    "planner": 4160,
     "simulate": 7275,
     "strategies": 2730,
     "train": 9060,

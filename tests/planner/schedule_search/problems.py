@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from shardlab.planner.schedule_search.problem import Objective, Placement, ScheduleProblem, StageCosts
 
-TIMES = st.integers(1, 8).map(lambda eighths: eighths / 4)
+TIMES = st.integers(1, 8).map(lambda quarters: quarters / 4)
+ROUNDED_TIMES = st.integers(1, 8).map(lambda thirds: thirds / 3 + 0.1)
+"""Times whose sums are rounded."""
 
 
 @st.composite
@@ -15,13 +17,14 @@ def problems(draw: st.DrawFn, most_ranks: int = 4, most_microbatches: int = 6) -
     placement: Placement = draw(st.sampled_from(("loop", "vee")))
     ranks = draw(st.integers(2, most_ranks))
     each = 2 if placement == "vee" else draw(st.integers(1, 2))
+    times = draw(st.sampled_from((TIMES, ROUNDED_TIMES)))
     stages: list[StageCosts] = []
     weights = draw(st.sampled_from([(0.0, 0.5, 1.0), (0.0,)]))  # the second: whole backward passes
     for _ in range(ranks * each):
         activation = draw(TIMES)
         kept = draw(st.sampled_from([None, 0.0, activation / 2, 2 * activation]))
         weight = draw(st.sampled_from(weights))
-        stages.append(StageCosts(draw(TIMES), draw(TIMES), weight, activation, kept))
+        stages.append(StageCosts(draw(times), draw(times), weight, activation, kept))
     message = draw(st.sampled_from([0.0, 0.25]))
     microbatches = draw(st.integers(1, most_microbatches))
     free = ScheduleProblem(ranks, microbatches, tuple(stages), message, placement=placement)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from shardlab.language import UserError
 from shardlab.planner.schedule_search import exact
 from shardlab.planner.schedule_search.exact import prove
-from shardlab.planner.schedule_search.greedy import greedy_orders, policies
-from shardlab.planner.schedule_search.problem import ScheduleProblem, equal_stages
+from shardlab.planner.schedule_search.greedy import Policy, greedy_orders, policies
+from shardlab.planner.schedule_search.problem import ScheduleProblem, StageCosts, equal_stages
 from shardlab.planner.schedule_search.search import search_schedule
 from shardlab.planner.schedule_search.timing import Passes, timing_of
 from tests.planner.schedule_search.problems import problems
@@ -35,10 +35,24 @@ def test_the_solver_finds_nothing_faster_than_its_own_bound(problem: SchedulePro
     best = proof.timing or known
     assert passes.fits(best.orders)
     assert best.time <= known.time
+    assert problem.lower_bound <= best.time * (1 + 1e-9)
     assert proof.lower_bound <= best.time * (1 + 1e-9)
     if proof.is_complete:
         assert best.time <= proof.lower_bound * 1.001
         assert search_schedule(problem, evaluations=100).timing.time >= proof.lower_bound * (1 - 1e-9)
+
+
+def test_schedules_of_whole_backward_passes_are_found() -> None:
+    """A weight half that takes no time frees memory before the next forward pass, which starts at the same time."""
+    problem = ScheduleProblem(2, 4, (StageCosts(1, 2, 0, 1),) * 2, limit=2)
+    passes = Passes(problem)
+    one_by_one = greedy_orders(passes, Policy(limits=(1.0, 1.0)))
+    known = timing_of(passes, one_by_one)
+    assert known is not None
+    proof = prove(known, 20)
+    assert proof.is_complete
+    assert proof.timing is not None
+    assert proof.timing.time < known.time
 
 
 def test_a_large_problem_and_a_missing_solver_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,3 +135,14 @@ def test_a_published_schedule_that_does_not_fit_in_the_whole_step_is_no_result()
     assert zb_v.peak.bytes > problem.budget
     assert found.source != "zb-v"
     assert whole.peak.bytes <= problem.budget
+
+
+@pytest.mark.parametrize("gib", [41.0, 42.0])
+def test_no_published_schedule_with_which_the_step_fits_is_faster(gib: float) -> None:
+    """The search estimates that V-Half does not fit, but its replay does."""
+    problem = problem_of(workload(PLAN, 16), placement="vee", stages_per_rank=2, memory=gib * 2**30)
+    found, whole = problem.search(partial(search_for, 20))
+    v_half = replace(problem.workload, plan=replace(PLAN, schedule="v-half")).estimate()
+    assert v_half.peak.bytes <= problem.budget
+    assert whole.step <= v_half.step
+    assert next(each for each in found.published if each.fits).name == "v-half"

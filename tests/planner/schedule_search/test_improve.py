@@ -62,12 +62,7 @@ def test_an_interrupted_search_returns_the_best_so_far() -> None:
 
 
 def test_equally_fast_schedules_with_less_memory_are_preferred() -> None:
-    """With unlimited memory, weight halves of ZB-H2 can run where ZB-H1 runs them once the pipeline is full."""
-    problem = ScheduleProblem(4, 12, equal_stages(4, 1, 1, 1))
-    passes = Passes(problem)
-    orders, _ = passes.orders_of(resolve_schedule(SCHEDULES["gpipe"], 4, 12, 1))
-    timing = fill(passes, skeleton_of(passes, orders, 1.0))
-    assert timing is not None
+    """If the last stage takes most of the time, the others are never late, however little they hold."""
     free = ScheduleProblem(4, 12, (*equal_stages(4, 1, 1, 1)[:3], StageCosts(9, 9, 9, 1)))
     found = search_schedule(free, evaluations=0)
     assert found.is_optimal

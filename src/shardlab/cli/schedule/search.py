@@ -22,7 +22,7 @@ from shardlab.common.files import write_atomically
 from shardlab.common.text import bytes_text, counted, percent_text, seconds_text
 from shardlab.language.precision import Optimizer
 from shardlab.planner.schedule_search.exact import Proof, prove
-from shardlab.planner.schedule_search.from_workload import StepProblem, problem_of, with_schedule
+from shardlab.planner.schedule_search.from_workload import StepProblem, problem_of
 from shardlab.planner.schedule_search.problem import Objective, Placement, ScheduleProblem
 from shardlab.planner.schedule_search.search import FoundSchedule, search_schedule
 from shardlab.simulate.predict.estimate import Estimate
@@ -135,9 +135,11 @@ class ScheduleSearch:
         if proof is not None:
             found = replace(found, lower_bound=proof.lower_bound)
             if proof.timing is not None:
-                found = replace(found, timing=proof.timing, placed=None)
-                if self._workload is not None:
-                    step = with_schedule(self._workload, found.steps).estimate()
+                proved = replace(found, timing=proof.timing, placed=None)
+                if isinstance(problem, StepProblem) and step is not None:
+                    found, step = problem.faster((found, step), proved)
+                else:
+                    found = proved
         text = self._write(found)
         report = self._report(found, proof)
         if step is not None and self._workload is not None:
@@ -262,7 +264,7 @@ class ScheduleSearch:
             words = f"{percent_text(gain)} faster than {best.name}" if gain > 1e-6 else f"as fast as {best.name}"
             report.fact("found", f"{words}, the fastest published schedule that fits", gain=gain, best=best.name)
         else:
-            words = "no published schedule fits in this memory" if found.published else "no schedule is published"
+            words = f"no published schedule {'fits in this memory' if found.published else 'has these stages'}"
             report.fact("found", words, gain=None, best=None)
         report.fact("quality", _quality(found, proof), lower_bound=found.lower_bound, gap=found.gap)
         idle = timing.idle_by_cause()
@@ -287,5 +289,6 @@ class ScheduleSearch:
 
 def _quality(found: FoundSchedule, proof: Proof | None) -> str:
     if found.is_optimal or (proof is not None and proof.is_complete):
-        return "optimal: no schedule is faster" + ("" if found.problem.has_halves else " with whole backward passes")
+        passes = "backward passes in halves" if found.problem.has_halves else "whole backward passes"
+        return f"optimal: no schedule with {passes} is faster"
     return f"at most {percent_text(found.gap)} above the lower bound"

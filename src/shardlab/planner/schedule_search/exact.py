@@ -76,7 +76,10 @@ def prove(known: Timing, seconds: float, workers: int = 2) -> Proof:
     bound = max(problem.lower_bound, solver.best_objective_bound * unit)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Proof(min(bound, known.time), None, is_complete=status == cp_model.INFEASIBLE)
-    orders = [sorted(order, key=lambda each: (solver.value(starts[each]), each)) for order in known.orders]
+    orders = [  # weight halves of whole backward passes take no time, and come first
+        sorted(order, key=lambda each: (solver.value(starts[each]), passes.duration[each] > 0, each))
+        for order in known.orders
+    ]
     timing = timing_of(passes, orders)
     if timing is None or not passes.fits(orders) or timing.time >= known.time * (1 - 1e-9):
         timing = None

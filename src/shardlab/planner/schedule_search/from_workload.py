@@ -18,7 +18,8 @@ from itertools import pairwise
 from shardlab.common.errors import UserError
 from shardlab.language import Op, OpKind
 from shardlab.planner.schedule_search.problem import Objective, Placement, ScheduleProblem, StageCosts
-from shardlab.planner.schedule_search.search import FoundSchedule, published_schedule
+from shardlab.planner.schedule_search.search import FoundSchedule, Published, published_schedule
+from shardlab.planner.schedule_search.timing import Orders
 from shardlab.simulate.predict.estimate import Estimate
 from shardlab.simulate.predict.memory import tensor_budget
 from shardlab.simulate.predict.workload import Workload
@@ -59,6 +60,9 @@ _ANY_PASS = frozenset[OpKind]().union(*_PASSES)
 SHARES = (0.4, 0.2, 0.2, 0.2)
 """Shares of the time for the searches of a problem, each with memory limits that the one before has corrected."""
 
+SPARE = 0.02
+"""Share of the budget that a rank may leave unused before a search with a higher limit."""
+
 
 @dataclass(frozen=True)
 class StepProblem:
@@ -78,46 +82,69 @@ class StepProblem:
     def search(self, search: Callable[[ScheduleProblem, float], FoundSchedule]) -> tuple[FoundSchedule, Estimate]:
         """Search a schedule, and replay the step with it.
 
+        In the replay, messages of a rank share its link, which the search leaves out. The fastest published schedule
+        with which the step fits is therefore replayed too, and is the result if it is faster.
+
         Args:
             search: function that searches a schedule for a pipeline, in a share of the time.
 
         Raises:
             UserError: if no schedule is found that fits.
         """
-        results = [result for each in self.pipelines if (result := self._fitting(each, search)) is not None]
+        tries = [self._fitting(each, search) for each in self.pipelines]
+        results = [(found, estimate) for found, estimate in tries if estimate is not None]
+        published = {each.name: (each, found) for found, _ in tries for each in found.published}  # whole passes last
+        ordered = sorted(published.values(), key=lambda each: (each[0].time, each[0].name))
+        replayed: list[Published] = []
+        for each, found in ordered:
+            if not any(other.fits for other in replayed):
+                known = published_schedule(found, each.name)
+                estimate = with_schedule(self.workload, known.steps).estimate()
+                each = replace(each, fits=min(self._left(estimate)) >= 0)
+                results += [(known, estimate)] if each.fits else []
+            replayed.append(each)
         if not results:
-            searches = f"{len(SHARES)} searches"
-            raise UserError(f"no schedule was found that fits in memory within {searches}; give more memory")
-        found, estimate = min(results, key=lambda result: result[1].step)
-        published = {each.name: each for other, _ in results for each in other.published}  # whole passes come last
-        ordered = sorted(published.values(), key=lambda each: (each.time, each.name))
-        return replace(found, published=ordered), estimate
+            raise UserError("no schedule was found with which the step fits in memory; give more memory")
+        best, estimate = min(results, key=lambda result: result[1].step)
+        return replace(best, published=replayed), estimate
+
+    def faster(self, known: tuple[FoundSchedule, Estimate], other: FoundSchedule) -> tuple[FoundSchedule, Estimate]:
+        """Return a known schedule with its replay, or another one if the step fits and is faster with that."""
+        estimate = with_schedule(self.workload, other.steps).estimate()
+        return (other, estimate) if min(self._left(estimate)) >= 0 and estimate.step < known[1].step else known
 
     def _fitting(
         self, pipeline: ScheduleProblem, search: Callable[[ScheduleProblem, float], FoundSchedule]
-    ) -> tuple[FoundSchedule, Estimate] | None:
-        """Return the best schedule with which the whole step fits, or None.
+    ) -> tuple[FoundSchedule, Estimate | None]:
+        """Return the best schedule with which the whole step fits, or one with which it does not, and None.
 
         The search estimates what a rank holds beside activations. The replay may hold more, such as weights that are
         gathered for several passes, or less. The limits are then corrected by as much, and the search begins again.
         """
-        best: tuple[FoundSchedule, Estimate] | None = None
+        best: tuple[FoundSchedule, Estimate | None] | None = None
+        seen: list[Orders] = []
         for share in SHARES:
             found = search(pipeline, share / len(self.pipelines))
+            if found.timing.orders in seen:
+                break
+            seen.append(found.timing.orders)
             estimate = with_schedule(self.workload, found.steps).estimate()
             left = self._left(estimate)
-            if min(left) >= 0:
-                if best is None or estimate.step < best[1].step:
-                    best = self._or_published(found, estimate)
-                step = max(stage.activation for stage in pipeline.stages)
+            if min(left) < 0:
+                best = best or (found, None)
+            else:
+                if best is None or best[1] is None or estimate.step < best[1].step:
+                    best = found, estimate
+                one_more = max(stage.activation for stage in pipeline.stages)
                 used = zip(found.timing.peaks, pipeline.limits, left, strict=True)
-                if not any(peak + step > limit and more > 0.02 * self.budget for peak, limit, more in used):
+                if not any(peak + one_more > limit and more > SPARE * self.budget for peak, limit, more in used):
                     break
             limits = tuple(limit + more for limit, more in zip(pipeline.limits, left, strict=True))
             try:
                 pipeline = replace(pipeline, limit=limits)
             except UserError:  # not even one microbatch fits
                 break
+        assert best is not None, "there is a share of the time"
         return best
 
     def _left(self, estimate: Estimate) -> list[float]:
@@ -125,19 +152,6 @@ class StepProblem:
         mesh = estimate.traced.program.mesh
         needed = {mesh.coordinate(peak.rank, "pp"): peak.bytes for peak in estimate.peaks}
         return [self.budget - needed[rank] for rank in range(mesh.pp)]
-
-    def _or_published(self, found: FoundSchedule, estimate: Estimate) -> tuple[FoundSchedule, Estimate]:
-        """Return a found schedule, or the best published one if the whole step fits and is faster with that.
-
-        In the replay, messages of a rank share its link, which the search leaves out.
-        """
-        best = found.best_published
-        if best is None:
-            return found, estimate
-        other = published_schedule(found, best.name)
-        replayed = with_schedule(self.workload, other.steps).estimate()
-        is_better = replayed.step < estimate.step and min(self._left(replayed)) >= 0
-        return (other, replayed) if is_better else (found, estimate)
 
 
 def problem_of(
@@ -162,7 +176,7 @@ def problem_of(
     """
     halves = _replayed(workload, placement, stages_per_rank, whole=False)
     replays = [halves]
-    if any(stage.kept > stage.activation for stage in halves.stages):
+    if any(stage.kept > 1.05 * stage.activation for stage in halves.stages):
         replays.append(_replayed(workload, placement, stages_per_rank, whole=True))
     plan = workload.plan
     assert isinstance(plan, Plan)

@@ -257,8 +257,9 @@ def _critical_path(timing: Timing, rank: int) -> list[int]:
 
 
 def _score(timing: Timing) -> tuple[float, float]:
-    """Return the time, and of equal times, the sum of the ranks' last ends."""
-    return round(timing.time, 9), round(sum(timing.end[order[-1]] for order in timing.orders), 6)
+    """Return the time, and of equal times, the sum of the ranks' last ends, both in units of the lower bound."""
+    unit = timing.passes.problem.lower_bound
+    return round(timing.time / unit, 9), round(sum(timing.end[order[-1]] for order in timing.orders) / unit, 9)
 
 
 def _filled(passes: Passes, skeleton: Skeleton) -> Timing:

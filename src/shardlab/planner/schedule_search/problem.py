@@ -143,12 +143,11 @@ class ScheduleProblem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Time that no schedule can beat: the largest of four bounds.
+        """Time that no schedule can beat: the largest of three bounds.
 
-        Each rank does all its work after its first forward pass has become possible, and before the input halves that
-        follow its last one on earlier stages. One microbatch passes all stages forth and back. A rank holds each
-        microbatch at least as long as the way from a forward pass to its weight half, so within its memory limit only
-        so many microbatches pass in a given time.
+        Each rank does all its work after its first forward pass has become possible. One microbatch passes all stages
+        forth and back. A rank holds each microbatch at least as long as the way from a forward pass to its weight half,
+        so within its memory limit only so many microbatches pass in a given time.
         """
         heads = self._heads
         bounds = [self._whole_way]
@@ -165,10 +164,15 @@ class ScheduleProblem:
     def _time_in_memory(self, rank: int, known: float) -> float:
         """Return the time that a rank needs at least, because it holds no more than its limit.
 
-        The activations of all microbatches, each times the time for which it must be held, have to find room under the
-        limit. Before the first forward pass and after the last input half there is none but for weight halves; after
-        the first forward pass memory fills no faster than forward passes run, and it empties no faster than backward
-        passes do.
+        Memory times time: each activation, times the time for which it must be held, summed over all microbatches
+        (`held`), must fit below the limit during the step. Not all of limit times step can be used. Nothing is held
+        before the rank's first forward pass (`head`). While the input halves of earlier stages end the step (`tail`),
+        only weight halves hold memory. After the first forward pass, memory fills no faster than forward passes run,
+        and at the end it empties no faster than backward passes do (`unused`). So
+
+            held + unused <= limit * (step - head - tail) + the part of weight halves in the tail
+
+        For the objective span, the step is the longest span of a rank, and there is neither head nor tail.
 
         Args:
             rank: number of the rank.
@@ -188,18 +192,18 @@ class ScheduleProblem:
         if self.objective == "step":
             head = self._heads[first]
             tail = sum(self.stages[stage].input + self._message_after(stage) for stage in range(first))
-        most = max(max(s.activation, s.kept_memory) for s in stages)
-        fills = max(max(s.activation, s.kept_memory) / s.forward for s in stages)
-        empties = max(
+        largest = max(max(s.activation, s.kept_memory) for s in stages)
+        fill_rate = max(max(s.activation, s.kept_memory) / s.forward for s in stages)
+        empty_rate = max(
             max(s.activation / (s.input + s.weight), _ratio(s.kept_memory, s.weight) if self.has_halves else 0.0)
             for s in stages
         )
-        filling = max(0.0, limit - most) / fills
-        emptying = max(0.0, limit - most) / empties
-        lost = 0.0
+        filling = max(0.0, limit - largest) / fill_rate
+        emptying = max(0.0, limit - largest) / empty_rate
+        unused = 0.0
         if known >= head + filling + max(tail, emptying):  # so that the two do not overlap
-            lost = fills * filling**2 / 2 + (empties * max(0.0, emptying - tail) ** 2 / 2 if emptying else 0.0)
-        return head + tail + (held + lost - min(in_weights, limit * tail)) / limit
+            unused = fill_rate * filling**2 / 2 + (empty_rate * max(0.0, emptying - tail) ** 2 / 2 if emptying else 0.0)
+        return head + tail + (held + unused - min(in_weights, limit * tail)) / limit
 
     @cached_property
     def _heads(self) -> list[float]:

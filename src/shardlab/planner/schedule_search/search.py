@@ -150,7 +150,7 @@ def search_schedule(
             if time.monotonic() - began > seconds / 2:
                 break
             consider("greedy", greedy_orders(passes, policy))
-    candidates.sort(key=lambda candidate: (round(candidate[0], 9), max(candidate[3].peaks)))
+    candidates.sort(key=lambda candidate: (round(candidate[0] / problem.lower_bound, 9), max(candidate[3].peaks)))
     best = candidates[0]
     history = [(time.monotonic() - began, best[0])]
 

@@ -6,7 +6,7 @@ A pass is an integer, `(kind * stages + stage) * microbatches + microbatch`, wit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -142,6 +142,13 @@ class Timing:
             latest[each] = last - passes.duration[each]
         return latest
 
+    def _starts(self, order: list[int]) -> Iterator[float]:
+        """Yield the starts of a rank's passes. An end minus a duration could round below the end of a needed pass."""
+        free = 0.0
+        for each in order:
+            yield max(free, *(self.end[need] + lag for need, lag in self.passes.needs[each]), 0.0)
+            free = self.end[each]
+
     def idle_by_cause(self) -> dict[str, float]:
         """Return the shares of the step in which ranks do not compute, by cause, each the mean over the ranks.
 
@@ -180,9 +187,9 @@ class Timing:
         steps: list[list[ShardedStep]] = [[] for _ in self.orders]
         # Starts and ends of passes; an end comes before the starts at that time, which follow the rank's order.
         begins = (
-            (self.end[each] - passes.duration[each], True, place, each)
+            (start, True, place, each)
             for order in self.orders
-            for place, each in enumerate(order)
+            for place, (each, start) in enumerate(zip(order, self._starts(order), strict=True))
         )
         ends = ((self.end[each], False, 0, each) for each in range(passes.number(WEIGHT, 0, 0)))
         for _, is_start, _, each in sorted([*begins, *ends]):
