@@ -197,7 +197,6 @@ class PlanCommand:
         from shardlab.cli.plan.report import PlanReport, add_schedules
         from shardlab.cli.plan.write import add_written, check_folder, write_files
         from shardlab.planner.error_model import choose_experiments
-        from shardlab.planner.schedule_search.for_plans import schedules_for_plans
 
         request = StepRequest.of(self)
         problem = self.problem(request)
@@ -226,6 +225,8 @@ class PlanCommand:
         if self.write is not None:
             add_written(report, self.write, write_files(self.write, choice, model))
         if self.search_schedule is not None:
+            from shardlab.planner.schedule_search.for_plans import schedules_for_plans
+
             add_schedules(report, schedules_for_plans(problem, choice.results, self.search_schedule))
         elif (plan := choice.best.candidate.plan).mesh.pp > 1:
             faster = f"--search-schedule 10 searches a faster one than {plan.schedule_name} for these stages"
