@@ -26,8 +26,7 @@ class Convert:
     """Write the weights of a run as a Hugging Face folder (config.json and safetensors), or the other way round.
 
     GPT-2, Llama and Mixtral are supported, and all models of torchtitan's kinds llama3, qwen3 and deepseek_v3 as its
-    checkpoints (torch.distributed.checkpoint).
-    Every number stays as it is, and memory holds only parts of the model.
+    checkpoints (torch.distributed.checkpoint). Every number stays as it is, and memory holds only parts of the model.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROM", help_behavior_hint="")]

@@ -139,7 +139,7 @@ class Plan:
             f"modules joined by + ({', '.join(MODULES)}), a policy ({', '.join(POLICIES)})",
         ),
     ] = "none"
-    """What the backward pass recomputes: nothing, the attention scores (selective), everything but the input of each
+    """Recomputation in the backward pass: nothing, the attention scores (selective), everything but the input of each
     block (full), the blocks with these numbers, from 0, the last of every N blocks (every-N), the first N blocks of
     each stage (first-N), or all blocks, of which N in a row keep one input (uniform-N). Predictions also know all but
     attention's result and every second product (per-op), as torchtitan has it; modules of Megatron-LM, joined by +,
@@ -229,7 +229,7 @@ class Plan:
 
     @property
     def recompute_inside(self) -> str:
-        """What is recomputed inside every block, as predictions alone know it ("": another recomputation)."""
+        """Word of a recomputation inside every block, which only predictions know ("": another recomputation)."""
         return self.recompute if isinstance(self.recompute, str) and is_inside_blocks(self.recompute) else ""
 
     @property
