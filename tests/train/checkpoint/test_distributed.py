@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from shardlab.common.errors import UserError
 from shardlab.models import Llama
 from shardlab.train.checkpoint.distributed import DistributedFiles, write_distributed
 from shardlab.train.huggingface import convert_weights, open_source
+from tests.support.memory_growth import kib_grown
 from tests.support.ranks import Ranks
 from tests.support.thorough import examples
 from tests.train.huggingface.folders import output_of, random_run
@@ -246,30 +246,11 @@ def test_whole_numbers_are_not_weights(tmp_path: Path) -> None:
         DistributedFiles(tmp_path / "dcp").dtype("w")
 
 
-CONVERSIONS = """
-import sys, torch
-from pathlib import Path
-from shardlab.train.checkpoint import contents
-from shardlab.train.huggingface import convert_weights, open_source
-from shardlab.models.tensors import weights
-
-torch.set_num_threads(1)
-contents.PIECE_BYTES = weights.RELEASED_BYTES = int(sys.argv[1])
-
-def field(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
-
+SIX_DIRECTIONS = """
 def convert(begin):
     for number, step in enumerate(("hf", "shardlab", "dcp", "hf", "dcp", "shardlab")):
         source, begin = open_source(Path(begin)), f"{begin}-{number}"
         convert_weights(source, Path(begin), step, shard_bytes=10**9 if number == 2 else 10**7)
-
-convert("small")
-before = field("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far, which also counts that of the parent process
-convert("large")
-print(field("VmHWM") - before)
 """
 
 
@@ -277,17 +258,13 @@ print(field("VmHWM") - before)
 def test_a_process_that_converts_holds_two_chunks_and_a_few_pieces(tmp_path: Path) -> None:
     """The largest tensor has 4 MiB, and the model 44 MiB, in files of 10 MB. Mapped files count as well."""
     large = Llama(layers=12, hidden_size=256, heads=4, vocab_size=4096, seq_len=8, ffn_hidden_size=688, tied=False)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
-    environment["MALLOC_MMAP_THRESHOLD_"] = str(2**18)  # or freed memory stays with the process
     kib: list[int] = []
     for piece in (2**20, 2**27):
         folder = tmp_path / str(piece)
         folder.mkdir()
         random_run(folder / "small", MODEL)
         random_run(folder / "large", large)
-        command = [sys.executable, "-c", CONVERSIONS, str(piece)]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-        kib.append(int(done.stdout))
+        kib.append(kib_grown(SIX_DIRECTIONS, folder, piece))
     chunk, piece, model = 4 * 2**10, 2**10, 4 * large.parameter_count / 2**10
     assert kib[0] < 2 * chunk + 12 * piece < model / 2
     assert kib[1] > 0.9 * model, "the measure sees files that stay mapped"
