@@ -1,4 +1,4 @@
-"""The two kinds of refusal: of a wrong program (`Refused`), and of a wrong request (`UserError`).
+"""The two base exceptions: `Refused` for a wrong program, `UserError` for a wrong request.
 
 The error for an unknown name suggests the nearest known name.
 """
@@ -49,16 +49,16 @@ def about_layer(verb: str, layer: int) -> About:
 
 
 class Refused(Exception):
-    """Refusal of a wrong program: it would hang, or would not compute the gradient.
+    """Error of a wrong program: it would hang, or compute something else than the gradient.
 
-    Its text is one or two sentences: the place, what was given and expected, and what to do.
+    The message is one or two sentences: rank and op, the value given, the value expected, and the remedy.
 
     Args:
-        about: the op. Text alone is enough for an op without a layer.
+        about: the op and its layer, or only the op's text if it has no layer.
 
     Attributes:
         rule: name of the broken rule.
-        rank, op: the place, set by `at` (None: the program as a whole). `op` is an index of the rank's tape.
+        rank, op: position of the op on the tapes, set by `at` (None: the program as a whole is refused).
         layer: the op's layer (None: it has none).
         given: the value found, and after a semicolon the value expected.
         remedy: what to do.
@@ -66,8 +66,8 @@ class Refused(Exception):
             microbatches are counted in cells: slice s of microbatch m is m * slices + s.
         doubled: numbers of the microbatches, slices or terms that would be counted twice.
         line: the line at fault in a user's file, as `file:line` ("": unknown).
-        source: the text of that line, as far as it is known.
-        trail: more lines, for a reader.
+        source: text of that line ("": unknown).
+        trail: further lines, appended to the message.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Refused(Exception):
         self.line = self.source = self.trail = ""
 
     def at(self, rank: int, op: int) -> Self:
-        """Set the place, if none is set: the innermost place wins."""
+        """Set rank and op, unless an inner call has set them."""
         if self.rank is None:
             self.rank, self.op = rank, op
         return self
@@ -118,7 +118,7 @@ class Deadlock(Refused):
 
 
 class UserError(ValueError):
-    """Error of a request that cannot be met as given. The message is one sentence that a user can act on."""
+    """Error in a user's request. The message is one sentence that says what to change."""
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython prints in place of a traceback."""
@@ -127,7 +127,7 @@ class UserError(ValueError):
 
 @contextmanager
 def naming(path: Path) -> Generator[None, None, None]:
-    """Let messages of `UserError` in this context begin with the path of the file that they are about."""
+    """Prefix the message of every `UserError` raised in the block with the path of a file."""
     try:
         yield
     except UserError as error:
@@ -136,7 +136,7 @@ def naming(path: Path) -> Generator[None, None, None]:
 
 
 class TooDeep(ValueError):
-    """Error of a file with more nested levels of tables and lists than are read."""
+    """Error of a file whose tables and lists are nested too deeply."""
 
     def __init__(self, most: int) -> None:
         super().__init__(f"it is nested more than {most} levels deep")
@@ -165,7 +165,7 @@ def suggest_name(name: str, names: Iterable[str], others: str = "") -> str:
     'there are ddp, fsdp and files that end in .py'
 
     Args:
-        others: what else may be given, after the list of names.
+        others: other accepted values, appended to the list of names.
     """
     known = list(names)
     close = closest_name(name, known)

@@ -61,10 +61,11 @@ class FieldType:
     """Type of a field: its accepted values, and their form on a command line.
 
     Attributes:
-        words: type of the words that follow its flag (bool: no words).
-        metavar: placeholder for these words in the help.
+        words: type of the flag's arguments (bool: it has none).
+        metavar: placeholder for the arguments in the help.
         wanted: function from a value to a description of accepted values; "" if the value is accepted.
-        of_words: function from the words of a flag, or from a text in a file if these words are one, to the value.
+        of_words: function from the flag's arguments to the value. If the flag takes one argument, it also converts
+            texts in files.
         of_file: function from a value in a file to the value (None: a list becomes a tuple).
     """
 
@@ -142,13 +143,13 @@ def read_table(written: Any, where: str, key: str = "") -> dict[str, Any]:
 
 
 def read_value(hint: Any, written: Any, where: str, key: str, base: Any = None) -> Any:
-    """Return a value of a file as its annotation or `FieldType` says.
+    """Convert a value of a file to the type that its annotation or `FieldType` names.
 
     Args:
         hint: the annotation.
         written: the value in the file.
         where, key: place in the file, as in `read_settings`.
-        base: object or table that a table in the file changes.
+        base: object or table that supplies the values which a table in the file leaves out.
     """
     origin: Any = get_origin(hint)
     inner = get_args(hint)
@@ -227,7 +228,7 @@ def check_fields(checked: object) -> None:
 
 
 def value_from_file(written: FieldType, value: Any) -> Any:
-    """Return the value of a field from its value in a file, which may be a value that the field does not accept."""
+    """Convert the value of a field in a file, without checking that the field accepts it."""
     if written.of_file is not None:
         return written.of_file(value)
     if isinstance(value, list):
@@ -241,7 +242,7 @@ def as_text(value: Any) -> str:
 
 
 def as_flags(values: Mapping[str, Any]) -> str:
-    """Return the flags that give these fields, or these axes of a mesh.
+    """Return the flags that set these fields, or these axes of a mesh.
 
     >>> as_flags({"sequence_parallel": False})
     '--no-sequence-parallel'
@@ -283,7 +284,7 @@ def number(wanted: str, fits: Callable[[float], bool]) -> FieldType:
 
 
 def number_or_none(wanted: str, fits: Callable[[float], bool], metavar: str) -> FieldType:
-    """Return the type of a number that fits, or of the word none, which stands for None."""
+    """Return the type of a number that fits, or of the word `none` for None."""
 
     def of_words(words: str) -> float | str | None:
         try:
@@ -370,7 +371,7 @@ DURATION = FieldType(
 
 
 def split_interval(value: int | str | None) -> tuple[int | None, float | None]:
-    """Return the steps and the seconds of an interval, one of which is None.
+    """Return the steps and the seconds of an interval. One of the two is None.
 
     >>> split_interval(100), split_interval("10m"), split_interval(None)
     ((100, None), (None, 600.0), (None, None))
@@ -391,7 +392,7 @@ INTERVAL = FieldType(
 
 
 def name_or(*objects: type) -> FieldType:
-    """Return the type of a name, or in Python of an object of one of these types."""
+    """Return the type of a field that takes a name or, in Python, an object of one of these types."""
     return FieldType(str, "NAME", lambda value: "" if isinstance(value, (str, *objects)) else "a word in quotes")
 
 
@@ -427,9 +428,9 @@ def choice_or_ints(
     Args:
         literal: the words.
         noun: what the numbers count.
-        counted: words that a number from 1 follows, as in every-2.
-        others: tells which other words are accepted.
-        about_others: these in words.
+        counted: words that take a number of 1 or more as a suffix, such as every-2.
+        others: function that tells whether another word is accepted.
+        about_others: description of those words for messages.
     """
     words, forms = get_args(literal), [f"{word}-N" for word in counted]
     listed = (*words, *forms, *([about_others] if about_others else []))

@@ -1,8 +1,7 @@
-"""Files: regular files to read, files and folders that appear whole or not at all, tables in TOML and JSON, and the
-cache.
+"""Regular files, atomic writing of files and folders, tables in TOML and JSON, and the cache folder.
 
-The parts stand in this order: checks of paths that users give, atomic writing, reading of TOML and JSON, writing of
-TOML, and the name of this machine's processor with the folder of its measurements.
+In this order: checks of paths that users give, atomic writing, reading of TOML and JSON, writing of TOML, and the
+processor's name with the folder for its measurements.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def path_from_here(name: str, folder: str | None) -> str:
 
 
 PART_SUFFIX = ".shardlab.part"
-"""Suffix of a file that is being written. A file with this suffix that stays was left by a killed process."""
+"""Suffix of a file that is being written. A killed process leaves such a file behind."""
 
 
 @contextmanager

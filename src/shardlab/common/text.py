@@ -1,4 +1,4 @@
-"""Text for numbers, bytes, sizes, shares and times, and the values of such text.
+"""Numbers, bytes, sizes, shares and times as text, and parsers of such text.
 
 First come functions from values to text, then sizes of messages (64KB) in both directions, then amounts that a user
 writes with a unit (bytes, tokens), then lists and plurals.
@@ -36,7 +36,7 @@ def memory_text(bytes: float) -> str:
 
 
 def byte_unit(bytes: float) -> tuple[str, int]:
-    """Return the largest unit that is not more than these bytes, and its size in bytes."""
+    """Return the largest unit that does not exceed a number of bytes, and the unit's size in bytes."""
     return next((unit for unit in UNITS if bytes >= unit[1]), UNITS[-1])
 
 
@@ -59,13 +59,15 @@ def seconds_text(seconds: float) -> str:
 
 
 def axis_time_text(moment: float, end: float, length: float) -> str:
-    """Return a moment of a step that ends at `end`, with enough digits to tell moments of an interval apart.
+    """Return the label of a time on an axis, with enough digits for an interval of `length` seconds.
 
     >>> axis_time_text(1.2345, 2.75, 0.005), axis_time_text(0.0125, 0.125, 0.125), axis_time_text(0, 1, 1)
     ('1.234500 s', '12.5 ms', '0')
 
     Args:
-        moment, end, length: in seconds. `length` is the length of the interval.
+        moment: the time in seconds from the start of the step.
+        end: end of the step in seconds, which decides the unit.
+        length: length of the interval that the axis shows, in seconds.
     """
     if not moment:
         return "0"
@@ -78,7 +80,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str) -> str:
-    """Replace each character that is not printable, except line ends and tabs. A terminal might obey it.
+    """Replace unprintable characters, which a terminal might execute. Line ends and tabs stay.
 
     >>> printable("a" + chr(27) + "[2J" + chr(9) + "b")
     'a\ufffd[2J\\tb'
@@ -99,7 +101,7 @@ def parse_size(text: str) -> int:
     (67108864, 1536, 12)
 
     Raises:
-        UserError: if it is no size.
+        UserError: if the text is not a size.
     """
     found = _SIZE.fullmatch(text)
     if found is None:
@@ -125,7 +127,7 @@ def sizes_between(smallest: int, largest: int, factor: int = 2) -> list[int]:
     """Return the sizes from the smallest to the largest, each `factor` times the size before.
 
     Raises:
-        UserError: if there are none.
+        UserError: if no sizes, or endlessly many, lie in between.
     """
     if smallest < 4:
         raise UserError(f"the smallest size is {smallest} bytes; one float32 number has 4: give 4 or more")

@@ -1,10 +1,9 @@
 """Python files of users, named as path/to/file.py:NAME: loading them, finding lines in them, and stopping them.
 
 Read in this order: `load_module` and `find_member` (import a file as a module), `SourceLine` and `user_line_of` (the
-    line of
-the user's file that a message names), `Stoppable` and `run_stoppable` (a user's program in its own thread, so that
-Ctrl-C or a time limit can stop it), and `trace_limits` (limits of ops and of CPU time, since a program may never end,
-or ask for more memory than there is).
+line of the user's file that a message names), `Stoppable` and `run_stoppable` (a user's program in its own thread, so
+that Ctrl-C or a time limit can stop it), and `trace_limits` (limits of ops and of CPU time, for programs that never end
+or need too much memory).
 """
 
 from __future__ import annotations
@@ -139,7 +138,8 @@ def user_line_of(frame: FrameType | None) -> SourceLine | None:
 
 
 def source_line(refusal: Refused) -> list[str]:
-    """Return the source line at fault with its place: the refusal's, or else the user's innermost in the traceback.
+    """Return `file:line:  text` of the line at fault: the refusal's, or else the innermost user's line of its
+    traceback.
 
     The list is empty if there is no such line, or if the message names the lines of several ranks.
     """
@@ -155,7 +155,7 @@ def source_line(refusal: Refused) -> list[str]:
 
 @contextmanager
 def short_paths() -> Generator[None]:
-    """Name the file of a refusal in this context by `display_path`."""
+    """Shorten the file name of refusals raised in the block with `display_path`."""
     try:
         yield
     except Refused as refusal:
@@ -234,7 +234,7 @@ STOPPING_SECONDS = 3.0
 """
 
 REPEAT_SECONDS, CLOSING_SECONDS = 0.05, 0.5
-"""Seconds until the program is asked again: while the user's lines run, and while only the event loop runs."""
+"""Seconds between two requests to stop: while the user's lines run, and while only the event loop runs."""
 
 LOOK_SECONDS = 0.1
 """Seconds between two checks of a program's progress."""
@@ -245,7 +245,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stalled(Refused):
-    """Refusal of a program that has run for long without writing an op. The message names its current line."""
+    """Refusal of a program that has not written an op for a long time. The message names its current line."""
 
 
 class Stoppable(Thread):
@@ -336,10 +336,10 @@ def run_stoppable(work: Callable[[], T], every: float, refusal: Callable[[Stoppa
 def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Callable[[], str]) -> T:
     """Run `work` while the user's program in it makes progress, and return its result or raise its error.
 
-    Only CPU time in the user's own lines counts, without imports: Shardlab's own programs may take any time.
+    Only CPU time in the user's lines counts, imports excluded. Programs of Shardlab have no limit.
 
     Args:
-        steps: function that returns a number. It grows when the program makes progress.
+        steps: function that returns a number, which grows as the program makes progress.
         next_step: function that returns the name of the next step, such as "rank 0, op 12".
 
     Raises:
@@ -365,16 +365,16 @@ def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Cal
 
 
 MAX_OPS = 500_000
-"""Default limit of the ops on all tapes: two seconds of tracing, and some hundred megabytes."""
+"""Default limit of the ops on all tapes: about two seconds of tracing and some hundred megabytes."""
 
 MAX_FOLDED_OPS = 4_000_000
-"""Default limit for a plan whose identical ranks are folded. A plan always ends, so its limit is higher."""
+"""Default limit for a plan with folded ranks. It is higher, since the program of a plan always ends."""
 
 MAX_SECONDS = 2.0
 """Default limit of a user's program in CPU seconds between two ops."""
 
 VALUES_PER_COUNT = 256
-"""Number of new values, or of new communications, after which a rank reports its ops to the count."""
+"""Number of new values, or of new communications, after which a rank adds its ops to `OpCount`."""
 
 _limits: ContextVar[tuple[int | None, float | None]] = ContextVar("bounds", default=(None, None))
 
@@ -410,7 +410,7 @@ def max_seconds() -> float:
 
 
 def require_ops(least: int, what: str, default: int = MAX_OPS) -> None:
-    """Refuse a program that is sure to have too many ops, before tracing.
+    """Refuse a program before tracing if it is certain to have too many ops.
 
     Args:
         least: lower bound of the number of ops.
