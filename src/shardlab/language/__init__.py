@@ -5,8 +5,8 @@ A strategy is an async function of one `Rank`. `trace` runs it on all ranks with
 ops, and the tape), `values` (values, stores and handles), `rank` with its three families of verbs (`rank_values`,
 `rank_compute`, `rank_communication`), then how tracing works: `tracing` (one rank), `rendezvous` and `collective_calls`
 (communication between ranks) and `world` (the loop that drives them). `rules` is the algebra that derives each value
-from an op's inputs. `sizes` and `precision` give elements and bytes; `pass_names` parses the names of program rewrites
-(passes) that a user asks for.
+from an op's inputs. `sizes` and `precision` give elements and bytes; `pass_names` parses the names of tape passes that
+a user asks for.
 """
 
 from shardlab.common.errors import Deadlock, Refused, UserError

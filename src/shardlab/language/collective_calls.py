@@ -1,9 +1,9 @@
-"""Collectives as their members call them: on what members must agree, and what each receives.
+"""Collectives as their members call them: the properties on which members must agree, and each member's result.
 
-`collective_results` derives the members' results from what they give. A broadcast gives the root's whole value to all.
-A scatter cuts parameters as reduce_scatter does, and a batch into runs of whole microbatches. A gather puts pieces side
-by side and a reduce sums them, as all_gather and all_reduce do, for the root only. A barrier moves nothing. Tracing and
-the check both use these functions.
+`collective_results` derives the members' results from their inputs. A broadcast gives the root's value to all members.
+A scatter cuts parameters as reduce_scatter does, and a batch into runs of whole microbatches. A gather concatenates
+pieces as all_gather does, and a reduce sums values as all_reduce does; only the root gets the result. A barrier moves
+nothing. Tracing and the check both use these functions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
     @property
     def how(self) -> str:
-        """Reduction and root in words, such as ` by mean with root 2`."""
+        """Reduction and root as text, such as ` by mean with root 2`."""
         by = f" by {self.reduction.value}" if self.reduction is not SUM else ""
         return by + (f" with root {self.root}" if self.root >= 0 else "")
 
@@ -64,12 +64,12 @@ call_of = lru_cache(maxsize=1 << 10)(Call)
 
 
 def call_text(call: Call, spec: Spec | None) -> str:
-    """Return a member's part with what it gives: `reduce(grad_weights[1] (microbatch 0)) with root 2`."""
+    """Return a member's call with its input as text: `reduce(grad_weights[1] (microbatch 0)) with root 2`."""
     return str(call) if spec is None else f"{call.kind.value}({spec}){call.how}"
 
 
 def require_valid_call(call: Call, ranks: Sequence[int]) -> None:
-    """Refuse a root that is no member, and a root or a reduction for an op that has none."""
+    """Refuse a root that is not a member, and a root or a reduction for an op that takes none."""
     kind, root, reduction = call
     if kind in ROOTED:
         if root not in ranks:
@@ -84,7 +84,7 @@ def require_valid_call(call: Call, ranks: Sequence[int]) -> None:
 
 
 def calls_match(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool:
-    """Return whether two members issue the same call, for values of one kind and layer."""
+    """Return whether two members issue the same call with values of the same kind and layer."""
     if one != other:
         return False
     if gave is None or gives is None or gave[0] is gives[0]:
@@ -120,7 +120,7 @@ def value_counts(call: Call, rank: int) -> tuple[int, int]:
 
 
 def collective_results(call: Call, given: Specs, ranks: Sequence[int], rules: Rules) -> Specs:
-    """Derive what each member receives, in group order, from what the members give.
+    """Derive the members' results from their inputs, both in group order.
 
     Raises:
         Refused: if the values do not belong together, or a contribution would be lost or counted twice.
@@ -146,7 +146,7 @@ def collective_results(call: Call, given: Specs, ranks: Sequence[int], rules: Ru
 
 
 def unite_members(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
-    """Derive the value that all members make together, before a REDUCE_SCATTER cuts it.
+    """Derive the united value of all members, before a REDUCE_SCATTER cuts it.
 
     Raises:
         Refused: as `collective_results` does.
@@ -160,7 +160,7 @@ def unite_members(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Sp
 
 
 class MemberNames(Sequence[str]):
-    """Names of a group's members, or of pieces, for a refusal. The text is made only if it is needed."""
+    """Names of a group's members, or of pieces, for messages. Each name is built when it is read."""
 
     def __init__(self, ranks: Sequence[int], noun: str = "rank") -> None:
         self._ranks = ranks
@@ -180,7 +180,7 @@ class MemberNames(Sequence[str]):
 
 
 def require_expected_value(call: Call, expected: ExpectedValue, spec: Spec) -> None:
-    """Refuse a root's value that is not the one which the receiving rank expects."""
+    """Refuse a root's value that differs from the value expected by the receiving rank."""
     got = ExpectedValue.of(spec)
     if expected != got:
         given = f"expected {expected}, but rank {call.root} gave {got}"
@@ -188,7 +188,7 @@ def require_expected_value(call: Call, expected: ExpectedValue, spec: Spec) -> N
 
 
 def require_expected_message(source: int, expected: ExpectedValue, spec: Spec) -> None:
-    """Refuse a message that is not the one which the receive expects."""
+    """Refuse a message that differs from the one expected by the receive."""
     got = ExpectedValue.of(spec)
     if expected != got:
         given = (

@@ -9,7 +9,7 @@ from functools import cache
 from shardlab.common.errors import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-"""Every axis, outermost first: neighbouring ranks differ in the last one."""
+"""Every axis, outermost first. Ranks with consecutive numbers differ in the last axis."""
 
 WORLD = "world"
 
@@ -33,12 +33,12 @@ class Group:
 
 @cache
 def group_of(axis: str, ranks: tuple[int, ...]) -> Group:
-    """Return the group of some ranks along an axis. Equal groups are one object."""
+    """Return the group of these ranks along an axis. Equal groups are one object."""
     return Group(axis, ranks)
 
 
 def group_among(ranks: tuple[int, ...]) -> Group:
-    """Return the group of some ranks that lie along no axis."""
+    """Return the group of ranks that do not lie along one axis."""
     return group_of(f"ranks {', '.join(map(str, ranks))}", ranks)
 
 

@@ -1,9 +1,9 @@
-"""Refusals of expressions that torch has and a rank does not: they name the verb to write instead.
+"""Refusals of expressions that work in torch but not on a rank. Each names the verb to write instead.
 
 `ValueMisuse` is a base class of values with operators such as `gradient * 0.5`. `HandleMisuse` is the same for handles,
 which have to be awaited first. Type checkers do not see these methods, so they still report the expressions.
-`why_no_attribute` explains an attribute such as `value.grad`, or a verb or store that a rank does not have: it lists
-those that exist, the nearest first.
+`why_no_attribute` explains a missing attribute such as `value.grad`, or a missing verb or store of a rank. It lists the
+existing ones, the nearest first.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ NAME_OF = {
     "split": "slice", "stack": "concatenate", "step": "update", "sub": "scale", "sum": "add", "to": "cast",
     "view": "slice", "world_size": "world",
 }  # fmt: skip
-"""The verb or store that does what a name of torch, NumPy or MPI does, where the names are not alike."""
+"""Names of torch, NumPy or MPI, each with the verb or store that does the same under a different name."""
 
 NEAR = 0.6
-"""Least likeness of two names, from 0 to 1, at which one may be meant for the other."""
+"""Least similarity of two names, from 0 to 1, for one to be suggested in place of the other."""
 
 NUMBERS = "a program is traced once, without numbers, so it must not depend on those in its tensors"
 
@@ -51,15 +51,15 @@ class RefusingRank(Protocol):
 def why_no_attribute(error: AttributeError, families: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     """Return what is wrong with an attribute of a value or a rank that does not exist, and what to write instead.
 
-    Values and ranks have no `__getattr__` that would refuse it: Python 3.11 looks up the attributes of such classes
-    twice as slowly.
+    Python calls this only on an error: a `__getattr__` of values and ranks would double the time of every attribute
+    look-up in Python 3.11.
 
     Args:
         error: Python's error, about an attribute of a value or a rank.
-        families: nouns, such as "verbs", and the names of each family of a rank's attributes.
+        families: names of a rank's attributes by family; the keys are nouns such as "verbs".
 
     Returns:
-        The two halves of the sentence.
+        The fact and the remedy: the two halves of the sentence.
     """
     name = str(error.name)
     if isinstance(error.obj, ValueMisuse):
@@ -146,7 +146,7 @@ class ValueMisuse:
 
 
 class HandleMisuse:
-    """Operators of a result, used on the handle that has to be awaited for it."""
+    """Operators of values, applied to a handle that was not awaited."""
 
     __slots__ = ()
 

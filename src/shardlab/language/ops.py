@@ -1,9 +1,8 @@
-"""The table of ops: one row for each op, with all that other packages need to know about it.
+"""The table of ops: one row for each op, with all properties that other packages need.
 
-Tracing, the check, the simulator, the pictures and the executor read this table, and keep none of their own. A new op
-is a row of `OpKind`, its rule in `rules`, the verb that calls it and the function that runs it. Below the table are the
-sets of ops that many places need, the colours that rows name, and the registry by which values draw themselves in a
-notebook.
+Tracing, the check, the simulator, the pictures and the executor read this table instead of keeping tables of their own.
+To add an op, add a row to `OpKind`, a rule in `rules`, the verb that calls it and the function that runs it. Below the
+table are common sets of ops, the colours of the rows, and the registry of functions that draw objects in a notebook.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ gradient green, full backward orange.
 class Stream(Enum):
     """Stream of a rank in which an op runs.
 
-    COMPUTE: in tape order, one op at a time. COLLECTIVE and MESSAGE: beside compute, from the issue until the group or
-    the peer has come. COPY: beside compute, on this rank alone. These three have a handle. NONE: nowhere, it is
-    bookkeeping.
+    COMPUTE: ops run one at a time, in tape order. COLLECTIVE and MESSAGE: the op runs beside compute, from its issue
+    until the group or the peer has issued its part. COPY: the op runs beside compute, on this rank only. Ops of these
+    three streams have a handle. NONE: bookkeeping, which takes no time.
     """
 
     COMPUTE = "compute"
@@ -45,8 +44,8 @@ class Stream(Enum):
 class Price(Enum):
     """Quantity on which the time of an op depends.
 
-    MICROBATCH: the work on each of its microbatches. OP: the op itself. BYTES: the bytes that a device moves; none in
-    time units. NOTHING: the op takes no time.
+    MICROBATCH: the work, for each of its microbatches. OP: a time per op. BYTES: the bytes that a device moves (0
+    with teaching costs). NOTHING: the op takes no time.
     """
 
     MICROBATCH = "microbatch"
@@ -56,7 +55,7 @@ class Price(Enum):
 
 
 class Combiner(Enum):
-    """Combination of several values into one: their sum, or their pieces side by side."""
+    """Combination of several values into one: their sum, or their concatenation."""
 
     SUM = "sum"
     UNION = "union"
@@ -67,22 +66,22 @@ class OpRow:
     """Row of the table of ops.
 
     Attributes:
-        name: its name in programs, tapes and messages.
-        inputs, outputs: how many values it may read and make (empty inputs: one or more).
-        sign: its character in a terminal. Capital letters are compute.
-        color: the colour of its sign or box.
-        letters: the letters on the box of a communication.
-        word: its name in a picture's legend, if that differs from `name`.
-        hatch: the pattern over its colour (matplotlib's).
-        part_of: the pass that it belongs to in a picture.
-        stream: where it runs.
-        price: the quantity on which its time depends.
-        root: whether only its root gives or only its root receives, if it has one.
+        name: name in programs, tapes and messages.
+        inputs, outputs: allowed numbers of inputs and outputs (empty inputs: one or more).
+        sign: character in a terminal. Capital letters are compute.
+        color: colour of the sign or box.
+        letters: letters on the box of a communication.
+        word: name in a picture's legend, if it differs from `name`.
+        hatch: matplotlib's pattern over the colour.
+        part_of: the pass to which a picture assigns the op.
+        stream: stream in which the op runs.
+        price: quantity on which its time depends.
+        root: whether only the root gives, or only the root receives, if the op has a root.
         combines: how it combines values (None for a collective without a root: each member receives another value).
-        in_place: whether it may overwrite its first input, if no later op reads that.
-        ends: indices of the inputs that end with it.
-        saved: index of the input that its layer kept for it (-1: none).
-        keeps: the kind of value that its layer keeps, as its last output.
+        in_place: whether it may overwrite its first input if no later op reads that.
+        ends: indices of the inputs that end with the op.
+        saved: index of the input that its layer saved for it (-1: none).
+        keeps: kind of the value that its layer saves, as the last output.
     """
 
     name: str
@@ -105,7 +104,7 @@ class OpRow:
 
     @property
     def legend(self) -> str:
-        """Its name in a picture's legend."""
+        """Name in a picture's legend."""
         return self.word or self.name.replace("_", "-")
 
 
@@ -116,7 +115,7 @@ _SAVED, _HALF = Kind.SAVED, Kind.SAVED_FOR_WEIGHT
 
 
 class OpKind(Enum):
-    """Kind of a tape's entry, in the order of legends. The row of each is its `row`."""
+    """Kind of a tape's entry, in the order of legends. `row` is its row of the table."""
 
     _value_: str
     row: OpRow
@@ -178,7 +177,7 @@ COLLECTIVES = frozenset(kind for kind in OpKind if kind.row.stream is Stream.COL
 POINT_TO_POINT = frozenset(kind for kind in OpKind if kind.row.stream is Stream.MESSAGE)
 COPIES = frozenset(kind for kind in OpKind if kind.row.stream is Stream.COPY)
 COMMUNICATION = COLLECTIVES | POINT_TO_POINT | COPIES
-"""Ops that run beside compute until a WAIT."""
+"""Ops with a handle, which run beside compute until their WAIT."""
 
 BOOKKEEPING = frozenset(kind for kind in OpKind if kind.row.stream is Stream.NONE)
 
@@ -195,10 +194,10 @@ class Hue(NamedTuple):
     """Colour of an op wherever it is shown.
 
     Attributes:
-        drawn: in a picture; for a pass, whose boxes have shades, the darkest shade.
-        terminal: rich's name; ops of one terminal colour differ in their signs.
+        drawn: colour in a picture. A pass is drawn in shades, of which this is the darkest.
+        terminal: rich's name of the colour. Ops with the same terminal colour differ in their signs.
         lightest: the lightest shade of a pass.
-        chrome: a name of Chrome's viewer (catapult's color_scheme.html); "": the viewer chooses.
+        chrome: name of a colour in Chrome's viewer (catapult's color_scheme.html); "": the viewer chooses.
     """
 
     drawn: str
@@ -233,7 +232,7 @@ HUES: dict[Color, Hue] = {
 
 
 ColorBy = Literal["pass", "layer"]
-"""Meaning of the colour of a box in a timeline: the pass or the layer."""
+"""Property that a box's colour shows in a timeline: the pass or the layer."""
 
 
 @singledispatch

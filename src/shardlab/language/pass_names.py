@@ -1,7 +1,7 @@
-"""Names and settings of passes, which rewrite programs. The passes themselves are in `shardlab.simulate.passes`.
+"""Names and settings of tape passes. The passes themselves are in `shardlab.simulate.passes`.
 
-`named_passes` parses a text such as `bucket=4,prefetch`; `OffloadTargets` and `EarlyStart` are the settings that are no
-plain number. Two numbers about communication that several packages share stand at the end (`Lag`,
+`named_passes` parses a text such as `bucket=4,prefetch`. Settings that are more than a number have classes:
+`OffloadTargets` and `EarlyStart`. Two numbers about communication that several packages share come last (`Lag`,
 `MOST_BYTES_BY_MESSAGES`).
 """
 
@@ -19,12 +19,12 @@ Place = Literal["", "host", "disk"]
 
 @dataclass(frozen=True)
 class OffloadTargets:
-    """Places where a rank keeps what it needs later ("": on its device).
+    """Places to which a rank offloads values ("": they stay on its device).
 
     Attributes:
-        parameters, optimizer: from step to step.
-        gradients: sums of weights' gradients, until the update.
-        activations: the inputs of blocks, from which the backward pass computes the blocks again.
+        parameters, optimizer: place of the weights and of the optimizer states between steps.
+        gradients: place of the accumulated gradients of weights until the update.
+        activations: place of the inputs of blocks, from which the backward pass recomputes the blocks.
     """
 
     parameters: Place = ""
@@ -33,18 +33,18 @@ class OffloadTargets:
     activations: Place = ""
 
     def __str__(self) -> str:
-        """Return the setting as it stands after the pass's name."""
+        """Return the setting as it is written after the pass's name."""
         return "+".join(f"{each.name}:{target}" for each in fields(self) if (target := getattr(self, each.name)))
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> OffloadTargets:
-        """Parse targets as a command line gives them.
+        """Parse the targets of a command line.
 
         >>> OffloadTargets.parse(["optimizer=host", "activations=disk"])
         OffloadTargets(parameters='', optimizer='host', gradients='', activations='disk')
 
         Raises:
-            UserError: for an unknown name or place, and for gradients on the disk, where nothing can be added.
+            UserError: for an unknown name or place, and for gradients on the disk, where they cannot be added.
         """
         kept = [field.name for field in fields(cls)]
         found: dict[str, Place] = {}
@@ -63,13 +63,13 @@ class OffloadTargets:
 
 
 TILE = "tile"
-"""Pass whose number says how layers are cut. It runs first, before the program is traced."""
+"""Pass that cuts layers into tiles; its number is the number of tiles. It runs before the program is traced."""
 
 OFFLOAD = "offload"
-"""Pass whose setting says what is kept where. It runs only if it is named."""
+"""Pass whose setting assigns values to places. It runs only if it is named."""
 
 USES_AHEAD = "uses ahead"
-"""Meaning of the number of a pass that starts ops early. Single ops may be left where they are."""
+"""Meaning of the number of a pass that starts ops early."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ class EarlyStart:
     """Setting of a pass that starts ops early.
 
     Attributes:
-        number: by how many uses an op starts earlier.
-        but: the ops that stay where they are, numbered among all, from 0.
+        number: how many uses earlier an op starts.
+        but: numbers of the ops that are not moved, counted from 0 over the ops that the pass could move.
     """
 
     number: int
     but: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
-        """Return the setting as it stands after the pass's name.
+        """Return the setting as it is written after the pass's name.
 
         >>> str(EarlyStart(2)), str(EarlyStart(2, frozenset({7, 3})))
         ('2', '2~3~7')
@@ -108,23 +108,23 @@ PASS_NAMES = {
     "copy-early": USES_AHEAD,
     "arena": "",
 }
-"""Every pass, in the order in which they run, and the meaning of its setting ("": it takes none)."""
+"""Meaning of each pass's setting ("": it takes none), by name, in the order in which passes run."""
 
 DEFAULT_PASSES = "all"
-"""Passes of a run for which none are named."""
+"""Passes that a run may take if the user names none."""
 
 ONLY_NAMED = (TILE, OFFLOAD, "arena")
-"""Passes that run only if they are named: no price predicts their gain."""
+"""Passes that run only if they are named: the cost model does not predict their gain."""
 
 PASSES_FIELD = replace(name_or(), metavar="all|none|NAME,...")
 """The field of a plan that names passes."""
 
 
 class NamedPass(NamedTuple):
-    """Pass that is asked for, with its setting (None: the pass finds the best one).
+    """Pass that a user asks for, with its setting (None: the pass searches for the best one).
 
     Attributes:
-        by_name: whether the text names the pass itself; `all` does not.
+        by_name: whether the text contains the pass's name, and not only `all`.
     """
 
     name: str
@@ -139,9 +139,9 @@ def named_passes(text: str) -> list[NamedPass]:
     [('prefetch', None), ('bucket', 4)]
 
     Args:
-        text: `none`, or words with commas between them. A word is the name of a pass, or `all` for all that are not
-            named. A name may have a setting: a number; for a pass that starts ops early also the ops that stay, as in
-            `prefetch=2~3~7`; for `offload` what goes where, as in `offload=optimizer:host+activations:disk`.
+        text: `none`, or names of passes separated by commas, of which `all` stands for every pass that is not named. A
+            name may have a setting: a number; for a pass that starts ops early also the ops that are not moved, as in
+            `prefetch=2~3~7`; for `offload` the places, as in `offload=optimizer:host+activations:disk`.
 
     Raises:
         UserError: for an unknown name, with the nearest one, and for a setting that the pass does not take.
@@ -185,8 +185,8 @@ def tiles_of(passes: str) -> int:
 def needs_norm(passes: str) -> bool:
     """Return whether programs that can clip compute the gradient's norm.
 
-    They do not if `update-early` is named itself, and not through `all`: the norm of all layers is known only when no
-    layer can be updated early any more.
+    They do not if `update-early` is requested by name (`all` does not count): the norm of all layers is known only
+    after the last backward pass, when no layer could be updated early any more.
 
     >>> needs_norm("all"), needs_norm("prefetch,update-early")
     (True, False)
@@ -195,10 +195,10 @@ def needs_norm(passes: str) -> bool:
 
 
 def require_half_blocks(tiles: int, *, planned: bool) -> None:
-    """Refuse tiles for a program that is not written for half-blocks, which alone can be cut.
+    """Refuse tiles for a program that is not written for half-blocks: no other layers can be tiled.
 
     Args:
-        planned: whether the program follows a plan, or has layers cut over tensor-parallel ranks.
+        planned: whether the program follows a plan, or cuts layers over tensor-parallel ranks.
 
     Raises:
         UserError: if the program cannot be cut.
@@ -211,14 +211,14 @@ def require_half_blocks(tiles: int, *, planned: bool) -> None:
 
 
 def with_offload(passes: str | None, words: Iterable[str]) -> str:
-    """Put the passes that offload before other passes. Copies then run beside compute.
+    """Return the text of passes with `offload` and `copy-early` in front, so that copies run beside compute.
 
     >>> with_offload(None, ["optimizer=host", "activations=disk"])
     'offload=optimizer:host+activations:disk,copy-early'
 
     Args:
         passes: the other passes that are asked for, if any.
-        words: what goes where (see `OffloadTargets`).
+        words: the targets, such as `optimizer=host` (see `OffloadTargets`).
 
     Raises:
         UserError: for words that name no target.
@@ -233,15 +233,14 @@ def with_offload(passes: str | None, words: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Lag:
-    """Seconds that ranks lose when they wait for each other, on machines whose cores also do the communication.
+    """Time that ranks lose when they wait for each other, on machines whose cores also run the communication.
 
-    The rank whose data has come computes at once. The other rank's communication then waits for a core, until the first
-    rank stops or the system's scheduler intervenes.
-
+    The rank whose data arrives first resumes computing at once. The communication of the other rank then has no core
+    until the first rank stops or the system's scheduler intervenes.
     Attributes:
         share: lost seconds per second that a rank has computed since it last waited.
-        most: the most seconds that are lost at one wait.
-        hidden: the part of these seconds that is lost if the communication was complete before the wait.
+        most: upper limit of the seconds lost at one wait.
+        hidden: fraction of these seconds that is lost if the communication was complete before the wait.
     """
 
     share: float
@@ -252,8 +251,8 @@ class Lag:
         """Return the seconds that a rank loses at a wait.
 
         Args:
-            computed: seconds that it has computed since its last wait.
-            hidden: whether the communication was complete before.
+            computed: seconds that the rank has computed since its last wait.
+            hidden: whether the communication was complete before the wait.
         """
         return min(self.share * computed, self.most) * (self.hidden if hidden else 1.0)
 

@@ -1,4 +1,4 @@
-"""Precisions of training: the dtype and the bytes of each kind of value, for each optimizer."""
+"""Precisions of training: dtype and bytes of each kind of value, for each optimizer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Optimizer = Literal["adamw", "sgd", "lion", "muon"]
 """Names of the optimizers."""
 
 MOMENTS_PER_PARAMETER: dict[Optimizer, int] = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1}
-"""Moments that each optimizer keeps of a parameter. Muon leaves vectors to AdamW, which keeps two."""
+"""Number of moments that each optimizer keeps for a parameter. Muon's is for matrices; vectors have AdamW's two."""
 
 
 WIDE = "-fp32-grads"
-"""End of the name of a precision whose gradients alone are in float32."""
+"""Suffix of the names of precisions in which only the gradients are in float32."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,16 @@ class Precision:
     """Dtypes of the values that a rank keeps and computes, by torch's names.
 
     Attributes:
-        name: the name that a user gives.
-        compute: of matrix products.
-        parameters, gradients: of weights and of their gradients. Gathers move parameters, and reductions move
-            gradients.
-        activations: of activations, and of what layers keep.
-        state: of each of the optimizer's moments, and of its copy of the parameters.
-        copy: whether the optimizer has a copy, from which the parameters are rounded. An update then does not read
-            them.
+        name: name of the precision in options and files.
+        compute: dtype of matrix products.
+        parameters, gradients: dtype of weights, which gathers move, and of their gradients, which reductions move.
+        activations: dtype of activations, and of the values that layers save.
+        state: dtype of each of the optimizer's moments, and of its copy of the parameters.
+        copy: whether the optimizer keeps a copy of the parameters, from which the weights are rounded. An update then
+            does not read the weights.
         optimizer: bytes of optimizer state per parameter, with the copy, for AdamW (see `under`).
         source: where the precision is described.
-        instead: name of the precision to train in, if this one is for predictions alone ("": it is not).
+        instead: name of the precision to train in, if this one is only for predictions ("": this one can train).
     """
 
     name: str
@@ -52,8 +51,8 @@ class Precision:
     def dtype(self, kind: Kind) -> str:
         """Return the dtype of a kind of value.
 
-        Statistics, and scalars in flight, have at least 32 bits. Directions have the dtype in which Muon makes them
-        orthogonal.
+        Statistics, and scalars while they are communicated, have at least 32 bits. Directions have the dtype in which
+        Muon orthogonalizes them.
         """
         if kind is Kind.WEIGHT:
             return self.parameters
@@ -70,10 +69,10 @@ class Precision:
         return self.optimizer // 2 if kind is Kind.OPT_STATE else int(bytes_of(self.dtype(kind)))
 
     def under(self, optimizer: Optimizer, *, ema: bool = False) -> Precision:
-        """Return this precision with the state that an optimizer keeps per parameter (Muon: per parameter of a matrix).
+        """Return this precision with an optimizer's bytes of state per parameter (Muon: per parameter of a matrix).
 
         Args:
-            ema: whether the average of the parameters is part of the state.
+            ema: whether the state includes the moving average of the parameters.
         """
         lacking = MOMENTS_PER_PARAMETER["adamw"] - MOMENTS_PER_PARAMETER[optimizer] - ema
         return replace(self, optimizer=self.optimizer - lacking * int(bytes_of(self.state)))
@@ -88,9 +87,9 @@ class Precision:
 
     @property
     def parameters_in_copy(self) -> Precision:
-        """This precision if the optimizer's copy is the only one, from which parameters are rounded when they are used.
+        """This precision if the only copy of the parameters is the optimizer's, rounded to weights on each use.
 
-        A parameter and its state then take `bytes(WEIGHT)` less together. It is the state that counts less.
+        A parameter and its state together then take `bytes(WEIGHT)` less; the difference is subtracted from the state.
         """
         return replace(self, optimizer=self.optimizer - self.bytes(Kind.WEIGHT)) if self.copy else self
 
@@ -138,7 +137,7 @@ def _mixed(name: str, compute: str, gradients: str, source: str = _MIXED) -> Pre
 
 
 def _predicted(name: str, compute: str, base: Precision, source: str) -> Precision:
-    """Return a precision for predictions: another one, whose products of matrices are in a dtype of their own."""
+    """Return a precision for predictions: a base precision with another dtype of matrix products."""
     return replace(base, name=name, compute=compute, source=source, instead=base.name)
 
 
@@ -170,7 +169,7 @@ PRECISIONS = {
 
 
 def find_precision(name: str) -> Precision:
-    """Return the precision of a name, in any case of letters.
+    """Return the precision with this name, ignoring case.
 
     Raises:
         UserError: for an unknown name, with the nearest one.
@@ -179,10 +178,10 @@ def find_precision(name: str) -> Precision:
 
 
 def find_runnable_precision(name: str) -> Precision:
-    """Return the precision of a name, in which `train` and `verify` compute.
+    """Return the precision with this name, if `train` and `verify` can compute in it.
 
     Raises:
-        UserError: for an unknown name, and for a precision of predictions.
+        UserError: for an unknown name, and for a precision that is only for predictions.
     """
     precision = find_precision(name)
     if precision.instead:
@@ -194,7 +193,7 @@ def find_runnable_precision(name: str) -> Precision:
 
 
 def precision_for_dtype(compute: str) -> Precision:
-    """Return the first precision whose matrix products are in a dtype."""
+    """Return the first precision whose matrix products have this dtype."""
     return next(precision for precision in PRECISIONS.values() if precision.compute == compute)
 
 

@@ -1,4 +1,4 @@
-"""One rank with all its verbs: the object that a strategy is written with."""
+"""A rank with all its verbs: the argument of every strategy."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ MACHINERY = frozenset(
         "require_storable", "sizes",
     }
 )  # fmt: skip
-"""Public members of a rank that are no part of the language."""
+"""Public members of a rank that are not part of the language."""
 
 
 class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
-    """One rank of a strategy program: its place among the ranks, its stores and its verbs.
+    """One rank of a strategy's program: its number, its stores and its verbs.
 
     `index` is the rank's number, `world` the number of ranks and `mesh` their grid; `layers` and `microbatches` are the
-    ranges that the step computes. The verbs are in three families, one base class each, which share the tape
-    (`tracing.Tracer`):
+    ranges of the step. The verbs are in three families, one base class each, which share the tape (`tracing.Tracer`):
 
     - `rank_compute.ComputeVerbs`: plain calls. A layer's passes (`forward`, `backward`, `backward_input`,
       `backward_weight`), attention between slices (`attend`, `attend_backward`), the loss (`loss`, `loss_stats`), and
       the step from gradients to new weights (`add`, `norm`, `direction`, `update`; `wants_norm` and `wants_direction`
-      say what the optimizer needs). `update_shard` updates a layer in the stores.
+      tell whether the optimizer needs these values). `update_shard` updates a layer in the stores.
     - `rank_communication.CommunicationVerbs`: each returns a handle to `await`. Messages (`send`, `recv`, `exchange`,
       `batch_p2p`) and collectives (`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `scatter`,
       `gather`, `reduce`, `barrier`).
-    - `rank_values.ValueVerbs`: the values that a step begins with (`load_weights`, `load_weight`, `load_opt_state`,
-      `load_batch`, `zero_gradient`), other forms of a value (`slice`, `concatenate`, `scale`, `tokens`, `cast`), and
-      copies that return a handle (`offload`, `reload`).
+    - `rank_values.ValueVerbs`: values at the start of a step (`load_weights`, `load_weight`, `load_opt_state`,
+      `load_batch`, `zero_gradient`), changes of a value (`slice`, `concatenate`, `scale`, `tokens`, `cast`), and
+      copies,
+      which return a handle (`offload`, `reload`).
 
     Attributes:
         weighted_layers: layers with a weight of their own: all but a head that is tied to the embedding.
-        signatures: the values that each layer takes and makes.
+        signatures: inputs and outputs of each layer.
         weights: the store of weights. The key of a head that is tied to the embedding names the embedding's weight.
         opt_states, activations, grad_activations, grad_weights, directions, scalars, residuals,
             grad_residuals, routing, grad_routing, stats, queries, keys_values, grad_queries, grad_keys_values: the
@@ -77,7 +77,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         """Refuse an attribute that this rank, or one of its values or handles, does not have.
 
         Raises:
-            Refused: with the name of what is meant. An attribute of another object is not refused.
+            Refused: with the name that was probably meant. Errors about attributes of other objects are ignored.
         """
         thing: Any = error.obj
         if isinstance(thing, Handle):
@@ -104,7 +104,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         return self._stores[kind]
 
     def weight_of(self, layer: int) -> int:
-        """Return the layer whose weight a layer computes with: its own, or the one that it is tied to."""
+        """Return the layer whose weight a layer computes with: its own, or that of the layer to which it is tied."""
         return self.sizes.weight_of(layer)
 
     def coordinate(self, axis: str) -> int:
@@ -116,7 +116,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         return self.group(axis).ranks.index(self.index)
 
     def share(self, axis: str | None = None) -> range:
-        """Deal the microbatches evenly, in order, to the ranks along an axis, and return this rank's.
+        """Return this rank's microbatches, if all are divided evenly, in order, among the ranks along an axis.
 
         Raises:
             UserError: when they do not divide among these ranks.
@@ -124,7 +124,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         return self._divide(self.microbatches, "microbatch", axis)
 
     def stage_layers(self, axis: str | None = None) -> range:
-        """Deal the layers evenly, in order, to the ranks along an axis, and return this rank's: its pipeline stage.
+        """Return this rank's pipeline stage, if the layers are divided evenly, in order, among the ranks along an axis.
 
         Raises:
             UserError: when they do not divide among these ranks.
@@ -141,10 +141,10 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         sums[layer] = self.add(sums[layer], gradient) if layer in sums else gradient
 
     async def update_shard(self, layer: int, norm: Value | None = None, *, axis: str | None = None) -> None:
-        """Update `weights[layer]` and `opt_states[layer]`, whole or a slice, by `grad_weights[layer]`, which ends.
+        """Update `weights[layer]` and `opt_states[layer]` by `grad_weights[layer]`, and remove that gradient.
 
-        An optimizer that updates whole matrices, such as Muon, needs the direction of the slices of all ranks. It is
-        gathered if the optimizer state is a slice.
+        The layer may be whole or a slice. If the optimizer updates whole matrices, as Muon does, and the optimizer
+        state is a slice, the directions of all ranks' slices are gathered first.
 
         Args:
             norm: as for `update`.
@@ -160,7 +160,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         self.weights[layer], self.opt_states[layer] = self.update(layer, gradient, weight, state, norm, direction)
 
     def _divide(self, numbers: range, noun: str, axis: str | None) -> range:
-        """Return this rank's part of some numbers, which are divided evenly among the ranks along an axis."""
+        """Return this rank's part of some numbers, divided evenly among the ranks along an axis."""
         ranks = self.group(axis).ranks
         each, rest = divmod(len(numbers), len(ranks))
         if rest:

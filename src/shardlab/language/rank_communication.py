@@ -23,19 +23,19 @@ STORES = {kind.value: kind for kind in Kind if kind not in AUTOGRAD_KINDS}
 """Kinds of values that a program can hold, by the name of their store."""
 
 Expected = tuple[str, int, "int | Iterable[int] | None"]
-"""The message that a receive means: (store's name, layer, microbatch or microbatches)."""
+"""The message that a receive expects: (store's name, layer, microbatch or microbatches)."""
 
 SEND, RECV = OpKind.SEND, OpKind.RECV
 _OUTSIDE_BATCHES = COMMUNICATION | {OpKind.WAIT}
-"""Ops that may not stand in a batch of messages: other ranks may need the batch before they join them."""
+"""Ops that are refused in a batch of messages: other ranks may need the batch before they join such an op."""
 
 By = Literal["sum", "mean", "min", "max"]
 """How a reduction combines the members' values.
 
-Gradients and partial results are summed: each contribution once. `mean`, `min` and `max` take weights or gradients that
-are equal on all members, and give that value. Gradients are shares of the step's mean already, so the mean of different
-ones is a part of it, and `update` wants the whole (see `scale`). Scalars take all four; only their sum is a norm that
-`update` takes.
+Gradients and partial results are summed, each contribution once. `mean`, `min` and `max` take weights or gradients that
+are equal on all members, and return that value. Gradients are shares of the step's mean already, so a mean of different
+gradients is only a part of it, and `update` needs the whole (see `scale`). Scalars take all four reductions, but
+`update` takes only their sum as a norm.
 """
 
 _ALL_REDUCE, _BARRIER = OpKind.ALL_REDUCE, call_of(OpKind.BARRIER)
@@ -48,19 +48,19 @@ _MAY_GIVE_NONE = frozenset(kind for kind in COLLECTIVES if 0 in kind.row.inputs)
 class CommunicationVerbs(Tracer):
     """Verbs that send and receive messages between two ranks, and collectives over an axis of the mesh.
 
-    Each verb issues one communication, or two, and returns a handle. `await` it for the result. What it reads may not
-    be updated before that. All members of a group issue its collectives in one order.
+    Each verb issues one communication, or two, and returns a handle; `await` it for the result. The input must not be
+    updated before that. All members of a group must issue its collectives in the same order.
 
     Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
-    rank or that is still a handle, and for an axis that the mesh does not have. What the members' values must have in
-    common is checked when the last member has come.
+    rank or that is still a handle, and for an axis that the mesh does not have. Values of different members are
+    compared when the last member has issued its part.
     """
 
     def send(self, value: Value, *, to: int) -> Handle[None]:
         """Send a value to another rank.
 
-        On NCCL and gloo awaiting the handle waits for the peer's receive; among ranks that share memory, and in a
-        simulation without a cluster, a send ends by itself.
+        On NCCL and gloo awaiting the handle waits for the peer's receive. Among ranks that share memory, and in a
+        simulation without a cluster, a send completes without it.
 
         Args:
             to: the receiver's number.
@@ -73,15 +73,14 @@ class CommunicationVerbs(Tracer):
         return handle
 
     def recv(self, *, source: int, expect: Expected | None = None) -> Handle[Value]:
-        """Receive the next value that `source` sends here. Messages between two ranks keep their order.
+        """Receive the next value that `source` sends to this rank. Messages between two ranks keep their order.
 
         Args:
             source: the sender's number.
-            expect: the message that is meant, as (store's name, layer, microbatch or microbatches).
+            expect: the expected message, as (store's name, layer, microbatch or microbatches).
 
         Raises:
-            Refused: for a rank that does not exist, for this rank itself, and when another message comes than the
-                expected one.
+            Refused: for a rank that does not exist, for this rank itself, and when the message is not the expected one.
         """
         handle = self._recv(source, expect, self._batch)
         self._world.channels.deliver(handle)
@@ -90,7 +89,7 @@ class CommunicationVerbs(Tracer):
     def exchange(self, value: Value, *, to: int, source: int, expect: Expected | None = None) -> Handle[Value]:
         """Send to one rank and receive from one, issued together so that neither must come first.
 
-        Awaiting the handle waits for both, and gives the value received.
+        Awaiting the handle waits for both, and returns the received value.
 
         Args:
             to, source, expect: as in `send` and `recv`.
@@ -111,10 +110,10 @@ class CommunicationVerbs(Tracer):
 
     @contextmanager
     def batch_p2p(self) -> Generator[None, None, None]:
-        """Issue the sends and receives of a `with` block together, as one group: none must come before another.
+        """Issue the sends and receives of a `with` block together, as one group, so that their order does not matter.
 
-        This is NCCL's group call, and torch's `batch_isend_irecv`: all are issued when the block ends, after what else
-        is done in it. Awaiting one of the handles, after the block, waits for all of them.
+        This is NCCL's group call, and torch's `batch_isend_irecv`. All messages are issued at the end of the block,
+        after the other ops in it. Awaiting one of the handles, after the block, waits for all of them.
         """
         if self._batch >= 0:
             self.refuse("batch of messages", "batch_p2p", "a batch of messages is open already", "end its block first")
@@ -150,7 +149,8 @@ class CommunicationVerbs(Tracer):
         Args:
             value: a gradient, a term of an activation, or a scalar.
             axis: the mesh axis along which the members lie (None: all ranks).
-            among: the members' numbers, of those along the axis; all of them name the same ones in the same order.
+            among: numbers of the members, all along `axis` (None: all ranks along it). Every member must pass the same
+                numbers in the same order.
             reduction: how the values are combined (see `By`).
 
         Raises:
@@ -161,7 +161,7 @@ class CommunicationVerbs(Tracer):
         return self._collective(call, value, self._members("all_reduce", axis, among))
 
     def all_gather(self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None) -> Handle[Value]:
-        """Put the members' pieces side by side; every member receives the whole.
+        """Concatenate the members' pieces; every member receives the whole.
 
         Args:
             value: a slice of parameters, some microbatches, or some slices of an index.
@@ -189,9 +189,8 @@ class CommunicationVerbs(Tracer):
     def all_to_all(self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None) -> Handle[Value]:
         """Exchange the members' pieces: each sends every other one its share.
 
-        What the value holds decides the direction. Buffers of all experts for a rank's microbatches become buffers of
-        its own experts for all members' microbatches; buffers of some experts return, in the group's order of
-        microbatches.
+        The value decides the direction. Buffers of all experts for a rank's microbatches become buffers of its own
+        experts for all members' microbatches. Buffers of some experts return, in the group's order of microbatches.
 
         Args:
             value: an activation or its gradient.
@@ -205,29 +204,29 @@ class CommunicationVerbs(Tracer):
     def broadcast(
         self, value: Value | None, *, root: int, axis: str | None = None, expect: Expected | None = None
     ) -> Handle[Value]:
-        """Give the root's value to every member.
+        """Send the root's value to every member.
 
         Args:
             value: on the root, which gets this very value back; None on the others.
-            root: the number of the rank that gives it, one of the group's.
+            root: number of the sending rank, a member of the group.
             axis: the mesh axis along which the members lie (None: all ranks).
-            expect: on the others, the value that is meant, as in `recv`.
+            expect: on the other ranks, the expected value, as in `recv`.
 
         Raises:
-            Refused: for a root that is no member, without a value on the root, with one on another member, and when the
-                value is not the expected one.
+            Refused: for a root that is not a member, for a missing value on the root, for a value on another member,
+                and when the value is not the expected one.
         """
         return self._from_root(Call(OpKind.BROADCAST, root), value, axis, expect)
 
     def scatter(
         self, value: Value | None, *, root: int, axis: str | None = None, expect: Expected | None = None
     ) -> Handle[Value]:
-        """Deal the root's value: the group's i-th member receives slice i of parameters, or run i of microbatches.
+        """Cut the root's value: the group's i-th member receives slice i of parameters, or run i of microbatches.
 
         Args:
             value: on the root; None on the others.
             root, axis: as in `broadcast`.
-            expect: on the others, the slice that is meant, as in `recv`.
+            expect: on the other ranks, the expected slice, as in `recv`.
 
         Raises:
             Refused: as `broadcast` does, and when the value does not divide among the members.
@@ -235,10 +234,10 @@ class CommunicationVerbs(Tracer):
         return self._from_root(Call(OpKind.SCATTER, root), value, axis, expect)
 
     def gather(self, value: Value, *, root: int, axis: str | None = None) -> Handle[Value | None]:
-        """Put the members' pieces side by side; the root receives the whole, the others None.
+        """Concatenate the members' pieces; the root receives the whole, the others None.
 
         Raises:
-            Refused: for a root that is no member, and as `all_gather` does.
+            Refused: for a root that is not a member, and as `all_gather` does.
         """
         return self._collective(Call(OpKind.GATHER, root), value, self.group(axis))
 
@@ -248,7 +247,7 @@ class CommunicationVerbs(Tracer):
         """Sum the members' values, or combine them otherwise (see `By`); the root receives the result, the others None.
 
         Raises:
-            Refused: for a root that is no member, and as `all_reduce` does.
+            Refused: for a root that is not a member, and as `all_reduce` does.
         """
         call = Call(OpKind.REDUCE, root, self._reduction("reduce", reduction))
         return self._collective(call, value, self.group(axis))
@@ -278,7 +277,7 @@ class CommunicationVerbs(Tracer):
         return handle
 
     def _message(self, op: str, expect: Expected) -> ExpectedValue:
-        """Check a program's expectation, and return it as a message."""
+        """Check an `expect` argument, and convert it to an `ExpectedValue`."""
         if not isinstance(expect, tuple) or len(expect) != 3:  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "write (store's name, layer, microbatch or microbatches)"
             self.refuse("wrong expectation", op, f"{expect!r} was expected", remedy)

@@ -19,7 +19,7 @@ from shardlab.language.values import Value
 Values = tuple[Value, ...]
 
 Part = tuple[int, int]
-"""(index, of how many equal parts), from 0"""
+"""(index from 0, number of equal parts)"""
 
 # named once, since Python 3.11 looks up an enum's member ten times as slowly as a global
 FORWARD, RECOMPUTE = OpKind.FORWARD, OpKind.RECOMPUTE
@@ -30,7 +30,7 @@ ADD, UPDATE = OpKind.ADD, OpKind.UPDATE
 class ComputeVerbs(Tracer):
     """Verbs that compute passes of layers, attention between slices, the loss, sums, norms and updates.
 
-    A layer takes as many values as it has inputs. Given one value, a verb makes one; given a tuple, it makes a tuple.
+    A layer with one input takes and returns one value; a layer with several takes and returns a tuple.
     Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
     rank or that is still a handle, and for a layer that does not exist.
     """
@@ -47,25 +47,25 @@ class ComputeVerbs(Tracer):
     def forward(
         self, layer: int, inputs: Value | Values, weight: Value, *, save: bool = True, part: Part | None = None
     ) -> Value | Values:
-        """Compute a layer's outputs: of activation l, activation l + 1.
+        """Compute a layer's outputs from its inputs: activation l + 1 from activation l.
 
-        What the layer needs for the backward pass is kept with the first input, for each slice of the weight by itself.
+        The values that the backward pass needs are saved with the first input, separately for each slice of the weight.
 
         Args:
             inputs: the layer's input; a tuple if it has several.
-            weight: the layer's weight, complete or a slice along which the layer can be cut.
-            save: keep what the backward pass needs. Otherwise `backward` computes it again, if the layer has one input
-                and one output; any other layer's `forward` must be called again before its backward pass.
-            part: (which, of how many) equal parts of the experts. A layer that dispatches tokens to experts then makes
-                the buffers of this part only, since other ranks with the same tokens make the others. The gradients of
-                its inputs and its weight are then terms of a sum.
+            weight: the layer's weight, complete or a slice along one of the layer's cut indices.
+            save: save the values that the backward pass needs. Otherwise `backward` recomputes them, if the layer has
+                one input and one output; for any other layer, call `forward` again before its backward pass.
+            part: (which, of how many) equal parts of the experts. A layer that dispatches tokens to experts then
+                outputs the buffers of this part only, for a program in which other ranks with the same tokens compute
+                the other parts. The gradients of the layer's inputs and weight are then terms of a sum.
 
         Returns:
             The output; a tuple if `inputs` is one.
 
         Raises:
             Refused: for a stale or incomplete weight, for inputs of another layer, for inputs that do not belong
-                together, and for one that is a term of a sum.
+                together, and for an input that is a term of a sum.
         """
         self._check_layer("forward", layer)
         read = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -103,8 +103,8 @@ class ComputeVerbs(Tracer):
     def backward(self, layer: int, activation: Value, gradients: Value | Values, weight: Value) -> Values:
         """Compute a layer's backward pass.
 
-        It consumes what `forward` kept. If `forward` kept nothing, the layer is computed again first, which is possible
-        if it has one input and one output.
+        It consumes the values that `forward` saved. If `forward` saved none, it recomputes the layer first, which is
+        possible if the layer has one input and one output.
 
         Args:
             activation: the first input of the forward pass.
@@ -116,7 +116,7 @@ class ComputeVerbs(Tracer):
 
         Raises:
             Refused: when no forward pass came before or it used other slices of the weight; for a stale or incomplete
-                weight; for a gradient of other microbatches or another layer, and for one that is a term of a sum.
+                weight; and for a gradient of other microbatches or another layer, or one that is a term of a sum.
         """
         made, _, inputs, read = self._backward("backward", layer, activation, gradients, weight)
         start = len(self._values)
@@ -131,7 +131,7 @@ class ComputeVerbs(Tracer):
     def backward_input(self, layer: int, activation: Value, gradients: Values, weight: Value) -> Values: ...
 
     def backward_input(self, layer: int, activation: Value, gradients: Value | Values, weight: Value) -> Value | Values:
-        """Compute the first half of a backward pass, for which the layer below waits: the gradients of the inputs.
+        """Compute the first half of a backward pass: the gradients of the inputs, which the layer below needs.
 
         `backward_weight` is the second half. It reads the same activation and gradient: keep both in their stores until
         then.
@@ -155,7 +155,7 @@ class ComputeVerbs(Tracer):
         return tuple(outputs) if isinstance(gradients, tuple) else outputs[0]
 
     def backward_weight(self, layer: int, activation: Value, gradient: Value) -> Value:
-        """Compute the second half of a backward pass, at any time after `backward_input`: the weight's gradient.
+        """Compute the second half of a backward pass: the weight's gradient, at any time after `backward_input`.
 
         Args:
             activation: the first input of the forward pass.
@@ -185,7 +185,7 @@ class ComputeVerbs(Tracer):
         return grad_weight
 
     def attend(self, layer: int, queries: Value, keys_values: Value) -> Value:
-        """Let queries meet one chunk of keys and values; the result is activation l + 1, or a part of it.
+        """Compute attention of queries to one chunk of keys and values: activation l + 1, or a part of it.
 
         Add the parts of other chunks with `+`. The sum is complete, and can be used, when the queries have met every
         slice of the sequence up to their own last one, each once.
@@ -201,7 +201,7 @@ class ComputeVerbs(Tracer):
     ) -> tuple[Value, Value]:
         """Compute what one chunk of keys and values adds to the gradients; add the parts with `+`.
 
-        The gradient of a chunk is complete when all queries from its own first slice on have met it, on whatever rank.
+        The gradient of a chunk is complete when all queries from the chunk's first slice on have met it, on any rank.
 
         Args:
             queries, keys_values: as in `attend`.
@@ -212,7 +212,7 @@ class ComputeVerbs(Tracer):
             A part of the queries' gradient, and a part of the keys' and values'.
 
         Raises:
-            Refused: as `attend` does, and when `attention_output` is not complete or its gradient is another's.
+            Refused: as `attend` does, and when `attention_output` is not complete or `gradient` is not its gradient.
         """
         read = (queries, keys_values, attention_output, gradient)
         try:
@@ -237,15 +237,15 @@ class ComputeVerbs(Tracer):
             The gradient, for the slices of `activation`.
 
         Raises:
-            Refused: for another activation, for a term of a sum, and for slices without the statistics of all.
+            Refused: for another activation, for a term of a sum, and for slices without the statistics of all slices.
         """
         read = (activation,) if stats is None else (activation, stats)
         return self._compute(OpKind.LOSS, len(self.layers), read, optimizer_step.loss)
 
     def loss_stats(self, logits: Value) -> Value:
-        """Compute the statistics of some slices of the logits that the loss needs: three numbers a token.
+        """Compute the statistics of a slice of the logits that the loss needs: three numbers a token.
 
-        `all_gather` the result over the ranks that have the other slices, and give it to `loss`.
+        `all_gather` the result over the ranks that have the other slices, and pass it to `loss`.
 
         Raises:
             Refused: for anything but slices of the last activation.
@@ -255,7 +255,7 @@ class ComputeVerbs(Tracer):
     def add(self, a: Value, b: Value) -> Value:
         """Add two weight gradients, two scalars, or two terms of one value; also written `a + b`.
 
-        Terms are partial results: of slices of a layer, or of attention to some of the keys and values.
+        A term is a partial result of a slice of a layer, or of attention to some of the keys and values.
 
         Raises:
             Refused: for values of different layers, kinds or slices, and when a contribution would be counted twice.
@@ -270,14 +270,13 @@ class ComputeVerbs(Tracer):
         return output
 
     def norm(self, layer: int, gradient: Value) -> Value:
-        """Compute the sum of squares of a finished gradient: a scalar, the part of one layer or slice in the model's
-        norm.
+        """Compute the sum of squares of a finished gradient: this layer's or slice's part of the squared model norm.
 
-        Add the parts of all layers, and `all_reduce` the sum over the ranks that have other layers or slices. `update`
-        takes the result.
+        Add the parts of all layers, and `all_reduce` the sum over the ranks that have other layers or slices. Pass the
+        result to `update`.
 
         Raises:
-            Refused: for a gradient that lacks a microbatch, and for what is no weight's gradient.
+            Refused: for a gradient that lacks a microbatch, and for any other kind of value.
         """
         self._check_layer("norm", layer)
         return self._compute(OpKind.NORM, layer, (gradient,), partial(optimizer_step.norm, len(self.layers)))
@@ -287,17 +286,17 @@ class ComputeVerbs(Tracer):
         return self._world.sizes.clips
 
     def direction(self, layer: int, gradient: Value, opt_state: Value, norm: Value | None = None) -> Value:
-        """Compute the direction of an optimizer's step, for an optimizer such as Muon that steps whole matrices.
+        """Compute the direction of an optimizer's step, for an optimizer such as Muon that updates whole matrices.
 
-        Muon makes whole matrices of a momentum orthogonal. If ranks have slices of a layer, each computes the direction
-        of its slice; `all_gather` them, and give the whole to `update`. The optimizer state stays as it is.
+        Muon orthogonalizes the momentum of whole matrices. If ranks have slices of a layer, each computes the direction
+        of its slice; `all_gather` the slices, and pass the result to `update`. The optimizer state does not change.
 
         Args:
-            gradient: of the optimizer state's slice, or of more.
-            opt_state, norm: those that `update` is given.
+            gradient: the gradient of the optimizer state's slice, or of more slices.
+            opt_state, norm: the arguments for `update`.
 
         Raises:
-            Refused: as `update` does, and where no direction is wanted (see `wants_direction`).
+            Refused: as `update` does, and if the update needs no direction (see `wants_direction`).
         """
         self._check_layer("direction", layer)
         read = (gradient, opt_state) if norm is None else (gradient, opt_state, norm)
@@ -308,7 +307,7 @@ class ComputeVerbs(Tracer):
         return self._compute(OpKind.DIRECTION, layer, read, rule)
 
     def wants_direction(self, layer: int) -> bool:
-        """Return whether `update` of a slice needs a direction: if the optimizer steps whole matrices, as Muon does."""
+        """Return whether `update` of a slice needs a direction: whether the optimizer updates whole matrices."""
         return layer in self._rules.directed
 
     def update(
@@ -320,21 +319,22 @@ class ComputeVerbs(Tracer):
         norm: Value | None = None,
         direction: Value | None = None,
     ) -> tuple[Value, Value]:
-        """Take the optimizer's step on one slice. The old weight and optimizer state end here, in place.
+        """Take the optimizer's step on one slice. It overwrites the old weight and optimizer state.
 
         Args:
-            gradient, weight: of the optimizer state's slice, or of more.
+            gradient, weight: those of the optimizer state's slice, or of more slices.
             opt_state: this step's optimizer state.
             norm: the sum of squares of the whole model's gradient (None: no clipping). The gradient is clipped to the
                 optimizer's limit; if the norm is not finite, weight and optimizer state stay as they are.
-            direction: of whole matrices, where the optimizer steps these and the optimizer state is cut.
+            direction: the direction of whole matrices. Needed if the optimizer updates whole matrices and the optimizer
+                state is a slice.
 
         Returns:
-            The new weight, of the optimizer state's slice alone, and the new optimizer state.
+            The new weight, which has only the optimizer state's slice, and the new optimizer state.
 
         Raises:
             Refused: when a microbatch is missing from the gradient, for values of different layers, slices or steps,
-                for a norm that lacks a part of the model, and for a part of a matrix without its direction.
+                for a norm that lacks a part of the model, and for a slice of a matrix without its direction.
         """
         self._check_layer("update", layer)
         read = (gradient, weight, opt_state, *(each for each in (norm, direction) if each is not None))
@@ -369,9 +369,8 @@ class ComputeVerbs(Tracer):
         """Derive a backward pass.
 
         Returns:
-            The specs that both halves make; the forms that the pass follows from; the numbers of the values that the op
-                reads; and
-            the values themselves.
+            The specs of both halves' outputs, the forms from which the pass is derived, the numbers of the values that
+            the op reads, and these values.
         """
         self._check_layer(op, layer)
         given = gradients if isinstance(gradients, tuple) else (gradients,)
@@ -402,7 +401,7 @@ class ComputeVerbs(Tracer):
         return made, follows, numbers, (activation, weight, *given)
 
     def _compute(self, kind: OpKind, layer: int, read: Values, rule: Callable[..., Spec]) -> Value:
-        """Record an op of a layer that makes one value, which the rule derives from the inputs."""
+        """Record an op of a layer with one output, whose spec the rule derives from the inputs."""
         verb = kind.row.name
         try:
             made = rule(layer, *self._read_all(read, verb, layer))

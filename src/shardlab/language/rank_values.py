@@ -1,4 +1,4 @@
-"""Verbs on single values: load, slice, concatenate, scale, cast, and copy to the host's memory or the disk."""
+"""Verbs on single values: load, slice, concatenate, scale, cast, and copies to the host's memory or the disk."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class CopyHandle(Handle[Value]):
 
 
 class ValueVerbs(Tracer):
-    """Verbs that load values, cut them and put them together, change their numbers, and copy them elsewhere.
+    """Verbs that load, slice, concatenate, scale and cast values, and copy them to or from the device.
 
-    Loads and changes are plain calls that return a value. Copies start at once and return a handle.
+    All but copies are plain calls that return a value. Copies start at once and return a handle.
     """
 
     def load_weights(self, layer: int, shard: int = 0, of: int = 1, *, place: str = "") -> tuple[Value, Value]:
@@ -58,19 +58,18 @@ class ValueVerbs(Tracer):
 
         Args:
             shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
-            place: where it is kept from step to step, and so has to be when the step ends: "host", "disk", or the
-                device.
+            place: where the value lies at the start and the end of each step: "host", "disk", or "" for the device.
 
         Raises:
-            Refused: for a slice that does not exist or was loaded before, for a layer that uses another one's weight,
-                and for a place that there is not.
+            Refused: for a slice that does not exist or was loaded before, for a layer that uses another layer's weight,
+                and for an unknown place.
         """
         return self._load(OpKind.LOAD_WEIGHT, Kind.WEIGHT, layer, shard, of, place)
 
     def load_opt_state(self, layer: int, shard: int = 0, of: int = 1, *, place: str = "") -> Value:
-        """Load this step's optimizer state of a layer; its slice may be smaller than the weight's.
+        """Load this step's optimizer state of a layer. It may be a smaller slice than the weight.
 
-        A layer whose optimizer state no rank loads is frozen: its weight stays as it is, and no norm counts it.
+        A layer whose optimizer state no rank loads is frozen: it is neither updated nor part of the norm.
 
         Args:
             shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
@@ -85,12 +84,12 @@ class ValueVerbs(Tracer):
         """Load activation 0, the input rows of some microbatches.
 
         Args:
-            microbatches: their numbers.
-            slices: the slices of these microbatches' sequences (None: whole sequences). The mesh says how many there
-                are: two for each context-parallel rank, or as the sizes say.
+            microbatches: numbers of the microbatches.
+            slices: numbers of the slices of these microbatches' sequences (None: whole sequences). There are two slices
+                for each context-parallel rank, unless the sizes set another number.
 
         Raises:
-            Refused: for no microbatch or slice, for one that does not exist, and for one that is named twice.
+            Refused: for an empty list, and for a microbatch or slice that does not exist or is named twice.
         """
         total = len(self.microbatches)
         if isinstance(microbatches, int):
@@ -114,9 +113,9 @@ class ValueVerbs(Tracer):
         return value
 
     def zero_gradient(self, layer: int, shard: int = 0, of: int = 1) -> Value:
-        """Make a weight's gradient of no microbatch: zeros.
+        """Make a zero gradient of a weight, which sums no microbatch.
 
-        A rank without a microbatch gives it to a reduction, to which others give their gradients.
+        A rank without a microbatch passes it to a reduction in which other ranks pass their gradients.
 
         Args:
             shard, of: slice `shard`, counted from 0, of `of` equal slices of the layer's flat parameters.
@@ -127,15 +126,15 @@ class ValueVerbs(Tracer):
         return value
 
     def slice(self, value: Value, index: int, of: int) -> Value:
-        """Cut one of several equal slices out of a value: of the parameters that it holds, or of its tokens.
+        """Cut one of several equal slices out of a value: of its parameters, or of its tokens.
 
-        Tokens are cut as `reduce_scatter` deals them: every sequence is cut if the mesh cuts sequences, otherwise the
-        batch is cut into whole microbatches. A value that was put together from `of` pieces is cut into these pieces,
-        which may be unequal. The slice is a view of the value's memory, which stays until both are freed.
+        Tokens are cut as in `reduce_scatter`: along the sequence if the mesh cuts sequences, otherwise the batch is cut
+        into whole microbatches. A value that was concatenated from `of` pieces is cut into these pieces, which may be
+        unequal. The slice is a view of the value's memory, which is freed when both are.
 
         Args:
             value: a weight, an optimizer state, an activation or a gradient.
-            index: which slice, from 0.
+            index: number of the slice, from 0.
             of: the number of slices.
 
         Raises:
@@ -155,13 +154,13 @@ class ValueVerbs(Tracer):
         return output
 
     def concatenate(self, values: Iterable[Value]) -> Value:
-        """Put pieces of one value side by side, in new memory, as `all_gather` does with the pieces of several ranks.
+        """Concatenate pieces of one value on this rank, in new memory, as `all_gather` does across ranks.
 
         Args:
-            values: the pieces, in any order. Each piece knows where it belongs.
+            values: the pieces, in any order: each piece records its position.
 
         Raises:
-            Refused: for no piece, and as `all_gather` does.
+            Refused: for an empty list, and as `all_gather` does.
         """
         read = [values] if isinstance(values, Value) else list(values)
         if not read:
@@ -175,16 +174,16 @@ class ValueVerbs(Tracer):
         """Multiply a gradient by a rational number, or by token counts.
 
         Gradients are shares of the step's mean: each microbatch's loss is weighted by its share of the tokens. A scaled
-        gradient can be added to gradients with the same factor only, and `update` takes it when all factors cancel.
-        Gradients of a weight from the same microbatches may be added in shares: two halves are all of it.
+        gradient can only be added to gradients with the same factor, and `update` takes it once all factors cancel. One
+        exception: scaled gradients of the same microbatches may be added, such as two halves, which give the whole.
 
         Args:
             value: a gradient.
-            by: an integer, a Fraction, or a product or quotient of results of `tokens`.
+            by: an integer, a Fraction, or a product or quotient of `tokens` results.
 
         Raises:
-            Refused: for anything but a gradient, for a factor of 0, and for one by which gradients would overflow or be
-                lost.
+            Refused: for any other kind of value, for a factor of 0, and for a factor that would make gradients overflow
+                or vanish.
         """
         spec = self._read(value, "scale")
         if by.__class__ is not Factor:
@@ -198,7 +197,7 @@ class ValueVerbs(Tracer):
     def tokens(self, microbatches: Iterable[int] | None = None) -> Factor:
         """Return the number of tokens of some microbatches that count in the loss, as a factor for `scale`.
 
-        The number is known when a step runs. While the program is traced it is a symbol.
+        It is a symbol: the number is only known when a step runs.
 
         Args:
             microbatches: their numbers (None: all microbatches of the step).
@@ -210,10 +209,10 @@ class ValueVerbs(Tracer):
         return factor_of(1, ((mask_of(numbers), 1),))
 
     def cast(self, value: Value, dtype: str = "") -> Value:
-        """Copy a value into another dtype: into a smaller one to move it, into a larger one to add it up.
+        """Copy a value into another dtype, such as a smaller one for communication or a larger one for a sum.
 
-        A layer computes in the dtype that the run's precision gives to each kind of value. So a weight or an activation
-        is cast back before a layer reads it. `norm` and `update` take a weight's gradient in any dtype.
+        The run's precision sets the dtype in which a layer reads each kind of value, so a weight or an activation must
+        be cast back before a layer reads it. `norm` and `update` take a weight's gradient in any dtype.
 
         Args:
             value: a weight, an activation or a gradient.
@@ -225,13 +224,13 @@ class ValueVerbs(Tracer):
     def offload(self, value: Value, to: str = "host") -> Handle[Value]:
         """Copy a value to the host's memory or to the disk, so that its memory on the device can be freed.
 
-        The copy can be kept there and reloaded. In the host's memory, gradients of weights can also be added, and
-        weights can be updated if their optimizer states lie there too: the host's processors compute both. What a layer
-        has kept for the backward pass of an activation is not copied. Its backward pass computes it again.
+        The copy can be kept and reloaded. In the host's memory, the host's processors can also add gradients of weights
+        and update weights whose optimizer states lie there too. The values that a layer saved with an activation are
+        not copied; the backward pass computes them again.
 
         Args:
             value: a weight, an optimizer state, an activation or a gradient, on the device.
-            to: "host", its memory, or "disk", a file.
+            to: "host" for the host's memory, or "disk" for a file.
 
         Raises:
             Refused: for another place, for a scalar, statistics or a term of a sum, for a value that is not on the
@@ -240,10 +239,10 @@ class ValueVerbs(Tracer):
         return self._copy(OpKind.OFFLOAD, value, lambda spec: refusals.offload(spec, to), to)
 
     def reload(self, value: Value) -> Handle[Value]:
-        """Copy a value from where it lies to the device.
+        """Copy a value from the host's memory or the disk to the device.
 
         Raises:
-            Refused: for a value that is there.
+            Refused: for a value that is on the device.
         """
         return self._copy(OpKind.RELOAD, value, refusals.reload)
 
@@ -281,10 +280,10 @@ class ValueVerbs(Tracer):
         return Holds(1 << shard, of)
 
     def _record(self, values: Sequence[Value], kind: OpKind, rule: Callable[[], Spec], **fields: Any) -> Value:
-        """Record an op that makes one value on this rank from other values; the rule derives its spec.
+        """Record an op on this rank with one output, whose spec the rule derives.
 
         Args:
-            fields: fields of the op, besides its inputs and its output.
+            fields: further fields of the op.
         """
         try:
             made = rule()

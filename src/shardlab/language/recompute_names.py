@@ -1,7 +1,7 @@
-"""Names of what a backward pass computes again inside a block, in the words of the frameworks.
+"""Frameworks' names for recomputation of parts of a block.
 
-Programs recompute whole blocks, or attention's scores. Frameworks also recompute parts of a block, which predictions
-price (`shardlab.models.recomputation`):
+Programs recompute whole blocks, or only attention's scores. Frameworks can also recompute other parts of a block. Such
+recomputation can be predicted (`shardlab.models.recomputation`), but not executed:
 
 - `PER_OP`: everything but attention's result and every second product (torchtitan's selective activation
   checkpointing, torchtitan/distributed/activation_checkpoint.py at b5bcd76c);
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 PER_OP = "per-op"
 
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp", "moe", "shared_experts")
-"""Modules that Megatron-LM may recompute, in the order of this list. Others are of models that cannot be said here."""
+"""Modules that Megatron-LM can recompute, in Shardlab's order. It leaves out modules of models that it lacks."""
 
 _DOTS = frozenset({"qkv_proj", "out_proj"})
 
@@ -31,12 +31,13 @@ POLICIES: Mapping[str, frozenset[str]] = {
     "save_qkv_proj": frozenset({"qkv_proj"}),
     "save_out_proj": frozenset({"out_proj"}),
 }
-"""MaxText's policies, and the results that each keeps: queries, keys and values as attention reads them; attention's
-output map; the feed-forward's first and last product; and attention's own result (context)."""
+"""The results that each of MaxText's policies keeps: queries, keys and values as inputs of attention; attention's
+output
+projection; the first and last product of the feed-forward; and attention's result (context)."""
 
 
 def modules_of(recompute: object) -> tuple[str, ...]:
-    """Return the modules that a recomputation names, joined by + (empty: it is another).
+    """Return the modules in a name such as `layernorm+moe_act` (empty: the name is not a list of modules).
 
     >>> modules_of("layernorm+moe_act"), modules_of("full")
     (('layernorm', 'moe_act'), ())
@@ -46,5 +47,5 @@ def modules_of(recompute: object) -> tuple[str, ...]:
 
 
 def is_inside_blocks(recompute: object) -> bool:
-    """Return whether a recomputation is one of this module's."""
+    """Return whether a recomputation has one of the names of this module."""
     return recompute == PER_OP or recompute in POLICIES or bool(modules_of(recompute))

@@ -1,4 +1,4 @@
-"""Communication between ranks while they are traced: which ranks take part, and which ranks wake up.
+"""Communication between ranks during tracing: it matches the ranks' parts and wakes up the ranks that wait.
 
 Each rank's k-th communication on a channel is the same communication. A rank *issues* its part, appends the op to its
 tape, and then calls `OpenCollectives.complete` or `Channels.deliver`. When the last part is issued, the results get
@@ -26,7 +26,7 @@ Wake = Callable[[Handle[Any]], None]
 
 BROADCAST = OpKind.BROADCAST
 IN_FLIGHT = Spec(form_of(Kind.SAVED, -1, 0, Space(0)))
-"""Placeholder for the spec of a value that has not arrived."""
+"""Placeholder for the spec of a value that has not arrived yet."""
 
 
 class CollectiveHandle(Handle[Value | None]):
@@ -55,7 +55,7 @@ class CollectiveHandle(Handle[Value | None]):
 
 
 class OpenCollectives:
-    """Collectives that lack some members. Each member's k-th collective on a group is the same one."""
+    """Collectives that some members have not issued yet. Each member's k-th collective on a group is the same one."""
 
     def __init__(self, wake: Wake, rules: Rules) -> None:
         self._wake = wake
@@ -63,7 +63,7 @@ class OpenCollectives:
         self._matcher = Matcher[CollectiveHandle]()
 
     def issue(self, rank: TracedRank, call: Call, value: Value | None, group: Group) -> CollectiveHandle:
-        """Issue this rank's part in the next collective of a group that it has not joined yet."""
+        """Issue this rank's part in the group's first collective that it has not joined yet."""
         arrived = self._matcher[group].join(rank.index)
         if arrived:
             first = next(iter(arrived.values()))
@@ -134,20 +134,20 @@ class RecvHandle(Handle[Value]):
 
 
 class Channels:
-    """Messages that lack one end. Those from one rank to another arrive in the order in which they were sent."""
+    """Messages without their send or their receive. Messages of a channel arrive in the order of their sends."""
 
     def __init__(self, wake: Wake) -> None:
         self._wake = wake
         self._matcher = Matcher[Any]()  # parts are a SendHandle and a RecvHandle
 
     def post_send(self, rank: TracedRank, value: Value, to: int) -> SendHandle:
-        """Issue a send: the channel's next message that this rank has not sent yet."""
+        """Issue a send of the channel's next message."""
         queue, index = self._matcher[rank.index, to], rank.index
         handle = queue.join(index)[index] = SendHandle(rank, value, queue)
         return handle
 
     def post_recv(self, rank: TracedRank, source: int, expect: ExpectedValue | None) -> RecvHandle:
-        """Issue a receive: the channel's next message that this rank has not received yet."""
+        """Issue a receive of the channel's next message."""
         queue, index = self._matcher[source, rank.index], rank.index
         handle = queue.join(index)[index] = RecvHandle(rank, source, expect, queue)
         return handle

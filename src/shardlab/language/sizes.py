@@ -1,8 +1,8 @@
 """Sizes of values: the elements and bytes of each value of a model.
 
-`Sizes` holds what a program needs to know of a model: elements of each layer's values, and each layer's signature. Real
-models fill it from their shapes (`shardlab.models`). The second half of this file builds the models of the LLM Training
-Puzzles, in which every layer is one matrix.
+`Sizes` holds what a program needs to know about a model: the elements of each layer's values, and each layer's
+signature. `shardlab.models` fills it from the shapes of real models. The second half of this file builds the models of
+the LLM Training Puzzles, in which every layer is one matrix.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ class Sizes:
     """Elements of every value of a model, whole layers and single microbatches.
 
     Attributes:
-        weights: elements of layer l's parameters (its gradient has as many).
+        weights: elements of layer l's parameters, and of their gradient.
         opt_states: elements of layer l's optimizer state.
         matrices: elements of layer l's parameters that Muon updates (empty: not needed).
-        whole_matrices: whether the optimizer is Muon, which updates these as whole matrices.
-        clips: whether the optimizer limits the norm of the whole gradient; in the puzzles it does not.
-        activations: elements of activation l for one microbatch, l = 0 .. layers (its gradient has as many).
+        whole_matrices: whether the optimizer is Muon, which computes the update of a matrix from the whole matrix.
+        clips: whether the optimizer clips the norm of the model's gradient; the puzzles' optimizer does not.
+        activations: elements of activation l, and of its gradient, for one microbatch, l = 0 .. layers.
         saved: elements that layer l keeps between forward and backward for one microbatch, beyond the layer's input.
         saved_for_weight: elements that remain between the two halves of a split backward pass: the rest of `saved`, and
             the gradients that the first half keeps for the second, beyond those of the layer's output (empty: as many
             as `saved`).
         keeps_input: whether layer l keeps its input for the backward pass (empty: it does).
-        saves_residual: whether `saved[l]` includes the residual stream that layer l makes (empty: never).
+        saves_residual: whether `saved[l]` includes the residual stream that layer l outputs (empty: never).
         element_bytes: bytes of one element, by kind.
-        signatures: what each layer takes and makes (empty: an activation, from a weight that is not sliced).
-        tied: whether the last of several layers, the head, computes with the weight of the first one, the embedding,
-            and has none of its own (`weights[-1]` is 0).
-        residual: elements of one microbatch's residual stream, if it is carried beside the activations.
+        signatures: inputs and outputs of each layer (empty: an activation, from a weight that is not sliced).
+        tied: whether the last of several layers, the head, shares the weight of the first one, the embedding;
+            `weights[-1]` is then 0.
+        residual: elements of one microbatch's residual stream, if layers pass it on beside the activations.
         routing: elements of a router's output for one microbatch.
-        blocks: the first layer of each block and the end of the last block, if blocks consist of several layers, or if
-            embedding and head are layers (empty: each layer is a block).
-        weight_blocks: the blocks of the whole model whose parameters layer l has (empty: layer l is block l).
+        blocks: the first layer of each block, then the end of the last block. Needed if blocks consist of several
+            layers, or if embedding and head are layers (empty: each layer is a block).
+        weight_blocks: indices of the model's blocks whose parameters layer l has (empty: layer l is block l).
         stats: elements of the loss statistics of one slice of the logits, for one microbatch.
         queries, keys_values: elements of a PROJECT layer's results, for one microbatch.
         slices_per_rank: slices of every sequence for each context-parallel rank.
         tiles: slices of each tensor-parallel rank's part of a layer. The rank may compute them one after the other (see
             `shardlab.simulate.passes.tile`).
         flops: FLOPs of layer l's forward pass for one microbatch (empty: 2 for each parameter and each of 256 tokens).
-        attend_flops: FLOPs of an attention that is an op of its own, causal, for one microbatch.
+        attend_flops: FLOPs of causal attention as a separate op (ATTEND), for one microbatch.
     """
 
     weights: tuple[int, ...]
@@ -90,14 +90,14 @@ class Sizes:
 
     @property
     def block_count(self) -> int:
-        """Number of blocks: the layers of the model before it was cut."""
+        """Number of blocks: the layers of the model before blocks were cut into several layers."""
         if self.weight_blocks:
             return len({block for blocks in self.weight_blocks for block in blocks})
         return len(self.blocks) - 1 if self.blocks else self.layers
 
     @cached_property
     def forward_flops(self) -> tuple[float, ...]:
-        """FLOPs of each layer's forward pass for one microbatch, without an attention that is an op of its own."""
+        """FLOPs of each layer's forward pass for one microbatch, without attention that is a separate op."""
         return self.flops or tuple(2.0 * PUZZLE_LENGTH * elements for elements in self.weights)
 
     @cached_property
@@ -107,7 +107,7 @@ class Sizes:
         return (sum(self.forward_flops) + attends * self.attend_flops) / max(1, self.block_count)
 
     def with_copies(self, layer: int, copies: int) -> Sizes:
-        """Return the sizes if each of so many slices of a layer's parameters were as large as the whole layer."""
+        """Return the sizes with `copies` times the parameters of one layer, as if each slice were a whole layer."""
 
         def enlarged(name: str) -> tuple[int, ...]:
             elements: tuple[int, ...] = getattr(self, name)
@@ -158,8 +158,7 @@ class Sizes:
     def context_blocks(cls, blocks: int) -> Sizes:
         """Return the puzzles' model in half-blocks, for context parallelism.
 
-        The body of a block is an attention in two layers. Selective recomputation computes again what lies between the
-        two.
+        The attention of a block is two layers. Selective recomputation computes the values between the two again.
         """
         layers = context_block_layers(blocks)
         norms = tuple(l for l, layer in enumerate(layers) if layer.carries)
@@ -178,9 +177,9 @@ class Sizes:
         return replace(made, routing=PUZZLE_LENGTH)
 
     def space(self, mesh: Mesh, microbatches: int) -> Space:
-        """Return the pieces in which a program counts on a mesh.
+        """Return the numbers of pieces into which a mesh divides the values of a program.
 
-        Heads are counted as finely as an exchange of sequences for heads cuts them.
+        Heads are counted in the pieces of the finest exchange of sequences for heads.
         """
         cuts, uses = self.cuts(mesh), 2 if self.tied else 1
         if not cuts:
@@ -196,16 +195,16 @@ class Sizes:
 
     @cached_property
     def scores_index(self) -> str:
-        """Index along which the logits may be cut."""
+        """Name of the index along which the logits may be cut."""
         return self.signatures[-1].cut[0]
 
     @cached_property
     def directed(self) -> frozenset[int]:
-        """Layers with matrices that the optimizer updates whole. Updating a part of one needs a direction."""
+        """Layers with matrices whose update needs the whole matrix. Updating a slice of one needs a direction."""
         return frozenset(l for l, elements in enumerate(self.matrices) if elements and self.whole_matrices)
 
     def weight_of(self, layer: int) -> int:
-        """Return the layer whose weight a layer computes with: its own, or the one that it is tied to."""
+        """Return the layer whose weight a layer computes with: its own, or that of the layer to which it is tied."""
         return 0 if self.tied and layer == self.layers - 1 else layer
 
     def layers_of_weight(self, layer: int) -> int:
@@ -299,12 +298,12 @@ _HEAD: LayerDefinition = ("head", (_SCORES,), ("vocab",))
 
 
 def whole_layers(layers: int) -> tuple[Layer, ...]:
-    """Build layers of one matrix each, which are not sliced."""
+    """Build layers of one unsliced matrix each."""
     return build_layers([("whole", (_MATRIX,), ())] * layers)
 
 
 def column_layers(layers: int) -> tuple[Layer, ...]:
-    """Build layers of one matrix each, whose slices make features of the output."""
+    """Build layers of one matrix each. Slice i of the matrix computes slice i of the output features."""
     return build_layers([("column", (_COLUMNS[l % 2],), ("width" if l % 2 else "ffn",)) for l in range(layers)])
 
 
@@ -316,7 +315,7 @@ def half_block_layers(blocks: int, *, tied: bool = False) -> tuple[Layer, ...]:
 
 
 def context_block_layers(blocks: int) -> tuple[Layer, ...]:
-    """Build bodies and norms. The body of a block is an attention in two layers, which treat each token alone."""
+    """Build bodies and norms. The body of a block is two layers, with the op that mixes tokens between them."""
     return build_layers(_between_norms([_EMBEDDING, *([_ATTENTION] * blocks), _HEAD]))
 
 
@@ -342,7 +341,7 @@ def mixture_layers(blocks: int) -> tuple[Layer, ...]:
 def _layer_flops(layer: Layer, elements: int) -> float:
     """Return the FLOPs of a layer for one microbatch: of its matrix, and of its attention.
 
-    Embedding and head have none, so that a model which is cut takes as long as one of whole layers.
+    Embedding and head count as 0, so that the model cut into half-blocks takes as long as the uncut one.
     """
     if elements != SQUARE or layer.name in ("embedding", "head"):
         return 0.0
@@ -357,7 +356,7 @@ def _parameters(layer: Layer, *, vectors: bool) -> int:
 
 
 def _puzzle_sizes(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = True) -> Sizes:
-    """Return the puzzles' sizes of some layers: matrices, and norms that are vectors if `vectors`."""
+    """Return the sizes of the puzzles' layers: a matrix each, but for norms a vector if `vectors`."""
     sizes = tuple(_parameters(layer, vectors=vectors) for layer in layers)
     weights = (*sizes[:-1], 0) if tied else sizes
     return Sizes(

@@ -1,10 +1,9 @@
-"""Tapes: the ops of each rank in one optimizer step, as ordered lists. Everything else reads tapes.
+"""Tapes: for each rank the ordered list of its ops in one optimizer step. All other packages read tapes.
 
-`Op` is one entry, and `Program` has the tapes of all ranks. The second part finds out which ops of different ranks
-belong together: each rank's k-th communication on a *channel* is the same communication (`Matcher`,
-`communications_of`). A channel is a group, whose ranks meet in collectives; or (source, destination), along which
-messages keep their order; or (rank,), on which a rank copies alone. Tracing, the check, folding and drawing all match
-in this way. The last part is the record of a real run of a tape (`RankRecord`).
+`Op` is one entry, and `Program` has the tapes of all ranks. The second part matches ops of different ranks: each rank's
+k-th communication on a *channel* is the same communication (`Matcher`, `communications_of`). A channel is a group, for
+collectives; a pair (source, destination), for messages; or (rank,), for the copies of one rank. Tracing, the check,
+folding and drawing all match in this way. The last part is the record of a real run of a tape (`RankRecord`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _new: Callable[[type[ExpectedValue], tuple[Kind, int, int]], ExpectedValue] = ca
 
 
 class ExpectedValue(NamedTuple):
-    """Message that a receive means: the value's kind, layer and microbatches (a bit set)."""
+    """Value that a receive expects: its kind, layer and microbatches (a bit set)."""
 
     kind: Kind
     layer: int
@@ -46,7 +45,7 @@ class ExpectedValue(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec) -> ExpectedValue:
-        """Return the message that delivers a value."""
+        """Return the expectation that a value with this spec meets."""
         form, cells, _ = spec
         space = form.space
         if form.kind not in ROW_KINDS:
@@ -72,30 +71,30 @@ class Op(NamedTuple):
             gradient, saved for weight); LOSS (activation[, stats]); ATTEND (queries, keys and values); ATTEND_BACKWARD
             (queries, keys and values, attended activation, its gradient); DIRECTION (gradient, optimizer state[,
             norm]); UPDATE (gradient, weight, optimizer state[, norm][, direction]); BROADCAST and SCATTER (value) on
-            the root alone; BARRIER none; the others as their names say.
+            the root only; BARRIER none; the others as their names say.
         outputs: numbers of the values made. FORWARD (activation[, residual][, saved]), of a PROJECT layer (queries,
             keys and values, saved); ATTEND_BACKWARD (gradients of the queries, of keys and values); BACKWARD (weight
             gradient, gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of
-            the residual], saved for weight); LOSS (gradient of the activation; none where nothing is trained); UPDATE
+            the residual], saved for weight); LOSS (gradient of the activation; none if nothing is trained); UPDATE
             (weight, optimizer state); BROADCAST (value) on all but the root, which has it; GATHER and REDUCE (value) on
-            the root alone; BARRIER none.
+            the root only; BARRIER none.
         handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).
-        holds: the slices that LOAD_WEIGHT, LOAD_OPT_STATE and ZERO_GRADIENT make; the microbatches, or pieces of them,
-            that LOAD_BATCH loads; the part of its input that SLICE takes; the part of the experts to which FORWARD
-            dispatches tokens (None: all experts).
+        holds: for LOAD_WEIGHT, LOAD_OPT_STATE and ZERO_GRADIENT, the slices of the output; for LOAD_BATCH, the
+            microbatches or pieces of them; for SLICE, the part of the input; for FORWARD, the part of the experts to
+            which tokens are dispatched (None: all experts).
         expect: the value that a RECV must deliver, or that a BROADCAST or SCATTER must deliver to a rank other than its
             root.
-        batch: SENDs and RECVs with one number are issued together, as one group (-1: alone).
+        batch: number of a batch of SENDs and RECVs, which are issued together (-1: no batch).
         root: the only rank that gives (BROADCAST, SCATTER) or receives (GATHER, REDUCE) the whole value (-1: none).
         reduction: how a REDUCE or an ALL_REDUCE combines the members' values.
         factor: the factor of a SCALE.
         dtype: the dtype to which a CAST converts ("": the dtype of the value's kind).
         place: the place to which an OFFLOAD copies, or in which the value of a LOAD_WEIGHT or LOAD_OPT_STATE lies ("":
             the device).
-        offset: the byte of the step's arena at which the first output begins (-1: memory of its own, taken when it is
-            made); see `shardlab.check.buffers`.
+        offset: byte of the step's arena at which the first output begins (-1: the output has its own memory,
+            allocated by the op); see `shardlab.check.buffers`.
     """
 
     kind: OpKind
@@ -117,7 +116,7 @@ class Op(NamedTuple):
 
     @property
     def about(self) -> About:
-        """Name of this op in a refusal, with its layer."""
+        """Name and layer of this op, for a refusal."""
         return About(str(self), self.layer)
 
     def __str__(self) -> str:
@@ -142,7 +141,7 @@ _new_op: Callable[[type[Op], tuple[object, ...]], Op] = cast(Any, tuple).__new__
 def compute_op(
     kind: OpKind, layer: int, inputs: tuple[int, ...], outputs: tuple[int, ...], holds: Holds | None = None
 ) -> Op:
-    """Return an op that computes, without the cost of a NamedTuple's own constructor."""
+    """Return a compute op, without the cost of a NamedTuple's constructor."""
     return _new_op(Op, (kind, layer, inputs, outputs, -1, None, -1, holds, None, -1, -1, SUM, None, "", "", -1))
 
 
@@ -159,7 +158,7 @@ def communication_op(
     root: int = -1,
     reduction: Reduction = Reduction.SUM,
 ) -> Op:
-    """Return an op that communicates, as fast as `compute_op` does."""
+    """Return a communication op, as fast as `compute_op` does."""
     return _new_op(
         Op, (kind, layer, inputs, outputs, handle, group, peer, None, expect, batch, root, reduction, None, "", "", -1)
     )
@@ -167,7 +166,7 @@ def communication_op(
 
 @dataclass(frozen=True)
 class Program:
-    """Tapes of all ranks for one optimizer step, and the mesh and sizes that they were written for.
+    """Tapes of all ranks for one optimizer step, with their mesh and sizes.
 
     Attributes:
         mesh: the grid of ranks.
@@ -200,7 +199,7 @@ class Program:
     def fingerprint(self) -> str:
         """Return a hash of all tapes.
 
-        Processes compare it before they train, since unequal tapes on gloo give wrong numbers without an error.
+        Processes compare it before training: on gloo, unequal tapes would give wrong numbers without an error.
         """
         return self._fingerprint
 
@@ -216,7 +215,7 @@ Part = TypeVar("Part")
 SEND, COLLECTIVE, COPY = OpKind.SEND, Stream.COLLECTIVE, Stream.COPY
 
 EXCHANGES = "exchanges"
-"""Key of the communicator that all exchanges use: the world's, which exists before the first op."""
+"""Key of the world's communicator, which exists before the first op. All exchanges use it."""
 
 
 class Participant(NamedTuple):
@@ -231,9 +230,9 @@ class Communication(NamedTuple):
     """Communication with all its parts.
 
     Attributes:
-        stream: whether it is a collective, a message or a copy.
-        group: of a collective.
-        participants: in group order; of a message sender, then receiver; of a copy its rank.
+        stream: COLLECTIVE, MESSAGE or COPY.
+        group: the group of a collective.
+        participants: of a collective in group order, of a message (sender, receiver), of a copy its rank.
     """
 
     stream: Stream
@@ -242,7 +241,7 @@ class Communication(NamedTuple):
 
 
 class ChannelQueue(Generic[Part]):
-    """Queue of the open communications of one channel. It forgets a communication once all parts have come."""
+    """Queue of the communications of one channel that lack some part."""
 
     __slots__ = ("_done", "_issued", "_ranks", "open", "size")
 
@@ -254,7 +253,7 @@ class ChannelQueue(Generic[Part]):
         self.open: deque[dict[int, Part]] = deque()
 
     def join(self, rank: int) -> dict[int, Part]:
-        """Return the parts that have come of a rank's next communication, by rank. The caller adds its own part."""
+        """Return the parts issued so far of this rank's next communication, by rank. The caller adds the rank's own."""
         number = self._issued[rank]
         self._issued[rank] = number + 1
         place = number - self._done
@@ -265,9 +264,9 @@ class ChannelQueue(Generic[Part]):
         return self.open[place]
 
     def pop_complete(self) -> list[Part]:
-        """Remove the first open communication, whose parts have all come, and return these in the channel's order.
+        """Remove the first open communication, which must be complete, and return its parts in the channel's order.
 
-        Each rank's k-th part joins the k-th communication, so the first open one is always the first to be complete.
+        Each rank's k-th part joins the k-th communication, so the first open one is always the first to be completed.
         """
         self._done += 1
         arrived = self.open.popleft()
@@ -277,14 +276,14 @@ class ChannelQueue(Generic[Part]):
 
 
 class Matcher(dict[Channel, ChannelQueue[Part]]):
-    """Queues of the channels in use. A queue is made when its channel is first asked for."""
+    """Queues by channel. The first look-up of a channel creates its queue."""
 
     def __missing__(self, channel: Channel) -> ChannelQueue[Part]:
         queue = self[channel] = ChannelQueue[Part](channel.ranks if isinstance(channel, Group) else channel)
         return queue
 
     def incomplete(self) -> Iterator[dict[int, Part]]:
-        """Yield the parts of each communication that lacks some, channel by channel."""
+        """Yield the issued parts of each incomplete communication, channel by channel."""
         for queue in self.values():
             yield from queue.open
 
@@ -306,12 +305,11 @@ def communications_of(
 ) -> tuple[list[Communication], list[dict[int, int]]]:
     """Return all communications of a program, and for each tape a map from handle to index in that list.
 
-    They are in the order of their last members, which name tapes. A communication without a peer among the tapes is
-    left out.
+    They are in the order in which their last members come, tape by tape. A message whose peer has no tape is left out.
 
     Args:
-        program: its tapes must be free of deadlocks.
-        channel_of: the channel on which a rank issues an op.
+        program: a program without deadlocks.
+        channel_of: function that returns the channel of a rank's op.
     """
     matcher = Matcher[Participant]()
     communications: list[Communication] = []
@@ -343,8 +341,8 @@ def communications_of(
 def communicator_of(program: Program, communication: Communication) -> Hashable:
     """Return a key of the communicator that carries a communication (as in ProcessGroupNCCL without `device_id`).
 
-    Collectives of a group share one, single messages of two ranks share another, and all exchanges share a third. A
-    rank's copies to and from elsewhere have one for each direction.
+    Collectives of a group share a communicator, so do the single messages of two ranks, and so do all exchanges. The
+    copies of a rank have one for each direction.
     """
     if communication.stream is COLLECTIVE:
         return communication.group
@@ -357,20 +355,20 @@ def communicator_of(program: Program, communication: Communication) -> Hashable:
 
 
 def queue_key(program: Program, communication: Communication) -> Hashable:
-    """Return a key of the queue in which a communication takes turns with others on each of its ranks.
+    """Return a key of the queue in which a communication waits for others on each of its ranks.
 
-    That is its communicator. The messages of one exchange cross each other, so each direction has a queue of its own.
+    It is the communicator's key, except that the two directions of an exchange have a queue each.
     """
     key = communicator_of(program, communication)
     return tuple(member.rank for member in communication.participants) if key is EXCHANGES else key
 
 
 class OpTimes(NamedTuple):
-    """Times of one op, in seconds of its process's clock. A time that a failed step did not reach is None.
+    """Times of one op, in seconds of its process's clock. None if the step failed before that time.
 
     Attributes:
-        began: when the rank came to the op.
-        ended: when the rank went on to the next op; for a communication, when it had been issued.
+        began: when the rank reached the op.
+        ended: when the rank went on to the next op; a communication had then been issued.
         over: for a communication, when this rank's part was complete.
     """
 
@@ -384,7 +382,8 @@ class StepRecord:
     """Times of one step of one rank.
 
     Attributes:
-        began, ended: the whole step, with work that the tape does not show; `ended` is None if the step failed.
+        began, ended: start and end of the step, including work that is not on the tape; `ended` is None if the step
+            failed.
         ops: the times of each op, by its index on the tape.
     """
 
@@ -399,7 +398,7 @@ class MemoryRecord:
 
     Attributes:
         live: bytes at the start of each op, by its index on the tape and by category.
-        peak: the most bytes at any time, with what ops need only while they run.
+        peak: most bytes at any time, including temporary memory of ops.
     """
 
     live: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
@@ -411,11 +410,11 @@ class RankRecord:
     """Record of a real run on one rank.
 
     Attributes:
-        rank: its number.
+        rank: the rank's number.
         offset: seconds to subtract from its clock to get rank 0's.
         bound: the largest error of the offset, in seconds.
         steps: the timed steps; the last one may have failed.
-        memory: of a step that was not timed; None if no step was.
+        memory: memory of a step that was not timed (None: there was none).
     """
 
     rank: int

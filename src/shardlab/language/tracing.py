@@ -1,9 +1,10 @@
 """State of one rank while its program is traced: its tape, and which values are alive.
 
-`Tracer` is the base of all verbs. It frees values, so that programs need not. A value is freed when its last store key
-is deleted or overwritten. A value without a key, in a variable or a list of the program, lives until its last use; if
-no op uses it, until the step ends. No one knows which use is the last, so the FREE is written after each use, and a
-later use moves it. If a communication still reads a value, the tape waits for it before the FREE.
+`Tracer` is the base of all verbs. It frees values, so programs need not. A value is freed when its last store key is
+deleted or overwritten. A value without a key, in a variable or a list of the program, lives until its last use, or
+until the end of the step if no op uses it. Tracing does not know in advance which use is the last, so it writes a FREE
+after each use, and a later use moves it. If a communication still reads the value, the tape waits for it before the
+FREE.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _RESULTS = {
     "a term": frozenset(ROW_KINDS),
     "missing terms": frozenset(ROW_KINDS),
 }
-"""Rules that a program breaks if it does not use the result of a collective, and the kinds of that result."""
+"""Rules that are broken when the result of a collective is not used, each with the kinds of that result."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -51,16 +52,16 @@ def wait_op(handle: int) -> Op:
 
 
 class TracedWorld(Protocol):
-    """Interface of the world that a rank uses while it is traced (see `world.World`).
+    """The part of `world.World` that a rank uses while it is traced.
 
     Attributes:
         mesh: the grid of ranks.
         sizes: the elements and bytes of every value.
         microbatches: microbatches of the global batch.
-        rules: derive what every op makes of its inputs.
+        rules: derive the outputs of every op.
         count: counts the ops on all tapes, which are limited.
-        collectives, channels: open communications, in which the ranks meet.
-        trained: the layers of which a rank has loaded an optimizer state so far, as a bit set.
+        collectives, channels: open communications, through which the ranks meet.
+        trained: bit set of the layers of which some rank has loaded an optimizer state so far.
     """
 
     mesh: Mesh
@@ -146,21 +147,21 @@ class Tracer(ABC):
         return value
 
     def require_storable(self, kind: Kind, key: Hashable, value: object) -> None:
-        """Refuse to store an object that is no live value of the store's kind."""
+        """Refuse to store an object that is not a live value of the store's kind."""
         if isinstance(value, Value) and value.rank is self and value.spec.kind is not kind:
             remedy = f"it belongs in rank.{value.spec.kind.value}, keep it there"
             self.refuse("wrong store", "", f"{kind.value}[{key!r}] was given {value.spec}", remedy)
         self._require_usable(value, f"{kind.value}[{key!r}]")
 
     def forget_key(self, value: Value) -> None:
-        """Remove one of the keys that name a value, and free the value with its last key."""
+        """Remove one of a value's keys, and free the value if that was the last key."""
         value.keys -= 1
         if not value.keys and value.alive:
             value.dropped = True
             self._free(value)
 
     def emit_wait(self, handle: Handle[Any]) -> None:
-        """Append a handle's WAIT to the tape. What the communication read may then be freed."""
+        """Append a handle's WAIT to the tape. The value that the communication read may then be freed."""
         handle.waited = True
         number, read = handle.number, handle.read
         del self._outstanding[number]
@@ -172,7 +173,7 @@ class Tracer(ABC):
                 self._done_with(read)
 
     def cause_of(self, refusal: Refused) -> Refused:
-        """Return the refusal of a collective whose result was to be used, if that is why an op lacks a part."""
+        """Return the refusal of an unused collective if that is why an op lacks a part, or else the refusal itself."""
         kinds = _RESULTS.get(refusal.rule, ())
         before = self.ops[: refusal.op] if refusal.rank == self.index else ()
         for at, op in reversed(list(enumerate(before))):
@@ -190,10 +191,10 @@ class Tracer(ABC):
         self.ops, self._values = [], []
 
     def end(self, frozen: int) -> None:
-        """End the step: wait for what is in flight, then free all values but one of each loaded slice.
+        """End the step: wait for all communication in flight, then free all values but one of each loaded slice.
 
         Args:
-            frozen: the layers whose weights stay as they were loaded, as a bit set.
+            frozen: bit set of the layers whose weights are not updated.
         """
         for handle in list(self._outstanding.values()):
             if not handle.waited:
@@ -219,7 +220,7 @@ class Tracer(ABC):
         return None if spec is None else spec.kind
 
     def _unused(self, at: int, refusal: Refused) -> Refused:
-        """Return the refusal of a collective whose result no op has used before an op that needed it was refused."""
+        """Return the refusal of a collective whose result was never used, from that of a later op that needed it."""
         op = self.ops[at]
         about, needed = op.about, f"and {refusal.about} needs the result: {refusal.given}"
         remedy = f"use what it gives: `x = await rank.{op.kind.value}(x)`"
@@ -254,8 +255,8 @@ class Tracer(ABC):
         """Return the spec of a value that an op may read now.
 
         Args:
-            value: what the program gave.
-            verb, layer: the reader, for a refusal; a verb without a layer, such as the loss, goes by its name alone.
+            value: the argument that the program passed.
+            verb, layer: the reading op, for the message. A verb without a layer, such as the loss, gives its name only.
         """
         if value.__class__ is not Value or not value.alive or value.rank is not self:
             self._require_usable(value, about_layer(verb, layer) if 0 <= layer < self.sizes.layers else verb)
@@ -276,7 +277,7 @@ class Tracer(ABC):
             self.refuse("unknown layer", op, f"layer {layer} does not exist", remedy)
 
     def _require_usable(self, value: object, about: About | str) -> None:
-        """Refuse an object that is no value of this rank, or one that has ended. Move the FREE of any other value."""
+        """Refuse an object that is not a live value of this rank. A live value's FREE moves behind this use."""
         if not isinstance(value, Value) or value.rank is not self or value.dropped or value.replaced:
             self._refuse_value(value, about)
         if not value.alive:
@@ -338,7 +339,7 @@ class Tracer(ABC):
         self._values[value.number] = value.spec
 
     def _end_in_place(self, value: Value) -> None:
-        """End a value that an update replaces, after waits for all that still reads it."""
+        """End a value that an update replaces, after waiting for the communications that still read it."""
         value.alive = False  # before the waits, or the last of them would free it
         value.replaced = True
         for handle in value.reading:
@@ -355,7 +356,7 @@ class Tracer(ABC):
 
 
 def _has_missing_part(spec: Spec, refusal: Refused) -> bool:
-    """Return whether a gradient sums all microbatches, or a weight holds all slices, that an op lacked."""
+    """Return whether a spec has the microbatches or slices that a refused op lacked."""
     if spec.kind is Kind.GRAD_WEIGHT and refusal.rule == "missing microbatches":
         return not mask_of(refusal.missing) & ~spec.cells
     return spec.kind is Kind.WEIGHT and spec.holds.complete

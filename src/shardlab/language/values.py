@@ -1,7 +1,7 @@
 """Objects that a strategy handles: values, the stores that keep them, and handles of communication in flight.
 
-The last part is about ranks that wait: `Wait` says for which ranks one waits, `deadlock_sentence` makes a sentence of
-many waits, and `deadlock_error` an error.
+The last part explains deadlocks: `Wait` names the ranks for which a rank waits, `deadlock_sentence` turns many waits
+into a sentence, and `deadlock_error` into an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardlab.language.tape import Op
 
 
 class TracedRank(Protocol):
-    """Interface of a rank that its values, stores and handles use (see `tracing.Tracer`).
+    """The part of `tracing.Tracer` that a rank's values, stores and handles use.
 
     Attributes:
         index: the rank's number, from 0.
@@ -44,17 +44,18 @@ class TracedRank(Protocol):
 
 
 class Value(ValueMisuse):
-    """Symbol of a value on one rank while the program is traced. It has a spec, and no data.
+    """Symbolic value on one rank while the program is traced. It has a spec and no data.
 
     Attributes:
-        rank, number, spec: its rank, its number on that rank, and its spec.
-        keys: how many store keys name it.
+        rank, number: the rank, and the value's number on its tape.
+        spec: the value's spec.
+        keys: number of store keys of the value.
         reading: communications in flight that read it. Until they complete it is read-only and stays alive.
         alive: whether ops may use it.
         dropped: whether its last key was deleted or overwritten, which ended it.
         replaced: whether an update ended it.
-        saved: numbers of the values that its layer kept of its forward passes, by form (None: none yet). The form tells
-            with which slices of the layer's parameters the pass was computed.
+        saved: numbers of the values that the layer saved for the backward pass with this input, by form (None: none
+            yet). The form records which slices of the layer's parameters the forward pass used.
         saved_for_weight: number of the value that `backward_input` leaves for `backward_weight` (-1: none).
     """
 
@@ -96,7 +97,7 @@ _new = object.__new__
 
 
 def new_value(rank: TracedRank, number: int, spec: Spec) -> Value:
-    """Return a new value. Python would call a constructor through C, which costs as much again."""
+    """Return a new value, without the cost of a constructor call."""
     value = _new(Value)
     value.rank, value.number, value.spec = rank, number, spec
     value.keys, value.reading, value.alive = 0, (), True
@@ -113,7 +114,7 @@ class Store(MutableMapping[Hashable, Value]):
     """One of a rank's stores. Two keys may name one value, which is freed when its last key is deleted.
 
     Args:
-        shared: keys that name the value of another key while they have none of their own.
+        shared: map from keys to the keys whose values they use until they are set themselves.
     """
 
     def __init__(self, rank: TracedRank, kind: Kind, shared: Mapping[Hashable, Hashable] | None = None) -> None:
@@ -152,7 +153,7 @@ class Store(MutableMapping[Hashable, Value]):
         self._rank.forget_key(value)
 
     def pop(self, key: Hashable) -> Value:  # pyright: ignore[reportIncompatibleMethodOverride]  # no default
-        """Remove a value from the store, and return it. It lives until its last use."""
+        """Remove a value from the store and return it. It is freed after its last use."""
         try:
             value = self._values.pop(key)
         except KeyError:
@@ -192,7 +193,7 @@ SHOWN_KEYS = 12
 
 
 def listed_keys(keys: Iterable[Hashable]) -> str:
-    """Return the keys of a store as text; of many, only the first ones."""
+    """Return the keys of a store as text: the first `SHOWN_KEYS`, and the number of the others."""
     texts = [repr(key) for key in keys]
     rest = len(texts) - SHOWN_KEYS
     return ", ".join(texts[:SHOWN_KEYS]) + (f" and {rest} more" if rest > 0 else "")
@@ -208,7 +209,7 @@ class Handle(HandleMisuse, Generic[Result]):
 
     Attributes:
         rank, number, op: the rank that issued it, its number there, and the index of its op on the tape.
-        result: the result; the value itself on the root of a broadcast.
+        result: the result. On the root of a broadcast it is the input value.
         read: the value that the communication reads until it completes.
         others: handles that are awaited together with this one, since they were issued as one batch.
         ready: whether all members have issued their parts.
@@ -239,7 +240,7 @@ class Handle(HandleMisuse, Generic[Result]):
         return self.result
 
     def _begin(self, rank: TracedRank, result: Any, read: Value | None, *, ready: bool = False) -> None:
-        """Set the fields that every kind of handle has. A plain call, since `super` would make an object."""
+        """Set the fields of every kind of handle. It is a method because `super().__init__` would be slower."""
         self.rank = rank
         self.number = rank.handles
         self.op = len(rank.ops)
@@ -249,7 +250,7 @@ class Handle(HandleMisuse, Generic[Result]):
         self.ready, self.waited = ready, False
 
     def _await_others(self) -> Generator[Any, None, None]:
-        """Wait until all are ready, then append their WAITs in the order of issue."""
+        """Wait until all handles of the batch are ready, then append their WAITs in the order of issue."""
         for handle in self.others:
             if not handle.ready:
                 yield handle

@@ -37,13 +37,13 @@ NO_LOOP = ("no running event loop", "no current event loop")
 """Errors of asyncio's own functions (sleep, gather), since ranks are driven without an event loop."""
 
 AWAITED_OBJECT = re.compile("object (.*) can't be used in 'await' expression")
-"""Python's error for an `await` of something else."""
+"""Python's error for an `await` of an object that is not awaitable."""
 
 VERB_CLASS = re.compile(r"^(\w*Verbs|Rank)\.(?=\w+\(\))")
-"""Class of a verb at the start of Python's error about its arguments."""
+"""Class name before the verb in Python's errors about arguments."""
 
 CLOSING_TRIES = 100
-"""Most awaits in `finally` clauses that are closed before a program is abandoned."""
+"""Number of awaits in `finally` clauses that are closed before a program is abandoned."""
 
 
 def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatches: int) -> Program:
@@ -52,7 +52,7 @@ def trace(strategy: Strategy, ranks: Mesh | int, layers: Sizes | int, microbatch
     >>> program = trace(fsdp, ranks=4, layers=6, microbatches=4)
 
     Raises:
-        Refused: at the line of the program that is wrong, or that goes on after `MAX_OPS` ops.
+        Refused: with the wrong line of the program, or the line that exceeds `MAX_OPS` ops.
         Deadlock: when no rank can go on.
         UserError: for a strategy that is not an async function, or a count below 1.
     """
@@ -67,19 +67,19 @@ class World:
 
     Args:
         mesh: the ranks' grid, or the number of ranks.
-        sizes: elements of every value, or the number of layers of the puzzles' model (of its blocks, where the mesh is
-            tensor, context or expert parallel).
+        sizes: elements of every value; or the number of layers of the puzzles' model, which is the number of its blocks
+            if the mesh is tensor, context or expert parallel.
         microbatches: number of microbatches of the global batch.
 
     Attributes:
-        trained: the layers of which a rank has loaded an optimizer state so far, as a bit set.
+        trained: bit set of the layers of which some rank has loaded an optimizer state so far.
 
     Raises:
         UserError: for a count below 1.
     """
 
     most_ops = MAX_OPS
-    """Limit of the ops on all tapes, unless `trace_limits` sets another one."""
+    """Limit of the ops on all tapes, if `trace_limits` sets none."""
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class World:
         self._running = self.ranks[0]
 
     def make_ranks(self) -> list[Rank]:
-        """Make the ranks that are traced: all of them."""
+        """Return the ranks to trace: all of the mesh."""
         return [Rank(index, self) for index in range(self.mesh.world)]
 
     def place(self, rank: int) -> int:
-        """Return the index of a rank among those that are traced."""
+        """Return the index of a rank among the traced ranks."""
         return rank
 
     def run(self, strategy: Strategy) -> Program:
@@ -123,7 +123,7 @@ class World:
         Raises:
             Refused: at the line of the program that is wrong.
             Deadlock: when no rank can go on.
-            Stalled: when a rank's next op does not come.
+            Stalled: when a rank writes no op for too long.
         """
         coroutines = self._start(strategy)
         ours = str(getattr(strategy, "__module__", "")).startswith("shardlab.")
@@ -142,7 +142,7 @@ class World:
         return Program(self.mesh, self.microbatches, self.sizes, [rank.ops for rank in self.ranks])
 
     def release(self) -> None:
-        """Drop tapes and values: they refer to each other, and would stay until the garbage collector runs."""
+        """Drop tapes and values. They refer to each other, so only the garbage collector would free them."""
         for rank in self.ranks:
             rank.release()
 
@@ -208,9 +208,9 @@ class World:
 
 @contextmanager
 def gc_paused() -> Generator[None, None, None]:
-    """Pause the garbage collector, which would take a third of the time: the objects that tracing makes all stay.
+    """Pause the garbage collector, which would take a third of the time, although all objects made by tracing stay.
 
-    At the end they count as old. Otherwise the collector would walk all of them at once.
+    At the end these objects are marked as old, so that the collector does not scan all of them at once.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -225,7 +225,7 @@ def gc_paused() -> Generator[None, None, None]:
 
 @contextmanager
 def _refusing_dropped_coroutines() -> Generator[None, None, None]:
-    """Name a coroutine that was never awaited in place of a refusal, which it is the likelier reason for."""
+    """Replace a refusal by one about a coroutine that was never awaited, if there is one: it is the likelier cause."""
     refused = None
     with never_awaited() as dropped:
         try:
@@ -251,7 +251,7 @@ def _refuse_awaited(rank: Rank) -> NoReturn:
 
 
 def _close(coroutine: Coroutine[Any, Any, object]) -> None:
-    """Close a coroutine whatever its `finally` clauses do: the error to report is the one that ended the trace."""
+    """Close a coroutine. Errors of its `finally` clauses are ignored: the one that ended the trace is reported."""
     for _ in range(CLOSING_TRIES):
         # Also "coroutine ignored GeneratorExit": the coroutine awaits again, so close it again.
         with suppress(Exception):

@@ -32,7 +32,7 @@ GRAD_WEIGHT = Kind.GRAD_WEIGHT
 
 
 def add(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Return the sum of values: of weight gradients, of scalars, or of the terms of an activation or its gradient.
+    """Return the sum of weight gradients, of scalars, or of the terms of an activation or its gradient.
 
     Raises:
         Refused: if the values do not belong together, are complete, or have a contribution in common.
@@ -46,7 +46,7 @@ def add(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 
 def add_two(one: Spec, other: Spec) -> Spec:
-    """Return the sum of two values, as ADD computes it. The common cases skip the search for a reason to refuse.
+    """Return the sum of two values, as ADD computes it. The common cases skip the checks of `add`.
 
     Raises:
         Refused: as `add` does.
@@ -78,7 +78,7 @@ def scale(value: Spec, factor: Factor) -> Spec:
     """Return a gradient times a factor.
 
     Raises:
-        Refused: for anything but a gradient, for a factor of 0, and for a factor that would make gradients overflow or
+        Refused: for any other kind of value, for a factor of 0, and for a factor that would make gradients overflow or
             vanish, alone or with the factors before it.
     """
     if value.kind not in _GRADIENTS:
@@ -95,7 +95,7 @@ def apply_factor(op: About, value: Spec, factor: Factor) -> Spec:
     """Return the spec of a gradient that an op has multiplied by a factor.
 
     Raises:
-        Refused: for a factor that would make gradients overflow or vanish, with the factors before it.
+        Refused: for a factor that would make gradients overflow or vanish, alone or with the factors before it.
     """
     total = value.form.factor * factor
     require_representable(op, total, value.form.dtype)
@@ -117,11 +117,11 @@ _CAST = _GRADIENTS | {Kind.WEIGHT, Kind.ACTIVATION, Kind.RESIDUAL, Kind.QUERIES,
 
 
 def cast(value: Spec, dtype: str) -> Spec:
-    """Return a value in another dtype, for a transfer or for a sum ("": in the dtype of its kind).
+    """Return a value in another dtype, for communication or for a sum ("": in the dtype of its kind).
 
     Raises:
-        Refused: for an unknown dtype; for tokens; for values that have a dtype of their own (scalars, statistics of the
-            loss, routing, optimizer states); and for a weight that has been updated, which is kept unchanged.
+        Refused: for an unknown dtype; for tokens; for values whose dtype is fixed (scalars, statistics of the loss,
+            routing, optimizer states); and for an updated weight, which would lose bits for the next step.
     """
     op, form = value.about("cast"), value.form
     if dtype not in ("", *DTYPES):
@@ -157,13 +157,12 @@ def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Sp
 
 
 def _factor_of_shares(specs: Sequence[Spec]) -> Factor | None:
-    """Return the factor of a sum in which several values are shares of the same contributions.
+    """Return the factor of a sum of scaled gradients with the same contributions, such as two halves.
 
-    Two halves of a contribution are all of it: factors of one contribution add up. An unscaled value is no share.
+    The factors of each contribution are added up. An unscaled value is not a share.
 
     Returns:
-        The factor that all contributions have in the sum; None if they have different factors, or if no contribution is
-        given twice.
+        The factor of all contributions in the sum; None if their factors differ, or if no contribution occurs twice.
     """
     (_, tokens), *others = [(spec.form.factor.ratio, spec.form.factor.tokens) for spec in specs]
     if any(spec.form.factor is ONE for spec in specs) or any(also != tokens for _, also in others):
@@ -208,7 +207,7 @@ def _add_terms(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 
 def _united(first: Spec, total: int) -> Spec:
-    """Return the sum of these terms, in the form of the first one."""
+    """Return the spec of a sum of terms, with the form of the first one except for its term."""
     term = first.form.term
     assert term is not None
     if term.over == KEY:
@@ -218,7 +217,7 @@ def _united(first: Spec, total: int) -> Spec:
 
 
 def _refuse_no_term(op: About, spec: Spec, name: str) -> NoReturn:
-    """Refuse a value that cannot be summed, with the reason."""
+    """Refuse a value that is not a term of a sum, with the reason."""
     form = spec.form
     if form.kind not in ROW_KINDS or not (form.space.pieces or form.space.sequence > 1):
         remedy = "sum weight gradients, which are sums of contributions, and what slices of a layer make in terms"
@@ -240,7 +239,7 @@ def _want_one_value(op: About, first: Spec, spec: Spec, one: str, other: str, re
 
 
 def _add_scalars(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Return the sum of sums of squares. Each parameter may be in it once, so replicas must not be added up."""
+    """Return the sum of sums of squares. Each parameter may occur once in it, so replicas must not be added up."""
     first = specs[0]
     mask, of = 0, 1
     for spec, name in zip(specs, names, strict=True):

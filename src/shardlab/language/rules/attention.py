@@ -1,5 +1,5 @@
-"""Rules of attention over sequences that are cut (Liu et al. 2023, arXiv 2310.01889, section 3; Llama 3, arXiv
-2407.21783, section 3.3.2).
+"""Rules of attention over cut sequences (Liu et al. 2023, arXiv 2310.01889, section 3; Llama 3, arXiv 2407.21783,
+section 3.3.2).
 
 Queries *meet* chunks of keys and values. The result is complete when they have met, each once, all slices of the
 sequence up to their own last one, since later ones are masked. In the backward pass a chunk's gradient is complete when
@@ -22,7 +22,7 @@ GRAD_QUERIES, GRAD_KEYS_VALUES = Kind.GRAD_QUERIES, Kind.GRAD_KEYS_VALUES
 
 
 def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
-    """Return the result of queries that have met these keys and values: the next layer's activation, or a term of it.
+    """Return the attention of queries to keys and values: the next layer's activation, or a term of it.
 
     Raises:
         Refused: if layer, heads or microbatches differ, or if all keys are masked.
@@ -66,10 +66,10 @@ def attend_backward(
 
 
 def work(queries: Spec, keys_values: Spec) -> float:
-    """Return the work of attention of these queries to these keys and values (1: causal attention of one whole
-    sequence).
+    """Return the work of attention of these queries to these keys and values, relative to causal attention of one
+    whole sequence.
 
-    A slice sees all of an earlier one, half of itself, and nothing of a later one.
+    A slice of queries attends to all of an earlier slice, to half of itself, and to nothing of a later one.
     """
     space = queries.form.space
     (count, ours), (_, theirs) = (split_cells(spec.cells, space.sequence) for spec in (queries, keys_values))
@@ -78,14 +78,14 @@ def work(queries: Spec, keys_values: Spec) -> float:
 
 
 def needed_slices(kind: Kind, held: int, space: Space) -> int:
-    """Return the slices that tokens must meet: keys up to their last slice, or queries from their first slice on."""
+    """Return the slices that a value must meet: keys up to its last slice, or queries from its first slice on."""
     if kind is GRAD_KEYS_VALUES:
         return (1 << space.sequence) - (held & -held)
     return (1 << held.bit_length()) - 1
 
 
 def record_met_slices(spec: Spec, kv_done: int) -> Spec:
-    """Return a value that has met these slices. It is complete once it has met all that it must meet."""
+    """Return the spec of a value that has met these slices. It is complete once it has met all slices that it needs."""
     form, cells, joined = spec
     _, held = split_cells(cells, form.space.sequence)
     return Spec(_united(form, held, kv_done), cells, joined)
@@ -93,7 +93,7 @@ def record_met_slices(spec: Spec, kv_done: int) -> Spec:
 
 @lru_cache(maxsize=1 << 12)
 def split_cells(cells: int, sequence: int) -> tuple[int, int]:
-    """Return the microbatches of some cells, and the slices of each, as bit sets (slices -1: they differ)."""
+    """Return two bit sets: the microbatches of some cells, and the slices of each (-1: microbatches differ in them)."""
     full = (1 << sequence) - 1
     microbatches, slices = 0, 0
     for cell in bits(cells):
@@ -107,7 +107,7 @@ def split_cells(cells: int, sequence: int) -> tuple[int, int]:
 
 
 def incomplete_refusal(op: About, what: str, spec: Spec) -> Refused:
-    """Return the refusal of a value that has met only some of the slices that it must meet."""
+    """Return the refusal of a value that has met only some of the slices that it needs."""
     term, space = spec.form.term, spec.form.space
     assert term is not None
     _, held = split_cells(spec.cells, space.sequence)
@@ -119,7 +119,7 @@ def incomplete_refusal(op: About, what: str, spec: Spec) -> Refused:
 
 @lru_cache(maxsize=1 << 14)
 def _united(form: Form, held: int, kv_done: int) -> Form:
-    """Return the form of a value with some slices after it has met others."""
+    """Return the form of a value with slices `held` after it has met slices `kv_done`."""
     assert form.term is not None
     done = needed_slices(form.kind, held, form.space) & ~kv_done == 0
     return form.but(term=None if done else form.term._replace(bits=kv_done))
@@ -132,9 +132,9 @@ def _form(like: Form, kind: Kind, layer: int, kv_done: int, needs: int, factor: 
 
 
 def _want_pair(op: About, layer: int, queries: Spec, keys_values: Spec) -> tuple[int, int]:
-    """Check that queries and keys belong together, and return the slices of each.
+    """Require that queries and keys belong together, and return the slices of each.
 
-    They must be of the same microbatches, and some of the keys must not be masked.
+    They must have the same microbatches, and some of the keys must not be masked.
     """
     _want(op, queries, QUERIES, layer, queries)
     _want(op, keys_values, KEYS_VALUES, layer, queries)

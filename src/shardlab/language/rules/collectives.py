@@ -1,10 +1,10 @@
-"""Rules of collectives and slices: pieces side by side, sums, equal parts, and exchanges.
+"""Rules of collectives and slices: concatenation of pieces, sums, equal parts, and exchanges.
 
-Read in this order: `gather` (slices of parameters, cells of a batch, or pieces of one index side by side), `reduce` and
-`reduce_replicas` (sums; and mean, least and largest value), `scatter` and `slice_of` (equal pieces of the parameters or
-tokens of a value; a value that was joined from pieces is cut into these pieces, any other into even runs), and
-`all_to_all` (a gather along one index and a scatter along another). In every rule `op` begins the sentence of a
-refusal, and `names` are the names of the members that gave the values.
+Read in this order: `gather` (concatenates slices of parameters, cells of a batch, or pieces of one index), `reduce` and
+`reduce_replicas` (sum; and mean, minimum and maximum), `scatter` and `slice_of` (equal pieces of a value's parameters
+or tokens; a value that was joined from pieces is cut into these pieces, any other into even runs), and `all_to_all` (a
+gather along one index and a scatter along another). In every rule `op` is the start of a refusal's sentence, and
+`names` are the names of the members whose values `specs` are.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from shardlab.language.rules.spec import KEY, Form, Joined, Spec, cells_text
 
 
 def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Return the pieces laid side by side: slices of parameters, cells of a batch, or pieces of one index.
+    """Return the concatenation of pieces: slices of parameters, cells of a batch, or pieces of one index.
 
     Raises:
-        Refused: when the pieces overlap, are not of one value, or are terms of a sum.
+        Refused: when the pieces overlap, belong to different values, or are terms of a sum.
     """
     first = specs[0]
     form = first[0]
@@ -80,7 +80,7 @@ def unite_cells(op: About, specs: Sequence[Spec], names: Sequence[str]) -> tuple
 
 
 def differing_index(op: About, specs: Sequence[Spec], names: Sequence[str]) -> str:
-    """Find the one index along which the members hold different pieces; all else must be equal."""
+    """Return the one index along which the members hold different pieces. Everything else must be equal."""
     first = specs[0]
     for spec, name in zip(specs, names, strict=True):
         if spec.cells != first.cells or spec.form.but(slices=()) is not first.form.but(slices=()):
@@ -123,7 +123,7 @@ def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """Return the sum of the members' values.
 
     Raises:
-        Refused: if a contribution would be counted twice, or values are not terms of one sum.
+        Refused: if a contribution would be counted twice, or if values are not terms of one sum.
     """
     form, total = specs[0][0], 0
     if form.kind is Kind.GRAD_WEIGHT:
@@ -146,12 +146,12 @@ def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
 
 
 def reduce_replicas(op: About, reduction: Reduction, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Return the mean, least or largest of values that are equal on all members: the value itself.
+    """Return the mean, minimum or maximum of values that are equal on all members: the value itself.
 
-    The members' weights must be equal. The mean of different gradients is their sum divided by the number of ranks, and
-    keeps that factor. (The loss of a microbatch is weighted by its share of the step's tokens, so a sum is an exact
-    mean already; a program that takes a mean must multiply by the number of ranks.) Scalars may differ. Their mean,
-    least or largest is for monitoring, and no update takes it as a norm.
+    Weights must be equal on all members. The mean of different gradients is their sum divided by the number of ranks,
+    and keeps that factor. (The loss of a microbatch is weighted by its share of the step's tokens, so the sum of the
+    gradients is their exact mean already; a program that takes a mean must multiply by the number of ranks.) Scalars
+    may differ. Their mean, minimum or maximum is for monitoring: `update` does not take it as a norm.
 
     Raises:
         Refused: for other kinds of values, or if they differ.
@@ -180,7 +180,7 @@ def scatter(op: About, total: Spec, parts: int) -> list[Spec]:
     """Return equal pieces of a sum: of its parameters, or of its tokens.
 
     Raises:
-        Refused: for a scalar, or tokens that do not divide.
+        Refused: for a scalar, or if the tokens do not divide by the number of parts.
     """
     if total[0].kind not in ROW_KINDS and total[0].kind is not Kind.SCALAR:
         return [Spec(piece, total[1]) for piece in _split(total[0], parts)]
@@ -191,7 +191,7 @@ def scatter_part(op: About, total: Spec, parts: int, place: int) -> Spec:
     """Return one of the equal pieces of a sum.
 
     Raises:
-        Refused: for a scalar, or tokens that do not divide.
+        Refused: for a scalar, or if the tokens do not divide by the number of parts.
     """
     form = total[0]
     if form.kind is Kind.SCALAR:
@@ -211,7 +211,7 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
     """Return one of the equal parts of a value: of its parameters, or of its tokens.
 
     Raises:
-        Refused: for a part that does not exist, for a scalar, and for tokens that do not divide.
+        Refused: for a part that does not exist, for a scalar, and if the tokens do not divide by the number of parts.
     """
     op = value.about("slice")
     if not 0 <= place < parts or parts * value.holds.of > MOST_SLICES:
@@ -233,7 +233,7 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
 
 
 def is_view(whole: Spec, part: Spec) -> bool:
-    """Return whether a slice is a view of the value's memory. Tokens that are not contiguous in it are copied."""
+    """Return whether a slice is a view of the value's memory. It is a copy if its tokens are not contiguous there."""
     if whole.kind not in ROW_KINDS:
         return True
     runs = (whole.microbatches, part.microbatches), (_of_a_sequence(whole), _of_a_sequence(part))
@@ -241,9 +241,10 @@ def is_view(whole: Spec, part: Spec) -> bool:
 
 
 def divide_cells(spec: Spec, parts: int) -> list[Joined] | None:
-    """Return a value's cells for each member: the pieces from which it was joined, or else even ascending runs.
+    """Return each member's cells of a value: the pieces from which it was joined, or else even ascending runs.
 
-    A run is the same part of every sequence, or some microbatches if sequences are not cut. None if they do not divide.
+    A run is the same part of every sequence, or some microbatches if sequences are not cut. The result is None if the
+    cells do not divide.
     """
     if len(spec.joined) == parts:
         return list(spec.joined)
@@ -256,13 +257,14 @@ def divide_cells(spec: Spec, parts: int) -> list[Joined] | None:
 
 
 def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: Sequence[str]) -> list[Spec]:
-    """Gather cells and scatter an index, or the reverse. Equal terms of sums stay terms.
+    """Gather cells and scatter an index, or the reverse. If all values are the same term of a sum, so are the results.
 
     Args:
-        indices: the indices along which such a value may be cut.
+        indices: the indices along which values of this kind and layer may be cut.
 
     Raises:
-        Refused: for a value that has no index to cut besides the batch, and for pieces that overlap or do not divide.
+        Refused: for a value that cannot be cut along another index than the batch, and for pieces that overlap or do
+            not divide.
     """
     first, count = specs[0], len(specs)
     form = first.form
@@ -309,7 +311,7 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
 
 @lru_cache(maxsize=1 << 12)
 def _united_slices(forms: tuple[Form, ...]) -> Form | None:
-    """Return the form of parameters that consist of these slices; None if they do not fit."""
+    """Return the form of the parameters that these slices make up; None if they cannot be concatenated."""
     first = forms[0]
     if first.place == DISK:
         return None
@@ -323,7 +325,7 @@ def _united_slices(forms: tuple[Form, ...]) -> Form | None:
 
 
 def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> None:
-    """Refuse slices of parameters that do not fit, with the reason."""
+    """Refuse slices of parameters that cannot be concatenated, with the reason."""
     first = specs[0]
     mask, of = 0, first.form.holds.of
     for spec, name in zip(specs, names, strict=True):
@@ -342,7 +344,7 @@ def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> No
 
 
 def _gathered_pieces(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Return pieces of one index side by side, for the same tokens."""
+    """Return the concatenation of pieces of one index, for the same tokens."""
     first, index = specs[0], differing_index(op, specs, names)
     if not INDICES[index].gathered:
         given = f"{first} was given, which does not lie beside others to be gathered"
@@ -357,7 +359,7 @@ def _earlier(name: str) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def _united_terms(forms: tuple[Form, ...]) -> Form | None:
-    """Return the form of a sum of terms; None if they do not fit, or if the cells decide whether it is complete."""
+    """Return the form of a sum of terms; None if they cannot be added, or if its completeness depends on the cells."""
     first, bare, total = forms[0], forms[0].but(term=None), 0
     assert first.term is not None
     over = first.term.over
@@ -373,7 +375,7 @@ def _united_terms(forms: tuple[Form, ...]) -> Form | None:
 
 
 def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) -> Spec:
-    """Return the combination of scalars that may differ. It covers every part of the model that any of them covers."""
+    """Return the mean, minimum or maximum of scalars. It covers every part of the model that one of them covers."""
     mixes = {Reduction.SUM} if reduction is Reduction.MEAN else {Reduction.SUM, reduction}
     first = specs[0]
     holds = first.holds
@@ -388,7 +390,7 @@ def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) 
 
 @lru_cache(maxsize=1 << 10)
 def _split(form: Form, parts: int) -> list[Form]:
-    """Return the forms of equal slices of the parameters that a form holds."""
+    """Return the forms of equal slices of a form's parameters."""
     return [form.but(holds=holds) for holds in form.holds.split(parts)]
 
 
@@ -398,7 +400,7 @@ def _slice(form: Form, place: int, parts: int) -> Form:
 
 
 def _of_a_sequence(spec: Spec) -> int:
-    """Return the slices that a value holds of any sequence, as a bit set."""
+    """Return the bit set of the slices that a value holds of at least one sequence."""
     slices = spec.form.space.sequence
     return mask_of({cell % slices for cell in bits(spec.cells)})
 
@@ -418,7 +420,7 @@ def _runs_of_sequences(cells: int, parts: int, sequence: int) -> list[Joined] | 
 
 @lru_cache(maxsize=1 << 12)
 def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
-    """Return the forms of even runs of the pieces of an index; None if they do not divide."""
+    """Return the forms of a value's even runs of pieces of an index; None if the pieces do not divide."""
     held = list(bits(dict(form.slices).get(index, form.space.full(index))))
     each, rest = divmod(len(held), parts)
     return None if rest else [with_pieces(form, index, mask_of(held[i * each : (i + 1) * each])) for i in range(parts)]
@@ -426,7 +428,7 @@ def _runs(form: Form, index: str, parts: int) -> list[Form] | None:
 
 @lru_cache(maxsize=1 << 12)
 def _united_runs(forms: tuple[Form, ...], index: str) -> Form | None:
-    """Return the form with the pieces of an index of all members, in their order; None if they do not fit."""
+    """Return the form that joins all members' pieces of an index, in their order; None if they cannot be joined."""
     mask = 0
     for form in forms:
         pieces = dict(form.slices).get(index, 0)
@@ -437,7 +439,7 @@ def _united_runs(forms: tuple[Form, ...], index: str) -> Form | None:
 
 
 def _refuse_runs(op: About, specs: Sequence[Spec], names: Sequence[str], index: str) -> NoReturn:
-    """Refuse the members' pieces of an index, with the reason why they do not fit."""
+    """Refuse the members' pieces of an index, with the reason why they cannot be joined."""
     differing_index(op, specs, names)
     unite_pieces(op, specs, names, index)
     given = f"the ranks have their {piece_noun(index)}s in another order than the group's"

@@ -1,9 +1,9 @@
 """Vocabulary of the rules: kinds of value, dtypes, indices, factors, and bit sets of pieces.
 
 `Kind` and `Reduction` name values and reductions. `INDICES` lists the indices along which parameters are cut, with the
-name of a piece and how pieces become whole. `Factor` is the factor of a scaled gradient: a rational number times counts
-of tokens that are known only when a step runs. `Holds`, with the functions after it, is a bit set of equal pieces of a
-whole.
+noun for a piece and the way to make pieces whole. `Factor` is the factor of a scaled gradient: a rational number times
+counts of tokens, which are known only when a step runs. `Holds`, with the functions after it, is a bit set of equal
+pieces of a whole.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ ROW_KINDS = frozenset(
         Kind.SAVED_FOR_WEIGHT,
     }
 )
-"""Kinds whose pieces are rows of the batch. Pieces of all other kinds are slices of a layer's flat parameters (for a
-scalar: of all layers' parameters, one after the other)."""
+"""Kinds whose pieces are rows of the batch. Pieces of all other kinds are slices of a layer's flat parameters, or for a
+scalar, slices of all layers' parameters, concatenated."""
 
 
 AUTOGRAD_KINDS = frozenset({Kind.SAVED, Kind.SAVED_FOR_WEIGHT})
@@ -98,7 +98,7 @@ KIND_NOUNS = {
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""Dtypes to which a value may be cast, by torch's names: those that every backend moves and adds."""
+"""Dtypes to which a value may be cast, by torch's names: every backend can communicate and add them."""
 
 
 def bytes_of(dtype: str) -> float:
@@ -113,14 +113,14 @@ def bytes_of(dtype: str) -> float:
 
 
 class Index(NamedTuple):
-    """Index of tensors and parameters.
+    """Named index of tensors and parameters.
 
     Attributes:
         piece: noun for one piece of it.
-        together: advice how pieces become whole.
-        gathered: whether pieces may be gathered. Otherwise each rank keeps its own.
+        together: remedy for a message: how to make pieces whole.
+        gathered: whether pieces may be gathered. Otherwise each rank keeps its pieces.
         exchanged: whether an all_to_all may exchange pieces of it for cells, and back.
-        stacked: whether each piece has matrices of its own. Otherwise pieces cut matrices.
+        stacked: whether each piece has separate matrices. Otherwise pieces cut matrices.
     """
 
     piece: str
@@ -153,16 +153,16 @@ MOST_DOUBLINGS = 64
 direction."""
 
 MOST_DOUBLINGS_IN_FLOAT16 = 8
-"""Largest power of 2 in float16, which has 15 and 14. The loss scale needs most of them."""
+"""The same for float16, which has 15 and 14. The loss scale needs most of them."""
 
 MOST_BITS = 1024
 """Most bits of a factor's numerator or denominator, so that factors can be computed and printed."""
 
 MOST_TOKEN_COUNTS = 4
-"""Most counts of tokens by which a gradient may be multiplied and divided."""
+"""Most token counts in a factor, over numerator and denominator."""
 
 Tokens = tuple[tuple[int, int], ...]
-"""(microbatches as a bit set, power): the power to which the number of their tokens is in the factor."""
+"""(bit set of microbatches, power of their number of tokens in the factor), for each count of tokens."""
 
 
 class Factor:
@@ -180,8 +180,10 @@ class Factor:
         self.ratio, self.tokens = ratio, tokens
 
     def beyond(self, most: int = MOST_DOUBLINGS) -> str:
-        """Return why this factor is outside the range of numbers with so many doublings and halvings; "" if it is
-        inside.
+        """Return why this factor is out of range, or "" if it is not.
+
+        Args:
+            most: the range is 2^-most to 2^most.
         """
         above, below = self.ratio.numerator.bit_length(), self.ratio.denominator.bit_length()
         if abs(above - below) > most:
@@ -236,19 +238,19 @@ ONE = factor_of(1)
 
 
 MOST_SLICES = 1 << 20
-"""Most slices of a layer or a batch, with slices of slices."""
+"""Most slices of a layer or a batch, including slices of slices."""
 
 MOST_PIECES = 1 << 26
-"""Most pieces in which slices of several sizes are counted. A bit set of them takes 8 MB."""
+"""Most pieces when slices of several sizes are refined to common pieces. A bit set of them takes 8 MB."""
 
 
 class Holds(NamedTuple):
-    """Set of the equal pieces of a whole that a value contains: piece i is bit i of `mask`, and there are `of` pieces.
+    """Set of equal pieces of a whole: piece i is bit i of `mask`, and the whole has `of` pieces.
 
     For weights, optimizer states and weight gradients the whole is the layer's flat parameters. For activations and
-    their gradients it is the global batch. A piece of the batch is a microbatch, or one of the equal slices into which
-    a program cuts every sequence: slice s of microbatch m is piece m * slices + s. For a scalar the whole is the
-    parameters of all layers, and the set is those whose gradients' squares are in the sum.
+    their gradients it is the global batch, and a piece is a microbatch, or a slice of its sequences if the program cuts
+    sequences: slice s of microbatch m is piece m * slices + s. For a scalar the whole is the parameters of all layers,
+    and the pieces are those whose squared gradients are in the sum.
     """
 
     mask: int
@@ -264,7 +266,7 @@ class Holds(NamedTuple):
         return self.mask.bit_count()
 
     def refined(self, of: int) -> Holds:
-        """Return the same set, counted in `of` pieces (a multiple of the present number).
+        """Return the same set, counted in `of` pieces, a multiple of the present number.
 
         Raises:
             Refused: for more than `MOST_PIECES` pieces.
@@ -299,7 +301,7 @@ class Holds(NamedTuple):
         return mine.mask == theirs.mask
 
     def around(self, of: int) -> Holds:
-        """Return the pieces, out of `of` equal pieces of the whole, that contain any of this set."""
+        """Return the smallest set of pieces, out of `of` equal pieces of the whole, that contains this set."""
         fine, _ = in_equal_pieces(self, Holds(0, of))
         return Holds(mask_of({piece * of // fine.of for piece in bits(fine.mask)}), of)
 
@@ -318,7 +320,7 @@ WHOLE = Holds(1, 1)
 
 
 def in_equal_pieces(a: Holds, b: Holds) -> tuple[Holds, Holds]:
-    """Return `a` and `b`, counted in pieces of one size."""
+    """Return `a` and `b`, both counted in pieces of the same size."""
     if a.of == b.of:
         return a, b
     of = math.lcm(a.of, b.of)
@@ -335,7 +337,7 @@ def mask_of(numbers: Iterable[int]) -> int:
 
 @cache
 def repeat_pattern(pattern: int, period: int, total: int) -> int:
-    """Return a bit set of numbers below `total` that repeats a pattern."""
+    """Return the bit set below `total` that repeats a pattern of `period` bits."""
     length = period
     while length < total:  # the pattern doubles each time: division of such long numbers takes far longer
         pattern |= pattern << length

@@ -1,9 +1,9 @@
-"""Layers as graphs of primitives, and what their outputs hold if the inputs and the weight are sliced.
+"""Layers as graphs of primitives, and the pieces and terms of their outputs if inputs and weights are sliced.
 
-A `Node` is an einsum over named indices, and a `Layer` is a run of nodes between two places where a program may
-communicate. `build_layers` composes a model's layers. `forward` and `backward` derive what each tensor of a layer
-holds: an index that is summed over while it is sliced leaves a term of a sum, and the backward pass of a node is the
-same einsum with the gradient as an operand (compare GSPMD, arXiv 2105.04663; OneFlow's SBP, arXiv 2110.15032; DTensor).
+A `Node` is an einsum over named indices, and a `Layer` is a run of nodes between two points at which a program may
+communicate. `build_layers` composes a model's layers. `forward` and `backward` derive the pieces and terms of each
+tensor of a layer: summing over a sliced index leaves a term of a sum, and the backward pass of a node is the same
+einsum with the gradient as an operand (compare GSPMD, arXiv 2105.04663; OneFlow's SBP, arXiv 2110.15032; DTensor).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from shardlab.language.rules.spec import Slices, Space, Term
 class Node:
     """One step of a layer's arithmetic: a primitive over tensors with named indices.
 
-    Indices are separated by blanks. The cells are left out: every tensor of a layer has them and no parameter does.
+    Indices are separated by blanks. Cells are left out: every tensor of a layer has them, and no parameter does.
 
     Attributes:
-        name: of the primitive, for messages.
-        reads, makes, weights: the indices of each tensor read, of each tensor made, and of each parameter.
+        name: name of the primitive, for messages.
+        reads, makes, weights: the indices of each input tensor, of each output tensor, and of each parameter.
         whole: indices that must be whole, since the primitive mixes them.
         mixes_tokens: whether it mixes the tokens of a sequence, so that sequences must be whole.
-        takes_own: whether it takes the part for its own slices out of a complete gradient of its result.
-        deals: indices of its result of which it may make some pieces only, as the program says.
+        takes_own: whether the backward pass takes its slices out of a complete gradient of the output.
+        deals: indices of the output of which the program may ask for some pieces only (`part` of `Rank.forward`).
         atomic: whether a device may add in any order, so that two ranks may round differently.
-        affine: whether its backward pass adds a gradient of its own to the one that follows from its results.
+        affine: whether the backward pass adds a gradient that does not depend on the gradient of the output.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Port(NamedTuple):
     """Tensor at the boundary of a layer.
 
     Attributes:
-        tensor: its name among the layer's nodes.
-        kind, layer: of the values that enter or leave there.
+        tensor: name of the tensor in the layer's nodes.
+        kind, layer: those of the values that enter or leave at the port.
     """
 
     tensor: str
@@ -65,15 +65,15 @@ class Port(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """Run of primitives between two places where a program may communicate.
+    """Run of primitives between two points at which a program may communicate.
 
     Attributes:
         name: the sort of layer, for messages.
         nodes: the primitives in order.
-        inputs, outputs: its ports; the first is the activation, and the others are carried beside it.
-        cut: the indices along which its parameters are cut, outermost first.
-        weight: the layer whose weight it computes with.
-        use: which use of that weight this layer is.
+        inputs, outputs: ports, first the activation, then the tensors that are carried beside it.
+        cut: the indices along which the parameters are cut, outermost first.
+        weight: the layer whose weight it uses.
+        use: number of this layer among the uses of that weight.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Layer:
 
     @property
     def recomputed(self) -> bool:
-        """Whether it can be computed again from its one input, only for what it keeps."""
+        """Whether it has one input from which its saved value can be recomputed."""
         return len(self.inputs) == len(self.outputs) == 1
 
     @property
@@ -104,7 +104,7 @@ class Layer:
 
     @property
     def deals(self) -> frozenset[str]:
-        """Indices of its output of which it may make some pieces only: the experts to which it sends tokens."""
+        """Indices of which it may compute some pieces only: the experts to which it sends tokens."""
         return frozenset[str]().union(*(node.deals for node in self.nodes))
 
     @property
@@ -114,7 +114,7 @@ class Layer:
 
     @property
     def projects(self) -> bool:
-        """Whether it makes queries, keys and values for an attention that is an op of its own."""
+        """Whether it computes queries, keys and values for attention as a separate op."""
         return self.outputs[0].kind is Kind.QUERIES
 
     @property
@@ -128,10 +128,10 @@ class Layer:
 
 
 PORT_ORDER = ("x", "q", "kv", "s", "gates", "choices", "slots")
-"""Tensors at the boundaries of layers, in the order in which a layer takes and makes them: the activation first."""
+"""Tensors at the boundaries of layers, in the order of a layer's inputs and outputs: the activation first."""
 
 LayerDefinition = tuple[str, Sequence[Node], tuple[str, ...]]
-"""(name, nodes, indices along which the parameters are cut) of a layer."""
+"""Definition of a layer: (name, nodes, indices along which the parameters are cut)."""
 
 
 Tensors = Iterable[str]
@@ -141,9 +141,9 @@ Names = tuple[str, ...]
 
 
 def boundaries(layers: Sequence[Sequence[tuple[Tensors, Tensors]]]) -> list[tuple[Names, Names]]:
-    """Return the tensors that each layer takes, and those that it makes for others.
+    """Return the input and the output tensors of each layer. Outputs are those that other layers read.
 
-    The name of a tensor may occur several times. It stands for the last tensor of that name.
+    A name may occur several times; it refers to the last tensor of that name.
 
     Args:
         layers: for each layer, (tensors read, tensors made) of each node.
@@ -165,15 +165,15 @@ def boundaries(layers: Sequence[Sequence[tuple[Tensors, Tensors]]]) -> list[tupl
 
 
 def is_attention(reads: Sequence[Tensors]) -> bool:
-    """Return whether nodes that read these tensors are an attention alone, which is an op and no layer."""
+    """Return whether the nodes that read these tensors are only an attention, which becomes an op, not a layer."""
     return len(reads) == 1 and set(reads[0]) == {"q", "kv"}
 
 
 def build_layers(written: Sequence[LayerDefinition], *, tied: bool = False) -> tuple[Layer, ...]:
-    """Build a model's layers from nodes. An attention alone between two layers is an op, and no layer.
+    """Build a model's layers from nodes. A definition with only an attention becomes an op, not a layer.
 
     Args:
-        tied: whether the last layer computes with the first one's weight.
+        tied: whether the last layer uses the first layer's weight.
     """
     crossed = boundaries([[(node.reads, node.makes) for node in nodes] for _, nodes, _ in written])
     layers = [
@@ -193,7 +193,7 @@ def build_layers(written: Sequence[LayerDefinition], *, tied: bool = False) -> t
 
 
 CARRIED = {"s": Kind.RESIDUAL, "gates": Kind.ROUTING, "choices": Kind.ROUTING}
-"""Kind of value that carries a tensor beside the activation."""
+"""Kinds of the tensors that layers carry beside the activation."""
 
 
 def carried_tensors(names: Sequence[str]) -> dict[Kind, tuple[str, ...]]:
@@ -206,11 +206,11 @@ class Mismatch(Exception):
     """Error about operands that do not fit.
 
     Attributes:
-        tensor: the name of the tensor at fault.
-        of_gradient: whether it is that tensor's gradient.
-        index: the index along which they do not fit.
+        tensor: name of the tensor at fault.
+        index: the index along which it does not fit.
         wanted: the pieces of the index that it must have (None: all).
         given: the pieces that it has (None: all).
+        of_gradient: whether the tensor's gradient is at fault, rather than the tensor.
     """
 
     def __init__(self, tensor: str, index: str, wanted: int | None, given: int | None, of_gradient: bool) -> None:
@@ -224,7 +224,7 @@ class Extent(NamedTuple):
 
     Attributes:
         slices: the pieces of each index that is not whole.
-        term: which term of a sum it is (None: it is complete).
+        term: the term of a sum that it is (None: it is complete).
     """
 
     slices: Mapping[str, int]
@@ -236,7 +236,7 @@ def forward(layer: Layer, given: Mapping[str, Extent], cut: Mapping[str, int], s
 
     Args:
         given: the extents of the inputs.
-        cut: the pieces of each index of the weights, or dealt index, that is not whole.
+        cut: the pieces of each index of the weights, and of each dealt index, that is not whole.
 
     Raises:
         Mismatch: if operands do not fit.
@@ -259,8 +259,8 @@ class Gradients(NamedTuple):
     """Results of a backward pass.
 
     Attributes:
-        of_tensors: the extent of the gradient of every tensor, by name.
-        of_weights: which term of a sum the weights' gradient is (None: it is complete).
+        of_tensors: the extent of every tensor's gradient, by name.
+        of_weights: the term of a sum that the weights' gradient is (None: it is complete).
     """
 
     of_tensors: Mapping[str, Extent]
@@ -272,8 +272,8 @@ def backward(
 ) -> Gradients:
     """Return the gradients of a layer.
 
-    A linear backward pass makes terms of a term. An affine one adds a gradient of its own. For a term over an index
-    that the layer deals, it adds the part of these pieces; no other term may reach it.
+    The backward pass of a term gives terms if it is linear. An affine one adds a gradient of its own, once: for a term
+    over a dealt index it adds the part of the term's pieces, and other terms are refused.
 
     Args:
         held: the extents of its tensors, as from `forward`.
@@ -305,7 +305,7 @@ def backward(
 
 
 def sorted_slices(slices: Mapping[str, int]) -> Slices:
-    """Return slices sorted by index, as a form has them."""
+    """Return slices sorted by index, as in a form."""
     return tuple(sorted(slices.items()))
 
 
@@ -314,7 +314,7 @@ def _ordered(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _ports(names: Sequence[str], activation: int, readers: Mapping[str, int]) -> tuple[Port, ...]:
-    """Return the ports of some tensors. The first is an activation; the others go to the layers that read them."""
+    """Return the ports of some tensors. The first is the activation; the others belong to the layers that read them."""
     first = names[0]
     if first == "q":
         return Port("q", Kind.QUERIES, activation - 1), Port("kv", Kind.KEYS_VALUES, activation - 1)
@@ -335,7 +335,7 @@ def _with_unique_names(layer: Layer) -> Layer:
 
 
 def _partial_gradient_mismatch(given: Mapping[str, Extent], term: Term | None) -> Mismatch:
-    """Return the error about a gradient of some pieces, where whole gradients reach the same tensor."""
+    """Return the error about a partial gradient of a tensor that also receives whole gradients."""
     assert term is not None
     index = term.over[0]
     tensor = next(name for name, gradient in given.items() if index in gradient.slices)
@@ -343,7 +343,7 @@ def _partial_gradient_mismatch(given: Mapping[str, Extent], term: Term | None) -
 
 
 def _joint(node: Node, held: Mapping[str, Extent], cut: Mapping[str, int]) -> dict[str, int]:
-    """Return the pieces of every index that a node's operands share and do not hold whole."""
+    """Return the pieces of every index that is not whole in a node's operands, which must agree on them."""
     joint = {index: cut.get(index) for indices in node.weights.values() for index in indices.split()}
     joint.update({index: cut.get(index) for index in node.deals})
     joint.update(dict.fromkeys(node.whole))
@@ -357,14 +357,14 @@ def _joint(node: Node, held: Mapping[str, Extent], cut: Mapping[str, int]) -> di
 
 
 def _require_known(name: str, indices: str, given: Extent, *, of_gradient: bool = False) -> None:
-    """Require that a tensor is cut along its own indices only."""
+    """Require that a tensor is cut only along indices that it has."""
     for index, mask in given.slices.items():
         if index not in indices.split():
             raise Mismatch(name, index, None, mask, of_gradient)
 
 
 def _contracted(joint: Mapping[str, int], own: Iterable[str], space: Space) -> Term | None:
-    """Return the term of a sum that remains after summing over the indices that a result lacks."""
+    """Return the term that results from summing over the cut indices that the output lacks."""
     own = set(own)
     gone = sorted(index for index in joint if index not in own)
     if not gone:
@@ -377,7 +377,7 @@ def _contracted(joint: Mapping[str, int], own: Iterable[str], space: Space) -> T
 
 
 def _require_gradient(node: Node, made: str, indices: str, gradient: Extent, joint: Mapping[str, int]) -> None:
-    """Require that a gradient has the pieces of the result that was computed."""
+    """Require that a gradient has the pieces of the output to which it belongs."""
     _require_known(made, indices, gradient, of_gradient=True)
     for index in indices.split():
         mine, theirs = joint.get(index), gradient.slices.get(index)

@@ -1,8 +1,8 @@
-"""Rules of layers: the values that a layer makes of its inputs, as tables from forms to forms.
+"""Rules of layers: the outputs of a layer's passes, as tables from forms to forms.
 
 `rules_of` returns the `Rules` of a program, with one `LayerRules` for each layer. A rule looks up the forms of its
-inputs. On a miss it derives the result from the layer's nodes (`layer_graph`) and stores it; then it checks the cells
-with one operation on integers. So a program of a million ops derives few results.
+inputs. On a miss it derives the result from the layer's nodes (`layer_graph`) and stores it. Then it checks the cells
+with one operation on integers. So even a program of a million ops derives few results.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _TAKES_OWN_OF = {
 
 
 class ForwardResult(NamedTuple):
-    """Result of a forward pass: the forms of the outputs, and of the value that the layer keeps."""
+    """Result of a forward pass: the forms of the outputs, and of the value that the layer saves."""
 
     outputs: tuple[Form, ...]
     saved: Form
@@ -84,11 +84,12 @@ class BackwardResult(NamedTuple):
     """Result of a backward pass.
 
     Attributes:
-        weight: the form of the weight's gradient.
-        spread: factor for its cells, which counts the use of the weight and all indices that are summed over.
-        inputs: the forms of the inputs' gradients.
-        saved: the form of the value that the forward pass must have kept.
-        half: the form of the value that the first half of the pass leaves for the second, times the gradients' factor.
+        weight: form of the weight's gradient.
+        spread: factor from cells to the cells of the weight's gradient, which has a copy of all cells for each use of
+            the weight and each piece of the indices that are summed over.
+        inputs: forms of the inputs' gradients.
+        saved: form of the value that the forward pass must have saved.
+        half: form of the value that the first half of the pass leaves for the second, times the gradients' factor.
     """
 
     weight: Form
@@ -102,11 +103,11 @@ class Rules:
     """Rules of a program.
 
     Attributes:
-        space: the pieces in which the program counts.
+        space: the numbers of pieces in which the program counts.
         layers: each layer's rules.
-        directed: for each layer with matrices that the optimizer updates whole, the number of pieces into which its
-            parameters may be cut without cutting a matrix.
-        indices: the indices along which values of a kind and a layer may be cut.
+        directed: by layer, the largest number of pieces into which its parameters can be cut without cutting a matrix.
+            Only for layers with matrices that the optimizer updates whole.
+        indices: the indices along which values may be cut, by kind and layer.
     """
 
     def __init__(self, layers: Sequence[Layer], space: Space, directed: Iterable[int] = ()) -> None:
@@ -131,7 +132,7 @@ class Rules:
 
         Args:
             given: (gradient, weight, optimizer state[, norm][, direction]).
-            trained: the layers that are known to be trained, as a bit set; a norm must cover all of them.
+            trained: bit set of the trained layers known so far; a norm must cover all of them.
 
         Raises:
             Refused: as `optimizer_step.update` does.
@@ -170,7 +171,7 @@ class Rules:
         """Return the result of `attention.attend`, from a table if the forms are known.
 
         Raises:
-            Refused: as that does.
+            Refused: as `attention.attend` does.
         """
         form, cells, joined = queries
         (of, ours), (of_keys, theirs) = self._split(cells, keys_values[1])
@@ -186,7 +187,7 @@ class Rules:
         """Return the results of `attention.attend_backward`, from a table if the forms are known.
 
         Raises:
-            Refused: as that does.
+            Refused: as `attention.attend_backward` does.
         """
         (form, cells, joined), (keys_form, keys_cells, keys_joined) = queries, keys_values
         (of, ours), (of_keys, theirs) = self._split(cells, keys_cells)
@@ -206,7 +207,7 @@ class Rules:
 
 @lru_cache(maxsize=64)
 def rules_of(layers: tuple[Layer, ...], space: Space, directed: frozenset[int] = frozenset()) -> Rules:
-    """Return the rules of some layers. Programs of one shape share one object, since its tables fill with use."""
+    """Return the rules of a model's layers. They are cached, so that programs of one shape share their tables."""
     return Rules(layers, space, directed)
 
 
@@ -224,12 +225,13 @@ class LayerRules:
     def forward(
         self, inputs: Sequence[Spec], weight: Spec, op: str = "forward", part: Holds | None = None
     ) -> tuple[list[Spec], Spec]:
-        """Return the layer's outputs, and what it keeps for the backward pass.
+        """Return the layer's outputs, and the value that it saves for the backward pass.
 
         Args:
             inputs, weight: the specs of its inputs.
             op: name of the op, for messages.
-            part: which equal part of its output it makes, for an index that it deals (None: all).
+            part: the part of the output to compute, for a layer that may compute some pieces of an index only (None:
+                all pieces).
 
         Raises:
             Refused: if the values are not the layer's, do not fit, or are incomplete.
@@ -254,7 +256,7 @@ class LayerRules:
     def backward(
         self, first: Spec, gradients: Sequence[Spec], weight: Spec, op: str = "backward"
     ) -> tuple[list[Spec], BackwardResult]:
-        """Return the gradients of the weight and of the inputs, and the forms that they follow from.
+        """Return the gradients of the weight and of the inputs, and the forms from which they are derived.
 
         Args:
             first: the first of the layer's inputs.
@@ -288,7 +290,7 @@ class LayerRules:
         """Return the gradient of the weight alone.
 
         Args:
-            half: the value that the first half of the backward pass left.
+            half: the value that the first half of the backward pass left for the second.
 
         Raises:
             Refused: if the values are not the layer's, do not fit, or are incomplete.
@@ -335,17 +337,17 @@ class LayerRules:
         return ForwardResult(tuple(outputs), self._saved(cut, step))
 
     def _saved(self, cut: dict[str, int], step: int) -> Form:
-        """Return the form of the value that a layer keeps of a pass with these pieces of its weight."""
+        """Return the form of the value that a layer saves in a pass with these pieces of its weight."""
         slices = layer_graph.sorted_slices(
             {index: mask for index, mask in cut.items() if index not in self.layer.deals}
         )
         return form_of(Kind.SAVED, self.layer_number, step, self.space, slices=slices, term=self._dealt_term(cut))
 
     def _part_pieces(self, op: About, part: Holds | None) -> dict[str, int]:
-        """Return the pieces of a dealt index that a part stands for.
+        """Return the pieces of the dealt index (see `Node.deals`) that belong to a part.
 
         Raises:
-            Refused: for a part of a layer that deals nothing, and for pieces that do not divide.
+            Refused: for a part of a layer without such an index, and for pieces that do not divide.
         """
         if part is None:
             return {}
@@ -360,11 +362,11 @@ class LayerRules:
         return {index: part.refined(count).mask} if part.of > 1 else {}
 
     def _dealt_pieces(self, gradients: Sequence[Spec]) -> dict[str, int]:
-        """Return the pieces of a dealt index that were made, from their gradient."""
+        """Return the pieces of a dealt index that the forward pass computed, from the gradient of its output."""
         return {index: mask for each in gradients[:1] for index, mask in each.form.slices if index in self.layer.deals}
 
     def _dealt_term(self, cut: dict[str, int]) -> Term | None:
-        """Return the term of a sum that follows from some pieces of a dealt index."""
+        """Return the term of a sum that results from computing some pieces of a dealt index."""
         return next((Term((index,), mask) for index, mask in cut.items() if index in self.layer.deals), None)
 
     def _derive_backward(
@@ -416,10 +418,10 @@ class LayerRules:
         return form_of(kind, layer, step, self.space, WHOLE, slices, held.term, factor=factor)
 
     def _weight_pieces(self, op: About, weight: Spec, first: Spec) -> dict[str, int]:
-        """Return the pieces of the weight's indices that are not whole.
+        """Return the pieces of each index of the weight that is not whole.
 
         Raises:
-            Refused: for another layer's weight, one of another step, or one that is not made of whole slices.
+            Refused: for the weight of another layer or step, or one that does not consist of whole slices.
         """
         owner, form = self.layer.weight, weight.form
         given = f"the weight given is {weight}"
@@ -448,7 +450,7 @@ class LayerRules:
         return cut
 
     def _require_port(self, op: About, spec: Spec, port: Port, kind: Kind, term: Term | None = None) -> None:
-        """Refuse a value that is not the port's, or not complete; `term` is the term that it must be, if any."""
+        """Refuse a value that does not belong to a port or is incomplete. With `term`, it must be that term."""
         form = spec.form
         require_kind(op, KIND_NOUNS[kind], spec, kind)
         given = given_clause(KIND_NOUNS[kind], spec)
@@ -470,7 +472,7 @@ class LayerRules:
             raise Refused("missing terms", op, f"{given}; {lacks}", _REDUCE_TERMS, missing=bits(missing))
 
     def _require_count(self, op: About, given: Sequence[Spec], wanted: Sequence[tuple[Kind, int]], verb: str) -> None:
-        """Refuse another number of values than the layer takes."""
+        """Refuse a wrong number of inputs or gradients."""
         if len(given) == len(wanted):
             return
         names = " and ".join(f"{kind.value}[{layer}]" for kind, layer in wanted)
@@ -489,7 +491,7 @@ class LayerRules:
     def _refusal(
         self, op: About, mismatch: Mismatch, inputs: Sequence[Spec], gradients: Sequence[Spec], weight: Spec | None
     ) -> Refused:
-        """Return the refusal of a mismatch, in terms of the values that the layer got."""
+        """Return the refusal of a mismatch, which names the values that the layer got."""
         given, ports = (gradients, self.layer.outputs) if mismatch.of_gradient else (inputs, self.layer.inputs)
         spec = next(spec for spec, port in zip(given, ports, strict=False) if port.tensor == mismatch.tensor)
         index, word = mismatch.index, KIND_NOUNS[spec.kind]

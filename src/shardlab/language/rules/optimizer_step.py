@@ -15,7 +15,8 @@ def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
     """Return the gradient of the logits. Slices of the logits need the statistics of all slices.
 
     Raises:
-        Refused: for another activation, for a term, and for statistics that are missing, partial or of other tokens.
+        Refused: for another activation, for a term of a sum, and for statistics that are missing, partial or of other
+            tokens.
     """
     form = logits.form
     op = About("loss", layers)
@@ -35,7 +36,7 @@ def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
 
 
 def loss_stats(layers: int, logits: Spec) -> Spec:
-    """Return the statistics of some slices of the logits that the loss needs: three numbers a token.
+    """Return the statistics of a slice of the logits that the loss needs: three numbers a token.
 
     Raises:
         Refused: for anything but slices of the last activation.
@@ -48,8 +49,8 @@ def loss_stats(layers: int, logits: Spec) -> Spec:
 
 
 def full_sum(form: Form) -> int:
-    """Return the contributions in a finished gradient: every cell of the batch, of every use, and of every index in
-    `over`.
+    """Return the contributions to a finished gradient: all cells of the batch, for each use of the weight and each
+    piece of the indices in `over`.
     """
     space = form.space
     count = space.cells * (space.uses if form.layer == 0 else 1)
@@ -59,9 +60,9 @@ def full_sum(form: Form) -> int:
 
 
 def norm(layers: int, layer: int, gradient: Spec) -> Spec:
-    """Return the sum of squares of a finished gradient's elements: its part of the model's squared gradient norm.
+    """Return the sum of squares of a finished gradient: its part of the model's squared gradient norm.
 
-    A tied weight is the parameter of two layers. Its squares count for both.
+    A tied weight is the parameter of two layers, so its squares count as the parts of both.
 
     Raises:
         Refused: for a gradient of another layer, or one that lacks microbatches.
@@ -87,15 +88,15 @@ def direction(
     trained: Holds = WHOLE,
     pieces: int | None = 1,
 ) -> Spec:
-    """Return the direction of an optimizer's step, for the slices of its state.
+    """Return the direction of an optimizer's step, for the optimizer state's slices.
 
-    Muon makes whole matrices orthogonal. So if matrices are cut, ranks gather the direction, and each updates its slice
-    from the whole one.
+    Muon orthogonalizes whole matrices. If matrices are cut, ranks gather the direction, and each updates its slice from
+    the whole direction.
 
     Args:
         trained: as for `update`.
-        pieces: number of pieces of the layer's parameters that consist of whole matrices (None: the optimizer updates
-            each element by itself).
+        pieces: largest number of pieces into which the layer's parameters can be cut without cutting a matrix (None:
+            the optimizer updates each element by itself).
 
     Raises:
         Refused: if a microbatch or a slice is missing, if layers or steps differ, and if the optimizer or the layer
@@ -111,7 +112,7 @@ def direction(
 
 
 def norm_and_direction(others: Sequence[Spec]) -> tuple[Spec | None, Spec | None]:
-    """Return the norm and the direction among the last inputs of an update, each None if it is not given."""
+    """Return the norm and the direction among an update's optional inputs, each None if it is missing."""
     if len(others) == 1 and others[0].kind is Kind.DIRECTION:
         return None, others[0]
     norm, direction = (*others, None, None)[:2]
@@ -131,12 +132,12 @@ def update(
 ) -> tuple[Spec, Spec]:
     """Return the new weight and optimizer state of a slice, from a gradient that has every microbatch.
 
-    Weight and gradient may hold more slices than the optimizer state. The new weight has the slices of the state.
+    Weight and gradient may hold more slices than the optimizer state. The new weight has the state's slices.
 
     Args:
-        direction: direction of the whole matrices of which the state has slices. It is not needed if the state has
-            whole matrices.
-        trained: the layers that are known to be trained, as pieces of the model. The norm must cover all of them.
+        direction: direction of the whole matrices to which the state's slices belong. It is not needed if the state
+            holds whole matrices.
+        trained: the trained layers known so far, as pieces of the model. The norm must cover all of them.
         pieces: as for `direction`.
 
     Raises:
@@ -168,10 +169,10 @@ _ALL = {1: "both", 2: "all three"}
 
 
 def require_no_frozen(op: About, norm: Spec, trained: Holds) -> None:
-    """Refuse a norm that includes squares of layers that are not trained.
+    """Refuse a norm that includes squares of frozen layers.
 
     Raises:
-        Refused: with the parts of the model that must not be in it.
+        Refused: with the frozen parts of the model.
     """
     mine, wanted = in_equal_pieces(norm.holds, trained)
     if frozen := mine.mask & ~wanted.mask:
@@ -204,7 +205,7 @@ def _missing(op: About, gradient: Spec, missing: int, why: str) -> Refused:
 
 
 def _want_whole_matrices(op: About, held: Holds, direction: Spec | None, wanted: Holds) -> None:
-    """Refuse to update a part of a matrix without the direction of the whole."""
+    """Refuse to update a slice of a matrix without the direction of the whole matrix."""
     mine, whole = in_equal_pieces(held if direction is None else direction.form.holds, wanted)
     if missing := whole.mask & ~mine.mask:
         what = "optimizer state" if direction is None else "direction"
@@ -224,9 +225,9 @@ def _want_finished(
     norm: Spec | None,
     trained: Holds,
 ) -> None:
-    """Check that a gradient is finished, and fits the last of some states.
+    """Require that a gradient is finished, and that it contains the slices of the last of some states.
 
-    Each state comes with its name and kind. All must be of one layer and step.
+    Each state comes with its name and kind. All must belong to one layer and step.
     """
     form = gradient.form
     if norm is not None:

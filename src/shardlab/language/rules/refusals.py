@@ -1,8 +1,7 @@
-"""Requirements that several rules share, with the refusals of values that do not meet them; and the copies between
-places.
+"""Requirements that several rules share, the refusals if they are not met, and the rules of copies between places.
 
-A value lies on the rank's device, in the host's memory or on the disk. On the disk it is only kept. In the host's
-memory gradients are also added and weights updated (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840, section 4).
+A value lies on the rank's device, in the host's memory or on the disk. On the disk it can only be kept. In the host's
+memory gradients can also be added and weights updated (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840, section 4).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _OFFLOADED = _PARAMETERS | ROW_KINDS - {Kind.STATS}
 
 
 def require_kind(op: About, what: str, spec: Spec, kind: Kind, *, here: bool = True) -> None:
-    """Refuse a value of another kind than the op reads, in another dtype than it computes in, or in another place.
+    """Refuse a value of a wrong kind, or in a dtype or a place in which the op cannot read it.
 
     Norms and updates read a weight's gradient in any dtype. All other ops read values in the dtype of their kind.
 
     Args:
-        what: the noun for the value in the message.
+        what: noun for the value in the message.
         here: whether the op runs on the device only.
     """
     form = spec.form
@@ -59,7 +58,7 @@ def offload(value: Spec, place: str) -> Spec:
 
     Raises:
         Refused: for an unknown place; for a value that is not on the device; for scalars, statistics and terms of a
-            sum; and for gradients of weights on the disk, where nothing can be added.
+            sum; and for gradients of weights on the disk, where they cannot be added.
     """
     op, form = value.about("offload"), value.form
     require_place(op, place)
@@ -92,27 +91,27 @@ def require_place(op: About, place: str) -> None:
     """Refuse an unknown place.
 
     Raises:
-        Refused: naming the places that there are.
+        Refused: with the known places.
     """
     if place not in PLACES:
         raise Refused("elsewhere", op, f"{place!r} is no place", f"name one of {', '.join(PLACES)}")
 
 
 def require_on_device(op: About, value: Spec) -> None:
-    """Refuse a value that is not on the device, where ops compute and send.
+    """Refuse a value that is not on the device, where alone ops compute and communicate.
 
     Raises:
-        Refused: with what to do.
+        Refused: with the remedy.
     """
     if value.form.place:
         raise Refused("elsewhere", op, f"{value} was given", "reload it first")
 
 
 def require_one_place(op: About, first: Spec, *others: Spec) -> None:
-    """Refuse values that do not lie together on the device or in the host's memory.
+    """Refuse values that do not all lie on the device, or all in the host's memory.
 
     Raises:
-        Refused: naming two of them.
+        Refused: with two values that lie in different places.
     """
     place = first.form.place
     for other in others:
@@ -129,17 +128,17 @@ def given_clause(what: str, spec: Spec) -> str:
 
 
 def missing_clause(what: str) -> str:
-    """Return a clause that says that some cells, or summed contributions, are missing."""
+    """Return a clause such as `microbatches 0-2 are missing`."""
     several = " and " in what or what.startswith(("microbatches", "sequence slices"))
     return f"{what} {'are' if several else 'is'} missing"
 
 
 def other_tokens_refusal(op: About, one: str, cells: str, other: str, other_cells: str) -> Refused:
-    """Return the refusal of two values of different cells."""
+    """Return the refusal of two values with different cells."""
     given = f"the {one} is of {cells} and the {other} of {other_cells}"
     return Refused("other tokens", op, given, "give both of the same tokens and step")
 
 
 def no_slices_refusal(op: About) -> Refused:
-    """Return the refusal to cut a scalar or to put it beside others."""
+    """Return the refusal to cut or concatenate scalars."""
     return Refused("wrong kind", op, "a scalar has no slices", "all_reduce it")

@@ -1,12 +1,12 @@
-"""Spec of a value: its form, which many values share, and its cells, by which values of different microbatches differ.
+"""Spec of a value: its form, which many values share, and its cells, which differ between microbatches.
 
 A tensor has named indices. A value *holds* some pieces of each, and *sums* the contributions that have been added into
 it. Batch and sequence are one index, the *cells*: slice s of microbatch m is cell m * slices + s. All other properties
-of a value are its form. Forms are interned, so that rules are tables from forms to forms, and cells are checked by one
-operation on an integer.
+of a value are its form. Equal forms are one object, so that rules are tables from forms to forms, and cells are checked
+by one operation on an integer.
 
-`Space`, `Form` and `Spec` are the classes. After them come fractions of a value, texts of its parts for messages, and
-the map between slices of a layer's flat parameters and pieces of its indices (`pieces_of_flat`, `flat_of_pieces`).
+After the classes `Space`, `Form` and `Spec` come fractions of a value, texts of its parts for messages, and the map
+between slices of a layer's flat parameters and pieces of its indices (`pieces_of_flat`, `flat_of_pieces`).
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from shardlab.language.rules.kinds import (
 )
 
 Slices = tuple[tuple[str, int], ...]
-"""(index, its pieces as a bit set) for each index that a value does not hold whole, sorted by name."""
+"""(index, bit set of the pieces held) for each index that a value does not hold whole, sorted by name."""
 
 
 KEY = ("key",)
-"""Index over which attention sums: slices of the sequence, as keys and values."""
+"""Index over which attention sums: the sequence's slices of keys and values."""
 
 
 class Space(NamedTuple):
-    """Numbers of pieces in which a program counts.
+    """Numbers of pieces into which a program's values are divided.
 
     Attributes:
         microbatches: microbatches of the step.
         sequence: slices of each sequence.
         pieces: (index, pieces) for each index that parameters are cut along.
-        uses: number of layers that compute with the first layer's weight (2: the head is tied to the embedding).
+        uses: number of layers that use the first layer's weight (2: the head is tied to the embedding).
     """
 
     microbatches: int
@@ -69,17 +69,17 @@ class Space(NamedTuple):
         return next((pieces for name, pieces in self.pieces if name == index), 1)
 
     def full(self, index: str) -> int:
-        """Return all pieces of an index, as a bit set."""
+        """Return the bit set of all pieces of an index."""
         return (1 << self.count(index)) - 1
 
 
 class Term(NamedTuple):
-    """Contribution to a sum, by the indices that were summed over.
+    """Contribution to a sum that was split because an index is cut.
 
     Attributes:
-        over: the indices that were summed over, sorted by name.
-        bits: the tuples of pieces of these indices that are in it, as a bit set, counted with the last index fastest.
-        merged: whether contributions are merged by the statistics of their softmax, which is no plain sum.
+        over: the cut indices that were summed over, sorted by name.
+        bits: the pieces of these indices in the term. A bit set of tuples of pieces, the last index fastest.
+        merged: whether contributions are merged by the statistics of their softmax, rather than added.
     """
 
     over: tuple[str, ...]
@@ -93,15 +93,15 @@ class Form:
     Attributes:
         kind, layer, step: as in a program. `step` counts optimizer steps from the first one of the tape.
         space: the numbers of pieces.
-        holds: for parameters, the slices of the layer's flat buffer; for a scalar, of all layers' buffers one after the
-            other.
+        holds: for parameters, the slices of the layer's flat buffer; for a scalar, the slices of all layers' buffers,
+            concatenated.
         slices: for an activation, its pieces of each index that is not whole.
-        term: for an activation, the contributions to a sum that it has (None: it is complete).
+        term: for an activation, the term of a sum that it is (None: it is complete).
         over: for a weight's gradient, (index, pieces) of each sum besides those over cells and uses, outermost first.
         reduction: for a scalar, how the ranks' values were combined (SUM: it is a sum of squares).
-        factor: for a gradient, the factor of its share of the step's mean.
-        dtype: the dtype after a cast, by torch's name ("": the dtype that the run's precision gives to its kind).
-        place: one of `refusals.PLACES` ("": on the rank's device).
+        factor: for a gradient, the factor relative to its share of the step's mean.
+        dtype: the dtype after a cast, by torch's name ("": the dtype that the run's precision sets for its kind).
+        place: one of `refusals.PLACES` ("": the rank's device).
     """
 
     __slots__ = (
@@ -185,18 +185,18 @@ def form_of(
 
 @lru_cache(maxsize=1 << 14)
 def without_term(form: Form) -> Form:
-    """Return the form of the complete sum of which a form is a term."""
+    """Return a term's form as that of the complete sum."""
     return form.but(term=None)
 
 
 @lru_cache(maxsize=1 << 14)
 def with_layer(form: Form, layer: int) -> Form:
-    """Return the form of the same value of another layer."""
+    """Return the form with another layer."""
     return form.but(layer=layer)
 
 
 Joined = tuple[int, "tuple[Joined, ...]"]
-"""(cells of a piece, and how it was joined from pieces itself)."""
+"""(cells of a piece, the pieces from which it was joined itself)."""
 
 
 class Spec(NamedTuple):
@@ -207,8 +207,8 @@ class Spec(NamedTuple):
         cells: bit set. For an activation, the cells that it holds; for a weight's gradient, the cells that it sums. If
             the weight has several uses, or if other indices are summed over too, each combination of them has its own
             copy of all cells, in higher bits. 0 for weights, optimizer states and scalars.
-        joined: for a value that was joined from pieces, the cells of each piece, and how the piece was joined itself. A
-            scatter cuts the value into these pieces again.
+        joined: for a value that was joined from pieces, the cells of each piece, and its own pieces if it was joined as
+            well. A scatter cuts the value into these pieces again.
     """
 
     form: Form
@@ -229,12 +229,12 @@ class Spec(NamedTuple):
 
     @property
     def holds(self) -> Holds:
-        """The slices of the layer's flat parameters that it holds; for a scalar, of all layers' parameters in order."""
+        """Slices of the layer's flat parameters; for a scalar, slices of all layers' parameters in order."""
         return self.form.holds
 
     @property
     def microbatches(self) -> int:
-        """Microbatches that it has, or has parts of, as a bit set (0: weights, optimizer states, scalars)."""
+        """Bit set of the microbatches of which it has at least a part (0: weights, optimizer states, scalars)."""
         space, cells = self.form.space, self.cells
         if self.form.kind is Kind.GRAD_WEIGHT:
             cells, total = 0, space.cells
@@ -260,7 +260,7 @@ class Spec(NamedTuple):
         return _about(verb, self[0].kind, self[0].layer)
 
     def pieces(self, index: str) -> int:
-        """Return its pieces of an index, as a bit set."""
+        """Return the bit set of its pieces of an index."""
         return next((mask for name, mask in self.form.slices if name == index), self.form.space.full(index))
 
     def __str__(self) -> str:
@@ -296,7 +296,7 @@ new_spec: Callable[[type[Spec], tuple[Form, int, tuple[Joined, ...]]], Spec] = c
 
 
 def fraction_of_pieces(form: Form) -> Fraction:
-    """Return the fraction of a value's tensor that its pieces are (1: all of it)."""
+    """Return the fraction of the whole tensor that a value's pieces make up (1: all of it)."""
     share = Fraction(1)
     for index, pieces in form.slices:
         share *= Fraction(pieces.bit_count(), form.space.count(index))
@@ -304,7 +304,7 @@ def fraction_of_pieces(form: Form) -> Fraction:
 
 
 def fraction_held(form: Form) -> Fraction:
-    """Return the fraction of the cut indices that a value holds, as pieces or as terms (1: all of it)."""
+    """Return the fraction of the cut indices that a value has as pieces or as terms (1: all of it)."""
     share = fraction_of_pieces(form)
     if form.term is not None and form.term.over != KEY:
         share *= Fraction(form.term.bits.bit_count(), count_terms(form, form.term))
@@ -321,7 +321,7 @@ def whole_sequences(cells: int, space: Space) -> bool:
 
 
 def microbatches_of(cells: int, space: Space) -> int:
-    """Return the microbatches of some cells, as a bit set."""
+    """Return the bit set of the microbatches of some cells."""
     slices = space.sequence
     return cells if slices == 1 else mask_of({cell // slices for cell in bits(cells)})
 
@@ -342,7 +342,7 @@ def cells_text(cells: int, space: Space) -> str:
 
 
 def summed_text(form: Form, sums: int) -> str:
-    """Return the text of a gradient's contributions, such as `microbatch 0 as the head`."""
+    """Return a gradient's contributions as text, such as `microbatch 0 as the head`."""
     space = form.space
     parts: list[str] = []
     for place in range(-(-sums.bit_length() // space.cells)):
@@ -360,7 +360,7 @@ def summed_text(form: Form, sums: int) -> str:
 
 
 def term_text(form: Form, term: Term) -> str:
-    """Return the text of a term, such as `the term of slice 0 of 4` or `queries 0-1 of 4 alone`."""
+    """Return a term as text, such as `the term of slice 0 of 4` or `queries 0-1 of 4 alone`."""
     numbers = listed(bits(term.bits))
     if term.over == KEY:
         of_keys = form.kind is Kind.GRAD_KEYS_VALUES
@@ -382,16 +382,16 @@ def missing_text(noun: str, missing: int, of: str = "") -> str:
 def flat_slices(cut: Sequence[str], space: Space) -> int:
     """Return the number of slices of a layer's flat parameters that are cut along these indices.
 
-    There is a slice for each tuple of pieces, the last index counted fastest.
+    There is a slice for each tuple of pieces, with the last index fastest.
     """
     return math.prod(space.count(index) for index in cut)
 
 
 def pieces_of_flat(holds: Holds, cut: Sequence[str], space: Space) -> dict[str, int] | None:
-    """Return the pieces of each index that is not whole in these flat slices; None if they do not form a block.
+    """Return the pieces of each cut index in some flat slices; None if the slices are not a block of pieces.
 
     Args:
-        holds: some of the slices that `flat_slices` counts.
+        holds: slices as `flat_slices` counts them.
         cut: the indices that the layer is cut along, outermost first.
         space: the numbers of pieces.
     """
@@ -406,7 +406,7 @@ def pieces_of_flat(holds: Holds, cut: Sequence[str], space: Space) -> dict[str, 
 
 
 def flat_of_pieces(pieces: Mapping[str, int], cut: Sequence[str], space: Space) -> Holds:
-    """Return the flat slices of these pieces. An index that is not named is whole.
+    """Return the flat slices of some pieces. An index that is not named is whole.
 
     >>> flat_of_pieces({"head": 0b10}, ("expert", "head"), Space(1, 1, (("expert", 2), ("head", 2))))
     Holds(mask=10, of=4)
@@ -419,13 +419,13 @@ def flat_of_pieces(pieces: Mapping[str, int], cut: Sequence[str], space: Space) 
 
 @lru_cache(maxsize=1 << 14)
 def _about(verb: str, kind: Kind, layer: int) -> About:
-    """Cached, since every collective needs the name of its op in case that it is refused."""
+    """Cached, since every collective passes the name of its op for a possible refusal."""
     name = "scalars" if kind is Kind.SCALAR else f"{kind.value}[{layer}]"
     return About(f"{verb}({name})", -1 if kind is Kind.SCALAR else layer)
 
 
 def _mask(pieces: Mapping[str, int], space: Space) -> int:
-    """Return the flat slices of these pieces of each index, as a bit set."""
+    """Return the bit set of the flat slices of these pieces."""
     places = [0]
     for index, mask in pieces.items():
         count = space.count(index)
