@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit status.
 
     Args:
-        argv: words of the command line (None: those of this process).
+        argv: arguments of the command line (None: those of this process).
     """
     if list(sys.argv[1:] if argv is None else argv) == ["--version"]:
         print(f"shardlab {_version()}")
@@ -130,7 +130,7 @@ def _run(argv: Sequence[str] | None) -> int:
         if isinstance(error, Refused) and getattr(command, "json", False):
             print_json({"refused": error.fields()})
         return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt as interrupt:  # of ranks with their reason
+    except KeyboardInterrupt as interrupt:  # an interrupt of ranks names its reason
         print(f"shardlab: interrupted{f' ({interrupt})' if str(interrupt) else ''}", file=sys.stderr)
         return INTERRUPTED
     except (ImportError, OSError, EOFError) as error:
@@ -163,7 +163,7 @@ def command_of(words: list[str]) -> Command:
 
 
 def _parsed(words: list[str]) -> Any:
-    """Parse a command line with tyro. The result is the command, and the words that are not options of it."""
+    """Parse a command line with tyro. Return the command, and the words that it does not recognize."""
     if not words:
         raise UserError(f"no command is given; {suggest_name('', COMMANDS)}")
     if (pair := " ".join(words[:2])) in COMMANDS:

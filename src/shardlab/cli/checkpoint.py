@@ -1,4 +1,4 @@
-"""`shardlab checkpoint`: list the checkpoints of a run, verify their checksums, and convert them into whole weights."""
+"""`shardlab checkpoint`: list, verify and convert the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class VerifyCheckpoints:
 
 @dataclass(frozen=True)
 class ConvertCheckpoint:
-    """Write the whole weights of a checkpoint into a new folder, as those of a run, Hugging Face or torchtitan."""
+    """Write the unsharded weights of a checkpoint into a new folder, for Shardlab, Hugging Face or torchtitan."""
 
     run_folder: Run
     """Folder of a run."""

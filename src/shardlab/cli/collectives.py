@@ -1,7 +1,7 @@
-"""`shardlab collectives show NAME`: show what a collective does to the tensor of every rank, on real processes.
+"""`shardlab collectives show NAME`: run a collective on real processes, and show each rank's tensor before and after.
 
-`Collectives.run` runs the collective and, if it equals two others in a row (`PAIRS`), those as well. `print_shown`
-prints a row for each rank, with lines from the ranks that give to the ranks that receive (`diagram`).
+`Collectives.run` runs the collective and, if two others in sequence give the same result (`PAIRS`), those as well.
+`print_shown` prints a row for each rank, with lines from the ranks that give to the ranks that receive (`diagram`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMES = {
     "barrier": "no rank continues before all ranks have arrived",
     "send": "the root's tensor, on the rank after it, which receives (send and recv)",
 }
-"""All collectives, and a message between two ranks, with the result on each rank."""
+"""Result on each rank, for every collective and for a message between two ranks."""
 
 REDUCING = {"reduce", "all_reduce"}
 """Collectives to which --reduction applies."""
@@ -49,7 +49,7 @@ PAIRS = {
     "broadcast": ("scatter", "all_gather"),
     "reduce": ("reduce_scatter", "gather"),
 }
-"""For each collective, two others that in a row give the same result, if the reduction is a sum."""
+"""Two collectives that give the result of another one if they run in sequence and the reduction is a sum."""
 
 LABELS = {
     "broadcast": "copy",
@@ -61,11 +61,11 @@ LABELS = {
     "barrier": "wait",
     "send": "send",
 }
-"""Label of each collective in the middle of its diagram. That of a reduction is the operation."""
+"""Label in the middle of each collective's diagram. The label of a reduction is its operation."""
 
 _LINES: tuple[str, ...] = ("", "L", "R", "LR", "LD", "LU", "LUD", "LRD", "LRU", "LRUD", "RD", "RU", "RUD", "UD")
 BOXES: dict[str, str] = dict(zip(_LINES, " ───┐┘┤┬┴┼┌└├│", strict=True))
-"""Sign of a junction from which lines go left (L), right (R), up (U) and down (D)."""
+"""Character of a junction, by the directions of its lines: left (L), right (R), up (U) and down (D)."""
 
 ASCII = str.maketrans("─│▶┐┘┤┬┴┼┌└├", "-|>+++++++++")
 """Translation of lines and arrows into ASCII, for a terminal or a pipe without Unicode."""
@@ -76,8 +76,8 @@ class Collectives:
     """Show what a collective does: the tensor of every rank before and after, on real processes.
 
     Collectives: broadcast, scatter, gather, reduce, all_reduce, all_gather, reduce_scatter, all_to_all, barrier, send
-    (or recv); or `all` of them. An all_reduce of sums, and other collectives that equal two collectives one after the
-    other, are also run as those two.
+    (or recv); or `all` of them. If two other collectives in sequence give the same result, as for an all_reduce of
+    sums, they are run as well.
     """
 
     action: tyro.conf.Positional[Literal["show"]]
@@ -156,7 +156,7 @@ class Collectives:
 
 
 def is_same(found: dict[tuple[str, ...], Shown], name: str) -> bool | None:
-    """Return whether two others in a row gave the result of a collective on every rank; None if they were not run."""
+    """Return whether the pair of `PAIRS` gave the result of a collective on every rank (None: the pair was not run)."""
     double = found.get(PAIRS.get(name, ()))
     return None if double is None else double.after == found[name,].after
 
@@ -189,7 +189,7 @@ def print_shown(console: Console, shown: Shown, says: str, root: int, by: str) -
 
 
 def print_same(console: Console, name: str, double: Shown, *, same: bool) -> None:
-    """Print the tensors before and after two collectives in a row, and whether they equal those of one collective."""
+    """Print the tensors before and after two collectives in sequence, and compare the result with that of one."""
     one, other = double.steps
     table = _table("before", one, other)
     width = _column_width(console, 0, 3)
@@ -202,7 +202,7 @@ def print_same(console: Console, name: str, double: Shown, *, same: bool) -> Non
 
 
 def short(numbers: Numbers, width: int, *, times: bool = False) -> str:
-    """Return the numbers of a tensor as text, with `..` for middle ones that do not fit, and `-` for no tensor.
+    """Return the elements of a tensor as text, with `..` in place of elements that do not fit, and `-` for no tensor.
 
     Args:
         numbers: elements of the tensor, or times if `times` is set.
@@ -250,7 +250,7 @@ def _column_width(console: Console, taken: int, columns: int) -> int:
 
 
 def _joint(rank: int, middle: int, ends: Collection[int], *, left: bool, right: bool) -> str:
-    """Return the sign where a rank's line meets the vertical line, which reaches from the middle to all ends."""
+    """Return the character where a rank's line meets the vertical line, which connects the middle with all ends."""
     top, bottom = min(middle, *ends), max(middle, *ends)
     up, down = top < rank <= bottom, top <= rank < bottom
     return BOXES["L" * left + "R" * right + "U" * up + "D" * down]

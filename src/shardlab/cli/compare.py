@@ -53,7 +53,7 @@ NOTE = (
 )
 
 NEGLIGIBLE = 1e-3
-"""Share of a rank's time below which a kind of op is left out, if it is so in the prediction and the measurement."""
+"""Share of a rank's time. A kind of op is left out if its predicted and its measured share are smaller."""
 
 _SIDES = ("predicted", "measured")
 
@@ -149,10 +149,10 @@ class TracedRun:
     """Traced run of `shardlab train`, with its prediction.
 
     Attributes:
-        settings, job: what was trained, as written in the trace and as a job.
+        settings, job: training job, as the trace stores it and as an object.
         checked: the program that ran.
-        measured: its measurement.
-        estimate: the prediction (None: no cluster is given, and this machine was not measured).
+        measured: measurement of the run.
+        estimate: prediction of the step (None: no cluster is given, and this machine was not measured).
         prices: prices of the prediction, if there is one.
         limit: limit of the recipe's framework that the plan exceeds ("": none).
     """
@@ -179,7 +179,7 @@ def traced_run(folder: Path, cluster: str | None, recipe: str | None, *, other_m
         other_machine: whether a profile of another machine is accepted.
 
     Raises:
-        UserError: if there is no trace that can be read, or no such cluster or recipe.
+        UserError: if the folder has no readable trace, or the cluster or the recipe does not exist.
     """
     trace = read_trace(folder)
 
@@ -198,7 +198,7 @@ def traced_run(folder: Path, cluster: str | None, recipe: str | None, *, other_m
 
 
 def run_figures(run: PastRun, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a run for a comparison: those at its end, and medians of its steps after the warm-up."""
+    """Return the figures of a run for a comparison: its last losses, and medians over its steps after the warm-up."""
     from shardlab.train.run import WARM_UP
 
     later = records[min(WARM_UP, len(records) - 1) :]

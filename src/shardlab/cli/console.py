@@ -1,10 +1,10 @@
 """Output of the commands: JSON, tables, facts with labels, help, and error messages.
 
-1. `Report` collects the facts and tables of a result, and prints them on the console or as JSON. It is made of the
-   functions `table_of` and `print_...`.
-2. `print_help` prints the help of a command. tyro names a group of options after the field of a nested dataclass. So
-   for its help, a command is described to tyro a second time, with the same options nested by group (`help_view`): the
-   most used options first, the rest in groups. Command lines are never parsed with this description.
+1. `Report` collects the facts and tables of a result and prints them on the console or as JSON. It uses the functions
+   `table_of` and `print_...`.
+2. `print_help` prints a command's help. tyro names a group of options after the field of a nested dataclass. For the
+   help, each command therefore has a second dataclass, in which the same options are nested by group (`help_view`): the
+   most used options first, the rest in groups. Command lines are never parsed with this dataclass.
 3. `mistakes_as_sentences` turns tyro's error for a wrong command line into one sentence, and `meant_by` suggests the
    option of Shardlab for an option of another framework.
 """
@@ -44,13 +44,13 @@ INDENT = 16
 """Width of a fact's label in characters."""
 
 MOST_WIDTH = 100_000
-"""Width in characters into which every table fits."""
+"""Width of a console in characters that no table exceeds."""
 
 NARROWEST_FOLDED = 12
-"""Least width of folded cells in characters."""
+"""Smallest width of folded cells in characters."""
 
 NARROWEST = 30
-"""Least width of a fact's text in characters, however narrow the terminal is."""
+"""Smallest width of a fact's text in characters, even if the terminal is narrower."""
 
 ONE_LIST = 12
 """Largest number of options that the help shows as one list."""
@@ -86,7 +86,7 @@ def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
 
     Args:
         headings: headings of the columns.
-        words: number of leading columns, which hold text and are aligned left. The others are aligned right.
+        words: number of columns with text. They come first and are aligned left; the others are aligned right.
         gap: spaces between columns.
     """
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
@@ -98,7 +98,7 @@ def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
 def print_fact(
     console: Console, label: str, text: str, style: str = "", figure: str = "", *, indent: int = INDENT
 ) -> None:
-    """Print a label, perhaps a figure, and a text, which is wrapped below itself at the width of the terminal."""
+    """Print a label, an optional figure, and a text that is wrapped, with a hanging indent, at the terminal's width."""
     head = Text.assemble((label.ljust(indent), "dim"), (figure, "bold"), "  " if figure else "")
     style = style or ("dim" if figure else "")
     for line in Text(text, style).wrap(console, max(NARROWEST, console.width - len(head))) or [Text()]:
@@ -107,7 +107,7 @@ def print_fact(
 
 
 def print_figures(console: Console, figures: Sequence[tuple[str, str, str]]) -> None:
-    """Print facts with aligned figures: the label, the figure and the text of each."""
+    """Print facts, each a label, a figure and a text, with the figures aligned."""
     width = max(len(figure) for _, figure, _ in figures)
     for label, figure, text in figures:
         print_fact(console, label, text, figure=figure.rjust(width))
@@ -116,10 +116,10 @@ def print_figures(console: Console, figures: Sequence[tuple[str, str, str]]) -> 
 class Report:
     """Facts and tables of a result, each with its text for the console and its fields for --json.
 
-    `show` renders them in the order in which they were added. The figures of facts in a row are aligned.
+    `show` renders them in the order in which they were added. The figures of consecutive facts are aligned.
 
     Args:
-        rows: rows for --json, if it prints a list instead of an object with fields.
+        rows: rows for --json, if the JSON is a list instead of an object with fields.
 
     Attributes:
         data: fields for --json. Fields that the console does not show are added here.
@@ -138,13 +138,13 @@ class Report:
             label, figure, text: what the console shows (see `print_fact`).
             style: style of the text.
             indent: width of the label in characters.
-            data: the same for --json.
+            data: fields with the same content for --json.
         """
         self._parts.append(Fact(label, text, figure, style, indent))
         self.data |= data
 
     def facts(self, label: str, texts: Iterable[str]) -> None:
-        """Add facts of one label, each on lines of its own. Empty texts are left out."""
+        """Add a fact for each text, with the label on the first one only. Empty texts are left out."""
         for number, text in enumerate(filter(None, texts)):
             self.fact("" if number else label, text)
 
@@ -172,15 +172,16 @@ class Report:
         """Add a table.
 
         Args:
-            columns: function that makes the cell of a row, by heading. The first `words` columns have words, and so has
-                a folded one behind them.
-            rows: rows, which are also the field `key` for --json ("": none).
+            columns: function from a row to its cell, by heading. The first `words` columns and the folded column
+                contain text.
+            rows: rows of the table. For --json they become the field `key`, unless it is "".
             gap: spaces between columns.
-            wrapped: index of a column that is wrapped at words if the terminal, or a line of 80, is too narrow.
-            fields: function that makes the fields of a row for --json.
-            style: function that returns the style of a row.
-            folded: index of a column that is folded, so that no cell is cut, if the terminal is too narrow (None:
-                cells are cut).
+            wrapped: index of a column that is wrapped between words if the table exceeds the terminal's width, or 80
+                characters in a pipe.
+            fields: function from a row to its fields for --json.
+            style: function from a row to its style.
+            folded: index of a column that is folded if the terminal is too narrow. No cell is then truncated (None:
+                cells are truncated).
         """
         table = table_of(*columns, words=words, gap=gap)
         if wrapped is not None:
@@ -224,15 +225,15 @@ class Fact:
 
 
 def print_path(console: Console, label: str, path: Path) -> None:
-    """Print the path of a file that was written, in one line however long it is."""
+    """Print the path of a file that was written. A long path is not wrapped."""
     console.print(Text.assemble((label.ljust(INDENT), "dim"), (str(path), "bold")), soft_wrap=True)
 
 
 def print_whole(console: Console, table: Table, folded: int) -> None:
-    """Print a table without cutting a cell, however narrow the terminal is.
+    """Print a table without truncating a cell, even in a narrow terminal.
 
     Args:
-        folded: index of the column of words that is folded if the terminal is too narrow. In a pipe, none is folded.
+        folded: index of the text column that is folded if the terminal is too narrow. In a pipe, no column is folded.
     """
     width, column = whole_width(table), table.columns[folded]
     if console.is_terminal and width > console.width:
@@ -246,7 +247,7 @@ def print_whole(console: Console, table: Table, folded: int) -> None:
 
 
 def whole_width(table: Table) -> int:
-    """Return the width in characters of a table of which no cell is cut."""
+    """Return the width in characters that a table needs to show every cell whole."""
     return Console(width=MOST_WIDTH, file=StringIO()).measure(table).maximum
 
 
@@ -264,7 +265,7 @@ class Trimmed:
 
 
 def print_help(words: list[str], commands: Mapping[str, type[Any]], description: str) -> None:
-    """Print the help for a command line with -h or --help. If another word of the line is wrong, return.
+    """Print the help for a command line with -h or --help. If the line has another mistake, print nothing.
 
     Args:
         words: words of the command line.
@@ -272,7 +273,7 @@ def print_help(words: list[str], commands: Mapping[str, type[Any]], description:
         description: description of the program.
 
     Raises:
-        SystemExit: after the help was printed.
+        SystemExit: after the help is printed.
     """
     if words[0] in commands:
         kinds, about = {**commands, words[0]: help_view(words[0], commands[words[0]])}, dict[str, str]()
@@ -328,10 +329,10 @@ def help_view(name: str, kind: type[Any]) -> type[Any]:
 
 @contextlib.contextmanager
 def mistakes_as_sentences() -> Generator[None, None, None]:
-    """Refuse a wrong command line in one sentence, in this context, instead of the box that tyro prints.
+    """Raise tyro's errors about a command line as one sentence, in place of the box that tyro prints.
 
     Raises:
-        UserError: with this sentence.
+        UserError: with the sentence.
     """
 
     def refuse(event: parse_errors.ParseErrorEvent) -> None:
@@ -342,7 +343,7 @@ def mistakes_as_sentences() -> Generator[None, None, None]:
 
 
 def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
-    """Return the sentence about a mistake that tyro found in a command line."""
+    """Return a sentence about an error that tyro found in a command line."""
     match event:
         case parse_errors.InvalidChoice(argument=option, value=given, choices=choices):
             return f"{option.display_name()} is {given!r}; {suggest_name(given, sorted({*choices} - {'None'}))}"
@@ -369,13 +370,13 @@ def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
 
 
 def meant_by(word: str, flags: Collection[str]) -> str:
-    """Return the second half of a sentence about an option that a command does not have.
+    """Return a suggestion for an option that a command does not have, as the second half of a sentence.
 
     >>> meant_by("--lr", ["--layers", "--learning-rate"])
     'did you mean --learning-rate?'
 
     Args:
-        word: option as it was given, with or without a value after =.
+        word: option as the user wrote it, with or without a value after =.
         flags: options of the command.
     """
     given = word.partition("=")[0].lower().replace("_", "-")
@@ -387,9 +388,9 @@ def meant_by(word: str, flags: Collection[str]) -> str:
 
 
 def unreadable_python(error: BaseException) -> str | None:
-    """Return the path of a file of the running Python that the user has no right to read, if that can explain an error.
+    """Return the path of a file of this Python that the user may not read, if that can explain an error (else None).
 
-    That happens if Python is installed in the home folder of another user, which is closed to others.
+    This happens if Python is installed in another user's private home folder.
     """
     packages = Path(sysconfig.get_path("purelib"))
     paths = [Path(sysconfig.get_path("stdlib")), Path(sys.executable), packages]
@@ -408,7 +409,7 @@ class Option:
         name: name of the field.
         kind: annotation of the field, with its help.
         default: value without the option (MISSING: the option is required).
-        group: group in which it is shown (None: the option has none).
+        group: group of the option in the help (None: it is in no group).
     """
 
     name: str
@@ -424,7 +425,7 @@ class Option:
 
 @dataclass(frozen=True)
 class _Wide:
-    """Table in a given width, whatever the width of the console."""
+    """Table with a fixed width, independent of the console's width."""
 
     table: Table
     width: int
@@ -444,7 +445,7 @@ def _is_denied(path: Path) -> bool:
 
 
 def _options(kind: type[Any]) -> Iterator[Option]:
-    """List the options of a command; the help of `--x` mentions `--no-x`, which has no help of its own."""
+    """List the options of a command, without `--no-x`, which the help of `--x` mentions."""
     hints, helps = get_type_hints(kind, include_extras=True), dict[str, str]()
     for each in kind.__mro__:
         if each.__module__.startswith("shardlab."):

@@ -26,7 +26,8 @@ class Convert:
     """Write the weights of a run as a Hugging Face folder (config.json and safetensors), or the other way round.
 
     GPT-2, Llama and Mixtral are supported, and all models of torchtitan's kinds llama3, qwen3 and deepseek_v3 as its
-    checkpoints (torch.distributed.checkpoint). Every number stays as it is, and memory holds only parts of the model.
+    checkpoints (torch.distributed.checkpoint). Every number is copied exactly. At any time, only parts of the model are
+    in memory.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROM", help_behavior_hint="")]
@@ -45,8 +46,8 @@ class Convert:
     """Largest size of a file, in megabytes. Larger weights are split into several files."""
 
     settings: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """Checkpoint of a run whose settings the new run has. It also gets the state of AdamW, and goes on with train
-    --resume TO."""
+    """Checkpoint with the settings of the new run. The state of AdamW is then converted as well, and train --resume TO
+    continues the run."""
 
     json: Flag = False
     """Print only JSON."""
@@ -95,7 +96,7 @@ class Convert:
 
 
 def _with_settings(folder: Path) -> Path:
-    """Return the checkpoint that a folder is, or the newest one of a run.
+    """Return the folder of a checkpoint: the given one, or the newest one if the folder is that of a run.
 
     Raises:
         UserError: if the folder has no settings.

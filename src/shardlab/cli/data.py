@@ -1,6 +1,6 @@
 """`shardlab data`: convert texts into a folder of tokens for training, and describe such a folder.
 
-The commands `prepare` and `tiny_shakespeare` share the options of `Preparing`, whose `prepared` does the work of both.
+`Prepare` and `TinyShakespeare` share the options of `Preparing`, and its method `prepared`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ NewFolder = Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
 """Path of a folder to create."""
 
 PROGRESS_LINES = 10
-"""Number of lines of progress for each pass in a pipe, where no bar can be drawn."""
+"""Number of progress lines for each pass over the input if stderr is not a terminal."""
 
 QUIET = 10_000_000
-"""Bytes of an input below which no progress is printed in a pipe, because it takes only moments."""
+"""Largest input in bytes for which no progress lines are printed, because it takes only moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class Preparing:
     """Train a byte-pair encoding (BPE) on the text, with up to N tokens, instead of --tokenizer."""
 
     validation: Annotated[float, tyro.conf.arg(metavar="PART")] = 0.1
-    """Fraction of the tokens, at the end, to keep for validation. Whole documents are kept if a document ends
-    nearby."""
+    """Fraction of the tokens, from the end, to use for validation. If a document ends nearby, the split is moved
+    there."""
 
     json: Flag = False
     """Print only the manifest, as JSON."""
@@ -88,7 +88,7 @@ class Prepare(Preparing):
     """text, jsonl, parquet or tokens, if the file names do not tell."""
 
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Field of a JSON line, or column, that holds the text."""
+    """Field of a JSON line, or column of a Parquet file, that contains the text."""
 
     def run(self) -> int:
         if self.train_bpe is not None and self.tokenizer != "bytes":
@@ -202,7 +202,7 @@ def documents_of(path: Path, function: str) -> Documents:
         with reporting_errors_of(path):
             iterator: Iterator[Document] = iter(cast(Any, generator)())
         while True:
-            with reporting_errors_of(path):  # prints of the user's function go to stderr
+            with reporting_errors_of(path):  # output printed by the user's function goes to stderr
                 each = next(iterator, None)
             if each is None:
                 return

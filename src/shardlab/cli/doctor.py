@@ -64,7 +64,7 @@ class Doctor:
         """Examine the hosts and the links.
 
         Returns:
-            The findings, and the world if its ranks found each other; None and None if rank 0 reports for this process.
+            The findings, and the world if its ranks found each other. Both are None if rank 0 reports for this process.
         """
         from shardlab.execute.requirements import gpu_count
         from shardlab.measure.doctor.checks import Finding, check_host, host_facts

@@ -37,13 +37,13 @@ class Eval:
     """Folder of a run, or Hugging Face folder."""
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
-    """Text, file of documents (.jsonl, .parquet), or prepared folder, of which the validation part is used."""
+    """Text, file of documents (.jsonl, .parquet), or validation part of a prepared folder."""
 
     format: Name = None
     """text, jsonl, parquet or tokens, if the file name does not tell."""
 
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Field of a JSON line, or column, that holds the text."""
+    """Field of a JSON line, or column of a Parquet file, that contains the text."""
 
     batches: OptionalCount = None
     """Number of microbatches to evaluate, from the beginning of the text. Default: all."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 
 COLUMNS = ("run", "ended", "steps", "loss", "validation", "strategy", "model", "began", "ranks")
-"""Columns of the list, most important first. In a narrow terminal, the last ones are left out."""
+"""Columns of the list, most important first. In a narrow terminal, columns at the end are left out."""
 
 FEWEST = 5
 """Number of columns that are never left out."""
@@ -140,7 +140,7 @@ def _cells(run: PastRun) -> dict[str, str | Text]:
 
 
 def _last_figures(run: PastRun) -> list[str]:
-    """List the last losses, step time, speed and memory of a run, as far as they are known."""
+    """List those of a run's last losses, step time, speed and memory that are known."""
     figures = (
         (run.last.get("loss"), "loss {:.3f}"),
         (run.validation_loss, "validation loss {:.3f}"),

@@ -1,8 +1,8 @@
 """`shardlab launch -- COMMAND` runs any command as ranks; `shardlab submit -- train ...` submits a job to a scheduler.
 
-Under a launcher, `Launch` becomes the command with the environment that torch.distributed expects. Without one, it
-starts the ranks as processes of this machine. `Submit` writes a job script for SLURM or PBS, which runs a command of
-Shardlab under the scheduler's launcher.
+Under a launcher, the process of `Launch` is replaced by the command, with the environment that torch.distributed
+expects. Without a launcher, `Launch` starts the ranks as processes of this machine. `Submit` writes a job script for
+SLURM or PBS, which runs a command of Shardlab under the scheduler's launcher.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Launch:
     """Run any command as ranks, such as your own script with torch.distributed, with any launcher or none.
 
     Without a launcher, the ranks are processes of this machine, and each line of output begins with its rank. If a rank
-    fails, all ranks are stopped, and the last lines printed are those of the failed rank. Under torchrun, SLURM, PBS or
-    mpiexec, this process becomes the command and sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT and OMP_NUM_THREADS.
+    fails, all ranks are stopped, and the last lines of the failed rank are printed again at the end. Under torchrun,
+    SLURM, PBS or mpiexec, the command replaces this process, with the variables RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS.
     """
 
     command: Annotated[
@@ -149,7 +149,7 @@ class Submit:
     """Queue of PBS."""
 
     partition: Annotated[str | None, tyro.conf.arg(metavar="NAME[,NAME]", help_behavior_hint="")] = None
-    """Partition of SLURM, or several, of which SLURM chooses one; the same as --queue."""
+    """Partition of SLURM, or several from which SLURM chooses; the same as --queue."""
 
     account: Name = None
     """Account that is charged."""
@@ -226,6 +226,6 @@ class Submit:
 
 
 def _parse_flags(command: Sequence[str]) -> dict[str, str]:
-    """Return the flags of a command, each with the word after it."""
+    """Return the flags of a command, each with the argument that follows it."""
     words = [word for flag in command for word in (flag.split("=", 1) if flag.startswith("--") else [flag])]
     return {flag: word for flag, word in pairwise([*words, ""]) if flag.startswith("--")}

@@ -41,10 +41,10 @@ from shardlab.strategies.schedules.steps import Steps
 LAYERS = 8
 
 MICROBATCHES = 8
-"""Sizes of the step whose traffic is shown. With them, every strategy fits on its default number of ranks."""
+"""Microbatches of the step whose traffic is shown. Every strategy accepts this number on its default ranks."""
 
 WIDE = 132
-"""Width of a terminal from which a strategy takes one or two lines. In a narrower one, it takes three or more."""
+"""Smallest terminal width at which strategies are listed in columns, in one or two lines each."""
 
 NOTES = (
     "sends   the rank that sends most in a step: a formula, and its value in the example below; W is the size of all "
@@ -63,7 +63,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Strategies:
-    """List the built-in strategies, in reading order: what each one splits, sends and keeps."""
+    """List the built-in strategies in reading order, with the data that a rank splits, sends and keeps."""
 
     json: Flag = False
     """Print only JSON."""
@@ -228,7 +228,7 @@ def sent_by(entry: StrategyEntry) -> Sent:
 
 
 def sends_text(entry: StrategyEntry) -> str:
-    """Return the formula of what a rank sends, without signs of multiplication, and its value in the example."""
+    """Return the formula of a rank's traffic, without multiplication signs, and its value in the example."""
     sent = sent_by(entry)
     return f"{entry.sends.replace(' * ', ' ')}: {sent}" if sent.traffic.bytes else str(sent)
 
@@ -366,7 +366,7 @@ def hardware_of(name: str) -> dict[str, Any]:
 
 
 def device_as_json(device: Device) -> dict[str, Any]:
-    """Return the data sheet of a device, and the shares of it that are reached, each with its source."""
+    """Return the data sheet of a device and the reachable shares of its figures, each with its source."""
     figures = {name: asdict(figure) for name, figure in device.efficiency.figures.items()}
     return {
         "name": device.name,
@@ -476,7 +476,7 @@ def as_text(value: Any) -> str:
 
 
 def _provenance(figure: Figure, source: str) -> str:
-    """Return the source of a figure if it is not the given one, what it was fitted to, and its runs."""
+    """Return the source of a figure unless it equals `source`, the target of its fit, and its runs."""
     parts = [
         f"{'assumed' if figure.assumed else 'source'}: {figure.source}" if figure.source not in ("", source) else "",
         f"fitted to: {figure.fitted_to}" if figure.fitted_to else "",

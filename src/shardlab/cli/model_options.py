@@ -1,8 +1,8 @@
 """Options for the model, and for the settings of a training.
 
 `ModelOptions` names a model and changes its fields, most of them by `SizeOptions`. `SettingOptions` has a flag for each
-field of the sections of `shardlab.train.config`. Its flags are made of these fields, so that a new setting needs no
-option.
+field of the sections of `shardlab.train.config`. The flags are generated from these fields, so a new setting gets its
+flag automatically.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def _factor(word: str) -> float:
 
 
 Factor = Annotated[float | None, one_word_option("{FLOAT|none}", _factor, float), tyro.conf.arg(help_behavior_hint="")]
-"""Number, infinity for the word none, or None if the option is left out."""
+"""Number or, for the word none, infinity. None if the option is left out."""
 
 OptionalNumber = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE", help_behavior_hint="")]
 
 OFF_FLAGS = ("no_bias", "untied")
-"""Flags that turn a switch off, which are not fields of a model."""
+"""Flags that turn a switch of the model off. They are not fields of a model."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class SizeOptions:
     """Probability of dropout."""
 
     bias: Flag = False
-    """Keep the biases of linear maps and norms, even if the preset or config file leaves them out."""
+    """Use biases in linear maps and norms, even if the preset or config file leaves them out."""
 
     no_bias: Flag = False
     """Leave out the biases of linear maps and norms."""
@@ -168,13 +168,13 @@ class ModelOptions:
         """Return the model that the options describe.
 
         Args:
-            layers: default number of layers of an architecture without its own sizes.
-            otherwise: default model.
+            layers: default number of layers of an architecture that is named without sizes.
+            otherwise: model to use if neither the options nor `written` name one.
             written: fields of a job file, which are dropped if the options name a model.
-            small: further default sizes of such an architecture, as far as it has these fields.
+            small: further default sizes of such an architecture. Sizes of fields that it lacks are ignored.
 
         Raises:
-            UserError: if there is no such model, or it does not have a field that a flag gives.
+            UserError: if there is no such model, or it lacks a field that a flag sets.
         """
         from shardlab.models.named import unsized, with_written
 
@@ -187,13 +187,13 @@ class ModelOptions:
         return with_written(model, given, name)
 
     def apply(self, model: Blocks, source: str) -> Blocks:
-        """Return a model with the changes by the options. A model that they name replaces it.
+        """Return a model with the fields that the options set. If the options name a model, it replaces this one.
 
         Args:
             source: name of the model in error messages.
 
         Raises:
-            UserError: if the model does not have a field that a flag gives.
+            UserError: if the model lacks a field that a flag sets.
         """
         from shardlab.models.named import with_fields
 
@@ -203,7 +203,7 @@ class ModelOptions:
 
 
 def noted_model(name: str) -> Blocks:
-    """Return the model of a name, and say on stderr which fields of a config.json it leaves out.
+    """Find the model of a name, and print on stderr the fields of its config.json that are ignored.
 
     Raises:
         UserError: if there is no such model.

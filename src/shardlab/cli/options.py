@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MaxSeconds = Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint=f"(default: {MAX_SECONDS:g})")]
-"""Largest CPU time until the next op of a user's program, in seconds. `shardlab.cli.main` enforces it as well."""
+"""Largest CPU time in seconds between two ops of a user's program. `shardlab.cli.main` enforces it."""
 
 Norm = Annotated[float | None, tyro.conf.arg(metavar="NORM", help_behavior_hint="")]
 """Largest norm of a gradient, or None."""
@@ -62,7 +62,7 @@ OWN_MARKS = (
     b"# written by shardlab plan: ",  # TOML
     b'<meta name="generator" content="shardlab">',  # HTML
 )
-"""Marks by which Shardlab recognizes its own files. One of them is near the beginning or the end of each file."""
+"""Marks by which Shardlab recognizes its own files. Each file has one near its beginning or its end."""
 
 MARK_RANGE = 4096
 """Number of bytes at either end of a file in which a mark is looked for."""
@@ -71,7 +71,7 @@ MOST_TOKENS = 16 * 2**20
 """Largest default number of tokens in a step. The default is also at most 16 sequences for each device."""
 
 MOST_DRAWN = 500_000
-"""Largest number of events in a picture, which then takes some seconds to draw."""
+"""Largest number of events in a picture. Drawing so many takes some seconds."""
 
 
 def one_word_option(metavar: str, read: Callable[[str], Any], kind: type) -> PrimitiveConstructorSpec[Any]:
@@ -128,11 +128,11 @@ class Pictures:
     """Options for files that show a step: a drawing of its timeline, and a trace for viewers."""
 
     svg: NewFile = None
-    """Draw the timeline of the step into this file; for a comparison, both timelines; with --passes, the timelines
+    """Draw the timeline of the step into this file. For a comparison, draw both timelines; with --passes, the timelines
     before the first pass and after each pass."""
 
     color_by: Annotated[ColorBy, tyro.conf.arg(metavar="{pass,layer}")] = "pass"
-    """Meaning of the colours: the pass (forward, backward, input gradient, weight gradient), or the layer."""
+    """Colour the boxes by pass (forward, backward, input gradient, weight gradient) or by layer."""
 
     trace: NewFile = None
     """Write the timelines into this file, for Perfetto (ui.perfetto.dev) and Chrome."""
@@ -146,7 +146,7 @@ class Pictures:
         return [path for path in (self.svg, self.trace) if path is not None]
 
     def check(self, example: str) -> None:
-        """Refuse files that cannot be written, two options with the same file, and a user's file without --force.
+        """Refuse a file that cannot be written, the same file for both options, and a user's file without --force.
 
         Raises:
             UserError: in these cases, or if --force is given without a file.
@@ -244,10 +244,10 @@ NAMED_COSTS: dict[str, Prices] = {"teaching": TEACHING_COSTS, "puzzle": PUZZLE_C
 
 
 def costs_of(text: str) -> Prices:
-    """Return the costs with this name, `teaching` or `puzzle`, or those that the text gives.
+    """Parse --costs: the name `teaching` or `puzzle`, or a list of times.
 
-    A text such as `forward=18.5,backward_input=18.1,backward_weight=9.3,send=0.6` gives the time of some ops. Other
-    costs are 0. The unit is any. The time of a send is spent on its link, which carries any number of messages at once.
+    A text such as `forward=18.5,backward_input=18.1,backward_weight=9.3,send=0.6` gives the time of some ops, in any
+    unit. Other costs are 0. A send occupies its link, which carries any number of messages at once.
 
     Raises:
         UserError: for a word that is not NAME=TIME, an unknown name, or a name that is given twice.
@@ -279,14 +279,14 @@ def check_new_file(
 ) -> None:
     """Refuse to write a file whose folder is missing, or that exists and was not written by Shardlab.
 
-    Commands call this before any work, so that a wrong path does not cost minutes.
+    Commands call this first, so that a wrong path is reported before minutes of work.
 
     Args:
         option: option that names the file.
         path: path of the file (None: no file is requested).
         example: name of a file for the error message.
         force: replace any existing file.
-        content: bytes to write, for a file without one of `OWN_MARKS`. A file with these bytes may exist already.
+        content: bytes to write, if they contain none of `OWN_MARKS`. An existing file with the same bytes is accepted.
 
     Raises:
         UserError: if the folder is missing, the path is a folder, or the file belongs to a user or another program.
@@ -306,7 +306,7 @@ def check_new_file(
 
 @contextmanager
 def writing(option: str, path: Path) -> Generator[None]:
-    """Report an error of the operating system in this context as a mistake of the user.
+    """Turn errors of the operating system in this context into a `UserError`.
 
     Raises:
         UserError: with the option, the file and the reason.
@@ -363,7 +363,7 @@ def _parse_time(name: str, text: str) -> float:
 
 
 def _is_replaceable(path: Path, content: bytes | None) -> bool:
-    """Return whether a file can be replaced without loss, because it is empty or Shardlab wrote it."""
+    """Return whether a file can be replaced without loss: it is empty, or Shardlab wrote it."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -52,7 +52,7 @@ class PassesCommand:
 def add_passes(report: Report, passed: Sequence[PassResult], time_text: Callable[[float], str]) -> None:
     """Add the end of the step and the peak memory before the first pass and after each pass to a report.
 
-    The field `settled` is the value of --passes that makes the same program with any prices.
+    The JSON field `settled` is a value of --passes that gives the same program with any prices.
 
     Args:
         passed: program as written, and after each pass. If it is empty, nothing is added.
@@ -77,7 +77,7 @@ def add_passes(report: Report, passed: Sequence[PassResult], time_text: Callable
 
 
 def useless_offload(passed: Sequence[PassResult]) -> str:
-    """Return a warning if offloading does not lower the peak memory, otherwise an empty text."""
+    """Return a warning if offloading does not lower the peak memory ("": it does)."""
     for before, after in pairwise(passed):
         if after.name == OFFLOAD and after.setting and after.peak >= before.peak:
             return (

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 PLOTS = (".svg", ".png", ".pdf")
-"""Formats of a plot. Files of each carry the mark by which Shardlab recognizes them."""
+"""Formats of a plot. Shardlab writes a mark into such files, by which it recognizes its own."""
 
 ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in the user's cache)")]
 """Path of the profile, or None for the default."""
@@ -63,7 +63,7 @@ class Measuring:
     """Save the fit in this machine's profile."""
 
     profile: ProfileFile = None
-    """Profile file. A profile that is kept elsewhere is named FILE.json, and --cluster accepts it."""
+    """Path of the profile. The name must end in .json, so that --cluster accepts it."""
 
     plot: NewFile = None
     """Draw the measurements into this file."""
@@ -91,8 +91,8 @@ class Measuring:
 
         Args:
             ranks: number of ranks.
-            function: `function(rank, device, bench, file)` writes points into the file, and returns whether this
-                process reports them.
+            function: `function(rank, device, bench, file)` runs on each rank. It writes points into the file, and
+                returns whether this process reports them.
             bench: sizes to measure.
             show: function that adds the points to a report; its last argument is --verbose.
             draw: function that draws the points into a file.
@@ -172,14 +172,14 @@ class BenchCollectives(Measuring):
     """Time every collective at every size, as nccl-tests does, check its results, and fit latency and bandwidth."""
 
     ranks: OptionalCount = None
-    """Number of ranks. Groups of every divisor are measured. Default: one for each GPU, or else each core, but at least
-    two."""
+    """Number of ranks. Groups of every size that divides it are measured, too. Default: one for each GPU, or else each
+    core, but at least two."""
 
     min: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "1KB"
-    """Smallest size of the whole value."""
+    """Smallest size of the whole tensor."""
 
     max: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "64MB"
-    """Largest size of the whole value."""
+    """Largest size of the whole tensor."""
 
     factor: Count = 4
     """Ratio of each size to the previous one."""

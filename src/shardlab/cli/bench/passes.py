@@ -1,4 +1,4 @@
-"""`shardlab bench strategies --each-pass`: the predicted and the measured gain of each pass on each strategy.
+"""`shardlab bench strategies --each-pass`: predict and measure the gain of each pass on each strategy.
 
 `passes_row` chooses the passes of a strategy by this machine's prices, and times the program after each of them.
 `add_passes` adds the gains.
@@ -49,7 +49,7 @@ def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> Passes
 
 
 def settle_pair(pair: StrategyPair, size: Size, ranks: int) -> StrategyPair:
-    """Return a pair with the passes, and their settings, that help by this machine's prices."""
+    """Return a pair with the passes that help by this machine's prices, and with their settings fixed."""
     if pair.passes == "none":
         return pair
     passed, _ = run_passes_here(load(pair.name), pair.job(size, ranks), pair.passes, lenient=True)
@@ -87,8 +87,8 @@ class PassesRow:
     """Passes of one of our strategies with one size of the model.
 
     Attributes:
-        pair, size: pair of strategies, of which ours is timed, and size of the model.
-        passed: program as written, and after each pass.
+        pair, size: pair of strategies, and size of the model. Only Shardlab's strategy of the pair is timed.
+        passed: the program as written, and after each pass.
         device: device whose prices chose the passes and predicted their gains.
         timed: measurements of the program as written and after each useful pass (None: nothing was measured).
         why_not: reason if nothing was measured.
@@ -141,7 +141,7 @@ class PassesRow:
 
 
 def _left(row: PassesRow) -> str:
-    """Return the passes that changed nothing, with the reason for those that were named."""
+    """Return the passes that changed nothing. If the user named a pass, the reason is added."""
     named = {each.name for each in named_passes(row.pair.passes) if each.by_name}
     left = [f"{each.name} ({each.why_not})" if each.name in named else each.name for each in row.passed if each.why_not]
     return f"nothing to do, or to gain: {', '.join(left)}" if left else ""

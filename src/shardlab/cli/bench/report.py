@@ -1,7 +1,7 @@
-"""Output of the benches: one screen, and with --verbose, tables of every point and every rate before it.
+"""Output of `shardlab bench`: one screen, preceded with --verbose by tables of every point and every rate.
 
-`add_collectives` and `add_compute` add the measurements of the profile and the quality of its fit. `add_rows` adds the
-ratios of `shardlab bench strategies`, and the parts of each step.
+`add_collectives` and `add_compute` show the measurements of the profile and the quality of its fit. `add_rows` shows
+the ratios of `shardlab bench strategies`, and the parts of each step.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def add_sizes(report: Report, measured: Sequence[CollectivePoint]) -> None:
 
 
 def add_overlap(report: Report, points: Sequence[OverlapPoint]) -> None:
-    """Add how much time every collective adds to a step that computes, and how much of it compute hides."""
+    """Add a table of the time by which each collective lengthens a step, and the share that compute hides."""
     if not points:
         return
     table = table_of("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", gap=1)
@@ -167,7 +167,7 @@ def add_overlap(report: Report, points: Sequence[OverlapPoint]) -> None:
 
 
 def hidden_text(share: float) -> str:
-    """Return a hidden share as text. Noise of the timings gives shares below 0 or above 1, which are clipped."""
+    """Return a hidden share as text. Shares below 0 or above 1, which come from timing noise, are clipped."""
     return "none" if share < 0 else f"{min(share, 1.0):.0%}"
 
 
@@ -186,7 +186,7 @@ def add_layers(report: Report, layers: Sequence[LayerPoint], peaks: dict[tuple[s
     sizes = len({key[1:] for key in rows})
     before = ""
     for (layer, width, sequences, tokens, dtype), ops in sorted(rows.items(), key=lambda row: row[0]):
-        if not ops.keys() & set(PASSES):  # drawing a batch and adding a gradient are in the fit alone
+        if not ops.keys() & set(PASSES):  # only the fit has drawing a batch and adding a gradient
             continue
         if before and layer != before and sizes > 1:
             table.add_row()

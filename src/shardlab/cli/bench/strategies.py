@@ -1,7 +1,7 @@
 """`shardlab bench strategies`: time Shardlab's strategies and PyTorch's own implementations side by side.
 
-A row is a pair of strategies with one size of the model. With --each-pass, it is one strategy before and after each
-pass (`passes.py`). The measurement is in `shardlab.measure.side_by_side`.
+A row of the result compares a pair of strategies at one size of the model. With --each-pass, a row compares one
+strategy before and after each pass (`passes.py`). The measurement is in `shardlab.measure.side_by_side`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class BenchStrategies:
         return 1 if any(row.failed for row in rows) else 0
 
     def _check(self) -> None:
-        """Refuse options that cannot be run, before anything is timed.
+        """Refuse options that cannot work, before anything is timed.
 
         Raises:
             UserError: with the reason.

@@ -22,7 +22,7 @@ class Explain:
 
     The file may be a torchtitan TOML or the script that starts it, a shell script or list of Megatron-LM arguments, a
     YAML of NeMo, nanotron or accelerate, or a JSON of DeepSpeed, with the arguments of the training program after --.
-    Keys that are not understood are named. Each change is one key of that file, tried with a forecast.
+    Keys that are not understood are listed. Each change concerns one key of the file, and its effect is predicted.
     """
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="")]
@@ -34,8 +34,8 @@ class Explain:
     """Arguments that replace those of the file, and NAME=VALUE for variables of a script."""
 
     cluster: Annotated[Name, tyro.conf.arg(help_behavior_hint="(default: the number that the file gives)")] = None
-    """Devices and their number, such as h100x64, or path/to/cluster.toml. If the file gives the number, the device is
-    enough: h100."""
+    """Type and number of devices, such as h100x64, or path/to/cluster.toml. The type alone (h100) is enough if the file
+    gives the number."""
 
     framework: Annotated[Name, tyro.conf.arg(help_behavior_hint="(default: as the contents show)")] = None
     """Framework of the file: torchtitan, megatron, nemo, nanotron, deepspeed or accelerate."""
@@ -47,9 +47,9 @@ class Explain:
     """Memory of each device that the step may use, such as 72GiB."""
 
     measured: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE|LOG", help_behavior_hint="")] = ()
-    """Figures of the run: step=2.4s, tokens/s=52000, tokens/s/device=6500, memory=71GiB (nvidia-smi's), reserved=70GiB,
-    allocated=62GiB or mfu=38%; or a log of torchtitan, Megatron-LM or nanotron. The report then says what could explain
-    the difference."""
+    """Figures of the measured run: step=2.4s, tokens/s=52000, tokens/s/device=6500, memory=71GiB (nvidia-smi's),
+    reserved=70GiB, allocated=62GiB or mfu=38%; or a log of torchtitan, Megatron-LM or nanotron. The report then says
+    what could explain the difference."""
 
     changes: Annotated[int, tyro.conf.arg(metavar="N")] = 6
     """Largest number of changes that are shown. 0 tries none."""
@@ -87,7 +87,7 @@ class Explain:
         return 0
 
     def _cluster(self, config: Config) -> Cluster:
-        """Return the cluster: that of the option, or its device in the number that the file gives.
+        """Return the cluster of the option. If the option names only a device, the file gives the number of devices.
 
         Raises:
             UserError: if the devices or their number are not known.

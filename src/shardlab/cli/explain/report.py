@@ -23,10 +23,10 @@ from shardlab.simulate.predict.memory import DeviceMemory
 from shardlab.simulate.predict.memory_advice import broken_limit
 
 MOST_TRACE_SECONDS = 20.0
-"""Longest time for finding out what a step's time goes to."""
+"""Time limit in seconds for the trace that divides the step's time into its causes."""
 
 NAMED_KEYS = 6
-"""Largest number of keys that are named where more are counted."""
+"""Largest number of keys that are named. Further keys are only counted."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class ExplainReport:
     """Report of a configuration.
 
     Attributes:
-        step, found: the step and its forecast.
-        sure: how sure the predicted time and memory are.
-        trials: changes that help, the best first.
+        step, found: step of the configuration, and its forecast.
+        sure: expected errors of the predicted time and memory.
+        trials: changes that help, best first.
         most: largest number of changes that are shown.
-        comparison: the measured step beside the prediction (None: it is not measured).
+        comparison: comparison of the measured step with the prediction (None: no measurement is given).
     """
 
     step: FrameworkRun
@@ -162,7 +162,7 @@ class ExplainReport:
         }
 
     def _other_batch(self, trial: Trial) -> str:
-        """Return the global batch of a change that has another one, in words."""
+        """Return the global batch of a change in words, if it differs from the batch of the configuration."""
         sequences = trial.step.sequences
         return "" if sequences == self.step.sequences else f", a global batch of {sequences:,}"
 
@@ -209,7 +209,7 @@ def _verdict(memory: DeviceMemory) -> str:
 
 
 def _add_comparison(report: Report, found: Comparison) -> None:
-    """Add the measured figures, their differences to the prediction, and what could explain them."""
+    """Add the measured figures, their differences from the prediction, and possible explanations."""
     report.line()
     time, memory = found.time_difference, found.memory_difference
     if found.seconds is not None and time is not None:
@@ -241,7 +241,7 @@ def _add_comparison(report: Report, found: Comparison) -> None:
 
 
 def _explained(found: Comparison, hypothesis: Hypothesis) -> str:
-    """Return how much of the difference in time a hypothesis explains, in words ("": it does not explain any)."""
+    """Return in words how much of the difference in time a hypothesis explains ("": nothing)."""
     whole = (found.seconds or 0.0) - found.predicted_seconds
     part = hypothesis.seconds - found.predicted_seconds
     if part * whole <= 0:
@@ -261,7 +261,7 @@ def _keys(settings: Sequence[Setting]) -> str:
 
 
 def _some(texts: Sequence[str]) -> list[str]:
-    """Return the first texts, and the number of the others."""
+    """Join the first texts, and add the number of the remaining ones."""
     left = len(texts) - NAMED_KEYS
     return [*texts[:NAMED_KEYS], *([f"{left} more (--verbose lists all)"] if left > 0 else [])]
 

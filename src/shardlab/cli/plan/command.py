@@ -1,8 +1,8 @@
 """`shardlab plan --model NAME --cluster NAME`: find the fastest plan that fits, and explain the choice.
 
-`PlanCommand.run` makes a `Problem` of the options, searches with `shardlab.planner.choose`, and prints the choice. With
---grade it rates instead the choices that predictions make among measured runs. `SearchLine` shows the progress of the
-search on a terminal.
+`PlanCommand.run` converts the options into a `Problem`, searches with `shardlab.planner.choose`, and prints the choice.
+With --grade, it instead grades the choices that predictions would make among measured runs. `SearchLine` shows the
+progress of the search on a terminal.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ELSEWHERE = {
 """Error messages for options that other commands have and this one does not."""
 
 LOADING = 0.5
-"""About the seconds in which the command is loaded, which --seconds include."""
+"""Approximate time in seconds for loading the command. --seconds includes it."""
 
 REFRESHED = 0.1
 """Seconds between two updates of the search's progress."""
@@ -104,8 +104,8 @@ class PlanCommand:
     """Sequences of a microbatch (default: chosen by the search)."""
 
     precision: Name = None
-    """fp32, tf32, bf16, bf16-fp32-grads, bf16-params, fp16, fp8 or mxfp8; or several with commas, of which the search
-    chooses the fastest (default: as the recipe does)."""
+    """fp32, tf32, bf16, bf16-fp32-grads, bf16-params, fp16, fp8 or mxfp8; or several with commas, from which the search
+    takes the fastest (default: that of the recipe)."""
 
     optimizer: Annotated[Optimizer | None, tyro.conf.arg(help_behavior_hint="(default: adamw)")] = None
     """Optimizer, which determines the size of the optimizer state."""
@@ -130,8 +130,7 @@ class PlanCommand:
     """Largest number of expert-parallel ranks."""
 
     max_dp_shard: OptionalCount = None
-    """Largest number of dp_shard ranks that share weights, gradients or optimizer state. The limit does not apply to
-    ranks that share nothing."""
+    """Largest size of dp_shard in plans that shard weights, gradients or optimizer state over it."""
 
     max_micro_batch_size: OptionalCount = None
     """Largest number of sequences of a microbatch."""
@@ -141,8 +140,8 @@ class PlanCommand:
     printed."""
 
     forecasts: OptionalCount = None
-    """Largest number of plans to simulate. The result then does not depend on the speed of this machine, unless
-    --seconds end before."""
+    """Largest number of plans to simulate. If the search ends before --seconds, the result does not depend on the speed
+    of this machine."""
 
     top: Count = 3
     """Number of runners-up to list."""
@@ -157,11 +156,11 @@ class PlanCommand:
 
     write: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Write the chosen plan into this folder as files of the recipe's framework, such as torchtitan's TOML file or a
-    script with Megatron-LM's arguments. What cannot be said there stands in a comment."""
+    script with Megatron-LM's arguments. Settings that the framework lacks are listed in a comment."""
 
     search_schedule: OptionalNumber = None
-    """Afterwards, search pipeline schedules for the best pipeline plans for so many seconds, and tell what they gain
-    (see `shardlab schedule search`)."""
+    """Afterwards, search schedules for the best pipeline plans for this many seconds, and report the gains (see
+    `shardlab schedule search`)."""
 
     measure: OptionalCount = None
     """Suggest at most N plans to measure next: those whose measured step times could change the choice, each with its
@@ -172,7 +171,7 @@ class PlanCommand:
     with measured_seconds filled in."""
 
     grade: Annotated[Path | None, tyro.conf.arg(metavar="RUNS.json", help_behavior_hint="")] = None
-    """Instead of a search, grade the predictions on a file of measured runs, as validate reads it. For each model and
+    """Do not search, but grade the predictions on a file of measured runs in the format of validate. For each model and
     number of devices, choose the run with the fastest prediction, and compare its measured speed with that of the best
     run."""
 
@@ -242,7 +241,7 @@ class PlanCommand:
 
         Args:
             problem: the problem that the options describe.
-            began: time at which --seconds began, of `time.monotonic`.
+            began: start of --seconds, as a value of `time.monotonic`.
             measured: as for `choose`.
         """
         from shardlab.planner.choose import choose
@@ -254,7 +253,7 @@ class PlanCommand:
             return choose(problem, processes, budget=budget, on_progress=progress, measured=measured)
 
     def _require_no_search_options(self, runs: Path) -> None:
-        """Refuse options of the search, which --grade does not run: all but --grade, --recipe and --json.
+        """Refuse options of the search together with --grade, which accepts only --recipe and --json.
 
         Raises:
             UserError: with these options.
@@ -266,7 +265,7 @@ class PlanCommand:
             raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
 
     def problem(self, request: StepRequest | None = None) -> Problem:
-        """Make the planning problem of a request (None: that of the options).
+        """Make the planning problem of a request (None: the request of the options).
 
         Raises:
             UserError: for unknown names, and values that contradict each other.
@@ -289,7 +288,8 @@ class PlanCommand:
     def commands_for(self, choice: PlanChoice) -> dict[str, str]:
         """Return the commands that simulate and train the chosen plan.
 
-        Plans of another framework, and those with a precision or a recomputation of predictions, are not trained.
+        The command for training is left out if the plan is for another framework, or has a precision or a recomputation
+        that only predictions support.
         """
         from shardlab.planner.describe import simulate_flags, train_command
         from shardlab.simulate.predict.recipe import OWN
@@ -304,7 +304,7 @@ class PlanCommand:
         return texts
 
     def job_text(self, choice: PlanChoice) -> str:
-        """Return the job file of a chosen plan, which begins with the commands that run it as comments."""
+        """Return the job file of a chosen plan. It begins with comments: the commands that run the plan."""
         problem, candidate, request = choice.problem, choice.best.candidate, StepRequest.of(self)
         batch = f"{counted(problem.sequences, 'sequence')} a step in microbatches of {candidate.micro_batch_size}"
         what = f"for {request.model} on {problem.cluster}: {batch}, in {candidate.precision.name}"
@@ -314,7 +314,7 @@ class PlanCommand:
         return "\n".join([*lines, as_toml(request.as_tables(candidate.plan, candidate.precision.name, *size))])
 
     def _problem_words(self) -> str:
-        """Return the options that give the model, the cluster and the recipe, for another command."""
+        """Return the options for the model, the cluster and the recipe, for another command line."""
         same = ("config", "model", "layers", "sequence", "cluster", "memory", "recipe")
         other = ["--other-machine"] if self.other_machine else []
         switches = ["--switch", *self.switch] if self.switch else []
@@ -322,14 +322,14 @@ class PlanCommand:
         return shlex.join([*words, *self.sizes.words(), *switches, *other])
 
     def _words_of(self, flags: Mapping[str, object]) -> list[str]:
-        """Return the words of the given options, and of --optimizer if it is not the default."""
+        """Return these options as words of a command line, and --optimizer unless it is the default."""
         given = {name: value for name, value in flags.items() if value is not None}
         if self.optimizer not in (None, "adamw"):
             given["optimizer"] = self.optimizer
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
     def _model_words(self) -> str:
-        """Return the options of `shardlab train` that give the model and the optimizer."""
+        """Return the options of `shardlab train` for the model and the optimizer."""
         flags = {"config": self.config, "model": self.model, "layers": self.layers, "seq-len": self.sequence}
         return shlex.join([*self._words_of(flags), *self.sizes.words()])
 
@@ -342,7 +342,7 @@ class PlanCommand:
 
 
 class SearchLine:
-    """Live line with the progress of a search. It is shown only on a terminal.
+    """Live line with the progress of a search, shown only on a terminal.
 
     The value of the context is the callback of the search.
 
@@ -352,7 +352,7 @@ class SearchLine:
 
     def __init__(self, console: Console) -> None:
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        # No thread may refresh it: workers are forked while it is shown
+        # no thread may refresh the line, because workers are forked while it is shown
         self._progress = Progress(
             *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
         )

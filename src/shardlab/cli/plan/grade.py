@@ -1,7 +1,8 @@
-"""`shardlab plan --grade RUNS.json`: compare predicted choices with measured runs, for each cell and in total.
+"""`shardlab plan --grade RUNS.json`: compare the choices of predictions with measured runs, by cell and in total.
 
-A cell is a model on a number of devices, of which several configurations were run. `print_grades` predicts all of them
-and prints the regret of each choice. The grades themselves are in `shardlab.planner.grade`.
+A cell is a model on a number of devices, for which several configurations were measured. `print_grades` predicts all
+configurations, and prints the regret of choosing the fastest prediction. The grades themselves are in
+`shardlab.planner.grade`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from shardlab.planner.published.records import GIB, read_rows
 from shardlab.simulate.predict.recipe import Recipe
 
 MANY_NODES = 64
-"""Number of nodes from which a cell counts as large. The figures are also printed without large cells, in which the
-noise of measurements exceeds most differences between plans."""
+"""Smallest number of nodes of a large cell. The figures are also printed without large cells, because in them the noise
+of measurements exceeds most differences between plans."""
 
 FIGURES: dict[str, Callable[[Grades], str]] = {
     "mean regret": lambda grades: f"{grades.regret:.1%}",
@@ -46,7 +47,7 @@ NOTE = (
 
 
 def print_grades(runs: Path, recipe: Recipe | None, *, json: bool) -> None:
-    """Predict all configurations of a file, and print the grades of the resulting choices.
+    """Predict all configurations of a file, and print the grades of the choices that follow.
 
     Args:
         runs: file of measured runs.

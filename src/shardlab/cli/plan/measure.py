@@ -1,4 +1,4 @@
-"""Experiments of `shardlab plan`: which plans to measure next, and what measured steps say.
+"""Experiments of `shardlab plan`: suggest plans to measure, and correct the predictions by measured steps.
 
 For `--measure N`, `commands` and `add_experiments` suggest plans whose measured times could change the choice. For
 `--measured`, `read_measured` reads steps from folders of runs and from the JSON of `--measure --json`, and
@@ -46,11 +46,11 @@ SECONDS = "measured_seconds"
 """JSON field of an experiment that the user fills in: a number of seconds, or "out of memory"."""
 
 OUT_OF_MEMORY = re.compile("out of memory|[Cc]an(no|')t allocate memory|MemoryError")
-"""Pattern in the error of a run that ran out of memory: of torch on a GPU or CPU, of Python, or of a killed rank."""
+"""Pattern of out-of-memory errors: those of torch on a GPU or CPU, of Python, and of a killed rank."""
 
 
 def commands(experiments: list[Experiment], problem: Problem, words: str) -> list[tuple[str, Path]]:
-    """Return the command that runs each experiment, and the new folder of its run.
+    """Return the command and the new run folder of each experiment.
 
     For plans of another framework, the list is empty.
 
@@ -159,7 +159,7 @@ def add_ran_out(report: Report, found: Results) -> None:
 
 
 def time_error_text(choice: PlanChoice) -> str:
-    """Return the expected error of the chosen plan's time as text."""
+    """Return the expected error of the chosen plan's predicted time as text."""
     model, known = choice.error_model, choice.confidence[0]
     now = str(known)
     if model is not None and model.measured:
@@ -177,7 +177,7 @@ def read_measured(paths: Sequence[Path], problem: Problem, model: str, cluster: 
         model, cluster: names of the model and the cluster.
 
     Raises:
-        UserError: for other files, and for results of another model, batch or cluster.
+        UserError: for a file in another format, and for results of another model, batch or cluster.
     """
     steps: list[MeasuredStep] = []
     for path in paths:
@@ -229,10 +229,10 @@ def _read_run(folder: Path, record: dict[str, Any], problem: Problem, model: str
     if others := [name for name in sorted(devices) if not _is_device(name, problem)]:
         raise UserError(f"{folder} ran on {others[0]}, and {cluster} is {problem.cluster}; leave it out")
     times: list[float] = []
-    with suppress(OSError, ValueError, KeyError):  # the last line may be torn
+    with suppress(OSError, ValueError, KeyError):  # the last line may be incomplete
         for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
             times.append(float(json.loads(line)["dt"]))
-    plan = replace(job.strategy, passes=None)  # the planner's plans are as they were written
+    plan = replace(job.strategy, passes=None)  # as in the planner's plans
     candidate = Candidate(plan, job.micro_batch_size, job.numbers)
     if OUT_OF_MEMORY.search(dict(record.get("ended") or {}).get("why", "")):
         return MeasuredStep(candidate, None, str(folder))
@@ -245,7 +245,7 @@ def _read_run(folder: Path, record: dict[str, Any], problem: Problem, model: str
 
 
 def _is_device(name: str, problem: Problem) -> bool:
-    """Return whether the device that a run recorded is the cluster's. CPUs are not told apart."""
+    """Return whether a run recorded the same device as the cluster's. All CPUs count as the same."""
     cluster = problem.cluster
     if cluster.on_cpu:
         return not device_called(name)

@@ -1,8 +1,8 @@
 """Report of `shardlab plan`: the chosen plan on one screen, or with all reasons.
 
-`PlanReport.report` has the plan, its figures, the runners-up and the commands that run it, and with `explain` also the
-mesh, the best plan of each family, the critical path, and the decisions one by one. `PlanReport.fields` are the same
-for other programs, in seconds, bytes and shares.
+`PlanReport.report` shows the plan, its figures, the runners-up and the commands that run it. With `explain`, it also
+shows the mesh, the best plan of each family, the critical path, and the reason for each decision. `PlanReport.fields`
+has the same content as JSON, in seconds, bytes and shares.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 PATH_NOTE = "what the step waits for, one after the other: of a message and the compute beside it, only what ends last"
-"""Explanation of the critical path, which has less compute than the step."""
+"""Explanation of the critical path, whose share of compute is smaller than the step's."""
 
 NODE_WIDTH = 10
 """Width of a node's name in characters."""
@@ -51,7 +51,7 @@ CHANGE_TEXTS: dict[Change, str] = {
 """Text for each change of the problem whose gain is reported."""
 
 WIDE = 100
-"""Width of a terminal in which each family and its limit fit into one line."""
+"""Smallest terminal width at which a family and its limit fit into one line."""
 
 BAR = 40
 """Width of the memory bar in characters."""
@@ -64,7 +64,7 @@ SIGNS = {
     "gathered": "g",
     "communication": "c",
 }
-"""Letter of the memory bar for each category of memory. All else is `+`."""
+"""Letter of each category of memory in the memory bar. Other categories are shown as `+`."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class PlanReport:
     """Report of a chosen plan.
 
     Attributes:
-        choice: plan, with the results of the search.
+        choice: chosen plan, with the results of the search.
         model, cluster: names of the model and the cluster.
-        commands: commands that run the plan, by what they do.
+        commands: commands that run the plan, by their purpose.
         top: number of runners-up.
         out: file with the plan, if one was written.
     """
@@ -191,7 +191,7 @@ class PlanReport:
             report.fact(line[:NODE_WIDTH], line[NODE_WIDTH:], indent=NODE_WIDTH)
 
     def _add_misses(self, report: Report) -> None:
-        """Add the families of which no plan was found that fits, and how far their smallest plan is from fitting."""
+        """Add the families in which no plan fits, with the excess memory of their smallest plan."""
         if misses := self.choice.results.misses():
             report.line("\nno plan found that fits", "dim")
         for name, (bytes, _) in misses.items():
@@ -199,7 +199,7 @@ class PlanReport:
             report.line(Text(f"  {name}: the smallest one takes {over} too many"), wrap=False)
 
     def _add_runners_up(self, report: Report) -> None:
-        """Add the plans that are the fastest after the chosen one."""
+        """Add the fastest plans after the chosen one."""
         best, shown = self.choice.best.seconds, self.choice.results.fitting[1 : self.top + 1]
         if not shown:
             return
@@ -219,7 +219,7 @@ class PlanReport:
         report.table(columns, shown, words=2, wrapped=1)
 
     def _add_reasons(self, report: Report) -> None:
-        """Add the critical path, the reason for each choice, and what would help."""
+        """Add the critical path, the reason for each choice, and the gains of changes to the problem."""
         choice = self.choice
         report.line()
         report.fact("critical path", path_text(choice.path) if choice.path else choice.unknown)
@@ -245,7 +245,7 @@ class PlanReport:
 
 
 def add_schedules(report: Report, plans: Sequence[ScheduledPlan]) -> None:
-    """Add the schedules that were searched for the best pipeline plans, with what they gain."""
+    """Add the schedules that were found for the best pipeline plans, with their gains."""
     report.data["schedules"] = [
         {
             "plan": summary(each.candidate),
@@ -276,7 +276,7 @@ def _schedule_text(plan: ScheduledPlan) -> str:
 
 
 def searched(choice: PlanChoice) -> str:
-    """Return how much was searched, and what is known of plans that were not."""
+    """Return the extent of the search, and a lower bound for all plans."""
     found, problem = choice.results, choice.problem
     least = problem.workload(choice.best.candidate).mfu(1.0)
     ended = "" if found.complete else "; the time was up: more --seconds may find a faster one"
@@ -288,7 +288,7 @@ def searched(choice: PlanChoice) -> str:
 
 
 def print_families(choice: PlanChoice, console: Console) -> None:
-    """Print the best plan of each family, and the largest part of its step beside compute."""
+    """Print the best plan of each family, and the largest part of its step other than compute."""
     table = table_of("", "best of each family", "step", "memory", "what limits it", words=2)
     table.columns[1].no_wrap = False
     table.columns[0].no_wrap = table.columns[4].no_wrap = console.width >= WIDE
@@ -350,7 +350,7 @@ def path_text(path: dict[str, float]) -> str:
 
 
 def helps_text(choice: PlanChoice) -> str:
-    """Return how much more memory, links or a larger batch would help."""
+    """Return the gains of more memory, faster links and a larger batch as text."""
     kept = [f"{CHANGE_TEXTS[change]} {gain:+.1%}" for change, gain in choice.helps.items() if change != "memory"]
     words = [f"{' and '.join(kept)} tokens/s with this very plan"] if kept else []
     gain = choice.helps.get("memory")

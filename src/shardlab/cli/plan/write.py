@@ -33,7 +33,7 @@ def check_folder(folder: Path, problem: Problem, *, force: bool) -> None:
         for writer in WRITERS[framework]:
             *others, last = writer.files
             check_new_file("--write", folder / last, last, force=force)
-            if not (folder / last).is_file():  # whose mark stands for the other files, since JSON has no comments
+            if not (folder / last).is_file():  # its mark counts for the other files, since JSON has no comments
                 for name in others:
                     check_new_file("--write", folder / name, name, force=force)
 
@@ -55,7 +55,7 @@ def write_files(folder: Path, choice: PlanChoice, model: str) -> Written:
 
 
 def add_written(report: Report, folder: Path, written: Written) -> None:
-    """Add the written files to a report, and what they cannot say."""
+    """Add the written files to a report, and the settings that they cannot express."""
     report.facts("not said", written.unsaid)
     for name in written.texts:
         report.draw(partial(print_path, label="written to", path=folder / name))
