@@ -1,9 +1,9 @@
 """Options for a plan, a recipe and a cluster, and the strategy that follows from them.
 
-`PlanOptions.entry` combines the name of a strategy, a plan file and flags such as --pp 2 into one strategy. The flags
-are not written out here: `plan_flags` makes one for each axis of the mesh and each field of `Plan`, so that a new field
-needs no option. `checked` traces and checks a strategy. `recipe_called` and `cluster_called` find a recipe and a
-cluster by name.
+`PlanOptions.entry` combines the name of a strategy, a plan file and flags such as --pp 2 into one strategy.
+`plan_flags` generates a flag for each axis of the mesh and each field of `Plan`, so a new field gets its flag
+automatically. `checked` traces and checks a strategy. `recipe_called` and `cluster_called` find a recipe and a cluster
+by name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SwitchWords = Annotated[
         help_behavior_hint="(default: the framework's)",
     ),
 ]
-"""Values of a recipe's switches, as words."""
+"""Values of a recipe's switches, each as the text NAME=VALUE."""
 
 DeviceMemory = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="(default: all of it)")]
 """Memory of each device that a step may use, such as 72GiB."""
@@ -76,8 +76,8 @@ class PlanOptions:
     chooses a plan for this machine."""
 
     offload: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="WHAT=WHERE", help_behavior_hint="")] = None
-    """Keep values on the host or the disk instead of each rank's device: parameters, optimizer, gradients or
-    activations, such as optimizer=host activations=disk."""
+    """Keep parameters, optimizer, gradients or activations on the host or the disk instead of each rank's device, such
+    as optimizer=host activations=disk."""
 
     def given(self) -> dict[str, Any]:
         """Return the values of the given flags, by field.
@@ -109,7 +109,7 @@ class PlanOptions:
 
     @property
     def names_plan(self) -> bool:
-        """Whether a flag is given that applies only to plans, as all flags but --passes do."""
+        """Whether a flag is given that applies only to plans. All flags but --passes do."""
         return bool(self.given().keys() - {"passes"})
 
     def entry(
@@ -121,13 +121,14 @@ class PlanOptions:
         otherwise: int | None = None,
         follows: bool = False,
     ) -> tuple[StrategyEntry, int]:
-        """Return the strategy, with the changes by flags, and its number of ranks.
+        """Return the strategy with the changes that flags make, and its number of ranks.
 
         Args:
-            name, ranks: name of the strategy and number of ranks that flags give (None: none is given).
-            sources: sources before the flags. They count if flags give neither a name, a plan nor a mesh.
-            otherwise: number of ranks if neither flags nor sources give it (None: unknown).
-            follows: whether the mesh is adapted if it has another number of ranks.
+            name, ranks: name of the strategy and number of ranks on the command line (None: not given).
+            sources: sources of lower precedence than the flags, such as a config file. They are used if the flags give
+                neither a name, a plan nor a mesh.
+            otherwise: number of ranks if neither flags nor sources give one (None: unknown).
+            follows: whether to adapt a mesh that has another number of ranks.
 
         Raises:
             UserError: if the flags contradict the strategy, the number of ranks or each other.
@@ -178,7 +179,7 @@ def checked(
 ) -> Checked:
     """Trace a strategy and check it.
 
-    What the user's program prints goes to stderr.
+    Output that the user's program prints goes to stderr.
 
     Args:
         layers: number of layers of the puzzles' model, or sizes of another model.
@@ -200,9 +201,9 @@ def checked(
 
 
 def cluster_called(name: str, *, other_machine: bool, memory: str | None = None) -> Cluster:
-    """Return the cluster of a name, such as `h100x16`, of a file, or of the profile of this machine (`local`).
+    """Return the cluster with a name such as `h100x16`, that of a file, or this machine by its profile (`local`).
 
-    Only a profile needs torch, which identifies this machine.
+    Only a profile needs torch, in order to identify this machine.
 
     Args:
         name: argument of `find_cluster`.
@@ -210,7 +211,7 @@ def cluster_called(name: str, *, other_machine: bool, memory: str | None = None)
         memory: memory of each device that may be used, as the user writes it (None: all of it).
 
     Raises:
-        UserError: for an unknown name, --other-machine without a profile, and more memory than a device has.
+        UserError: for an unknown name, --other-machine without a profile, or more memory than a device has.
     """
     cluster = _find_cluster(name, other_machine=other_machine)
     if memory is None:
@@ -225,7 +226,7 @@ def cluster_called(name: str, *, other_machine: bool, memory: str | None = None)
 
 
 def job_source(path: Path | None) -> ConfigSource:
-    """Return the tables of a job file; none without a file.
+    """Return the tables of a job file, or no tables if the path is None.
 
     Raises:
         UserError: if the file cannot be read, or has an unknown table or field.
@@ -234,13 +235,13 @@ def job_source(path: Path | None) -> ConfigSource:
 
 
 def recipe_called(name: str | None, switches: Mapping[str, str] | None = None) -> Recipe:
-    """Return the recipe of a name or file, or Shardlab's own for None.
+    """Return the recipe with a name or from a file, or Shardlab's own recipe for None.
 
     Args:
         switches: values of its switches.
 
     Raises:
-        UserError: if there is no such recipe or switch. The message has the nearest name.
+        UserError: if there is no such recipe or switch. The message suggests the nearest name.
     """
     from shardlab.simulate.predict.recipe import OWN, find_recipe
 
@@ -248,10 +249,10 @@ def recipe_called(name: str | None, switches: Mapping[str, str] | None = None) -
 
 
 def switches_of(words: Sequence[str]) -> dict[str, str]:
-    """Return the switches that words such as `attention=flash2` give.
+    """Parse switches such as `attention=flash2` into a dictionary.
 
     Raises:
-        UserError: if a word is something else, or a switch is given twice.
+        UserError: if a text has another form, or a switch is given twice.
     """
     given: dict[str, str] = {}
     for word in words:
@@ -273,7 +274,7 @@ JobFile = Annotated[
         help_behavior_hint="",
     ),
 ]
-"""File with a job, of which a command reads the tables that it needs."""
+"""Job file. Each command reads only the tables that it needs."""
 
 Layout = Annotated[PlanOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]
 """Field type of a command that has these flags, without a prefix in their names."""
@@ -308,10 +309,10 @@ NO_LIMITS = limit_flags()
 
 
 def _require_all_axes(axes: dict[str, int], mesh: Mesh, name: str) -> None:
-    """Refuse flags that leave out an axis of the plan's mesh, which would silently undo it.
+    """Refuse flags that give some axes of the plan's mesh but not all, which would silently remove the others.
 
     Raises:
-        UserError: with the axes that are left out.
+        UserError: with the missing axes.
     """
     has = mesh.used
     if forgotten := [axis for axis in has if axis not in axes]:

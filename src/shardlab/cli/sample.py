@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Sample:
     """Continue a text with the weights of a run or a Hugging Face folder, and print it as it is generated.
 
-    The model sees the last tokens, as many as it has positions.
+    The model sees as many of the last tokens as it has positions.
     """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
@@ -37,7 +37,7 @@ class Sample:
     """Text to continue."""
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """Prepared folder, whose tokenizer replaces the one beside the weights."""
+    """Prepared folder whose tokenizer is used in place of the one beside the weights."""
 
     chat: Flag = False
     """Chat with the model until Ctrl-D: each line from stdin is followed by an answer. The template in the model's

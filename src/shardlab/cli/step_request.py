@@ -1,8 +1,8 @@
 """`StepRequest`: a training step on a cluster, as options and a job file describe it.
 
-`simulate` and `plan` make one with `StepRequest.of`, of their options and of the file of --config. Its properties look
-up what these name (the cluster, the model, the recipe) and choose what they leave out (the precision, the batch, the
-number of ranks), so that every command has the same defaults.
+`simulate` and `plan` make one with `StepRequest.of` from their options and the file of --config. Its properties look up
+the cluster, the model and the recipe by name, and choose defaults for the precision, the batch and the number of ranks.
+All commands therefore have the same defaults.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIONS = {
     "precision": {"precision": "precision"},
     "optimizer": {"optimizer": "optimizer", "ema": "ema"},
 }
-"""Options of a request, and the fields of a job file that they override, by table."""
+"""Options of a request by table of a job file, each with the field of the table that it overrides."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class StepRequest:
 
     @classmethod
     def of(cls, command: Any) -> StepRequest:
-        """Return the request of a command: its options, and what they leave out from the job file of --config.
+        """Return the request of a command. The job file of --config supplies values for options that are left out.
 
         Raises:
             UserError: if the file cannot be read, or has an unknown table or field.
@@ -118,7 +118,7 @@ class StepRequest:
 
     @cached_property
     def found_cluster(self) -> Cluster:
-        """The cluster.
+        """Cluster of the request.
 
         Raises:
             UserError: if there is no such cluster, or its devices have less memory.
@@ -130,7 +130,7 @@ class StepRequest:
 
     @cached_property
     def found_model(self) -> Blocks:
-        """The model, with its changed fields.
+        """Model of the request, with its changed fields.
 
         Raises:
             UserError: if there is no such model.
@@ -145,7 +145,7 @@ class StepRequest:
 
     @cached_property
     def found_recipe(self) -> Recipe:
-        """The recipe.
+        """Recipe of the request.
 
         Raises:
             UserError: if there is no such recipe.
@@ -154,7 +154,7 @@ class StepRequest:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions to choose from. `simulate` uses the only one.
+        """Precisions to choose from. `simulate` accepts a single one.
 
         Raises:
             UserError: if there is no such precision, or the devices do not compute in it.
@@ -196,7 +196,7 @@ class StepRequest:
         """Return the problem of choosing a plan for this step.
 
         Args:
-            limits: plans to choose from.
+            limits: limits of the plans to choose from.
         """
         from shardlab.planner.problem import Problem
 
@@ -220,7 +220,7 @@ class StepRequest:
         }
 
     def entry(self) -> tuple[StrategyEntry, int]:
-        """Return the strategy, with the recipe's defaults for what neither flags nor a plan file give, and its ranks.
+        """Return the strategy, with the recipe's values for fields that are not given, and its number of ranks.
 
         Raises:
             UserError: if the flags contradict each other, or the ranks do not fit on the cluster.
@@ -262,6 +262,6 @@ class StepRequest:
 def default_precision(recipe: Recipe, device: Device) -> Precision:
     """Return the precision that a framework uses on a device by default.
 
-    It is bfloat16 if the device has it. The recipe tells whether gradients are then reduced in float32.
+    It is bfloat16 if the device supports it. The recipe tells whether gradients are then reduced in float32.
     """
     return recipe.defaults.with_gradients(BF16) if "bfloat16" in device.flops else FP32

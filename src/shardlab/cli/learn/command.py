@@ -1,7 +1,7 @@
 """`shardlab learn`: write the exercises, watch the current one, and check, explain and train solutions.
 
-Each subcommand is a dataclass. `Watch` is the one that runs without a name: it grades the current exercise's file at
-each save. All but `Init` work in the course folder, which is the working directory.
+Each subcommand is a dataclass. `Watch`, which is the default, grades the current exercise's file at each save. All
+subcommands but `Init` expect the course folder as the working directory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PassedName = Annotated[
 """Name, number or file of a passed exercise; None for the one that was passed last."""
 
 POLL_SECONDS = 0.3
-"""Seconds between two looks at the file that is watched."""
+"""Interval in seconds at which the watched file is checked for changes."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Init:
 
 @dataclass(frozen=True)
 class Watch:
-    """Grade the file of an exercise now and at each save: check it, draw it, compare it with its goals.
+    """Grade the file of an exercise now and at each save: check it, draw it, and compare it with the goals.
 
     If standard output is not a terminal, the file is graded once.
     """
@@ -116,10 +116,10 @@ class Hint:
 
 @dataclass(frozen=True)
 class Reset:
-    """Write the start of an exercise again. Your file is kept beside it."""
+    """Restore the initial file of an exercise. Your file is kept beside it."""
 
     exercise: ExerciseName = None
-    """Exercise to start again."""
+    """Exercise whose file is restored."""
 
     def run(self) -> int:
         folder = _open_folder()
@@ -132,7 +132,7 @@ class Reset:
 
 @dataclass(frozen=True)
 class ListExercises:
-    """List the exercises, and which of them are passed."""
+    """List the exercises with your progress."""
 
     json: Flag = False
     """Print only JSON."""
@@ -223,12 +223,12 @@ class Learn:
 
     @property
     def json(self) -> bool:
-        """Whether the subcommand prints JSON, also about a refusal."""
+        """Whether the subcommand prints JSON, including the JSON of an error."""
         return bool(getattr(self.what, "json", False))
 
     @property
     def elsewhere(self) -> dict[str, str]:
-        """Sentences for names and numbers of exercises that stand where a subcommand belongs."""
+        """Error messages for the name or number of an exercise in place of a subcommand."""
         words = [word for entry in all_entries() for word in (entry.name, str(entry.exercise.number))]
         return {word: f"to work on one exercise, run shardlab learn watch {word}" for word in words}
 
@@ -237,7 +237,7 @@ class Learn:
 
 
 def _open_folder() -> CourseFolder:
-    """Read the course in the working directory, and say on stderr which missing files were written again."""
+    """Read the course in the working directory. Missing files are restored, and named on stderr."""
     folder = CourseFolder.open(Path())
     for file in folder.restored:
         print(f"{file} was missing; its start is written again", file=sys.stderr)
@@ -245,7 +245,7 @@ def _open_folder() -> CourseFolder:
 
 
 def _grade(console: Console, folder: CourseFolder, entry: CourseEntry, name: str | None) -> bool:
-    """Grade the file or the notebook of an exercise and print the result; if it is passed, say what comes next."""
+    """Grade the file or notebook of an exercise, and print the result. If it is passed, name the next exercise."""
     grade = folder.grade(entry, name)
     print_grade(console, grade, str(folder.file(entry, name)))
     if not grade.passed:
@@ -267,7 +267,7 @@ def _require_passed(folder: CourseFolder, entry: CourseEntry) -> None:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """Return what changes when a file is saved; None while there is no file."""
+    """Return a value that changes whenever a file is saved (None: there is no file)."""
     try:
         status = file.stat()
     except OSError:

@@ -21,7 +21,7 @@ RANK_WIDTH = 4
 
 
 def print_grade(console: Console, grade: ExerciseGrade, place: str) -> None:
-    """Print a grade: title, picture, figures beside their goals, the verdict, and one thing to look at next.
+    """Print a grade: title, picture, figures with their goals, verdict, and one suggestion.
 
     Args:
         place: the student's file.
@@ -54,7 +54,7 @@ def title_of(grade: ExerciseGrade) -> str:
 
 
 def published_text(grade: ExerciseGrade) -> str:
-    """Return the figures under the puzzles' costs, the published targets, and those of a solution that misses them."""
+    """Return the figures in the puzzles' costs, the published targets, and a published solution that misses them."""
     assert grade.published is not None
     puzzle, steps, memory = grade.published
     text = (
@@ -115,7 +115,7 @@ def list_report(folder: CourseFolder, entries: Iterable[CourseEntry]) -> Report:
 
 
 def results_report(grades: Sequence[ExerciseGrade], not_started: Set[str] = frozenset()) -> Report:
-    """Return the results of all files. The findings of exercises that are not started stay hidden from a reader."""
+    """Return the results of all files. The console shows no findings for exercises that are not started."""
     report = Report()
     rows = [{**grade_fields(grade), "started": grade.exercise.name not in not_started} for grade in grades]
     report.table(

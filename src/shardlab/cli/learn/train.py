@@ -1,8 +1,8 @@
 """`shardlab learn run`: train a small GPT with a student's program, verify it, and compare prediction and measurement.
 
-The prediction is the timeline of the exercise's costs for this model. Its unit of time is taken from the run: the time
-of the forward passes. So it says how long the step takes if everything else costs what the course says. `shardlab
-compare` predicts from the measured profile of this machine.
+The prediction is the timeline of this model in the exercise's costs. Its unit of time is the measured time of a forward
+pass. It therefore tests whether all other ops cost what the course assumes. `shardlab compare` predicts from the
+measured profile of this machine.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from shardlab.check import Checked
 
 MOST_PROCESSES = 16
-"""Most ranks of a training on this machine. Each is a process."""
+"""Largest number of ranks of a training on this machine. Each rank is a process."""
 
 FEWER_RANKS = 4
-"""Ranks of a data-parallel plan that has more than `MOST_PROCESSES`."""
+"""Number of ranks used for a data-parallel plan with more than `MOST_PROCESSES`."""
 
 STEPS = 20
-"""Default number of training steps. The first ones warm up and are not measured."""
+"""Default number of training steps. The first steps warm up and are not measured."""
 
 HIDDEN_SIZE = 64
 """Width of the model that is trained."""
 
 UNCHANGED = ("--passes", "none")
-"""Words that run a student's program as it is written. By default, ranks run it with every pass that helps."""
+"""Options that run a student's program as written. By default, ranks run it with every pass that helps."""
 
 
 def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) -> int:
@@ -90,9 +90,9 @@ def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) 
 
 
 def _run(command: list[str], *, json: bool) -> int:
-    """Run a command, with its results on stderr for --json, and return its exit status.
+    """Run a command, and return its exit status. With --json, its output goes to stderr.
 
-    Ctrl-C reaches the command as well, which then saves and ends; wait for that.
+    Ctrl-C reaches the command as well. It then saves and ends, and this function waits for it.
     """
     with subprocess.Popen(command, stdout=sys.stderr if json else None) as process:
         try:
@@ -103,10 +103,10 @@ def _run(command: list[str], *, json: bool) -> int:
 
 
 def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
-    """Return the words of a command line that name a student's program, and its number of ranks.
+    """Return the arguments that select a student's program, and its number of ranks.
 
     Raises:
-        UserError: if there are too many ranks, or it is not for a model that can be trained here.
+        UserError: if there are too many ranks, or the program's model cannot be trained here.
     """
     exercise = entry.exercise
     ranks = exercise.mesh.world
@@ -130,7 +130,7 @@ def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
 
 
 def _model_size(entry: CourseEntry) -> dict[str, Any]:
-    """Return the options of a model that is cut as the exercise's is."""
+    """Return the options of a model that is sharded as in the exercise."""
     layers = entry.exercise.layers
     if isinstance(layers, int):
         return {"layers": layers}
@@ -138,12 +138,12 @@ def _model_size(entry: CourseEntry) -> dict[str, Any]:
 
 
 def _with_strategy_flag(words: list[str]) -> list[str]:
-    """Return the words for `train`, which names a strategy by a flag."""
+    """Return the arguments for `train`, in which a flag names the strategy."""
     return words if words[0].startswith("-") else ["--strategy", *words]
 
 
 def _with_mesh(entry: CourseEntry, file: Path) -> Path:
-    """Return a file with the student's program and its mesh: the student's own, if the default mesh is right."""
+    """Return a file with the student's program and its mesh: the student's file itself if the default mesh is right."""
     mesh = entry.exercise.mesh
     if mesh == Mesh(dp_shard=mesh.world):
         return file
@@ -153,7 +153,7 @@ def _with_mesh(entry: CourseEntry, file: Path) -> Path:
 
 
 def _schedule_name(entry: CourseEntry, file: Path) -> str:
-    """Return the name of a student's schedule: of a `Schedule` around it, if a rank has several stages."""
+    """Return the name of a student's schedule, wrapped in a `Schedule` if a rank has several stages."""
     stages = entry.exercise.stages_per_rank
     if stages == 1 or isinstance(getattr(load_module(file), entry.name), Schedule):
         return f"{file}:{entry.name}"
@@ -163,7 +163,7 @@ def _schedule_name(entry: CourseEntry, file: Path) -> str:
 
 
 def _copy_with(file: Path, lines: str) -> Path:
-    """Write a copy of a student's file with more lines at its end, beside the runs, and return its path."""
+    """Write a copy of a student's file with lines appended into the folder of runs, and return its path."""
     copy = file.parent / "runs" / file.name
     copy.parent.mkdir(exist_ok=True)
     write_atomically(copy, f"{file.read_text(encoding='utf-8')}\n\n{lines}")
@@ -216,7 +216,7 @@ def comparison_report(folder: Path) -> Report:
 
 
 def predicted_timeline(checked: Checked, measured: Measured) -> tuple[Timeline, float]:
-    """Return the timeline in seconds that the costs of the course predict, and the seconds of their unit of time."""
+    """Return the timeline in seconds that the costs of the course predict, and their unit of time in seconds."""
     timeline = simulate(checked)
     units = seconds = 0.0
     for events, times in zip(timeline.events, measured.seconds, strict=True):

@@ -1,4 +1,4 @@
-"""Costs of pipeline stages, from words of the command line or a TOML file."""
+"""Costs of pipeline stages, from the text of --costs or from a TOML file."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shardlab.common.files import read_file
 from shardlab.planner.schedule_search.problem import StageCosts
 
 KINDS = ("forward", "input", "weight", "activation", "kept")
-"""Costs of a stage, as `StageCosts` has them."""
+"""Names of a stage's costs, in the order of the fields of `StageCosts`."""
 
 
 @dataclass(frozen=True)
 class CostsFile:
-    """Table of a costs file: a number for each stage.
+    """Contents of a costs file, with one number for each stage.
 
     Attributes:
         forward, input, weight: times of the forward pass and of the two halves of the backward pass.
-        activation: memory of one microbatch.
-        kept: part of it that stays until the weight half (None: all of it).
+        activation: memory of one microbatch's activations.
+        kept: part of this memory that stays until the weight half of the backward pass (None: all of it).
         message: time of a message between two ranks.
         source: where the figures come from.
     """
@@ -36,15 +36,17 @@ class CostsFile:
 
 
 def read_costs(text: str | None, ranks: int, stages_per_rank: int) -> tuple[tuple[StageCosts, ...], float]:
-    """Return the costs of all stages, and the time of a message.
+    """Return the costs of all stages and the time of a message.
 
     Args:
-        text: the path of a TOML file (`CostsFile`); or NAME=VALUE,... with the same names, where a value is that of a
-            rank, which its stages share; or None. Times and memory that are left out are 1, and messages take 0.
+        text: path of a TOML file (`CostsFile`), or NAME=VALUE,... with the same names, or None. A value of the second
+            form is the total of a rank, which is divided among its stages. Missing times and memory are 1, and a
+            missing time of messages is 0.
         ranks, stages_per_rank: size of the pipeline.
 
     Raises:
-        UserError: for an unknown name, a value that is no number, or lists of other lengths than the stages.
+        UserError: for an unknown name, a value that is not a number, or a list whose length is not the number of
+            stages.
     """
     stages = ranks * stages_per_rank
     if text is None or not text.endswith(".toml"):
@@ -66,7 +68,7 @@ def read_costs(text: str | None, ranks: int, stages_per_rank: int) -> tuple[tupl
 
 
 def _words(text: str) -> dict[str, float]:
-    """Return the numbers of NAME=VALUE,... by name."""
+    """Parse NAME=VALUE,... into a dictionary of numbers."""
     table: dict[str, float] = {}
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")

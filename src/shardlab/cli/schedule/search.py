@@ -35,7 +35,7 @@ from shardlab.strategies.schedules.files import schedule_files
 class ScheduleSearch:
     """Search a pipeline schedule: the order of passes that makes a step fastest within a memory limit.
 
-    The costs of the stages are given by --costs, or predicted for --model and --cluster. The result is never slower
+    The costs of the stages come from --costs, or are predicted for --model and --cluster. The result is never slower
     than a published schedule that fits in the same memory. Ctrl-C ends the search and keeps the best schedule so far.
     """
 
@@ -43,13 +43,13 @@ class ScheduleSearch:
 
     costs: Annotated[str | None, tyro.conf.arg(metavar="NAME=VALUE,...|FILE.toml", help_behavior_hint="")] = None
     """Costs of a rank's passes: forward, input, weight, message, activation, kept (default: 1 each, message 0); or a
-    file with a list of each for all stages."""
+    file with lists that have a number for each stage."""
 
     limit: Annotated[OptionalNumber, tyro.conf.arg(help_behavior_hint="(default: none)")] = None
     """Memory of activations on each rank, in the unit of --costs: without a file, in microbatches."""
 
     placement: Annotated[Placement, tyro.conf.arg(help_behavior_hint="(default: vee)")] = "vee"
-    """Placement of stages: in a loop over the ranks, or in a V with two stages on each rank."""
+    """Placement of the stages on the ranks: a loop over the ranks, or a V with two stages on each rank."""
 
     microbatches: OptionalCount = None
     """Number of microbatches of a step (default: 4 for each rank; with --model, as simulate does)."""
@@ -87,17 +87,18 @@ class ScheduleSearch:
     """Optimizer, which determines the size of the optimizer state; with --model."""
 
     objective: Annotated[Objective, tyro.conf.arg(help_behavior_hint="(default: step)")] = "step"
-    """Time to minimize: that of the step, or the longest time from the start of a rank's first pass to the end of its
-    last (span), which counts if ranks start the next step without waiting for each other."""
+    """Time to minimize: that of the whole step, or the longest time on a rank from the start of its first pass to the
+    end of its last pass (span). Use span if ranks start the next step without waiting for each other."""
 
     seconds: Annotated[float, tyro.conf.arg(help_behavior_hint="(default: 10)")] = 10.0
     """Time for the search."""
 
     proposals: OptionalCount = None
-    """Number of proposals of the local search, instead of a time: the result does not depend on the machine."""
+    """Number of proposals of the local search, in place of --seconds. The result then does not depend on the machine's
+    speed."""
 
     exact: Annotated[OptionalNumber, tyro.conf.arg(help_behavior_hint="")] = None
-    """Seconds for an exact solver afterwards, which proves a bound (needs OR-tools: shardlab[search])."""
+    """Afterwards, run an exact solver for this many seconds to prove a bound (needs OR-tools: shardlab[search])."""
 
     csv: NewFile = None
     """Write the schedule into this file, for --schedule: as a CSV of PyTorch with messages, or, if the name ends in
@@ -156,7 +157,7 @@ class ScheduleSearch:
 
     @cached_property
     def _workload(self) -> Workload | None:
-        """The step of --model and --cluster, or None."""
+        """Step of --model on --cluster, or None without them."""
         request = self._request
         if not request.model and not request.cluster:
             for name in ("memory", "sequence", "global_batch", "micro_batch_size", "precision", "recipe", "optimizer"):
@@ -276,7 +277,7 @@ class ScheduleSearch:
         return report
 
     def _compare_steps(self, report: Report, found: FoundSchedule, step: Estimate, workload: Workload) -> None:
-        """Add the predicted step, with all that the search leaves out, with the found and the best known schedule."""
+        """Add the predicted step, updates and reductions included, with the found and the best published schedule."""
         text = f"{seconds_text(step.step)}, {bytes_text(step.peak.bytes)} of tensors on the fullest rank"
         report.fact("whole step", f"{text} (with updates and reductions)", step=step.step, tensors=step.peak.bytes)
         if (best := found.best_published) is not None:

@@ -40,9 +40,10 @@ from shardlab.strategies.registry import StrategyEntry
 class Simulate(StepOptions):
     """Check a strategy, and simulate one step of it: its time and its memory.
 
-    Times are in teaching costs, or in those of --costs: the forward pass of one microbatch through one layer takes 1,
-    other passes take time by their FLOPs, updates by their elements, and communication by its bytes. With --model and
-    --cluster, times are in seconds and memory is in bytes. Ranks that a plan makes identical are then simulated once.
+    Times are in teaching costs, unless --costs gives others: the forward pass of one microbatch through one layer takes
+    1, other passes take time by their FLOPs, updates by their elements, and communication by its bytes. With --model
+    and --cluster, times are in seconds and memory is in bytes. Ranks that a plan makes identical are then simulated
+    once.
     """
 
     path: Flag = False
@@ -80,7 +81,7 @@ class Simulate(StepOptions):
     def _passes_report(
         self, name: str, passed: list[PassResult], stages: dict[str, Timeline], time_text: Callable[[float], str]
     ) -> Report:
-        """Return a report of the strategy with this name, which begins with the effect of passes, if there are any."""
+        """Return a new report of a strategy. It begins with the effects of the passes, if any were run."""
         report = Report(strategy=name)
         add_passes(report, passed, time_text)
         if self.each_pass:
@@ -100,7 +101,7 @@ class Simulate(StepOptions):
     def _save(
         self, timeline: Timeline, stages: dict[str, Timeline], name: str, counters: list[Counter] | None = None
     ) -> None:
-        """Write the requested pictures of the step or, if passes changed the program, of all its stages."""
+        """Write the requested pictures: of the step, or, if passes changed it, of each of its versions."""
         if len(stages) > 1:
             self.pictures.save_each(stages, name)
         else:
@@ -136,11 +137,11 @@ def add_step(
     without: Timeline | None = None,
     plan: Plan | None = None,
 ) -> None:
-    """Add the figures of a step, the verdicts of the channel models, and the timelines of the ranks to a report.
+    """Add the figures of a step, the results of the channel models, and the timelines of the ranks to a report.
 
     Args:
         name: name of the strategy.
-        costs: the costs of the timeline.
+        costs: costs of the timeline's ops.
         without: timeline of the same plan without recomputation, if the plan recomputes.
         plan: plan of the strategy, if it has one.
     """
@@ -190,7 +191,7 @@ def add_step(
 
 
 def add_path(report: Report, path: dict[str, float], text: Callable[[float], str]) -> None:
-    """Add the parts of a critical path to a report, if there are any. Their times add up to the time of the step."""
+    """Add the parts of a critical path to a report. Their times add up to the time of the step."""
     if not path:
         return
     step = sum(path.values())
@@ -228,10 +229,10 @@ def add_drifts(report: Report, checked: Checked) -> None:
 
 
 def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Prices, names: str) -> Timeline | None:
-    """Simulate the same plan without recomputation, on the same layers; return None if the plan does not recompute.
+    """Simulate the same plan and layers without recomputation. Return None if the plan does not recompute.
 
     Args:
-        names: passes that rewrote the program, which rewrite this one as well.
+        names: passes that rewrote the program. They are applied to this program as well.
     """
     program = proof.program
     plan = entry.plan(program.ranks) if entry.plan else None
@@ -242,7 +243,7 @@ def _without_recompute(entry: StrategyEntry, proof: Checked, costs: Prices, name
 
 
 def _recomputed(timeline: Timeline, without: Timeline) -> tuple[str, str]:
-    """Return by how much recomputation makes the step longer, and what it does to the memory."""
+    """Return the relative changes of step time and peak memory due to recomputation, as text."""
     if (timeline.end, timeline.peak_memory) == (without.end, without.peak_memory):
         return "+0.0%", "changes nothing: no attention scores are kept"
     memory = timeline.peak_memory / without.peak_memory - 1

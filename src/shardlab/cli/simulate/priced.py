@@ -1,8 +1,8 @@
 """`shardlab simulate ... --model NAME --cluster NAME`: simulate a step in seconds and bytes.
 
-`price` makes a `Workload` of a `StepRequest`, checks its program and estimates the step; `add_step` reports the
-result, a `PricedStep`. Large plans are folded: ranks that are identical are simulated once, and the tapes of all
-ranks are checked only if they have few ops.
+`price` converts a `StepRequest` into a `Workload`, checks its program and estimates the step. `add_step` reports the
+result, a `PricedStep`. Plans are folded: one rank is simulated for each set of identical ranks. The tapes of all ranks
+are checked only if they have few ops.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 MOST_CHECKED = 100_000
-"""Largest number of ops over all ranks of a plan that is checked, which takes some seconds."""
+"""Largest number of ops, over all ranks, for which a plan is checked. Checking so many takes some seconds."""
 
 MOST_ALONG = 100_000
-"""Largest number of ranks along an axis of a plan. Even for folded ranks, the slices along an axis are joined one by
-one."""
+"""Largest number of ranks along an axis of a plan. Slices along an axis are joined one by one even if ranks are
+folded."""
 
 FLOPS_CONVENTION = (
     "products of matrices, forward and twice as many backward; attention as a whole square; "
@@ -53,10 +53,10 @@ FLOPS_CONVENTION = (
 """Definition of the model FLOPs in the MFU, for --json."""
 
 NAMED_STAGES = 4
-"""Largest number of stages of folded ranks that are named: the first ones and the last."""
+"""Largest number of stages whose folded ranks are named: the first ones and the last."""
 
 DRAWN_OPS = 200_000
-"""Largest number of ops in a timeline for the terminal. With more, drawing takes longer than the simulation."""
+"""Largest number of ops in a timeline for the terminal. Drawing more takes longer than the simulation."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,13 @@ class PricedStep:
 
     Attributes:
         entry: strategy.
-        workload: input of the simulation.
-        estimate: its result; of a step with more ops than are traced, that of the same step with fewer microbatches.
-        forecast: time and memory of a step with more ops than are traced (None: `estimate` has them).
-        held: memory that the fullest device reserves.
+        workload: simulated step: model, plan, batch, cluster and recipe.
+        estimate: result of the simulation. If the step has too many ops to trace, the result for fewer microbatches.
+        forecast: time and memory of a step that has too many ops to trace (None: `estimate` has them).
+        held: memory reserved on the fullest device.
         names: names of the model and the cluster.
-        checked: whether the tapes of all ranks were checked. Those of a large plan, whose identical ranks are simulated
-            once, are not.
-        notes: remarks that a reader of the figures needs.
+        checked: whether the tapes of all ranks were checked. Those of a large folded plan are not.
+        notes: remarks for the reader of the figures.
         passed: the program as written, and after each pass (empty: no passes were requested).
     """
 
@@ -173,14 +172,14 @@ def price(request: StepRequest) -> PricedStep:
 
 
 def traced_estimate(result: PricedStep, shown: str) -> Estimate:
-    """Return the estimate of a step of which every op was traced.
+    """Return the estimate of a step, which must have few enough ops to trace all of them.
 
     Args:
         result: the step.
-        shown: what needs all ops, for the message.
+        shown: name of the output that needs all ops, for the message.
 
     Raises:
-        UserError: if the step has more ops than are traced.
+        UserError: if the step has too many ops to trace.
     """
     if result.forecast is not None:
         raise UserError(
@@ -194,9 +193,9 @@ def doubts(workload: Workload, traced: Traced, step: float, cluster: str) -> lis
     """List reasons to doubt the figures: replicas that drift, idle devices, and an impossible MFU.
 
     Args:
-        workload: the step.
-        traced: its program.
-        step: its seconds.
+        workload: simulated step.
+        traced: program of the step.
+        step: time of the step in seconds.
         cluster: name of the cluster.
     """
     notes = list(map(str, drifts_of(traced))) if isinstance(traced, Checked) else []
@@ -291,7 +290,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
 
 
 def _add_shares(report: Report, workload: Workload, estimate: Estimate) -> None:
-    """Add the shares of a step in which ranks compute, wait for communication and are idle, and a pipeline's bubble."""
+    """Add the shares of a step for compute, exposed communication and idle time, and the bubble of a pipeline."""
     share, step = estimate.compute_share, estimate.step
     report.fact("compute", "of the step, the mean over ranks", f"{share:.1%}", compute_share=share)
     share, text = estimate.exposed_share, f"compute waits for communication: {_exposed_text(estimate.exposed)}"
@@ -307,14 +306,14 @@ def _add_shares(report: Report, workload: Workload, estimate: Estimate) -> None:
 
 
 FEWER = 4
-"""Factor by which an assumed number of NICs may be too large."""
+"""Factor by which an assumed number of NICs may be too high."""
 
 
 def add_network(report: Report, cluster: Cluster, slower: float | None = None) -> None:
-    """Add the links between devices, and which of them are assumed.
+    """Add the links between devices, and name the assumed ones.
 
     Args:
-        slower: share by which the step is longer with a quarter of the NICs (None: not known).
+        slower: relative increase of the step time with a quarter of the NICs (None: unknown).
     """
     text, few = cluster.network_text, max(1, cluster.nics // FEWER)
     if slower is not None:
@@ -325,7 +324,7 @@ def add_network(report: Report, cluster: Cluster, slower: float | None = None) -
 
 
 def slower_with_few_nics(workload: Workload) -> float | None:
-    """Return by which share a plan's step is longer with a quarter of the NICs (None: their number is not assumed)."""
+    """Return the relative increase of the step time with a quarter of the NICs (None: their number is not assumed)."""
     from shardlab.simulate.predict.forecast import forecast
 
     cluster = workload.cluster
@@ -337,7 +336,7 @@ def slower_with_few_nics(workload: Workload) -> float | None:
 
 
 def add_bubble(report: Report, free: float, share: float) -> None:
-    """Add the bubble of a pipeline, and the larger share that it has with the time of communication."""
+    """Add the bubble of a pipeline, without and with the time of communication."""
     text = f"from first to last pass; {share:.2%} with communication"
     report.fact("bubble", text, f"{free:.2%}", bubble=free, bubble_with_communication=share)
 
@@ -411,8 +410,7 @@ def _peak_as_json(peak: Peak, ranks: range) -> dict[str, Any]:
 
 
 def _parts_text(all: float, parts: Mapping[str, float]) -> str:
-    """Return the parts of memory, largest first, in the unit of the whole. Parts that would be shown as 0 are left
-    out."""
+    """Return the parts of memory as text, largest first, in the total's unit. Parts that round to 0 are left out."""
     _, size = byte_unit(all)
     shares = sorted(parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{part} {bytes / size:,.2f}" for part, bytes in shares if bytes >= 0.005 * size)
@@ -424,7 +422,7 @@ def _exposed_text(exposed: Mapping[tuple[str, str], float]) -> str:
 
 
 def _ranks_text(result: PricedStep) -> str:
-    """Return how many ranks were simulated, and which ranks each of them stands for."""
+    """Return the number of simulated ranks, and the identical ranks that each of them represents."""
     program, ranks = result.estimate.traced.program, result.workload.mesh.world
     if program.ranks == ranks:
         return counted(ranks, "rank")

@@ -1,7 +1,7 @@
-"""Options of a step to simulate, which `simulate` and `view` share, and the step in time units that they describe.
+"""Options of a step to simulate, shared by `simulate` and `view`, and the step in time units.
 
-`StepOptions` has the options. `is_priced` tells whether they ask for seconds, of which `priced.py` takes care.
-`step_in_units` traces, checks and rewrites the program.
+`StepOptions` has the options. `is_priced` tells whether they describe a step in seconds, which `priced.py` simulates.
+`step_in_units` traces, checks and rewrites the program of a step in time units.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardlab.strategies.registry import StrategyEntry
 
 WITHOUT_CLUSTER = ("model", "cluster", "layers", "microbatches")
 PRICED_OPTIONS = [option for options in OPTIONS.values() for option in options if option not in WITHOUT_CLUSTER]
-"""Options that need a model and a cluster. Only the optimizer muon also changes a step without a cluster."""
+"""Options that need a model and a cluster, with one exception: the optimizer muon also changes a step in time units."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class UnitStep:
     """Step in time units.
 
     Attributes:
-        entry, ranks: strategy, and number of its ranks.
+        entry, ranks: strategy and its number of ranks.
         costs: times of ops.
         names: names of the passes that rewrote the program; "none" without passes.
         passed: the program as written, and after each pass (empty: no passes were requested).
-        proof: the program in the end.
+        proof: the checked program after all passes.
     """
 
     entry: StrategyEntry
@@ -121,9 +121,9 @@ class StepOptions:
     """Keep a moving average of the weights with the optimizer state; with --model."""
 
     costs: CostsText = None
-    """Times of ops: teaching, puzzle (those of the LLM Training Puzzles), or NAME=TIME,... Ops that are left out then
-    take no time, an unsplit backward pass takes backward_input + backward_weight, and the time of a send is spent on
-    its link, which carries any number of messages at once."""
+    """Times of ops: teaching, puzzle (those of the LLM Training Puzzles), or NAME=TIME,... In the last form, other ops
+    take no time, an unsplit backward pass takes backward_input + backward_weight, and a send occupies its link, which
+    carries any number of messages at once."""
 
     max_ops: MaxOps = None
     """Refuse a program with more ops in a step, over all ranks, because it may never end."""
@@ -136,10 +136,10 @@ class StepOptions:
     config: JobFile = None
 
     def is_priced(self, request: StepRequest) -> bool:
-        """Tell whether the step is in seconds.
+        """Return whether the step is in seconds.
 
         Raises:
-            UserError: if one of a model and a cluster is missing, or an option needs both.
+            UserError: if only one of model and cluster is given, or an option needs both.
         """
         if request.model and request.cluster:
             if self.costs is not None:

@@ -1,10 +1,10 @@
 """Timelines in characters, for a terminal or a pipe.
 
-`print_timeline` prints a row of signs for each rank. A sign stands for the op that takes at least half of its cell's
-time. If one row cannot show the step that finely, the step is printed in up to three rows (`whole_segments`), or only
-its beginning, middle and end (`partial_segments`), with the period that `find_steady_state` finds. `print_strips`
-prints a step before the first pass and after each pass on one axis of time. `Activity` computes the shares of each kind
-of op in any interval, `rank_row` makes signs of them, and `legend` explains the signs.
+`print_timeline` prints a row of signs for each rank. Each sign covers a cell of time, and shows the op that takes at
+least half of it. If one row is too coarse for the step, the step is printed in up to three rows (`whole_segments`), or
+only its beginning, middle and end are printed (`partial_segments`), with the period that `find_steady_state` finds.
+`print_strips` prints a step before the first pass and after each pass on a common time axis. `Activity` computes the
+share of each kind of op in an interval, `rank_row` converts shares into signs, and `legend` explains the signs.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from shardlab.simulate.timeline.prices import rank_of
 Array = NDArray[np.float64]
 
 MOST_MISLEADING = 0.15
-"""Largest share of a row's time in which its signs show something else than what the rank does."""
+"""Largest share of a row's time in which the rank does something else than its signs show."""
 
 MOST_SEGMENTS = 3
-"""Largest number of rows for each rank, and of segments in the middle of a step that is not shown whole."""
+"""Largest number of rows for each rank, and of middle segments of a step that is shown only in part."""
 
 ROUND_LENGTHS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)
-"""Lengths of a segment, up to a power of ten."""
+"""Allowed lengths of a segment, times any power of ten."""
 
 FINEST = 1e-6
 """Shortest segment, as a share of the step."""
 
 PERIOD_TOLERANCE = 0.01
-"""Largest difference of two periods that count as equal, as a share of the period. Prices of the same op are seldom
-equal to the last digit."""
+"""Largest relative difference of two periods that count as equal. Prices of the same op may differ in the last
+digits."""
 
 SHOWN_ROWS, SHOWN_RANKS = 20, 16
-"""Largest number of rows and of ranks, which are evenly spaced. If a rank takes several rows, there are fewer ranks."""
+"""Largest number of rows and of ranks shown. Shown ranks are evenly spaced; if each takes several rows, they are
+fewer."""
 
 WIDEST, NARROWEST = 120, 20
 """Largest and smallest number of characters of a row. A wider terminal stays empty on the right."""
@@ -54,15 +55,16 @@ MARGIN = 2
 """Characters that stay empty on the right of a narrower terminal."""
 
 SIGNS = {kind: (kind.row.sign, HUES[kind.row.color].terminal) for kind in OpKind if kind not in BOOKKEEPING}
-"""Sign and colour of each kind of op. Letters are compute (small ones: during communication), others communication."""
+"""Sign and colour of each kind of op. Letters are compute (lower case: during communication), other signs
+communication."""
 
 IDLE, MIXED = ".", "~"
 
 MAJORITY = 0.5
-"""Least share of a cell's time that an op takes if the cell shows its sign."""
+"""Smallest share of a cell's time that an op must take for the cell to show its sign."""
 
 NAMED_SHARE = 0.01
-"""Least share of some rank's time of an op that the legend names even if no row shows it."""
+"""Smallest share of a rank's time at which the legend names an op even if no row shows it."""
 
 GAP = 3
 """Blanks between two entries of the legend."""
@@ -88,8 +90,9 @@ def print_timeline(
 
     Args:
         number_of: function from a row of the timeline to its rank.
-        columns: columns to the right of each rank's first line: (heading, a text for each row of the timeline).
-        label: characters of the column with the rank.
+        columns: columns to the right of the rows, as (heading, text for each row of the timeline). They are printed on
+            each rank's first line.
+        label: width of the column with the rank, in characters.
     """
     end = timeline.end
     if not end:
@@ -162,7 +165,7 @@ class Shares(NamedTuple):
 
 
 class Activity:
-    """Work of one rank over a step, from which the shares of any interval are computed.
+    """Work of one rank over a step, with methods that compute shares of any interval.
 
     Args:
         events: events of the rank, in any order. Events that take no time are ignored.
@@ -221,7 +224,7 @@ class Activity:
         return float(self._idle_until[-1]) / self.end
 
     def _under_way(self, starts: Array, ends: Array) -> NDArray[np.bool_]:
-        """Return whether any of the given ops runs between each time in `_moments` and the next."""
+        """Return for each time in `_moments` whether any of these ops runs until the next one."""
         change = np.zeros(len(self._moments), dtype=np.int64)
         np.add.at(change, np.searchsorted(self._moments, starts), 1)
         np.add.at(change, np.searchsorted(self._moments, ends), -1)
@@ -231,7 +234,7 @@ class Activity:
         return np.any(each, axis=0) if each else np.zeros(len(self._lengths), dtype=bool)
 
     def _until(self, on: NDArray[np.bool_]) -> Array:
-        """Return for each time in `_moments` how long the condition `on` was true before it."""
+        """Return for each time in `_moments` the total time before it in which `on` is true."""
         return np.concatenate([[0.0], np.cumsum(self._lengths * on)])
 
 
@@ -243,7 +246,7 @@ class Segment(NamedTuple):
 
 
 class SteadyState(NamedTuple):
-    """Steady state of a step: from `since` until `until`, all ranks repeat their work with the period `every`."""
+    """Steady state of a step. From `since` until `until`, all ranks repeat their work with the period `every`."""
 
     every: float
     since: float
@@ -251,7 +254,7 @@ class SteadyState(NamedTuple):
 
 
 def whole_segments(ranks: Sequence[Activity], end: float, width: int) -> list[Segment]:
-    """Divide a step into as few segments as rows of `width` cells can show readably.
+    """Divide a step into the fewest segments that rows of `width` cells can show readably.
 
     Returns:
         The segments, or an empty list if more than `MOST_SEGMENTS` would be needed.
@@ -267,8 +270,8 @@ def whole_segments(ranks: Sequence[Activity], end: float, width: int) -> list[Se
 def partial_segments(ranks: Sequence[Activity], end: float, width: int, steady: SteadyState | None) -> list[Segment]:
     """Return segments at the beginning, in the middle and at the end of a step.
 
-    They are as long as rows of `width` cells can show readably. In a steady state, the middle begins with a period, and
-    is a whole period if a few rows are enough for it.
+    Each segment is as long as a row of `width` cells can show readably. In a steady state, the middle begins at the
+    start of a period. It covers the whole period if `MOST_SEGMENTS` rows suffice.
     """
     shown: list[Segment] = []
     rows, start = 1, end / 2
@@ -286,7 +289,7 @@ def partial_segments(ranks: Sequence[Activity], end: float, width: int, steady: 
 
 
 def find_steady_state(ranks: Sequence[Sequence[Event]], end: float) -> SteadyState | None:
-    """Find the shortest period that all ranks repeat for at least half of a step; return None if there is none.
+    """Find the shortest period that all ranks repeat for at least half of a step (None: there is none).
 
     Args:
         ranks: events of each rank, in tape order.
@@ -303,12 +306,12 @@ def find_steady_state(ranks: Sequence[Sequence[Event]], end: float) -> SteadySta
 
 
 def rank_row(activity: Activity, start: float, end: float, width: int) -> Text:
-    """Return the row of signs of a rank between `start` and `end`, which is `width` cells wide."""
+    """Return a rank's row of `width` signs for the time between `start` and `end`."""
     return _row(activity.shares(start, end, width))
 
 
 def misleading_share(activity: Activity, start: float, end: float, width: int) -> float:
-    """Return the share of an interval in which a row of signs shows something else than what the rank does."""
+    """Return the share of an interval in which the rank does something else than a row of signs shows."""
     shares = activity.shares(start, end, width)
     every = [*shares.compute.values(), *shares.exposed.values(), shares.idle]
     most = np.max(every, axis=0)
@@ -396,7 +399,7 @@ def _steady_state_of(events: Sequence[Event], end: float) -> SteadyState | None:
 
 
 def _parts_text(timeline: Timeline, steady: SteadyState | None) -> str:
-    """Return a note about the segments that are shown of a step too long to be shown whole."""
+    """Return a note about the shown segments of a step that is too long to be shown whole."""
     text = "The beginning, the middle and the end of the step are shown"
     if steady is None:
         return f"{text}."
@@ -405,7 +408,7 @@ def _parts_text(timeline: Timeline, steady: SteadyState | None) -> str:
 
 
 def _time_text(timeline: Timeline, moment: float, length: float) -> str:
-    """Return a time as text, with as many digits as a segment of this length needs."""
+    """Return a time as text, with a precision that fits segments of this length."""
     return axis_time_text(moment, timeline.end, length) if timeline.in_seconds else f"{moment:.6g}"
 
 
