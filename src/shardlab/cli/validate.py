@@ -31,20 +31,20 @@ from shardlab.planner.published.records import GIB, read_rows
 from shardlab.simulate.predict.memory import DeviceMemory
 
 WORST = 5
-"""Number of runs with the largest errors that are named. --json has all runs."""
+"""Number of runs listed, those with the largest errors. --json has all runs."""
 
 FIGURES: dict[Figure, tuple[str, Callable[[float], str]]] = {
     "seconds": ("step time", seconds_text),
     "bytes": ("memory", lambda bytes: f"{bytes / GIB:.1f} GiB"),
 }
-"""Quantities that are compared: their titles, and functions that format them."""
+"""Compared quantities, each with its title and the function that formats it."""
 
 NOTE = "error: predicted over measured, less 1; mean, median and worst are of its size, bias is the mean with signs"
 
 
 @dataclass(frozen=True)
 class Validate:
-    """Predict published runs, and compare time and memory with what they measured.
+    """Predict published runs, and compare time and memory with their measurements.
 
     Every run with enough details is mapped to a plan, traced and simulated in seconds and bytes, with one set of
     constants for each type of device and one recipe for each framework. Nothing is fitted to a single run.
@@ -98,7 +98,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _by_count(held: DeviceMemory) -> dict[str, float]:
-    """Return the memory of a GPU in GiB by what is counted, as in `measured`."""
+    """Return a GPU's memory in GiB, by the kinds of memory that `measured` distinguishes."""
     bytes = {"allocated": held.allocated, "reserved": held.logged, "nvidia-smi": held.total}
     return {name: each / GIB for name, each in bytes.items()}
 
@@ -134,7 +134,7 @@ def report_of(outcomes: Sequence[Outcome], *, assumed: bool = False) -> Report:
 
 
 def _add_memory_verdicts(report: Report, outcomes: Sequence[Outcome]) -> None:
-    """Add how many runs out of memory were predicted, and the runs with a wrong prediction of whether they fit."""
+    """Add the number of out-of-memory runs that were predicted, and the runs whose prediction of fitting was wrong."""
     ended = [outcome for outcome in outcomes if outcome.measured.out_of_memory and outcome.prediction is not None]
     wrong = wrong_fits(outcomes)
     if ended:
@@ -152,7 +152,7 @@ def _add_memory_verdicts(report: Report, outcomes: Sequence[Outcome]) -> None:
 
 
 def add_phrases(report: Report, runs: Mapping[str, Sequence[str]]) -> None:
-    """Add each assumption, with the number of its runs and the id of one of them."""
+    """Add each assumption, with the number of runs that need it and the id of one of them."""
     for phrase, names in runs.items():
         whose = names[0] if len(names) == 1 else f"{len(names)} runs, {names[0]} and others"
         report.line(Text(f"  {phrase} ({whose})"), wrap=False)

@@ -44,11 +44,12 @@ class Verification(NamedTuple):
     """Result of a comparison.
 
     Attributes:
-        job: what ran.
-        proof: its program.
-        clip: the norm to which gradients were clipped (None: they were not).
-        verdict: the differences from one device.
-        with_casts: those of a run in float32, for a program whose casts are off in float64 (None: not run).
+        job: job that ran.
+        proof: checked program of the job.
+        clip: norm to which gradients were clipped (None: not clipped).
+        verdict: differences from one device.
+        with_casts: differences of a second run, in float32, of a program with casts, which are off in float64 (None: no
+            such run).
     """
 
     job: Job
@@ -62,9 +63,9 @@ class Verification(NamedTuple):
 class Verify:
     """Train a few steps with a strategy and on one device, in float64, and compare loss, gradients and weights.
 
-    The error of a layer is max|a - b| / max|b| over all its parameters, and the largest error counts. Up to 1e-12 is
-    ok. In another precision, the strategy may be at most twice as far from one device in float64 as one device in that
-    precision is. Casts of a program are off in float64, so a program that casts runs in float32 as well.
+    The error of a layer is max|a - b| / max|b| over all its parameters. The largest error may be 1e-12. In another
+    precision, the strategy may differ from one device in float64 by at most twice as much as one device in that
+    precision does. A program's casts are off in float64, so a program with casts runs a second time in float32.
     """
 
     strategy: StrategyName = None
@@ -80,8 +81,8 @@ class Verify:
     """Number of optimizer steps to compare."""
 
     clip: Norm = None
-    """Largest norm of the whole model's gradient, on both sides. Needs fsdp or a plan, which compute this norm; their
-    default is a small norm (0.1), so that clipping has an effect."""
+    """Largest norm of the whole model's gradient, on both sides. Needs fsdp or a plan, which compute this norm. For
+    these, the default is 0.1, small enough for clipping to have an effect."""
 
     precision: Annotated[str, tyro.conf.arg(metavar="NAME")] = "fp64"
     """fp64, fp32, bf16, bf16-fp32-grads, bf16-params or fp16."""
@@ -98,7 +99,7 @@ class Verify:
     """Compile the layers of the ranks with torch.compile, but not those of the one device."""
 
     all: Flag = False
-    """Verify every strategy, and every way to shard on every pipeline schedule. This takes minutes."""
+    """Verify every strategy, and every sharding option on every pipeline schedule. This takes minutes."""
 
     max_ops: MaxOps = None
     """Refuse a program with more ops in a step, over all ranks, because it may never end."""
@@ -122,7 +123,7 @@ class Verify:
             exits: whether a failed rank ends this process. Otherwise `RankFailed` is raised.
 
         Returns:
-            The result; None on a rank of a launcher's world that does not report.
+            The result, or None on a launcher's rank that does not report.
         """
         require_port(os.environ)
 
@@ -225,12 +226,12 @@ class Verify:
 
 
 def has_casts(checked: Checked) -> bool:
-    """Return whether a program casts values to another dtype, which may round them."""
+    """Return whether a program casts values to another dtype, by which they may be rounded."""
     return any(op.kind is OpKind.CAST for tape in checked.program.tapes for op in tape)
 
 
 def add_lossy_run(report: Report, verdict: Verdict) -> None:
-    """Add the errors of a program with casts in float32, in which it casts as it is written."""
+    """Add the errors of the run in float32, in which a program's casts are on."""
     assert verdict.exact is not None
     assert verdict.one_device is not None
     report.fact("casts", "disabled in float64; the same in float32, with casts:")
@@ -258,7 +259,7 @@ def as_json(results: Sequence[CaseResult], seconds: float) -> dict[str, Any]:
 
 
 def print_tables(results: Sequence[CaseResult], seconds: float, console: Console) -> None:
-    """Print a table of strategies, of sharding options and of pipelines, with the case of the largest error in each."""
+    """Print tables of strategies, sharding options and pipelines, each with the case that has the largest error."""
     from shardlab.train.verification.cases import ALONE, TOLERANCE
 
     alone = [result for result in results if result.case.column == ALONE]

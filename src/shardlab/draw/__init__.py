@@ -1,7 +1,7 @@
-"""Pictures as SVG documents: timelines of a step with its memory, and the values that a rank holds.
+"""Pictures as SVG documents: timelines of a step with its memory, and values that a rank holds.
 
-Read `timeline.py` first: it lays out a page. `rows.py` decides what the rows and boxes of a page are, `panels.py` draws
-them, their legend and the memory, and `canvas.py` has the page and its colours. `trace_events.py` writes the same
+Read `timeline.py` first: it lays out a page. `rows.py` chooses the rows and boxes of a page, `panels.py` draws them
+with their legend and the memory, and `canvas.py` has the page and its colours. `trace_events.py` writes the same
 timelines for trace viewers. `values.py` draws tensors, for the puzzles. `viewer` makes interactive pages.
 
 The package itself is callable: `shardlab.draw(...)` draws a step or a value (see `shardlab.api`).

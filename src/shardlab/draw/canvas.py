@@ -1,9 +1,9 @@
-"""Page, colours and looks of all pictures.
+"""Page, colours and box styles of all pictures.
 
 A `Page` is a matplotlib figure whose coordinates are inches from its top left corner. Its SVG is the same text on every
-machine, so tests compare whole files. `Looks` gives each event of a timeline its `Paint`: the colour and hatch of its
-kind (see `shardlab.language.ops.HUES`), with the lightness of its model chunk or layer. `chunks_of` and `model_layer`
-translate a program's layers into the model chunks of a pipeline and the layers of the model.
+machine, so tests compare whole files. `Looks` chooses the style (`Paint`) of each event of a timeline: the colour and
+hatch of its kind (see `shardlab.language.ops.HUES`), in a lightness that shows its model chunk or layer. `chunks_of`
+and `model_layer` translate a program's layers into the model chunks of a pipeline and the layers of the model.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -35,10 +35,10 @@ from shardlab.language.ops import HUES, Color, ColorBy
 from shardlab.simulate.timeline import Event, Timeline
 
 _LONG = re.compile(r"(\.\d\d)\d+")
-"""Digits beyond a hundredth of a point. Without them, a large picture has less than half of the bytes."""
+"""Digits beyond a hundredth of a point. Removing them more than halves the bytes of a large picture."""
 
 _CORNERS = re.compile(r"M (\S+) (\S+) \nL (\S+) \2 \nL \3 (\S+) \nL \1 \4 \nz")
-"""SVG path of an upright box, by its corners."""
+"""SVG path of an upright box, as a list of its corners."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
@@ -50,7 +50,7 @@ FAINT = "#6e7781"
 IDLE = "#eff1f3"
 
 DIGIT_WIDTH = 0.62
-"""Width of a digit over the font's size."""
+"""Width of a digit as a fraction of the font size."""
 
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "shardlab",  # ids do not change from run to run
@@ -70,7 +70,7 @@ STYLE: dict[Any, Any] = {
 PEAK = "#d55e00"
 
 Family = tuple[str, str]
-"""Darkest and lightest shade of a pass."""
+"""Darkest and lightest shade of a pass (forward, backward, ...)."""
 
 SHADES: dict[Color, Family] = {name: (hue.drawn, hue.lightest) for name, hue in HUES.items() if hue.lightest}
 """Shades of the passes."""
@@ -83,19 +83,19 @@ COLORS: dict[Color, str] = {name: hue.drawn for name, hue in HUES.items() if not
 """Colours of all other ops."""
 
 LOSS, OTHER = COLORS["brown"], COLORS["grey"]
-"""Colour of the loss, and of compute outside of a pass, such as sums of gradients and norms."""
+"""Colours of the loss, and of compute outside of passes, such as sums of gradients and norms."""
 
 Chunks = list[dict[int, int]]
-"""Model chunk, from 0, of each layer that a row of a timeline computes, for each row."""
+"""For each row of a timeline, the model chunk (from 0) of each layer that the row computes."""
 
 
 class Page:
-    """White page with axes for its panels.
+    """White page on which panels are drawn.
 
     Attributes:
-        width, height: in inches.
+        width, height: size of the page in inches.
         figure: figure of matplotlib.
-        ink: axes that cover the page, in inches with y downwards.
+        ink: axes that cover the page. Their unit is an inch, and y points down.
     """
 
     def __init__(self, width: float, height: float) -> None:
@@ -115,13 +115,13 @@ class Page:
         return self.figure.add_axes(place)
 
     def write(self, axes: Axes, place: tuple[float, float], text: str, size: float, color: str) -> None:
-        """Write a text centred on a place of some axes, whose limits are set.
+        """Write a text centred at a position of some axes, whose limits must be set.
 
-        Such a text needs few bytes of SVG, because a picture has thousands of them.
+        It uses few bytes of SVG, because a picture has thousands of such texts.
 
         Args:
             place: centre of the text, in the units of the axes.
-            size: in points.
+            size: font size in points.
         """
         x, y = axes.transData.transform(place) * 72 / self.figure.dpi
         baseline = 72 * self.height - y + 0.36 * size
@@ -145,7 +145,7 @@ class Page:
 def style() -> Generator[None, None, None]:
     """Set Shardlab's matplotlib style in this context.
 
-    A user's settings of matplotlib do not change the picture, and are restored afterwards.
+    The user's matplotlib settings do not change the picture, and are restored afterwards.
     """
     with mpl.rc_context():
         mpl.rcdefaults()
@@ -156,7 +156,7 @@ def style() -> Generator[None, None, None]:
 def fill(
     axes: Axes, boxes: Iterable[Box], color: str, *, edge: str = "none", width: float = 0, hatch: str = ""
 ) -> None:
-    """Draw many boxes of one look as one path, so that a picture of 30 000 ops stays small."""
+    """Draw many boxes of the same style as one path, so that a picture of 30 000 ops stays small."""
     vertices: list[tuple[float, float]] = []
     for left, top, right, bottom in boxes:
         vertices += [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
@@ -175,7 +175,7 @@ def fit_size(text: str, width: float) -> float:
 
 @cache
 def shade(family: Family, place: float) -> str:
-    """Return a shade of a pass: the darkest at place 0, the lightest at place 1."""
+    """Interpolate between the darkest (0) and the lightest (1) shade of a pass."""
     return mixed(*family, place)
 
 
@@ -190,7 +190,7 @@ def layer_color(layer: int, layers: int) -> str:
 
 
 def mixed(color: str, other: str, share: float) -> str:
-    """Mix a colour with a share of another one."""
+    """Mix a colour with another one, whose share is `share`."""
     red, green, blue = (a * (1 - share) + b * share for a, b in zip(to_rgb(color), to_rgb(other), strict=True))
     return to_hex((red, green, blue))
 
@@ -209,11 +209,11 @@ def ink_on(color: str) -> str:
 
 
 class Paint(NamedTuple):
-    """Look that many boxes share.
+    """Style of boxes.
 
     Attributes:
-        color, hatch: of the whole box.
-        top, bottom: colours of the stripes along its edges ("": no stripe).
+        color, hatch: fill of the whole box.
+        top, bottom: colours of stripes along the edges ("": no stripe).
     """
 
     color: str
@@ -223,10 +223,10 @@ class Paint(NamedTuple):
 
 
 class Looks:
-    """Looks of the boxes of one timeline.
+    """Styles of the boxes of one timeline.
 
     Attributes:
-        by: what the colour shows: "pass" or "layer".
+        by: meaning of the colour: "pass" or "layer".
         layers: number of layers of the model.
         chunks: number of model chunks of each pipeline rank; 0 without a pipeline.
     """
@@ -245,7 +245,7 @@ class Looks:
         return self._chunks[event.rank].get(event.layer, 0) if self._chunks else 0
 
     def paint(self, event: Event) -> Paint:
-        """Return the look of an event's box."""
+        """Return the style of an event's box."""
         row = event.kind.row
         if not row.part_of:
             return Paint(COLORS[row.color])
@@ -254,7 +254,7 @@ class Looks:
         return self.compute_paint(event.kind, self.chunk(event))
 
     def _compute_paint(self, kind: OpKind, place: int) -> Paint:
-        """Return the look of a pass through a layer of the model, or through a model chunk of a pipeline rank."""
+        """Return the style of a pass through a layer of the model, or through a model chunk of a pipeline rank."""
         hatch, family = kind.row.hatch, SHADES[kind.row.color]
         if self.by == "pass":
             count = self.chunks or self.layers
@@ -280,7 +280,7 @@ def chunks_of(timeline: Timeline) -> Chunks | None:
 
 
 def model_layer_count(sizes: Sizes) -> int:
-    """Return the number of layers of the model, each of which a program may divide into several."""
+    """Return the number of layers of the model. A program may divide each of them into several."""
     if sizes.blocks:
         return len(sizes.blocks) - 1
     return len(_experts(sizes)) or sizes.layers
@@ -289,7 +289,7 @@ def model_layer_count(sizes: Sizes) -> int:
 def model_layer(sizes: Sizes, layer: int) -> int:
     """Return the layer of the model that contains a layer of the program.
 
-    Program layers before the first or after the last layer of the model count as part of it.
+    Program layers before the model's first layer, or after its last one, count as part of that layer.
     """
     if sizes.blocks:
         number = bisect_right(sizes.blocks, layer) - 1
@@ -301,12 +301,12 @@ def model_layer(sizes: Sizes, layer: int) -> int:
 
 
 def _shorter(path: str) -> str:
-    """Return an SVG path in fewer characters: without invisible digits, and with boxes by their sides."""
+    """Shorten an SVG path: remove invisible digits, and describe boxes by their sides."""
     return _CORNERS.sub(r"M\1 \2H\3V\4H\1z", _LONG.sub(r"\1", path))
 
 
 def _number_runs(layers: list[int]) -> list[int]:
-    """Return for each layer the number of its run of successive layers."""
+    """Divide layers into runs of successive layers, and return the number of each layer's run."""
     numbers = [0] * len(layers)
     for place, (one, other) in enumerate(pairwise(layers)):
         numbers[place + 1] = numbers[place] + (other != one + 1)
@@ -314,9 +314,9 @@ def _number_runs(layers: list[int]) -> list[int]:
 
 
 def _split_evenly(runs: list[int], most: int) -> list[int]:
-    """Return the chunks of a rank, in equal parts if it has fewer runs than others.
+    """Return the chunk of each layer of a rank. If it has fewer runs than other ranks, they are split into equal parts.
 
-    The last stages of a rank may be adjacent, as at the turn of a V schedule, so that they are one run of layers.
+    The last stages of a rank may be adjacent, as at the turn of a V schedule. They then form one run of layers.
     """
     if not runs or runs[-1] + 1 == most:
         return runs

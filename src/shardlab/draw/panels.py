@@ -1,8 +1,8 @@
-"""Panels of a page: lanes of boxes for each row, the memory below them, and the legend above them.
+"""Panels of a page: lanes of boxes for each row, with the legend above them and the memory below.
 
-- `draw_lanes` draws a `Panel`. Each of its rows has two lanes: compute, and below it communication in a thinner lane.
+- `draw_lanes` draws a `Panel`. Each of its rows has a lane for compute, and below it a thinner lane for communication.
 - `draw_memory` draws the live memory of every rank as a step curve, and marks the peak.
-- `legend_items` lists the looks that occur in some panels, `flow` breaks them into lines, `draw_legend` draws them.
+- `legend_items` lists the styles that occur in some panels, `flow` breaks them into lines, `draw_legend` draws them.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -54,13 +54,13 @@ ROW = 0.24
 SWATCH = (0.26, 0.15)
 
 NAMED_LAYERS = 12
-"""Largest number of layers with a numbered swatch for each."""
+"""Largest number of layers for which each layer has a numbered swatch."""
 
 LEGEND_ORDER = sorted(OpKind, key=lambda kind: (kind is not OpKind.FORWARD, kind is not OpKind.LOSS))
-"""Ops in the order of the legend: that of their table, but with the loss after the forward pass, which it ends."""
+"""Ops in the order of the legend: the forward pass, the loss, and the others as in `OpKind`."""
 
 TOP, MIDDLE, BOTTOM = 0.09, 0.66, 0.91
-"""Edges of the lanes in a row of height 1: compute between the first two, communication between the last two."""
+"""Edges of the lanes in a row of height 1. Compute is between the first two, communication between the last two."""
 
 STRIPE = 0.3
 """Height of a stripe along the edge of a box, as a share of the height of the box."""
@@ -72,19 +72,19 @@ HEAD = 3.5
 """Length of the head of a message's arrow in points."""
 
 LOSS_WIDTH = 0.025
-"""Least width of a loss in inches. In teaching costs, the loss takes no time."""
+"""Smallest width of a loss in inches, because the loss takes no time in teaching costs."""
 
 Boxes = dict[tuple[str, str, bool], list[Box]]
-"""Boxes by colour, hatch, and whether they are drawn without an edge."""
+"""Boxes by style: colour, hatch, and whether they have no edge."""
 
 NAMED_CURVES = 8
-"""Largest number of different curves that are all named beside the panel."""
+"""Largest number of different curves for which every curve is named beside the panel."""
 
 KEY = (10.0, 24.0, 29.0)
-"""Distances from the panel in points: begin and end of a line in its key, and begin of the text."""
+"""Distances from the panel in points: start and end of a line in its key, and start of the text."""
 
 VISIBLE_STEP = 1.0
-"""Least distance in points of two steps that can be told apart."""
+"""Smallest visible distance of two steps, in points."""
 
 Vertices = NDArray[np.float64]
 """Points of a path, of the shape (points, 2)."""
@@ -102,10 +102,10 @@ class Item(NamedTuple):
 
 
 def legend_items(panels: Sequence[Panel], numbered: bool) -> list[Item]:
-    """List the legend's entries for the looks that occur in some panels.
+    """List the legend's entries for the styles that occur in some panels.
 
     Args:
-        numbered: whether boxes have the numbers of their microbatches.
+        numbered: whether boxes are labelled with microbatch numbers.
     """
     looks = panels[0].looks
     drawn = {event.kind for panel in panels for row in panel.rows for event in row.events if _is_drawn(event)}
@@ -138,7 +138,7 @@ def flow(items: list[Item], width: float) -> list[list[Item]]:
 
 
 def draw_legend(page: Page, rows: list[list[Item]], left: float, top: float) -> None:
-    """Draw the lines of a legend from a place on the page, in inches."""
+    """Draw the lines of a legend. `left` and `top` are its position on the page in inches."""
     for number, row in enumerate(rows):
         x, middle = left, top + (number + 0.5) * ROW
         for item in row:
@@ -150,10 +150,10 @@ def draw_legend(page: Page, rows: list[list[Item]], left: float, top: float) -> 
 
 @dataclass(frozen=True)
 class Panel:
-    """Rows of a timeline between two times, as they are drawn.
+    """Rows of a timeline between two times, with the scale of their drawing.
 
     Attributes:
-        rows: from top to bottom.
+        rows: rows from top to bottom.
         start, end: first and last time that is shown.
         points: width of a unit of time, in points.
         height: height of a row, in points.
@@ -178,10 +178,10 @@ class Panel:
         window: tuple[float, float],
         size: tuple[float, float],
     ) -> Panel:
-        """Return the panel of a window of time, in the finest detail that is legible.
+        """Make the panel of a time window, with the finest legible detail.
 
         Args:
-            window: first and last time.
+            window: first and last time that is shown.
             size: width of the panel and height of a row, in inches.
         """
         start, end = window
@@ -190,11 +190,11 @@ class Panel:
         return cls(timeline, inside, looks, start, end, points, size[1] * 72, detail_of(inside, looks, points))
 
     def text_size(self, text: str, width: float, height: float) -> float:
-        """Return the font size in points at which a text fits on a box, or 0 if it does not fit.
+        """Return the font size in points at which a text fits into a box (0: it does not fit).
 
         Args:
-            width: width of the box, as a time.
-            height: height of the box, as a share of its row.
+            width: width of the box in units of time.
+            height: height of the box as a fraction of its row.
         """
         height *= self.height
         size = min(9.0, 0.78 * height, fit_size(text, width * self.points)) if text else 0.0
@@ -202,10 +202,10 @@ class Panel:
 
 
 def draw_lanes(page: Page, axes: Axes, panel: Panel) -> bool:
-    """Draw the rows of a panel, and the labels that fit.
+    """Draw the rows of a panel, with all labels that fit.
 
     Returns:
-        Whether a box has the number of its microbatch.
+        Whether any box is labelled with its microbatch number.
     """
     rows = panel.rows
     axes.set_xlim(panel.start, panel.end or 1.0)
@@ -260,9 +260,9 @@ def messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
 
 
 def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: float) -> None:
-    """Draw the live memory of the rows as step curves, with the peak.
+    """Draw the live memory of the rows as step curves, and mark the peak.
 
-    Rows with the same memory share one curve. If there are many rows, five of them and a row with the peak are drawn.
+    Rows with the same memory share one curve. Of many rows, only five and a row with the peak are drawn.
 
     Args:
         width: width of the panel, in points.
@@ -298,7 +298,7 @@ def key_width(rows: Sequence[Row]) -> float:
 
 
 def curve(timeline: Timeline, rank: int) -> Curve:
-    """Return the memory curve of a row. Compute counts from its start, communication from the time of its issue."""
+    """Return the memory curve of a row. Memory changes at the start of compute, and when communication is issued."""
     times = moments_of(timeline, rank)
     return _simplify([(times[event.op], event.memory) for event in timeline.events[rank]]) or ((0.0, 0),)
 
@@ -317,7 +317,7 @@ def short(elements: int) -> str:
 
 
 def _numbering_note(panel: Panel) -> str:
-    """Return a note that the microbatch numbers of a row are its first rank's, if its folded ranks have others."""
+    """Return a note that microbatch numbers are those of a row's first rank ("": all folded ranks have the same)."""
     mesh = panel.timeline.program.mesh
     shared = mesh.dp_replicate * mesh.dp_shard * mesh.ep > 1
     return " of a row's first rank" if shared and mesh.world > panel.timeline.program.ranks else ""
@@ -342,7 +342,7 @@ def _swatch(look: Paint, letters: str = "") -> Callable[[Page, Box], None]:
 
 
 def _typical_swatch(looks: Looks, kind: OpKind) -> Callable[[Page, Box], None]:
-    """Return the swatch of an op: the look of the first chunk, or of a layer in the middle."""
+    """Return the swatch of an op, in the style of the first chunk or of a middle layer."""
     if kind is OpKind.LOSS:
         return _loss
     if not kind.row.part_of:
@@ -399,7 +399,7 @@ def _ramp(colors: list[str], what: str) -> Item:
 
 
 def _stack(boxes: Boxes, panel: Panel, spans: Iterable[Span], top: float, bottom: float) -> None:
-    """Add the boxes of a lane's spans. The shares of a span are stacked from the bottom."""
+    """Add the boxes of a lane's spans. Shares of a span are stacked from the bottom of the lane."""
     for span in spans:
         start, end = max(span.start, panel.start), min(span.end, panel.end)
         under = bottom
@@ -413,7 +413,7 @@ def _stack(boxes: Boxes, panel: Panel, spans: Iterable[Span], top: float, bottom
 
 
 def _write(page: Page, axes: Axes, panel: Panel, spans: Iterable[Span], row: int, lane: tuple[float, float]) -> bool:
-    """Write the texts of a lane that fit, and return whether there is one."""
+    """Write the texts of a lane that fit, and return whether any did."""
     wrote = False
     for span in spans:
         start, end = max(span.start, panel.start), min(span.end, panel.end)
@@ -427,14 +427,14 @@ def _write(page: Page, axes: Axes, panel: Panel, spans: Iterable[Span], row: int
 
 
 def _letters(panel: Panel, row: Row, event: Event) -> str:
-    """Return the letters of a communication, with its peer or root if the row stands for one rank."""
+    """Return the label of a communication. It includes the peer or root if the row represents a single rank."""
     op = panel.timeline.program.tapes[event.rank][event.op]
     peer = max(op.peer, op.root) if len(row.ranks) == 1 else -1
     return event.kind.row.letters + (str(peer) if peer >= 0 else "")
 
 
 def _draw_messages(axes: Axes, panel: Panel) -> None:
-    """Draw an arrow from each send to its receive: from end to start, or beside a transfer that both share."""
+    """Draw an arrow from the end of each send to the start of its receive, or along the transfer if they overlap."""
     place_of = {row.row: place + (MIDDLE + BOTTOM) / 2 for place, row in enumerate(panel.rows)}
     vertices: list[tuple[float, float]] = []
     for sent, received in messages(panel.timeline):
@@ -449,7 +449,7 @@ def _draw_messages(axes: Axes, panel: Panel) -> None:
 
 
 def _arrows(axes: Axes, vertices: Sequence[tuple[float, float]]) -> tuple[Vertices, Sequence[int]]:
-    """Return vertices and codes of a path with an arrow for each two vertices, whose head is a triangle."""
+    """Return the vertices and codes of a path with an arrow, whose head is a triangle, for each pair of vertices."""
     points = axes.transData.transform(vertices).reshape(-1, 2, 2)
     tail, tip = points[:, 0], points[:, 1]
     along = tip - tail
@@ -463,7 +463,7 @@ def _arrows(axes: Axes, vertices: Sequence[tuple[float, float]]) -> tuple[Vertic
 
 
 def _write_key(axes: Axes, timeline: Timeline, groups: list[list[Row]], width: float) -> None:
-    """Name the curves beside the panel. If there are many, name the first, the middle and the last."""
+    """Name the curves beside the panel. Of many curves, name the first, the middle and the last one."""
     named = range(len(groups)) if len(groups) <= NAMED_CURVES else (0, len(groups) // 2, len(groups) - 1)
     for place, number in enumerate(named):
         ranks = ranks_text(sorted(rank for row in groups[number] for rank in row.ranks))
@@ -476,7 +476,7 @@ def _when_highest(steps: Curve) -> float:
 
 
 def _fewer(steps: Curve, apart: float) -> Curve:
-    """Return a curve without invisible steps: in each interval of length `apart`, the highest and the last remain."""
+    """Remove invisible steps of a curve. In each interval of length `apart`, the highest and the last step remain."""
     if len(steps) * apart <= 2 * (steps[-1][0] or 1.0) * VISIBLE_STEP:
         return steps
     kept: list[tuple[float, int]] = []
@@ -492,7 +492,7 @@ def _fewer(steps: Curve, apart: float) -> Curve:
 
 
 def _simplify(moments: list[tuple[float, int]]) -> Curve:
-    """Keep the last value at each time, and earlier values that are higher than all later ones at this time."""
+    """Reduce the values at each time to the last one and those that exceed all later ones at this time."""
     steps: list[tuple[float, int]] = []
     for time, live in reversed(moments):
         if not steps or steps[-1][0] > time or live > steps[-1][1]:
@@ -512,7 +512,7 @@ def _name(axes: Axes, place: int, width: float, color: str, text: str) -> None:
 
 
 def _mark_peak(axes: Axes, timeline: Timeline, time: float, ranks: Sequence[int], size: int) -> None:
-    """Mark the peak of all ranks at the time when it is first reached, with the ranks that reach it."""
+    """Mark the peak of all ranks where it is first reached, and name the ranks that reach it."""
     peak = timeline.peak_memory
     axes.axhline(peak / size, color=PEAK, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1)
     axes.plot([time], [peak / size], marker="o", markersize=5, color=PEAK, markeredgecolor="white", zorder=5)

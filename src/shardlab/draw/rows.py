@@ -1,9 +1,10 @@
-"""Rows of a picture and their boxes, as fine as is legible.
+"""Rows of a picture and their boxes, in the finest legible detail.
 
-`rows_of` makes a `Row` of each rank, or of ranks that do the same at the same time, and `row_name` names it. A row's
-boxes are ops, passes or shares of time (`Detail`); `detail_of` chooses by the width of a box on the page, and `tracks`
-makes the boxes. A pass is the part of a step that a rank spends on one microbatch in one direction, through the layers
-of a stage. A `Span` that stands for several ops is as high as their share of its time, so that its area is their time.
+`rows_of` makes a `Row` for each rank, or for a set of ranks that do the same at the same time. `row_name` names a row.
+A row's boxes are ops, passes or shares of time (`Detail`). `detail_of` chooses among them by the width of a box on the
+page, and `tracks` makes the boxes. A pass is the part of a step that a rank spends on one microbatch in one direction,
+through the layers of a stage. A `Span` may represent several ops. Its height is their share of its time, so its area is
+proportional to their time.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from shardlab.simulate.timeline import Event, Timeline
 from shardlab.simulate.timeline.prices import rank_of, stands_for
 
 UNFOLDED = 16
-"""Largest number of ranks that each have a row, even if some do the same at the same time."""
+"""Largest number of ranks for which each rank has its own row, even if some do the same at the same time."""
 
 MOST_ROWS = 64
-"""Largest number of rows in a picture. Of more rows, evenly spaced ones are drawn."""
+"""Largest number of rows in a picture. If there are more, evenly spaced ones are drawn."""
 
 LONGEST_NAME = 24
 """Largest number of characters of a list of ranks. A longer list is abbreviated, with the number of ranks."""
@@ -37,23 +38,23 @@ MOST_BOXES = 6000
 """Largest number of boxes in a picture. With more, a coarser detail is chosen."""
 
 NARROWEST_OP, NARROWEST_STAGE_OP, NARROWEST_PASS = 1.5, 5.0, 3.5
-"""Least median width in points of a forward pass: as an op with the colour of its layer, as an op of a pipeline with
-the number of its microbatch, and as a pass."""
+"""Smallest median width in points of a forward pass that is drawn as an op in the colour of its layer, as an op of a
+pipeline with its microbatch number, and as a pass."""
 
 SAMPLED = 8
 """Number of rows whose passes are measured to choose the detail."""
 
 NARROWEST_SHARE = 8.0
-"""Least width in points of a box of shares."""
+"""Smallest width in points of a box of shares."""
 
 JOINED_DISTANCE = 2.0
-"""Distance in points below which communications are drawn as one span, if boxes are passes."""
+"""Distance in points below which communications are joined into one span, if boxes are passes."""
 
 Shares = tuple[tuple[Paint, float], ...]
-"""Shares of a span's time, by look."""
+"""Shares of a span's time, by style."""
 
 _PASS = {kind: OpKind(kind.row.part_of or kind.value) for kind in OpKind}
-"""Pass of each op, or the op itself. To recompute a layer is part of its backward pass."""
+"""Pass that each op belongs to, or else the op itself. Recomputing a layer belongs to its backward pass."""
 
 
 class Row(NamedTuple):
@@ -61,8 +62,8 @@ class Row(NamedTuple):
 
     Attributes:
         row: row of the timeline.
-        ranks: all ranks that the row stands for.
-        events: events of its first rank, with the microbatches of all its ranks.
+        ranks: all ranks that the row represents.
+        events: events of the first of these ranks, with the microbatches of all of them.
     """
 
     row: int
@@ -71,7 +72,7 @@ class Row(NamedTuple):
 
 
 def rows_of(timeline: Timeline, *, fold: bool = True) -> list[Row]:
-    """Return a row for each rank or, if there are many, for each set of ranks that do the same at the same time.
+    """Return a row for each rank or, if there are many ranks, for each set that does the same at the same time.
 
     Args:
         fold: whether ranks may share a row.
@@ -101,7 +102,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def row_name(program: Program, row: Row) -> str:
-    """Return the name of a row: its ranks, and the coordinates that they share if the mesh has several axes."""
+    """Return the name of a row: its ranks and, if the mesh has several axes, the coordinates that they share."""
     return _name_with_notes(row.ranks, _shared_coordinates(program, row.ranks))
 
 
@@ -113,7 +114,7 @@ def rank_name(program: Program, row: int) -> str:
 
 
 class Detail(Enum):
-    """Meaning of one box."""
+    """Meaning of one box of a row."""
 
     OPS = "op"
     PASSES = "pass"
@@ -121,11 +122,11 @@ class Detail(Enum):
 
 
 class Span(NamedTuple):
-    """Box of a row, or stack of boxes that share its time.
+    """Box of a row, or stack of boxes over the same time.
 
     Attributes:
-        shares: shares of the time by look. The rest up to 1 is waiting.
-        text: label, which is written if it fits.
+        shares: shares of the time by style. The rest up to 1 is waiting.
+        text: label, written only if it fits.
     """
 
     start: float
@@ -135,7 +136,7 @@ class Span(NamedTuple):
 
 
 class Track(NamedTuple):
-    """Spans of a row in its two lanes, and the start and end of each loss."""
+    """Spans of a row in its lanes for compute and communication, and the start and end of each loss."""
 
     compute: list[Span]
     communication: list[Span]
@@ -143,7 +144,7 @@ class Track(NamedTuple):
 
 
 def detail_of(rows: Sequence[Row], looks: Looks, points: float) -> Detail:
-    """Return the finest detail that is legible if a unit of time is `points` wide."""
+    """Return the finest legible detail for units of time that are `points` wide."""
     ops = [e.end - e.start for row in rows for e in row.events if e.kind is OpKind.FORWARD and e.end > e.start]
     boxes = sum(e.end > e.start for row in rows for e in row.events)
     narrowest = NARROWEST_STAGE_OP if looks.chunks else NARROWEST_OP
@@ -161,7 +162,7 @@ def tracks(
     """Return the boxes of each row.
 
     Args:
-        points: width of a unit of time.
+        points: width of a unit of time in points.
         letters: function that returns the label of a communication.
     """
     if detail is Detail.OPS:
@@ -183,7 +184,7 @@ def tracks(
 
 
 def passes(row: Row, looks: Looks) -> list[tuple[OpKind, Span]]:
-    """Return the passes and the other computations of a row in order, each as one span.
+    """Return the passes and other computations of a row in order, each as one span.
 
     Sums of gradients are part of the pass before them.
     """
@@ -224,7 +225,7 @@ def _joined_rows(group: list[Row]) -> Row:
 
 
 def _shared_coordinates(program: Program, ranks: Sequence[int]) -> list[str]:
-    """List the coordinates that some ranks share, if the mesh has several axes."""
+    """List the mesh coordinates that all these ranks share, if the mesh has several axes."""
     axes = program.mesh.used
     coordinates = {axis: {program.mesh.coordinate(rank, axis) for rank in ranks} for axis in axes if len(axes) > 1}
     return [f"{axis} {min(values)}" for axis, values in coordinates.items() if len(values) == 1]
@@ -259,12 +260,12 @@ def _joined_events(run: Sequence[Event], looks: Looks, text: str = "") -> Span:
     times: dict[Paint, float] = defaultdict(float)
     for event in run:
         times[looks.paint(event)] += event.end - event.start
-    whole = max(stop - start, sum(times.values()))  # what communicates at once takes more than its time
+    whole = max(stop - start, sum(times.values()))  # communications that overlap add up to more than the time
     return Span(start, stop, tuple((paint, time / whole) for paint, time in times.items()), text)
 
 
 def _join_close(row: Row, looks: Looks, gap: float) -> list[Span]:
-    """Return the communications of a row. Those with less than `gap` between them are one span."""
+    """Return the communications of a row as spans. Communications less than `gap` apart are one span."""
     spans: list[Span] = []
     run: list[Event] = []
     until = 0.0
@@ -299,7 +300,7 @@ def _shares(row: Row, looks: Looks, edges: np.ndarray) -> Track:
 
 
 def _cells(busy: dict[Paint, list[Event]], edges: np.ndarray) -> list[Span]:
-    """Return the shares of each look between edges. Adjacent intervals with similar shares are one span."""
+    """Return a span with the shares of each style for each interval between edges. Similar neighbours are joined."""
     shares = {paint: np.diff(_time_before(events, edges)) / np.diff(edges) for paint, events in busy.items()}
     crowded = np.maximum(1.0, sum(shares.values(), np.zeros(len(edges) - 1)))
     rounded = {paint: np.round(share / crowded, 1) for paint, share in shares.items()}
@@ -314,7 +315,7 @@ def _cells(busy: dict[Paint, list[Event]], edges: np.ndarray) -> list[Span]:
 
 
 def _are_similar(shares: Shares, others: Shares) -> bool:
-    """Return whether two sets of shares differ too little to be worth a step in the picture."""
+    """Return whether the difference of two sets of shares is too small to be visible in the picture."""
     same = [paint for paint, _ in shares] == [paint for paint, _ in others]
     return same and all(abs(one - other) < 0.15 for (_, one), (_, other) in zip(shares, others, strict=True))
 
@@ -327,6 +328,6 @@ def _time_before(events: Iterable[Event], edges: np.ndarray) -> np.ndarray:
 
 
 def _since(moments: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return for each edge the sum of the times since the moments before it."""
+    """Return for each edge the sum of its distances to all earlier moments."""
     count = np.searchsorted(moments, edges)
     return count * edges - np.concatenate([[0.0], np.cumsum(moments)])[count]

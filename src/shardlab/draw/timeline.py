@@ -1,7 +1,7 @@
-"""Pages of timelines: one step, or several steps on one axis of time.
+"""Pages with the timeline of one step, or of several steps on a common time axis.
 
 `timeline_svg` draws one step. From top to bottom, its page has a header with the sizes and figures, the legend, a row
-for each rank, the memory, and a close-up of the middle if the rows are too coarse to show single microbatches.
+for each rank, and the memory. If the rows are too coarse to show single microbatches, a close-up of the middle follows.
 `comparison_svg` draws several steps below each other, such as a prediction and a measurement, or a step before and
 after each pass.
 """
@@ -47,10 +47,10 @@ MEMORY = 1.7
 """Height of the memory panel in inches."""
 
 RIGHT = 1.3
-"""Least margin on the right in inches, for the key of the memory curves."""
+"""Smallest right margin in inches. It contains the key of the memory curves."""
 
 MARGIN, HEADER = 0.2, 0.62
-"""Margin beside a picture, and height of its header, in inches."""
+"""Margin around a picture, and height of its header, in inches."""
 
 CLOSEUP_ROWS, CLOSEUP_ROW = 8, 0.36
 """Largest number of rows of a close-up, and their height in inches."""
@@ -65,7 +65,7 @@ COMPARISON_RIGHT, PLOT, COMPARISON_HEADING = 0.3, 12.0, 0.3
 """Right margin, width of the panels, and height of the heading of each timeline in a comparison, in inches."""
 
 FEWEST_ROWS = 16
-"""Number of rows that each timeline of a comparison may always have."""
+"""Number of rows that each timeline of a comparison may have in any case."""
 
 MILLISECONDS = "milliseconds since the first rank began"
 
@@ -73,7 +73,7 @@ MILLISECONDS = "milliseconds since the first rank began"
 def save_timeline(
     timeline: Timeline, path: Path | str, title: str = "", time_unit: str = UNIT_TIME, color_by: ColorBy = "pass"
 ) -> None:
-    """Write the picture of `timeline_svg` to a file, whole or not at all."""
+    """Write the picture of `timeline_svg` to a file atomically."""
     write_atomically(Path(path), timeline_svg(timeline, title, time_unit, color_by))
 
 
@@ -85,8 +85,8 @@ def timeline_svg(
     Args:
         title: title of the picture, such as the name of the strategy.
         time_unit: label of the time axis. Seconds replace the default if the timeline is in seconds.
-        color_by: meaning of a box's colour. "pass": the pass (forward, backward, input or weight gradient), with the
-            model chunk or the layer as lightness. "layer": the layer.
+        color_by: meaning of a box's colour. "pass": the pass (forward, backward, input or weight gradient), in a
+            lightness that shows the model chunk or the layer. "layer": the layer.
         note: text below the figures of the header.
     """
     if timeline.in_seconds and time_unit == UNIT_TIME:
@@ -102,17 +102,18 @@ def save_comparison(
     color_by: ColorBy = "pass",
     time_unit: str = MILLISECONDS,
 ) -> None:
-    """Write the picture of `comparison_svg` to a file, whole or not at all."""
+    """Write the picture of `comparison_svg` to a file atomically."""
     write_atomically(path, comparison_svg(timelines, title, color_by, time_unit))
 
 
 def comparison_svg(
     timelines: Mapping[str, Timeline], title: str, color_by: ColorBy = "pass", time_unit: str = MILLISECONDS
 ) -> str:
-    """Draw timelines below each other on one axis of time, as an SVG document.
+    """Draw timelines below each other on a common time axis, as an SVG document.
 
     Args:
-        timelines: timelines by name. With the default `time_unit`, they are in seconds and drawn in milliseconds.
+        timelines: timelines by name. With the default `time_unit`, they must be in seconds, and are drawn in
+            milliseconds.
         time_unit: label of the time axis.
     """
     with style():
@@ -134,7 +135,7 @@ def draw_header(page: Page, title: str, facts: list[str]) -> None:
 
 
 def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
-    """Return the sizes and figures of a step, for the header of a page.
+    """Return the sizes and figures of a step for the header of a page.
 
     Args:
         rows: number of rows after ranks that do the same are folded.
@@ -159,15 +160,15 @@ def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
 
 
 def close_up_of(panel: Panel, width: float) -> Panel | None:
-    """Return a panel that shows the middle of a step in finer detail, when a pipeline is in its steady state.
+    """Return a panel that shows the middle of a step, the steady state of a pipeline, in finer detail.
 
-    Its middle lies between the last rank's first backward pass and the first rank's last forward pass.
+    It is centred between the last rank's first backward pass and the first rank's last forward pass.
 
     Args:
         width: width of both panels in inches.
 
     Returns:
-        The panel, or None if the whole already shows single microbatches.
+        The panel, or None if the panel of the whole step already shows single microbatches.
     """
     if panel.detail is not Detail.SHARES:
         return None
@@ -187,14 +188,14 @@ def close_up_height(panel: Panel) -> float:
 
 
 def draw_close_up(page: Page, whole: Axes, panel: Panel, box: tuple[float, float, float], time_unit: str) -> bool:
-    """Draw a close-up, and mark its window of time in the panel of the whole step.
+    """Draw a close-up, and mark its time window in the panel of the whole step.
 
     Args:
         whole: axes of the whole step.
         box: left, top and right of the close-up on the page, in inches.
 
     Returns:
-        Whether a box has the number of its microbatch.
+        Whether any box is labelled with its microbatch number.
     """
     left, top, right = box
     rows = "" if len(panel.rows) == len(whole.get_yticks()) else f", {len(panel.rows)} of the rows"
@@ -248,13 +249,13 @@ def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, not
 
 
 def _plot_width(timeline: Timeline) -> float:
-    """Return the width of the panels in inches, so that the label of the shortest pass fits if possible."""
+    """Choose the width of the panels in inches so that, if possible, the label of the shortest pass fits."""
     passes = [e.end - e.start for events in timeline.events for e in events if e.kind.row.part_of and e.end > e.start]
     return max(8.0, min(15.0, 0.16 * timeline.end / min(passes))) if passes else 8.0
 
 
 def _folded_text(ranks: int, rows: int, drawn: int) -> str:
-    """Return a note about rows that stand for several ranks, or about rows that are not drawn."""
+    """Return a note about rows that represent several ranks, and about rows that are not drawn."""
     if rows == 1 < ranks:
         return " in one row, all alike"
     alike = f" in {rows} rows, alike ones together" if rows < ranks else ""

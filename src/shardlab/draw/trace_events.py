@@ -5,8 +5,8 @@ docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (also
 perfetto.dev/docs/getting-started/other-formats), with complete events "X", metadata "M", flows "s" and "f", and
 counters "C". Times are in microseconds. A time unit is shown as a second.
 
-Each rank is a process, and each of its streams is a thread. Spans of one thread may not overlap
-(perfetto.dev/docs/faq), so ops of a stream that overlap are put on further threads, its lanes.
+Each rank is shown as a process, and each of its streams as a thread. Spans of one thread may not overlap
+(perfetto.dev/docs/faq), so a stream with overlapping ops gets several threads, called its lanes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Place = tuple[int, int]
 """Row of a timeline, and index of an op on the tape of that row."""
 
 NANO = 1e9
-"""Nanoseconds of a second, or of a unit. Viewers know no finer time, so times are rounded before they are compared."""
+"""Nanoseconds in a second or a unit. Viewers have no finer resolution, so times are rounded before comparisons."""
 
 Shown = tuple[Timeline, Sequence[Counter] | None]
-"""Timeline to show, with the memory of each row by category (None: memory is one number)."""
+"""Timeline, with the memory of each row by category (None: memory is a single number)."""
 
 
 def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
-    """Write a trace of timelines, each under its key, whole or not at all."""
+    """Write a trace of timelines, each under its key, atomically."""
     with atomic_file(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": {"generator": "shardlab"}, "traceEvents": [\n')
         for place, event in enumerate(trace_events(shown)):
@@ -50,12 +50,15 @@ def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
 
 
 def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace.
+    """Yield the events of a trace of some timelines.
 
-    The processes of a rank in all timelines are adjacent. The name of a timeline is part of their names.
+    A rank has a process for each timeline. They are adjacent, and named after the rank and the timeline.
     """
     first = len(shown) * max(timeline.program.mesh.world for timeline, _ in shown.values())
-    threads, flows = count(first), count(1)  # a thread with the number of a process would be its main thread
+    threads, flows = (
+        count(first),
+        count(1),
+    )  # a thread numbered as its process would be its main thread
     for place, (name, (timeline, counters)) in enumerate(shown.items()):
         program = timeline.program
         spans: dict[tuple[int, int], TraceSpan] = {}
@@ -75,7 +78,7 @@ def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
                 yield _complete(event, span, model_layer(program.sizes, event.layer))
             for time, live in counters[row] if counters else [(t, {"live": n}) for t, n in curve(timeline, row)]:
                 yield {"ph": "C", "name": "memory", "pid": process, "ts": _micro(round(time * NANO)), "args": live}
-        for arrow in arrows(timeline):  # after all spans, because viewers read events of one time in file order
+        for arrow in arrows(timeline):  # after all spans, because viewers process simultaneous events in file order
             yield from _flow(arrow, spans, flows)
 
 
@@ -90,8 +93,8 @@ class Arrow(NamedTuple):
 def arrows(timeline: Timeline) -> Iterator[Arrow]:
     """Yield the arrows between the rows of a timeline.
 
-    A message has an arrow from its send to its receive, and a collective has joins: arrows from the last member to
-    arrive, for which the others waited, to each of them. Of folded ranks, only those whose peers have rows have arrows.
+    A message has an arrow from its send to its receive. A collective has arrows, named joins, to each member from the
+    one that arrived last. Arrows to folded ranks without a row are left out.
     """
     moments = [moments_of(timeline, row) for row in range(len(timeline.events))]
     for communication in timeline.communications:
@@ -104,7 +107,7 @@ def arrows(timeline: Timeline) -> Iterator[Arrow]:
 
 
 class TraceSpan(NamedTuple):
-    """Place of an event in the trace: its process and thread, and its nanoseconds."""
+    """Position of an event in the trace: its process, its thread, and its times in nanoseconds."""
 
     process: int
     thread: int
@@ -115,7 +118,7 @@ class TraceSpan(NamedTuple):
 def _place_in_lane(
     event: Event, lanes: Sequence[TraceSpan], process: int, threads: Iterator[int]
 ) -> tuple[int, TraceSpan]:
-    """Return the lane of an event and its span there.
+    """Return the lane of an event, and the event's span in it.
 
     Args:
         lanes: last span of each lane of the event's stream.
@@ -177,8 +180,8 @@ def _complete(event: Event, span: TraceSpan, layer: int) -> dict[str, Any]:
 def _flow(arrow: Arrow, spans: Mapping[tuple[int, int], TraceSpan], flows: Iterator[int]) -> Iterator[dict[str, Any]]:
     """Yield the two events of an arrow, from the start of its source to the last nanosecond of its target.
 
-    An end binds to the span that encloses it, so a span that takes no time has no arrow. There is no arrow either if
-    the target ended before the source began, which happens if the clocks of two hosts differ.
+    Viewers attach each end to the span that encloses it, so a span of no duration gets no arrow. An arrow is also left
+    out if its target ended before its source began, which happens if the clocks of two hosts differ.
     """
     source, target = spans.get(arrow.source), spans.get(arrow.target)
     if source is None or target is None or source.start == source.end or target.start == target.end:

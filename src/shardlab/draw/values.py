@@ -1,9 +1,9 @@
-"""Pictures of values: a network in which the parts that a rank holds are filled.
+"""Pictures of values: a network in which the parts held by a rank are filled.
 
 `value_svg` draws one value, `store_svg` all values of one store of a rank, and `network_svg` any values. Between the
 layers are columns with a row for each microbatch: activations on the left, their gradients on the right. The box of a
-layer shows its weights, its gradient (with a row for each microbatch in the sum) and its optimizer state. They are cut
-from left to right into the slices that ranks hold.
+layer shows its weights, its gradient (with a row for each microbatch in the sum) and its optimizer state. Each of these
+is divided from left to right into slices.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -27,10 +27,10 @@ COLORS = {
 """Palette of Okabe and Ito (2008), whose colours can be told apart with every kind of colour vision."""
 
 BANDS = {Kind.WEIGHT: (0.0, 0.3), Kind.GRAD_WEIGHT: (0.34, 0.78), Kind.OPT_STATE: (0.82, 1.0)}
-"""Begin and end of each kind's part of a layer's box: shares of its height from the top."""
+"""Start and end of each kind's part in a layer's box, as fractions of the box's height from the top."""
 
 HALVES = {Kind.ACTIVATION: (0.0, 0.48), Kind.GRAD_ACTIVATION: (0.52, 1.0)}
-"""Begin and end of each kind's part of a column of activations: shares of its width from the left."""
+"""Start and end of each kind's part in a column of activations, as fractions of the width from the left."""
 
 EMPTY = "#f3f5f7"
 
@@ -41,7 +41,7 @@ NAMES_WIDTH = 1.0
 """Width to the right of the network for the names of the parts of a layer's box, in inches."""
 
 NUMBERED_ROWS = 16
-"""Largest number of microbatches whose rows are ruled and numbered."""
+"""Largest number of microbatches for which rows are ruled and numbered."""
 
 
 def value_svg(value: Value) -> str:
@@ -54,7 +54,7 @@ def value_svg(value: Value) -> str:
 
 
 def store_svg(store: Store) -> str | None:
-    """Draw all values of a store in their network, as an SVG document. The result is None for an empty store."""
+    """Draw all values of a store in their network, as an SVG document (None: the store is empty)."""
     values = list({value.number: value for value in store.values()}.values())
     if not values:
         return None
@@ -87,7 +87,7 @@ def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: st
 
 
 class _Network:
-    """Page with a box for each part of a network."""
+    """Page with a box for each kind of value at each layer of a network."""
 
     def __init__(self, layers: int, microbatches: int) -> None:
         self.layers = layers
@@ -108,7 +108,7 @@ class _Network:
         return left + self.column + gap, TOP + start * HEIGHT, left + self.pitch - gap, TOP + stop * HEIGHT
 
     def empty(self, kind: Kind, layer: int) -> None:
-        """Draw the box of one kind at one layer without contents."""
+        """Draw the empty box of one kind of value at one layer."""
         ruled = kind in HALVES and self.microbatches <= NUMBERED_ROWS
         rows = self.microbatches if ruled else 1
         cells = [_cell(self.area(kind, layer), 0, 1, row, rows) for row in range(rows)]
@@ -129,10 +129,10 @@ class _Network:
         fill(self.page.ink, cells, COLORS[spec.kind], edge="white", width=width)
 
     def name_parts(self, kinds: set[Kind]) -> None:
-        """Write the numbers of layers and microbatches, the names of the parts, and the legend.
+        """Label the layers, the microbatches and the parts of a layer's box, and draw the legend.
 
         Args:
-            kinds: kinds of the values that are held.
+            kinds: kinds of the held values.
         """
         below = TOP + HEIGHT + 0.14
         every = 1 if self.pitch > 0.4 else 4
@@ -168,7 +168,7 @@ class _Network:
 
 
 def _network_size(value: Value) -> tuple[int, int]:
-    """Return the numbers of layers and microbatches of the world that a value belongs to."""
+    """Return the number of layers and of microbatches in the world of a value."""
     assert isinstance(value.rank, Rank)
     return len(value.rank.layers), len(value.rank.microbatches)
 

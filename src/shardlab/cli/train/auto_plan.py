@@ -1,8 +1,8 @@
 """`shardlab train --plan auto`: choose the plan for this machine.
 
 `plan_for_this_machine` searches with `shardlab.planner` for the plan with the fastest prediction. If the run is long
-enough, it also returns the plans that may be as fast, and `measure_fastest` times their steps in turns on the ranks of
-the run and chooses the fastest. A resumed run keeps its plan (`plan_of_resumed_run`).
+enough, it also returns plans that may be as fast. `measure_fastest` then times steps of all these plans in rotation on
+the ranks of the run, and chooses the fastest. A resumed run keeps its plan (`plan_of_resumed_run`).
 """
 
 from __future__ import annotations
@@ -41,37 +41,38 @@ if TYPE_CHECKING:
 
 
 AUTO = Path("auto")
-"""Value of --plan that stands for the choice of a plan."""
+"""Value of --plan that requests the choice of a plan."""
 
 MEASURING_SHARE = 0.1
-"""Largest share of a run's predicted time that may be spent on measuring plans before it."""
+"""Largest time for measuring plans, as a share of the run's predicted time."""
 
 MEASURING_SECONDS = 30.0
-"""Largest time for measuring plans, in seconds, unless the least number of steps takes longer."""
+"""Largest time for measuring plans, in seconds. The smallest possible number of steps may exceed it."""
 
 SETUP_SECONDS = 10.0
-"""Approximate time until the passes of the plans are chosen and the ranks have started, in seconds."""
+"""Approximate time for choosing the plans' passes and starting the ranks, in seconds."""
 
 Prove = Callable[[StrategyEntry, "TrainingRun"], object]
-"""Function that checks that a run can use a strategy, and otherwise raises `UserError` or `Refused`."""
+"""Function that raises `UserError` or `Refused` if a run cannot use a strategy."""
 
 
 def plan_for_this_machine(
     layout: PlanOptions, sources: list[ConfigSource], ranks: int | None, *, measure: bool, tell: bool
 ) -> PlannedRuns:
-    """Search the plan for this machine, with the batch of the settings. Flags of a plan restrict the search.
+    """Search a plan for this machine and the batch of the settings. Flags of a plan restrict the search.
 
-    The ranks of a launcher all take the choice of the first one, because each host would plan by its own profile.
+    All ranks of a launcher use the choice of the first rank, because the profiles of the hosts may differ.
 
     Args:
         layout: flags of a plan.
         sources: settings of the run.
         ranks: number of ranks (None: one for each device or core of the machine).
-        measure: whether plans may be measured. With compiled layers or captured steps, which take long, none are.
+        measure: whether plans may be measured. Compiled layers and captured steps are never measured, because preparing
+            them takes long.
         tell: whether to print the choice.
 
     Returns:
-        The run with the plan that is predicted fastest, then with those that may be as fast if the run is long enough.
+        The run with the plan that is predicted fastest and, if the run is long enough, with plans that may be as fast.
 
     Raises:
         UserError: if the machine was not measured, no plan fits, or the ranks of a launcher do not find each other.
@@ -95,16 +96,16 @@ def plan_for_this_machine(
 
 
 def plan_of_resumed_run(layout: PlanOptions, sources: Sequence[ConfigSource], ranks: int | None) -> PlannedRuns | None:
-    """Return the plan of a resumed run, if it still fits the settings.
+    """Return the earlier plan of a resumed run, if it still fits the settings.
 
     Args:
         layout: flags of a plan.
-        sources: settings of the run, and then flags.
+        sources: settings of the run, followed by flags.
         ranks: number of ranks that is requested or available (None: unknown).
 
     Returns:
-        The run with its plan and its microbatches. None if it had no plan, another number of ranks or another batch, or
-        if the flags of a plan have changed.
+        The run with its earlier plan and microbatches. None if it had no plan, another number of ranks or another
+        batch, or if the flags of a plan have changed.
     """
     from shardlab.planner.problem import Limits
 
@@ -124,12 +125,12 @@ def plan_of_resumed_run(layout: PlanOptions, sources: Sequence[ConfigSource], ra
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Run with one of its plans.
+    """Run with one of the candidate plans.
 
     Attributes:
         entry: plan as a strategy.
         config: configuration of the run with this plan.
-        cut: settings that divide the batch into microbatches for this plan.
+        cut: settings that divide the batch into this plan's microbatches.
         name: short description of the plan.
     """
 
@@ -141,7 +142,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class PlannedRuns:
-    """Run with each of the plans that may be the fastest.
+    """Run with each plan that may be the fastest.
 
     Attributes:
         runs: runs with these plans. The plan that is predicted fastest comes first.
@@ -155,10 +156,10 @@ class PlannedRuns:
 def measure_fastest(
     planned: PlannedRuns, run: TrainingRun, prove: Prove, joining: Rendezvous, *, tell: bool
 ) -> PlannedRun:
-    """Time the steps of some plans in turns on the ranks of a run, and return the run with the fastest plan.
+    """Time steps of several plans in rotation on the ranks of a run, and return the run with the fastest plan.
 
-    Each plan is first rewritten by the passes that help it. If ranks that this process starts fail, such as for lack of
-    memory, the plan that is predicted fastest is returned.
+    The program of each plan is first rewritten by the passes that help it. If a rank that this process has started
+    fails, for example because memory runs out, the plan that is predicted fastest is returned.
 
     Args:
         planned: plans to measure.
@@ -210,7 +211,7 @@ def _fixed_fields(layout: PlanOptions) -> dict[str, Any]:
     """Return the fields of a plan and the sizes of axes that flags give.
 
     Raises:
-        UserError: for --freeze, for which no plan is searched.
+        UserError: for --freeze, which the search does not support.
     """
     if "freeze" in layout.given():
         raise UserError("--plan auto plans a training of all blocks; leave out --freeze, or give a plan by flags")
@@ -221,8 +222,8 @@ def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, me
     """Search the plans to run or to measure.
 
     Returns:
-        JSON object. `plans`: the plan that is predicted fastest, then those to measure beside it, each with the
-        division of its batch. `seconds`: time for measuring.
+        JSON object. `plans`: the plan that is predicted fastest, then further plans to measure, each with its division
+        of the batch. `seconds`: time for measuring.
     """
     from shardlab.planner.choose import choose, find_contenders, least_seconds
     from shardlab.planner.describe import describe, summary
@@ -262,7 +263,7 @@ def _choose_plans(layout: PlanOptions, config: TrainingConfig, ranks: int, *, me
 
 
 def _cluster(ranks: int | None) -> Cluster:
-    """Return this machine as a cluster, from its profile or from the table of GPUs.
+    """Return a cluster that describes this machine, from its profile or from the table of GPUs.
 
     Raises:
         UserError: if neither has it.

@@ -1,7 +1,7 @@
 """Checks before the ranks of a training start, and messages if they fail or are interrupted.
 
-`checked_to_run` traces a strategy, rewrites it by its passes and checks it for a job. `failures_as_exit` surrounds the
-run of the ranks: it prints the error of a failed rank, notes the end of the run in its folder, and exits.
+`checked_to_run` traces a strategy, applies its passes and checks it for a job. `failures_as_exit` is a context around
+the run of the ranks: it prints the error of a failed rank, records the end of the run in its folder, and exits.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shardlab.train.launch.ranks import backend_of, device_type
 
 
 def checked_to_run(entry: StrategyEntry, job: Job, config: OptimizerConfig) -> Checked:
-    """Check a strategy for a job, before a rank is started. The job keeps the rewritten program for its ranks.
+    """Check a strategy for a job before any rank starts. The job stores the rewritten program for its ranks.
 
     Raises:
         Refused: if the program is wrong, or does not run on the backend of the ranks.
-        UserError: if the gradient norm is needed (for clipping, or for overflows of float16) but not computed, or if
-            this host has too little free memory.
+        UserError: if the strategy does not compute the gradient norm that clipping or float16 needs, or if this host
+            has too little free memory.
     """
     entry.require_ops(job.ranks, job.model.layers, job.microbatches)
     proof = apply_passes(checked(entry, job.ranks, job.sizes, job.microbatches), entry.passes_on(job.ranks))
@@ -64,7 +64,7 @@ def require_audit(proof: Checked, name: str) -> None:
     """Refuse --audit-every for a program without redundant results.
 
     Raises:
-        UserError: if no two ranks keep or compute the same result.
+        UserError: if every result is kept and computed by one rank only.
     """
     if not compared_ranks(replicas_of(proof), results_of(proof)):
         raise UserError(
@@ -74,9 +74,9 @@ def require_audit(proof: Checked, name: str) -> None:
 
 
 def line_lookup(entry: StrategyEntry, job: Job) -> LineOf:
-    """Return a function that finds the line of a user's file that wrote an op of a rank.
+    """Return a function that finds the line of a user's file which issued an op of a rank.
 
-    The function also finds an op that passes moved, or put into a bucket or an arena. It returns "" for ops that passes
+    It also finds ops that passes have moved, or put into a bucket or an arena. It returns "" for ops that passes have
     added, and for built-in strategies.
     """
     path, _ = file_and_name(entry.name)
@@ -103,13 +103,13 @@ def _without_pass_fields(op: Op) -> Op:
 
 
 def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -> None:
-    """Refuse a run that a launcher restarted after a failure, if it would begin again and lose its progress.
+    """Refuse a run that a launcher restarted after a failure, if it would start from step 0 and lose its progress.
 
     Args:
         count: number of restarts.
         out: folder of the failed run, if --out was given.
-        save_every: value of --save-every. A run with it had failed before its first checkpoint, so that nothing is
-            lost, and begins again in its folder.
+        save_every: value of --save-every. A run with it that has no checkpoint failed before the first one, so nothing
+            is lost, and it starts again in its folder.
 
     Raises:
         UserError: if --out or --save-every is missing.
@@ -124,13 +124,14 @@ def refuse_restart(count: int, out: Path | None, save_every: int | str | None) -
 
 @contextmanager
 def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generator[None, None, None]:
-    """Turn failures of ranks in this context into messages and exit statuses.
+    """Convert failures of ranks in this context into messages and exit statuses.
 
     If a rank fails, its traceback is printed last, and the exit status is 1. After an interrupt, it is 130.
 
     Args:
-        out: folder of a run that saves. The message says what is saved there.
-        exits: whether to exit. Otherwise, `RankFailed` or `KeyboardInterrupt` is raised, for a caller in Python.
+        out: folder of a run that saves. The message describes its contents.
+        exits: whether to exit the process. Otherwise `RankFailed` or `KeyboardInterrupt` is raised, for a caller in
+            Python.
     """
     before = out and record_inode(out)
 
@@ -176,6 +177,6 @@ def failures_as_exit(out: Path | None = None, *, exits: bool = True) -> Generato
 
 
 def report_interrupted(out: Path | None, why: str = "") -> None:
-    """Print that a run was interrupted, and what it has saved."""
+    """Print that a run was interrupted, and describe what its folder contains."""
     words = ["interrupted", why and f": {why}", "" if out is None else f"; {describe_saved(out)}"]
     print(f"shardlab: {''.join(words)}", file=sys.stderr)

@@ -1,8 +1,8 @@
 """Choice of the passes of a training, and of their settings, by this machine's prices.
 
-The first rank chooses before the ranks start, so that all ranks and a resumed run rewrite the program alike.
-`run_passes_here` runs passes and keeps those that help; `settle_passes` fixes their settings for a job, and
-`settle_run` for a run. "Settled" passes have their settings written out, as in `prefetch=2,bucket=4`.
+The choice is made once, before the ranks start, so that all ranks and a resumed run rewrite the program in the same
+way. `run_passes_here` runs passes and keeps those that help. `settle_passes` fixes their settings for a job, and
+`settle_run` for a run. "Settled" passes have explicit settings, as in `prefetch=2,bucket=4`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 MOST_TRIED = 400_000
-"""Largest number of ops of rewritten programs that are checked and simulated, at about 25 microseconds each. A pass
-that is named with its setting is always run."""
+"""Largest number of ops of rewritten programs that are checked and simulated, at about 25 microseconds each. It does
+not limit passes that are named with their settings."""
 
 SURE_GAIN = 0.02
-"""Share of a step that a pass must gain by the machine's prices to be run without being named. Some passes with a
-smaller prediction were measured to lose as much or more (docs/passes.md)."""
+"""Smallest predicted gain, as a share of the step, of a pass that runs without being named. Some passes with smaller
+predicted gains slowed the step down by as much or more (docs/passes.md)."""
 
 
 def settle_passes(
@@ -51,14 +51,14 @@ def settle_passes(
 ) -> StrategyEntry:
     """Return a strategy with the settings of its passes fixed.
 
-    If no passes are named, all passes that help are run. Their gains follow from the profile of `shardlab bench`, or
-    from assumed prices without a profile. The ranks of a launcher take the choice of the first one. A wrong program is
-    not reported here: every rank checks the program later and reports it.
+    If no passes are named, all passes that help are run. Their gains are predicted from the profile of `shardlab
+    bench`, or from assumed prices if there is no profile. All ranks of a launcher use the choice of the first rank. A
+    wrong program is not reported here, because every rank checks the program later.
 
     Args:
         job: job of the strategy, with or without its passes.
-        counts: other numbers of microbatches that steps of the run have. They take the same passes.
-        lenient: whether named passes that have nothing to do are left out, as for passes of an earlier run.
+        counts: further numbers of microbatches that occur in the run. The passes must suit all of them.
+        lenient: whether to leave out named passes that have nothing to do. Used for the passes of an earlier run.
         timeout: seconds that ranks wait for each other (None: those of `RENDEZVOUS`).
 
     Raises:
@@ -69,7 +69,7 @@ def settle_passes(
 
 
 def config_with_allowed_passes(entry: StrategyEntry, config: TrainingConfig) -> TrainingConfig:
-    """Return the configuration with the passes from which a run chooses, which are all passes if none are named."""
+    """Return the configuration with the passes from which a run may choose: the named ones, or else all."""
     plan = config.plan
     entry = entry.rewritten(plan.ranks, entry.passes_on(plan.ranks, DEFAULT_PASSES))
     return replace(config, plan=replace(plan, strategy=entry.for_job(plan.ranks), passes=entry.passes))
@@ -78,10 +78,10 @@ def config_with_allowed_passes(entry: StrategyEntry, config: TrainingConfig) -> 
 def settle_run(
     entry: StrategyEntry, run: TrainingRun, sources: list[ConfigSource]
 ) -> tuple[StrategyEntry, TrainingRun]:
-    """Return the strategy and the run with settled passes, and add the choice to the sources.
+    """Return the strategy and the run with settled passes, and record the choice in the sources.
 
-    Passes from the run's own configuration may have been settled for another number of ranks, so those with nothing to
-    do are left out. Passes that a flag or a plan file names must have something to do.
+    Passes in the run's own configuration may have been settled for another number of ranks. Those with nothing to do
+    are left out. Passes that a flag or a plan file names must have something to do.
     """
     plan = run.config.plan
     named_now = origin_of(sources, "plan", "passes") == "flags" or "plan" in merge_fields(sources, "plan")
@@ -99,12 +99,12 @@ def run_passes_here(
 ) -> tuple[list[PassResult], Cluster]:
     """Run passes on the program of a job, and keep those that help by this machine's prices.
 
-    On GPUs without prices, only passes that are named are run, because those that help CPUs may not help GPUs.
+    On GPUs without prices, only named passes are run, because a pass that helps CPUs may not help GPUs.
 
     Args:
         names: passes, as --passes takes them.
-        least: share of a step that a pass must gain (None: `SURE_GAIN`, or any gain if passes are named).
-        lenient: whether named passes that have nothing to do are left out.
+        least: smallest gain of a pass, as a share of the step (None: `SURE_GAIN`, or any gain if passes are named).
+        lenient: whether to leave out named passes that have nothing to do.
 
     Returns:
         The program as written and after each pass, and the machine whose prices were used.
@@ -137,10 +137,10 @@ def run_passes_here(
 
 
 def _choose_passes(entry: StrategyEntry, job: Job, others: Sequence[int], lenient: bool) -> str:
-    """Return the settled passes that a job can take with all its numbers of microbatches.
+    """Return settled passes that suit all numbers of microbatches of a job.
 
-    `fuse-steps` is left out if there are several numbers and it is not named. The layers that it carries from step to
-    step may depend on the number, but each step must find the weights that the previous one left.
+    If there are several numbers, `fuse-steps` is left out unless it is named. Each step must find the weights that the
+    previous one kept for it, but the layers that this pass keeps may depend on the number.
     """
     names = entry.passes_on(job.ranks, DEFAULT_PASSES)
     asked = named_passes(names)
@@ -156,7 +156,7 @@ def _choose_passes(entry: StrategyEntry, job: Job, others: Sequence[int], lenien
             idle = {each.name for each in other if not each.applies} - kept
             passed = [each for each in passed if each.name not in idle]
     except (UserError, Refused):
-        return names  # every rank reports the error later; raised here, it would leave the others waiting
+        return names  # Every rank reports the error later. Raised here, it would leave the other ranks waiting.
     if useless := useless_offload(passed):
         print(f"shardlab: {useless}", file=sys.stderr)
     return helpful_names(passed)
@@ -168,12 +168,12 @@ def _only_named(names: str) -> str:
 
 
 def _priced_precision(precision: str) -> str:
-    """Return the precision whose prices are used. For float64, which only `verify` uses, it is float32."""
+    """Return the precision whose prices apply. For float64, which only `verify` uses, it is float32."""
     return "fp32" if precision == "fp64" else precision
 
 
 def _clusters(ranks: int) -> Iterator[Cluster]:
-    """Yield this machine as it was measured, if it was, and as it is assumed to be, with a device for each rank."""
+    """Yield this machine as a cluster: as measured, if it was, and as assumed, with a device for each rank."""
     from shardlab.measure.profile import memory_here
     from shardlab.simulate.hardware.cluster import unmeasured
 

@@ -1,12 +1,12 @@
 """`shardlab train`: train a language model under a strategy, on processes of this machine or of a launcher.
 
-`Train.train` is the course of a run:
+`Train.train` leads through a run:
 
-1. The settings: the sources (presets, config file, flags, or a resumed run) are merged into one configuration.
-2. The checks: everything that can be refused is refused before a rank starts.
-3. The choices: --plan auto measures plans, and passes are chosen by this machine's prices.
-4. The ranks: `shardlab.train.loop.train_rank` runs on each of them, and returns a summary.
-5. The report of the run, in its folder and on the terminal.
+1. Settings: the sources (presets, config file, flags, or a resumed run) are merged into one configuration.
+2. Checks: all mistakes that can be found without ranks are reported before a rank starts.
+3. Choices: --plan auto measures plans, and passes are chosen by this machine's prices.
+4. Ranks: `shardlab.train.loop.train_rank` runs on each rank, and returns a summary.
+5. Report: it is written into the folder of the run, and printed.
 
 Every rank of a launcher runs all of this; only the first one prints.
 """
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 BY_NAME = {"model": "the model", "plan": "the plan"}
-"""Origin of the fields of these sections that no source gives. Other such fields follow by a rule."""
+"""Origin of fields that no source sets, for these sections. Such fields of other sections follow from a rule."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Train:
     both."""
 
     depth: OptionalCount = None
-    """Number of layers, from which the model's width and heads, the batch, the steps and the learning rate follow."""
+    """Number of layers. It determines the model's width and heads, the batch, the steps and the learning rate."""
 
     print_config: Flag = False
     """Print the configuration and the model's parameter counts, check that they can be trained, and exit."""
@@ -129,7 +129,7 @@ class Train:
 
         Raises:
             RankFailed: if a rank fails, for a caller in Python.
-            KeyboardInterrupt: if the training was interrupted and has no result, for a caller in Python.
+            KeyboardInterrupt: if the training was interrupted before it had a result, for a caller in Python.
         """
         from shardlab.train.launch.environment import find_launch_environment, may_restart, require_port
 
@@ -146,7 +146,7 @@ class Train:
         )
 
     def _start(self, caller: Caller, world: LaunchEnvironment | None, restart: int) -> int:
-        """Find the settings, and train.
+        """Merge the settings, and train.
 
         Args:
             world: environment of a launcher, if there is one.
@@ -176,7 +176,7 @@ class Train:
             return self._run(caller, heartbeat, first, chosen, config, planned, sources, resumed, restart)
 
     def _resumed(self, world: LaunchEnvironment | None) -> ResumedRun | None:
-        """Return the run to resume, if there is one. The ranks of a launcher find it together.
+        """Return the run to resume (None: start a new one). The ranks of a launcher agree on it.
 
         Raises:
             UserError: if it cannot be resumed, or options contradict each other.
@@ -202,23 +202,23 @@ class Train:
 
     @property
     def _start_limit(self) -> timedelta:
-        """Time limit for the rendezvous of a launcher's ranks, before the settings of the run are known."""
+        """Time limit in seconds for the rendezvous of a launcher's ranks while the run's settings are not known yet."""
         from shardlab.train.launch.ranks import RENDEZVOUS, start_limit
 
         sources = self._sources() if self.resume is None else [preset_source("default"), self._flags()]
         timeout = merge_fields(sources, "train")["timeout"]
-        usable = isinstance(timeout, float) and timeout > 0  # otherwise, it is refused later
+        usable = isinstance(timeout, float) and timeout > 0  # a wrong value is reported later
         return start_limit(timeout) if usable else RENDEZVOUS.start
 
     def _sources_of_resumed_run(self, resumed: ResumedRun, launched: int | None) -> list[ConfigSource]:
-        """Return the sources of the settings of a resumed run: its checkpoint, and flags."""
+        """Return the sources of a resumed run's settings: its checkpoint and the flags."""
         flags = self._flags()
         train = {name: value for name, value in flags.sections["train"].items() if name != "init"}
         saved = resumed.source(launched, flags.sections["optimizer"])
         return [preset_source("default"), saved, ConfigSource("flags", {**flags.sections, "train": train})]
 
     def _flags(self) -> ConfigSource:
-        """Return the settings that flags give."""
+        """Return the settings that flags set."""
         plan = self.layout.given()
         if any(axis in plan for axis in AXES):
             plan["mesh"] = True
@@ -241,8 +241,8 @@ class Train:
     ) -> tuple[StrategyEntry, TrainingConfig, PlannedRuns | None]:
         """Merge the sources into a strategy and a configuration.
 
-        With --plan auto, the plans to measure are returned as well. A resumed run keeps its plan, if it still fits the
-        flags.
+        With --plan auto, the plans to measure are returned as well. A resumed run keeps its plan if the plan still fits
+        the flags.
 
         Args:
             launched: number of ranks that a launcher started (None: no launcher).
@@ -264,7 +264,7 @@ class Train:
         return chosen, resolve_config(sources, chosen, ranks), None
 
     def _report_model(self, config: TrainingConfig, sources: list[ConfigSource]) -> None:
-        """Print which model is trained if the plan is from a file and no source names a model."""
+        """Print the default model if the plan comes from a file and no source names a model."""
         path, unsaid = self.layout.plan, origin_of(sources, "model", "model") == "default" and config.train.init is None
         if path not in (None, AUTO) and unsaid:
             name, layers = merge_fields(sources, "model")["model"], counted(config.model.layers, "layer")
@@ -288,8 +288,8 @@ class Train:
         """Check the run, make its choices, run its ranks, and report the result.
 
         Args:
-            heartbeat: signs of life on stderr while this takes long.
-            first: whether this process is the first rank of a launcher, or there is no launcher.
+            heartbeat: prints to stderr during long operations to show that the run is alive.
+            first: whether this process is a launcher's first rank, or has no launcher.
             chosen, config: strategy and configuration.
             planned: plans to measure, with --plan auto.
             sources: sources of the settings, to which choices are added.
@@ -347,7 +347,7 @@ class Train:
         if first and resumed is not None and (change := resumed.schedule_change(config)):
             print(f"shardlab: {change}", file=sys.stderr)
         heartbeat.doing = "start of the ranks"
-        heartbeat.until = lambda: not first or (out.exists() and not again)  # from then on, rank 0 reports
+        heartbeat.until = lambda: not first or (out.exists() and not again)  # rank 0 reports from here on
         before = record_inode(out)
         with failures_as_exit(out, exits=not caller.in_python):
             watching = WatchSettings(
@@ -377,7 +377,7 @@ class Train:
         return 1 if summary.unwritten else 0
 
     def _check_run(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
-        """Check the programs of a run and what its options need of them; return the program of the last steps."""
+        """Check that a run's programs are right and suit its options. Return the program of the last steps."""
         from shardlab.cli.train.before_ranks import require_audit
         from shardlab.execute.requirements import want_compilable, want_step_graph
         from shardlab.train.launch.ranks import device_type
@@ -398,7 +398,7 @@ class Train:
         return proof
 
     def _check_programs(self, chosen: StrategyEntry, run: TrainingRun) -> Checked:
-        """Check the programs of all numbers of microbatches of a run, and return that of the last steps."""
+        """Check a run's program for each number of microbatches. Return the program of the last steps."""
         from shardlab.cli.train.before_ranks import checked_to_run
 
         others = [count for count in run.config.train.ramp.counts if count != run.job.microbatches]
@@ -427,8 +427,8 @@ class Caller:
 
     Attributes:
         command: text of the call, for the record of the run.
-        callbacks: callbacks of the caller, in addition to the training's own.
-        in_python: whether failures are raised and the summary is returned, rather than printed.
+        callbacks: callbacks of the caller, added to those of the training itself.
+        in_python: whether to raise failures and return the summary, instead of printing them.
         summaries: list to which the summary is appended.
     """
 
@@ -439,7 +439,7 @@ class Caller:
 
 
 def require_recorded_steps(config: TrainingConfig, traced: int, *, resumed: bool) -> None:
-    """Refuse a run that does not have the steps to trace or to profile, or has them with several batch sizes.
+    """Refuse a run if steps to trace or to profile do not exist, or differ in their batch sizes.
 
     Args:
         traced: number of steps in a trace.
@@ -497,7 +497,7 @@ def print_config(console: Console, config: TrainingConfig, sources: Sequence[Con
     """Print a row for each field of a configuration, with its value and its source.
 
     Args:
-        all: whether to print all fields. Otherwise, fields from the first source and derived fields are left out.
+        all: whether to print all fields, including derived ones and those from the first source.
     """
     table = table_of("section", "field", "value", "from", words=4)
     for section, fields in config.as_dict().items():

@@ -1,7 +1,7 @@
-"""Commands from a script or a notebook: function calls instead of command lines.
+"""Commands as function calls, for scripts and notebooks.
 
-`command_from` writes the arguments of a call as words of a command line and parses them, so that both accept the same
-settings. `train` trains in this way.
+`command_from` converts the arguments of a call into a command line and parses it, so that both accept the same
+settings. `train` calls it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 OF_THE_COMMAND = ("json", "print_config", "out", "force", "grade", "measure", "measured", "all")
-"""Options that print, write files or start other work, which a function call does not have."""
+"""Options that a function call does not have, because they print, write files or start other work."""
 
 
 def train(
@@ -47,12 +47,12 @@ def command_from(
 
     Args:
         name: name of the command.
-        words: first words of the command line, such as a strategy.
+        words: first arguments of the command line, such as a strategy.
         settings: options by name, with `_` for `-`.
-        allowed: names of `OF_THE_COMMAND` that this call has.
+        allowed: names of `OF_THE_COMMAND` that this call accepts nevertheless.
 
     Raises:
-        UserError: for an unknown option, a wrong value, or an option that a function call does not have.
+        UserError: for an unknown option, a wrong value, or an option that the call does not accept.
     """
     if unfit := [each for each in OF_THE_COMMAND if settings.get(each) and each not in allowed]:
         raise UserError(f"{unfit[0]} is an option of the command shardlab {name} only; leave it out")
@@ -64,7 +64,7 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
     """Refuse objects that are not callbacks.
 
     Raises:
-        UserError: with the first of them.
+        UserError: with the first such object.
     """
     if not callbacks:
         return
@@ -78,7 +78,7 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
 
 
 def strategy_name(strategy: Callable[..., Any]) -> str:
-    """Return the name by which ranks find a function: that of a built-in strategy, or `FILE:FUNCTION`.
+    """Return the name by which ranks load a strategy: its built-in name, or `FILE:FUNCTION`.
 
     Raises:
         UserError: if the function is not in a file.
@@ -99,7 +99,7 @@ def strategy_name(strategy: Callable[..., Any]) -> str:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """Return an option and its value as words of a command line. None gives no words."""
+    """Return an option and its value as arguments of a command line. The value None gives no arguments."""
     flag = f"--{name.replace('_', '-')}"
     if value is None:
         return []

@@ -1,8 +1,8 @@
-"""The machine of a training: choices for all hosts, free memory, peak speed, and the predicted step time.
+"""Machine of a training: choices for all hosts, free memory, peak speed, and predicted step time.
 
-`choose_on_first_rank` makes all ranks use the choice of the first one. `require_free_memory` refuses offloading for
-which a host has no memory. `cluster_here` describes this machine as a cluster, from which `peak_flops` and
-`predicted_seconds` follow.
+`choose_on_first_rank` makes all ranks use the choice of the first one. `require_free_memory` refuses offloading that
+exceeds a host's free memory. `cluster_here` describes this machine as a cluster, from which `peak_flops` and
+`predicted_seconds` derive their results.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 def choose_on_first_rank(choose: Callable[[], str], timeout: float | None = None) -> str:
-    """Return the choice of the first rank on all ranks of a launcher, or of this process without a launcher.
+    """Make a choice on the first rank of a launcher, and return it on all ranks. Without a launcher, just make it.
 
-    All ranks call this. Without it, hosts with different profiles would choose differently.
+    All ranks must call this. If each rank chose by itself, hosts with different profiles could choose differently.
 
     Args:
-        choose: function that makes the choice. It is called on the first rank only.
+        choose: function that makes the choice. Only the first rank calls it.
         timeout: seconds that ranks wait for each other (None: those of `RENDEZVOUS`).
 
     Raises:
-        UserError: on every rank, the error of the first one; or if the ranks do not find each other.
+        UserError: if `choose` raises it on the first rank (then on every rank), or if the ranks do not find each other.
     """
     world = find_launch_environment(os.environ)
     if world is None or world.world == 1:
@@ -54,14 +54,14 @@ def choose_on_first_rank(choose: Callable[[], str], timeout: float | None = None
 
 
 def require_free_memory(proof: Checked, ranks: Sequence[int]) -> None:
-    """Refuse a program that offloads more to the host or the disk than is free there.
+    """Refuse a program that offloads more bytes to the host or the disk than are free.
 
     Args:
         proof: checked program.
-        ranks: ranks on this host.
+        ranks: numbers of the ranks on this host.
 
     Raises:
-        UserError: with the bytes that are needed and that are free.
+        UserError: with the required and the free bytes.
     """
     named = {op.place for tape in proof.program.tapes for op in tape}
     for place in (place for place in PLACES if place in named):
@@ -76,7 +76,7 @@ def require_free_memory(proof: Checked, ranks: Sequence[int]) -> None:
 
 
 def free_bytes(place: str) -> tuple[int | None, str]:
-    """Return the free bytes of the host or the disk (None: unknown), and a name of the place."""
+    """Return the free bytes of the host or the disk (None: unknown), and its name for messages."""
     if place == DISK:
         folder = tempfile.gettempdir()
         return shutil.disk_usage(folder).free, folder
@@ -87,7 +87,7 @@ def free_bytes(place: str) -> tuple[int | None, str]:
 
 
 def cluster_here(ranks: int) -> Cluster | None:
-    """Return this machine as a cluster: from its profile, or else from the table of GPUs; None if neither has it."""
+    """Return a cluster that describes this machine, from its profile or else the table of GPUs (None: in neither)."""
     from shardlab.execute.requirements import gpu_count
     from shardlab.measure.profile import this_machine
     from shardlab.simulate.hardware import Cluster, Profile, find_cluster
@@ -106,7 +106,7 @@ def cluster_here(ranks: int) -> Cluster | None:
 
 
 def device_called(name: str) -> str:
-    """Return the most specific device of the tables whose name is part of a GPU's own name, or "".
+    """Return the device of the tables that matches the name a GPU reports, or "". The most specific match wins.
 
     >>> device_called("NVIDIA H100 80GB HBM3"), device_called("NVIDIA A100-SXM4-40GB"), device_called("NVIDIA GB200")
     ('h100', 'a100-40gb', 'gb200')
@@ -121,9 +121,8 @@ def device_called(name: str) -> str:
 def peak_flops(config: TrainingConfig, compute: str) -> float | None:
     """Return the peak FLOP/s of all devices of a run, or None if it is unknown.
 
-    The peak of a CPU is that of the fastest matrix product that `shardlab bench compute` measured on as many cores as a
-    rank has.
-    The peak of a GPU is that of its data sheet.
+    The peak of a CPU is the speed of the fastest matrix product that `shardlab bench compute` measured on as many cores
+    as a rank has. The peak of a GPU is taken from its data sheet.
 
     Args:
         compute: dtype of the matrix products.
@@ -143,7 +142,7 @@ def peak_flops(config: TrainingConfig, compute: str) -> float | None:
 
 
 def workload_of(job: Job, cluster: Cluster, recipe: str | None = None) -> Workload:
-    """Return the workload of a job on a cluster. Its program is exactly the one that the ranks run.
+    """Return the workload of a job on a cluster. It has exactly the program that the ranks run.
 
     Args:
         recipe: name of the recipe (None: Shardlab's own).

@@ -1,7 +1,7 @@
 """`shardlab view`: write an interactive page of a step as one HTML file, and print its figures.
 
-`View.run` finds out what it is to show: a step that `shardlab simulate` would simulate (`_simulated`), a traced run
-(`_run`), or a trace (`_trace`). Each gives the packed tables of the page and the figures of its timelines.
+`View.run` shows a step that `shardlab simulate` would simulate (`_simulated`), a traced run (`_run`), or a trace
+(`_trace`). Each of these methods returns the packed tables of the page and the figures of its timelines.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 DEFAULT_PAGE = Path("view.html")
 
 MOST_OPS = 1_000_000
-"""Largest number of ops of a page, which then has some ten megabytes."""
+"""Largest number of ops on a page. The page then has about ten megabytes."""
 
 MOST_LINES = 300_000
-"""Largest number of ops whose lines are looked up."""
+"""Largest number of ops for which the lines of the program are looked up."""
 
 RUN_OPTIONS = ("cluster", "recipe", "other_machine")
-"""Options that a traced run has, for its prediction."""
+"""Options that are allowed with a traced run, because its prediction uses them."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class PageContents:
     """Contents of a page.
 
     Attributes:
-        title, note: title of the page, and a sentence below it.
-        packed: the tables of the page.
-        timelines: the figures of each timeline by name, and whether they are in seconds.
+        title, note: title of the page, and the sentence below it.
+        packed: packed tables of the page.
+        timelines: figures of each timeline by its name, and whether they are in seconds.
     """
 
     title: str
@@ -66,9 +66,9 @@ class PageContents:
 class View(StepOptions):
     """Write an interactive page of a step: one HTML file without a server, and print the figures of the step.
 
-    The page has the timeline of all ranks with zoom, memory by category, what each op reads, makes and waits for, and
-    the critical path. A step is given as for simulate. Of a run that was traced (shardlab train --trace), the
-    prediction is shown above the measurement.
+    The page has a timeline of all ranks with zoom, memory by category, the inputs, outputs and waits of each op, and
+    the critical path. The options of a step are those of simulate. For a traced run (shardlab train --trace), the page
+    shows the prediction above the measurement.
     """
 
     strategy: Annotated[
@@ -76,7 +76,7 @@ class View(StepOptions):
         tyro.conf.Positional,
         tyro.conf.arg(metavar="STRATEGY|RUN|TRACE|JOB", help_behavior_hint=""),
     ] = None
-    """Built-in name, or path/to/file.py:function; folder of a traced run; trace.json, which --trace wrote; or job.toml.
+    """Built-in name, or path/to/file.py:function; folder of a traced run; trace.json written by --trace; or job.toml.
     Leave it out for a plan by flags or --plan."""
 
     out: NewFile = None
@@ -143,7 +143,7 @@ class View(StepOptions):
         return self._simulated()
 
     def _simulated(self) -> PageContents:
-        """Simulate a step."""
+        """Return the page of a simulated step."""
         request = StepRequest.of(self)
         step = self._in_seconds(request) if self.is_priced(request) else self._in_units(request)
         return _contents_of_step(step)
@@ -187,7 +187,7 @@ class View(StepOptions):
         return Step(title, note, traced, [shown], schedule, _lines_of(result.entry, traced), result.notes)
 
     def _run(self, folder: Path) -> PageContents:
-        """Show a traced run below its prediction."""
+        """Return the page of a traced run, with its prediction above it."""
         from shardlab.draw.viewer.step_tables import ShownTimeline, Step
 
         self._refuse_step_options(f"{folder} is a run", RUN_OPTIONS)
@@ -218,7 +218,7 @@ class View(StepOptions):
         )
 
     def _refuse_step_options(self, what: str, but: tuple[str, ...]) -> None:
-        """Refuse options of a step, which a run and a trace have already."""
+        """Refuse options of a step together with a run or a trace, which already determine the step."""
         kept = {"strategy", "out", "force", "json", *but}
         for each in fields(self):
             if each.name not in kept and getattr(self, each.name) != each.default:
@@ -238,7 +238,7 @@ def _schedule_of(entry: StrategyEntry, ranks: int) -> str:
 
 
 def _lines_of(entry: StrategyEntry, traced: Traced) -> list[list[SourcePlace | None]]:
-    """Return the lines of a program that wrote its ops; none if ranks are folded, or there are too many ops."""
+    """Return the source line of each op. The result is empty if ranks are folded, or there are too many ops."""
     from shardlab.draw.viewer.source_lines import source_lines
 
     program = traced.program

@@ -1,7 +1,7 @@
-"""`shardlab view --edit`: serve a page in which a schedule or a program is edited, and judge each version of it.
+"""`shardlab view --edit`: serve a page for editing a schedule or a program, and check each version of it.
 
-The server listens on this machine only, and answers only addresses with its token, a random word that it prints. It
-keeps nothing of the pages, so that a page may be open twice.
+The server is reachable from this machine only, and answers only requests with its token, a random word that it prints.
+It stores no state of the pages, so a page may be open twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardlab.cli.view.editing import Editor, level_editor, level_title, levels
 from shardlab.draw.viewer.page import SCRIPTS, page_html
 
 MOST_BYTES = 2_000_000
-"""Largest request."""
+"""Largest size of a request in bytes."""
 
 EDIT_SCRIPTS = (*SCRIPTS[:-1], "schedule", "edit")
 
@@ -53,7 +53,7 @@ class EditServer:
                 editor.close()
 
     def close(self) -> None:
-        """Stop to answer."""
+        """Stop answering requests."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -70,7 +70,7 @@ class EditServer:
         return _text(404, f"there is no {where or method} here")
 
     def _judge(self, content: bytes) -> Answer:
-        """Judge a text. A request without one asks for the starting text."""
+        """Check a text. A request without a text asks for the starting text."""
         try:
             request: Any = json.loads(content)
             level, text = str(request.get("level", "")), request.get("text")

@@ -1,8 +1,8 @@
-"""Editors of `shardlab view --edit`: what is edited, and what Python says of each version of it.
+"""Editors of `shardlab view --edit`, which check each version of a schedule or a program.
 
-An editor has a starting text and judges any other one: whether it is right, why not, and its step. `ScheduleEditor`
-edits the actions of a pipeline's ranks, as a CSV text of PyTorch. `ProgramEditor` edits a file with a strategy.
-`ScheduleLevel` and `ProgramLevel` do the same for an exercise of the course, with its goals (`level_editor`).
+An editor has a starting text, and judges any version of it: whether it is right, why not, and the step that it gives.
+`ScheduleEditor` edits the actions of a pipeline's ranks, as a CSV text of PyTorch. `ProgramEditor` edits a file with a
+strategy. `ScheduleLevel` and `ProgramLevel` do the same for an exercise of the course, with its goals (`level_editor`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardlab.strategies.schedules.files import schedule_files
 from shardlab.strategies.schedules.pytorch_csv import ACTIONS, check_rows, export_csv, parse_cells
 
 LEVELS = range(13, 21)
-"""Numbers of the exercises about pipelines."""
+"""Numbers of the exercises on pipelines."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Judgement:
     """Result of checking the text of a schedule or a program.
 
     Attributes:
-        sentence: why it is wrong, or what is left to reach ("": it is right).
-        legal: whether it is right.
-        step: its step (None: it is wrong).
+        sentence: error, or the goals that are not reached yet ("": neither).
+        legal: whether the text is right.
+        step: step that it gives (None: the text is wrong).
         files: files to save, by name.
     """
 
@@ -60,7 +60,7 @@ class Judgement:
     files: dict[str, str] = field(default_factory=dict[str, str])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the answer for the page."""
+        """Return the judgement as JSON for the page."""
         found: dict[str, Any] = {"sentence": self.sentence, "legal": self.legal, "files": self.files}
         if self.step is not None:
             timeline = self.step.shown[0].timeline
@@ -74,7 +74,7 @@ class Editor(ABC):
     """Editor of a text.
 
     Attributes:
-        name: name of what is edited.
+        name: name of the edited schedule or program.
         start: starting text.
         is_schedule: whether the text is a schedule, rather than a program.
     """
@@ -84,14 +84,14 @@ class Editor(ABC):
     is_schedule: bool
 
     def judge(self, text: str) -> Judgement:
-        """Return what is to be said of a text."""
+        """Return the judgement of a text."""
         try:
             return self._judged(text)
         except (UserError, Refused) as error:
             return Judgement(str(error), legal=False)
 
     def close(self) -> None:
-        """Remove what the editor has written for itself."""
+        """Remove the editor's temporary files."""
         return
 
     @abstractmethod
@@ -108,7 +108,7 @@ class ScheduleEditor(Editor):
 
     Args:
         name: name of the strategy.
-        plan: the plan whose schedule is edited.
+        plan: plan whose schedule is edited.
         sizes: sizes of the model.
         microbatches: microbatches of the global batch.
         costs: times of ops.
@@ -165,10 +165,10 @@ class ScheduleLevel(Editor):
 
 
 class FileEditor(Editor):
-    """Editor of a Python file. Each version of it is written into a folder of the editor's own, and loaded from there.
+    """Editor of a Python file. Each version of it is written into the editor's temporary folder, and loaded from there.
 
     Args:
-        name: name of what is edited.
+        name: name of the edited schedule or program.
         file: name of the file.
         start: starting text.
     """
@@ -193,7 +193,7 @@ class ProgramEditor(FileEditor):
     """Editor of a user's file with a strategy. The file itself is not changed.
 
     Args:
-        path, function: the file, and the strategy in it.
+        path, function: path of the file, and name of the strategy in it.
         mesh: grid of the ranks.
         layers: number of layers of the puzzles' model.
         microbatches: microbatches of the global batch.
@@ -227,10 +227,10 @@ class ProgramLevel(FileEditor):
 
 
 def editor_of(options: StepOptions) -> Editor:
-    """Return the editor of a step: of its program if a file is given, else of its schedule.
+    """Return the editor for a step: a program's editor if a file is given, else a schedule's.
 
     Raises:
-        UserError: if it has neither.
+        UserError: if the step has neither.
     """
     request = StepRequest.of(options)
     if options.is_priced(request):
@@ -250,12 +250,12 @@ def editor_of(options: StepOptions) -> Editor:
 
 
 def levels() -> list[CourseEntry]:
-    """Return the exercises of the course about pipelines."""
+    """Return the exercises of the course on pipelines."""
     return [entry for entry in course() if entry.exercise.number in LEVELS]
 
 
 def level_editor(entry: CourseEntry) -> Editor:
-    """Return the editor of an exercise: of its schedule if it asks for one, else of its program."""
+    """Return the editor for an exercise, which asks for a schedule or a program."""
     return ScheduleLevel(entry) if entry.exercise.kind == "schedule" else ProgramLevel(entry)
 
 
@@ -265,10 +265,10 @@ def level_title(entry: CourseEntry) -> str:
 
 
 def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
-    """Return the schedule in a CSV text, whose messages are left out.
+    """Parse the CSV text of a schedule, without its messages.
 
     Raises:
-        UserError: if it cannot be followed to its end, with the cell at fault; or if its sizes are not these.
+        UserError: if the schedule cannot be executed to its end (the error names the cell), or has other sizes.
     """
     rows = parse_cells(text)
     placed = check_rows(rows)
@@ -290,14 +290,14 @@ def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def _judgement(name: str, result: ExerciseGrade, files: dict[str, str]) -> Judgement:
-    """Return the judgement of a version of an exercise, from its grade."""
+    """Convert the grade of an exercise into a judgement."""
     step = None if result.checked is None else _step(name, result.checked, TEACHING_COSTS)
     goals = "; ".join(f"{name} {value}, goal {goal or 'none'}" for name, value, goal in result.rows())
     return Judgement(f"{result.verdict} {goals}".strip(), legal=result.checked is not None, step=step, files=files)
 
 
 def _start_of(entry: CourseEntry) -> Schedule:
-    """Return the schedule with which a student starts."""
+    """Return the initial schedule of an exercise."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{entry.name}.py"
         path.write_text(entry.start_text, encoding="utf-8")
@@ -305,9 +305,6 @@ def _start_of(entry: CourseEntry) -> Schedule:
     if isinstance(found, Schedule):
         return found
     return Schedule(entry.name, found, stages_per_rank=entry.exercise.stages_per_rank)
-
-
-"""Text of a schedule as a Python file."""
 
 
 def _step(name: str, proof: Checked, costs: Prices) -> Step:

@@ -13,7 +13,7 @@ from shardlab.simulate.timeline.figures import Figures, IdleCause
 
 
 def figures_report(title: str, note: str, timelines: Mapping[str, Figures], *, in_seconds: bool) -> Report:
-    """Return the figures of one or several timelines; of two, also the difference.
+    """Return a report of the figures of one or several timelines, and of their difference if there are two.
 
     Args:
         title, note: title of the step, and a sentence about it.

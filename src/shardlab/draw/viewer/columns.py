@@ -1,8 +1,8 @@
 """Packed tables: columns of numbers as little-endian arrays behind a header in JSON, compressed.
 
-The scripts of the page read the same layout (`assets/model.js`): the length of the header in four bytes, the header,
-then the columns, each at a multiple of 8 bytes from the end of the header. The header's entry `columns` has the type,
-the offset and the length of each column by name.
+`assets/model.js` reads this layout: the length of the header in four bytes, the header, then the columns, each aligned
+to a multiple of 8 bytes from the end of the header. The header's entry `columns` has the type, the offset and the
+length of each column by name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Columns:
 
 
 class Numbering(Generic[Item]):
-    """Numbers of different items, from 0 in the order of their first use."""
+    """Numbers of distinct items, counted from 0 in the order of their first use."""
 
     def __init__(self) -> None:
         self.number_of: dict[Item, int] = {}
@@ -68,7 +68,7 @@ def encode(packed: bytes) -> str:
 
 
 def decode(text: str) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Return the header and the columns of tables that `encode` made."""
+    """Return the header and the columns of tables encoded by `encode`."""
     packed = zlib.decompress(base64.b64decode(text))
     (length,) = struct.unpack_from("<I", packed)
     header = json.loads(packed[4 : 4 + length])

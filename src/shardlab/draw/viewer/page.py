@@ -1,8 +1,8 @@
 """Page of a step as one HTML file: the packed tables, and the scripts and the style from `assets`.
 
-The scripts are modules that import each other, so that Node can test each of them. `joined_scripts` puts them into one
-module, in the order of `SCRIPTS`, since a file that is opened from a disk may not import others. Names at the top of
-two scripts must therefore differ. The page may load nothing: its content security policy forbids it.
+The scripts are modules that import each other, so that Node can test each of them. `joined_scripts` joins them into one
+module, in the order of `SCRIPTS`, since a page that is opened from a disk may not import other files. Top-level names
+of different scripts must therefore differ. The page's content security policy forbids it to load anything.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from shardlab.common.files import atomic_file
 from shardlab.draw.viewer.columns import encode
 
 SCRIPTS = ("model", "scale", "layout", "colors", "words", "figures", "values", "paint", "viewer", "start")
-"""Scripts of a page, each after those that it imports."""
+"""Scripts of a page. Each comes after the scripts that it imports."""
 
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) )", re.MULTILINE)
 
 
 def save_page(packed: bytes, title: str, path: Path) -> None:
-    """Write a page, whole or not at all.
+    """Write a page to a file atomically.
 
     Args:
-        packed, title: as for `page_html`.
-        path: the file.
+        packed, title: see `page_html`.
+        path: path of the file.
     """
     with atomic_file(path) as part:
         part.write_text(page_html(packed, title), encoding="utf-8")
 
 
 def page_html(packed: bytes, title: str, scripts: tuple[str, ...] = SCRIPTS, policy: str = "connect-src 'none'") -> str:
-    """Return the page of packed tables.
+    """Return the HTML of a page with packed tables.
 
     Args:
-        packed: tables that `step_tables` or `trace_tables` made.
+        packed: tables from `step_tables` or `trace_tables`.
         title: title of the window.
-        scripts: names of the scripts, each after those that it imports.
+        scripts: names of the scripts, each after the scripts that it imports.
         policy: part of the content security policy about connections.
     """
     return (

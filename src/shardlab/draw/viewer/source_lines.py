@@ -1,7 +1,7 @@
-"""Lines of a program: which line of a strategy wrote each op of its tapes.
+"""Source lines of a program: the line of the strategy that issued each op of its tapes.
 
-The program runs once more on tapes that note the line at each op. That is the innermost line of the user's own code, or
-of Shardlab's strategies if the program is one of these.
+The strategy is traced again on tapes that record the current line at each op. It is the innermost line in the user's
+code or, for a built-in strategy, in `shardlab.strategies`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SourcePlace = tuple[str, int]
 
 
 def source_lines(strategy: Strategy, program: Program) -> list[list[SourcePlace | None]]:
-    """Return the file and line of each op of each tape; empty if passes have rewritten the program.
+    """Return the file and line of each op of each tape. The result is empty if passes have rewritten the program.
 
     Args:
-        strategy: the strategy of which the program is a trace.
-        program: its tapes.
+        strategy: strategy that the program was traced from.
+        program: tapes of the strategy.
     """
     world = World(program.mesh, program.sizes, program.microbatches)
     tapes = [_PlaceTape() for _ in world.ranks]
@@ -55,7 +55,7 @@ class _PlaceTape(list[Op]):
         return str(frame.f_globals.get("__name__")).startswith(STRATEGIES) or not is_library_frame(frame)
 
     def _name(self, frame: FrameType) -> str:
-        """Return the name of a frame's file: as the user calls it, or for Shardlab's own from its package on."""
+        """Return the name of a frame's file: as the user gave it, or, inside Shardlab, relative to the package."""
         file = frame.f_code.co_filename
         if file not in self._names:
             parts = PurePath(file).parts

@@ -1,7 +1,7 @@
 """Tables of a step for the page: the ops, values and communications of a program, and its timelines.
 
-`Step` is what a page shows. `step_tables` packs it. An op's columns have an entry for each op of each tape, the tapes
-one after the other; `rows` has where each begins.
+`Step` is the content of a page, and `step_tables` packs it. The columns of ops have an entry for each op of each tape,
+with the tapes concatenated. `rows` has the index at which each tape begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardlab.simulate.timeline.prices import Traced, rank_of
 from shardlab.simulate.timeline.run import Counter, moments_of
 
 FORMAT = 1
-"""Version of the tables, which the scripts of the page expect."""
+"""Version of the tables that the scripts of the page expect."""
 
 REASONS = list(Reason)
 KINDS = list(OpKind)
@@ -42,10 +42,10 @@ class ShownTimeline:
 
     Attributes:
         name: "predicted" or "measured"; empty if there is only one.
-        timeline: the timeline.
+        timeline: timeline of the step.
         counters: memory of each row by category over time (empty: unknown).
-        path: its critical path (None: follow the causes of its ops).
-        bubble: bubble of its pipeline's schedule (None: unknown, or no pipeline).
+        path: critical path of the timeline (None: the page follows the causes of its ops).
+        bubble: bubble of the pipeline's schedule (None: unknown, or no pipeline).
     """
 
     name: str
@@ -56,7 +56,7 @@ class ShownTimeline:
 
     @cached_property
     def activity(self) -> Activity:
-        """The ops of the timeline with the communications that their ranks await."""
+        """Ops of the timeline, with the communications that their ranks await."""
         return activity_of(self.timeline)
 
 
@@ -67,10 +67,10 @@ class Step:
     Attributes:
         title: title of the page.
         note: sentence below the title.
-        traced: the program.
-        shown: its timelines, the first one on top.
+        traced: traced program.
+        shown: timelines of the program, from top to bottom.
         schedule: name of the pipeline's schedule ("": none).
-        lines: for each tape the file and line that wrote each op (empty: unknown).
+        lines: file and line that issued each op of each tape (empty: unknown).
         remarks: sentences below the figures, such as that there is no prediction.
     """
 
@@ -84,7 +84,7 @@ class Step:
 
     @cached_property
     def figures(self) -> list[Figures]:
-        """The six figures of each timeline."""
+        """Six figures of each timeline."""
         return [figures_of(each.timeline, self.schedule, each.activity, each.bubble) for each in self.shown]
 
 
@@ -95,7 +95,7 @@ def step_tables(step: Step) -> bytes:
 
 
 def step_header(title: str, note: str, *, in_seconds: bool) -> dict[str, Any]:
-    """Return the part of a header that does not depend on the program."""
+    """Return the entries of a header that do not depend on the program."""
     return {
         "format": FORMAT,
         "title": title,
@@ -119,7 +119,7 @@ def step_header(title: str, note: str, *, in_seconds: bool) -> dict[str, Any]:
 
 
 def add_op_columns(columns: Columns, ops: Mapping[str, Sequence[float]]) -> None:
-    """Add the columns that the ops of a program and those of a trace have."""
+    """Add the columns of ops that programs and traces have in common."""
     types = {"kind": "u8", "layer": "i32", "modelLayer": "i32", "text": "u32", "first": "i32", "communication": "i32"}
     for name, kind in types.items():
         columns.add(name, kind, ops[name])
@@ -128,7 +128,7 @@ def add_op_columns(columns: Columns, ops: Mapping[str, Sequence[float]]) -> None
 def add_activity_columns(
     columns: Columns, number: int, activity: Activity, starts: Sequence[int], counters: Sequence[Counter]
 ) -> list[str]:
-    """Add the columns of a timeline that follow from its activity.
+    """Add the columns of a timeline that are derived from its activity.
 
     Args:
         number: number of the timeline.
@@ -265,7 +265,7 @@ def add_members(columns: Columns, members: Sequence[Sequence[tuple[int, int]]]) 
 
 
 def _form_as_json(form: Any) -> dict[str, Any]:
-    """Return what the picture of a value needs: its kind and layer, and which pieces it holds of how many."""
+    """Return the data for a value's picture: its kind and layer, the pieces that it holds, and their total number."""
     sliced = next(((mask, form.space.count(index)) for index, mask in form.slices), None)
     return {
         "kind": form.kind.value,
@@ -300,7 +300,7 @@ def _add_timeline(columns: Columns, number: int, shown: ShownTimeline, step: Ste
 
 
 def _reached(program: Program, timeline: Timeline, activity: Activity) -> list[float]:
-    """Return when each rank comes to each op, those that take no time included."""
+    """Return the time at which each rank reaches each op, including ops that take no time."""
     reached: list[float] = []
     for row, (ops, arrivals) in enumerate(zip(activity.rows, find_arrivals(activity), strict=True)):
         moments = moments_of(timeline, row)

@@ -1,8 +1,8 @@
-"""Traces for the page: a file of `shardlab simulate --trace`, `compare --trace` or any other command that writes one.
+"""Traces for the page, read from a file that `--trace` of any command has written.
 
-A trace has the ops of each rank with their times, the arrows between them and the memory over time. It has no program:
-a page of a trace does not know what an op reads and makes, and takes it that a rank awaited each communication which
-ended while the rank did not compute.
+A trace has the ops of each rank with their times, the arrows between them and the memory over time, but no program. A
+page of a trace therefore cannot show the inputs and outputs of an op. It assumes that a rank awaited each communication
+that ended while the rank did not compute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardlab.simulate.timeline.figures import Figures, figures_of_activity
 from shardlab.simulate.timeline.run import Counter
 
 MICRO = 1e6
-"""Microseconds of a second, or of a unit."""
+"""Microseconds in a second or in a unit of time."""
 
 _KINDS = {kind.value: kind for kind in KINDS}
 _RANKS = re.compile(r"ranks? \d.*")
@@ -56,8 +56,8 @@ class TraceTimeline:
     """One timeline of a trace.
 
     Attributes:
-        name: its name; empty if there is only one.
-        ranks: its ranks, in order.
+        name: name of the timeline; empty if there is only one.
+        ranks: ranks in order.
         links: pairs of ops that belong to one communication, with the name of the arrow.
     """
 
@@ -67,7 +67,7 @@ class TraceTimeline:
 
     @cached_property
     def activity(self) -> Activity:
-        """The ops with the communications that their ranks await."""
+        """Ops, with the communications that their ranks await."""
         communications = _communications(self.links)
         number_of = {place: number for number, members in enumerate(communications) for place in members}
         rows: list[list[TimedOp]] = []
@@ -86,12 +86,12 @@ class TraceTimeline:
 
     @cached_property
     def figures(self) -> Figures:
-        """The six figures; without a program, no bubble."""
+        """Six figures of the timeline. There is no bubble, because it needs a program."""
         return figures_of_activity(self.activity)
 
 
 class FlowEnd(NamedTuple):
-    """End of an arrow in a trace: the name of the arrow, and the process, the thread and the moment of this end."""
+    """End of an arrow in a trace: the arrow's name, and the process, thread and time of this end."""
 
     name: str
     process: int
@@ -136,7 +136,7 @@ def trace_tables(title: str, note: str, timelines: Sequence[TraceTimeline]) -> b
     """Return the packed tables of a trace.
 
     Raises:
-        UserError: if its timelines have different ops, as those before and after a pass.
+        UserError: if the timelines have different ops, as before and after a pass.
     """
     columns, texts = Columns(), Numbering[str]()
     first = timelines[0]
@@ -223,13 +223,13 @@ def _timelines(events: Sequence[Mapping[str, Any]]) -> list[TraceTimeline]:
 
 
 def _op_at(spans: Sequence[tuple[float, float, int]], time: float) -> int | None:
-    """Return the op of a thread at a moment. The spans are in order and do not overlap."""
+    """Return the op of a thread at a time. The spans must be in order and must not overlap."""
     place = bisect_right(spans, (time, math.inf)) - 1
     return spans[place][2] if place >= 0 and time <= spans[place][1] else None
 
 
 def _communications(links: Sequence[tuple[str, Place, Place]]) -> list[list[Place]]:
-    """Return the members of each communication: a message is one arrow, and joins of a collective share a source."""
+    """Group the arrows of a trace by communication. A message is one arrow; joins of a collective share a source."""
     collectives: dict[Place, list[Place]] = {}
     messages: list[list[Place]] = []
     for name, source, target in links:
