@@ -58,7 +58,7 @@ def test_a_flipped_bit_is_found_and_named(run: Path, capsys: Captured) -> None:
     path = harm(run)
     assert main(["checkpoint", "verify", str(run)]) == 1
     said = capsys.readouterr().out
-    assert "harmed" in said
+    assert "damaged" in said
     assert f"{path} has changed" in said
 
 

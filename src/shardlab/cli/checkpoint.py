@@ -122,7 +122,7 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
         "ranks": lambda row: str(row["ranks"]),
         "bytes": lambda row: "" if row["bytes"] is None else f"{row['bytes']:,}",
         "written": lambda row: str(row["written"]),
-        "state": lambda row: Text("harmed", "red") if row["wrong"] else good,
+        "state": lambda row: Text("damaged", "red") if row["wrong"] else good,
     }
     report = Report(run=str(run))
     report.table(columns, rows, "checkpoints", words=6)

@@ -55,10 +55,7 @@ def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
     A rank has a process for each timeline. They are adjacent, and named after the rank and the timeline.
     """
     first = len(shown) * max(timeline.program.mesh.world for timeline, _ in shown.values())
-    threads, flows = (
-        count(first),
-        count(1),
-    )  # a thread numbered as its process would be its main thread
+    threads, flows = count(first), count(1)  # a thread with its process's number would be its main thread
     for place, (name, (timeline, counters)) in enumerate(shown.items()):
         program = timeline.program
         spans: dict[tuple[int, int], TraceSpan] = {}
