@@ -137,6 +137,13 @@ def user_line_of(frame: FrameType | None) -> SourceLine | None:
     return None if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
 
 
+def line_of_error(error: BaseException) -> SourceLine | None:
+    """Return the innermost line of the user's code in an error's traceback; None if there is none."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [SourceLine(frame.f_code.co_filename, at) for frame, at in frames if not is_library_frame(frame)]
+    return lines[-1] if lines else None
+
+
 def source_line(refusal: Refused) -> list[str]:
     """Return `file:line:  text` of the line at fault: the refusal's, or else the innermost user's line of its
     traceback.
@@ -146,9 +153,8 @@ def source_line(refusal: Refused) -> list[str]:
     if refusal.source:
         return [f"{refusal.line}:  {refusal.source}"]
     file, _, number = refusal.line.rpartition(":")
-    frames = traceback.walk_tb(None if file or refusal.trail else (refusal.__cause__ or refusal).__traceback__)
-    lines = [SourceLine(frame.f_code.co_filename, at) for frame, at in frames if not is_library_frame(frame)]
-    line = SourceLine(file, int(number)) if file else lines[-1] if lines else None
+    cause = None if refusal.trail else line_of_error(refusal.__cause__ or refusal)
+    line = SourceLine(file, int(number)) if file else cause
     text = linecache.getline(*line).strip() if line else ""
     return [f"{line}:  {text}"] if text else []
 

@@ -143,6 +143,14 @@ def test_a_wrong_schedule_is_one_sentence(kind: str, sentence: str) -> None:
         traced(Plan(Mesh(pp=2), failing(kind)), 2, 2)
 
 
+def test_a_schedule_with_other_arguments_is_told_which_it_gets() -> None:
+    def actions(rank: int) -> Iterator[Action]:
+        yield Forward(rank, 0)
+
+    with pytest.raises(UserError, match=r"mine, rank 0, called with \(rank, ranks, microbatches, stages_per_rank\): "):
+        traced(Plan(Mesh(pp=2), Schedule("mine", actions)), 2, 2)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_schedule_that_forgets_a_backward_pass_is_refused() -> None:
     with pytest.raises(UserError, match="gave rank 0 no Backward or BackwardInput of stage 0 and microbatch 0"):
         traced(Plan(Mesh(pp=2), failing("forgets")), 2, 2)

@@ -7,7 +7,6 @@ cannot deadlock on any kind of channel. `insert_sharding_steps` adds gathers and
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from itertools import islice, product
 from types import GeneratorType
 
 from shardlab.common.text import counted
-from shardlab.common.user_code import Stalled, require_ops, run_stepwise
+from shardlab.common.user_code import Stalled, line_of_error, require_ops, run_stepwise
 from shardlab.language import UserError
 from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
@@ -289,8 +288,8 @@ def _actions(
     except Stalled as stalled:
         raise UserError(f"{name}: {stalled}") from None
     except Exception as error:
-        inside = traceback.extract_tb(error.__traceback__)[1:]  # without the call above
-        place = f"line {inside[-1].lineno}" if inside else "called with (rank, ranks, microbatches, stages_per_rank)"
+        line = line_of_error(error)
+        place = f"line {line.number}" if line else "called with (rank, ranks, microbatches, stages_per_rank)"
         raise UserError(f"{name}, rank {rank}, {place}: {type(error).__name__}: {error}") from error
     if len(results) > most:
         frame = generator.gi_frame if isinstance(generator, GeneratorType) else None
