@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shardlab.common.user_code import trace_limits
 from shardlab.language import Mesh, Rank, UserError
 from shardlab.learn.course import check
-from shardlab.learn.course.catalogue import find
+from shardlab.learn.course.catalogue import CourseEntry, course, find
 from shardlab.learn.course.exercise import Exercise, Goals
 from shardlab.learn.course.grading import elements_sent, grade
 from shardlab.strategies import Plan
@@ -54,6 +56,27 @@ def test_a_large_program_is_told_where_its_memory_is_fullest() -> None:
     large = grade(bare("one_rank", goals=Goals("a test", memory=1)), find("one_rank").solution)
     assert large.finding == "too much memory: 2,621,440, goal 1"
     assert large.advice.startswith("rank 0 holds most when loss(layer 2) starts.")
+
+
+KEPT = [entry for entry in course() if entry.exercise.kind == "rank" and "rank.activations.pop(" in entry.solution_text]
+"""Exercises whose solution can be made to keep every activation."""
+
+
+@pytest.mark.parametrize("entry", KEPT, ids=lambda entry: entry.name)
+def test_advice_for_too_much_memory_is_about_the_values_that_take_it(entry: CourseEntry, tmp_path: Path) -> None:
+    kept = re.sub(r"(?<=rank\.activations)\.pop\(((?:[^()]|\([^()]*\))*)\)", r"[\1]", entry.solution_text)
+    result = grade_text(entry, kept, tmp_path)
+    if result.stage == "goals":
+        assert result.finding.endswith("with an excess of activations")
+        assert result.mistake is None or "activation" in result.advice
+    else:
+        assert result.stage == "technique"
+        assert "activations" in result.finding
+
+
+def test_gradients_that_stay_whole_are_named() -> None:
+    missed = grade(bare("fsdp", goals=Goals("a test", memory=1_966_080)), find_strategy("wsdp").program)
+    assert missed.finding == "too much memory: 2,621,440, goal 1,966,080, with an excess of weights' gradients"
 
 
 def test_all_goals_that_are_missed_are_named() -> None:
@@ -109,8 +132,23 @@ def test_something_else_than_a_schedule_or_a_plan_is_refused() -> None:
     assert "is not a schedule; write it as a generator" in grade(bare("one_f_one_b"), print).finding
     assert "the function returned None; return a Plan" in grade(bare("buckets"), lambda: None).finding
     assert "the solution is not a function" in grade(bare("buckets"), 3).finding
+    assert "write `def f() -> Plan: ...`" in grade(bare("buckets"), find("ddp").solution).finding
     few = grade(bare("buckets"), lambda: Plan(Mesh(dp_shard=4)))
     assert few.finding == "the plan is for 4 ranks; give one for 64"
+
+
+def test_a_plan_function_that_fails_or_never_ends_is_stopped_at_its_line(tmp_path: Path) -> None:
+    plan = find("buckets")
+
+    def finding(line: str) -> str:
+        return grade_text(
+            plan, plan.start_text.replace("    return Plan(", f"    {line}\n    return Plan("), tmp_path
+        ).finding
+
+    at = 1 + next(n for n, line in enumerate(plan.start_text.splitlines()) if line.startswith("    return Plan("))
+    assert f"ZeroDivisionError: division by zero ({tmp_path / 'buckets.py'}:{at}); mend it there" in finding("1 / 0")
+    with trace_limits(seconds=0.2):
+        assert f"{tmp_path / 'buckets.py'}:{at}: the end of the function has not come" in finding("while True: pass")
 
 
 def test_a_plan_that_does_not_fit_the_cluster_is_refused() -> None:

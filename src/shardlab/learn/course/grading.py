@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from shardlab.check import Checked
 from shardlab.check import check as check_program
-from shardlab.common.user_code import Endless, Stalled, never_awaited
+from shardlab.common.user_code import Endless, Stalled, at_line, line_of_error, never_awaited, run_stepwise
 from shardlab.language import Refused, UserError, trace
 from shardlab.language.precision import find_precision
 from shardlab.learn.course.catalogue import find as find_exercise
@@ -29,7 +30,8 @@ from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.passes import apply_passes
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.workload import Workload
-from shardlab.simulate.timeline import PUZZLE_COSTS, TEACHING_COSTS, Timeline, simulate, traffic
+from shardlab.simulate.timeline import PUZZLE_COSTS, TEACHING_COSTS, Event, Timeline, simulate, traffic
+from shardlab.simulate.timeline.memory import CATEGORIES, Category, memory_in_elements
 from shardlab.simulate.timeline.run import Clocks
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
@@ -40,6 +42,18 @@ Stage = Literal["refused", "technique", "goals", "passed"]
 
 TOLERANCE = 1e-6
 """Share by which a time may exceed its goal, since times are sums of floating-point numbers."""
+
+
+_HELD = {
+    Category.PARAMETERS: "weights",
+    Category.GRADIENTS: "weights' gradients",
+    Category.OPTIMIZER: "optimizer state",
+    Category.ACTIVATIONS: "activations",
+    Category.GATHERED: "gathered weights",
+    Category.COMMUNICATION: "values under way",
+    Category.ARENA: "buffers",
+}
+"""Values of each category of memory, as a student calls them."""
 
 
 class Figures(NamedTuple):
@@ -232,12 +246,15 @@ def _plan(solution: Any) -> Plan:
     """Return the plan that a student's function returns."""
     if not callable(solution):
         raise UserError("the solution is not a function; write it as `def f() -> Plan: ...`")
+    if inspect.iscoroutinefunction(solution):
+        raise UserError("the solution is an `async` function, and a plan awaits nothing; write `def f() -> Plan: ...`")
     try:
-        plan = solution()
-    except UserError:
+        plan = run_stepwise(solution, lambda: 0, lambda: "the end of the function")
+    except (Refused, UserError):
         raise
     except Exception as error:
-        raise UserError(f"the function raised {type(error).__name__}: {error}; mend it there") from error
+        place = at_line(line_of_error(error))
+        raise UserError(f"the function raised {type(error).__name__}: {error}{place}; mend it there") from error
     if not isinstance(plan, Plan):
         raise UserError(f"the function returned {plan!r:.60}; return a Plan")
     return plan
@@ -282,10 +299,35 @@ def _compared(exercise: Exercise, result: ExerciseGrade) -> ExerciseGrade:
     if goals.time is not None and figures.time > goals.time * (1 + TOLERANCE):
         missed.append(f"too slow: time {_number(figures.time)}, goal {_number(goals.time)}")
     if goals.memory is not None and figures.memory > goals.memory:
-        missed.append(f"too much memory: {_number(figures.memory)}, goal {_number(goals.memory)}")
+        excess = _excess(exercise, result.checked, result.timeline) if result.checked and result.timeline else ""
+        missed.append(f"too much memory: {_number(figures.memory)}, goal {_number(goals.memory)}{excess}")
     if goals.sent is not None and figures.sent is not None and figures.sent > goals.sent:
         missed.append(f"too much is sent: {_number(figures.sent)}, goal {_number(goals.sent)}")
     return _failed(exercise, "goals", "; ".join(missed), result) if missed else result
+
+
+def _excess(exercise: Exercise, checked: Checked, timeline: Timeline) -> str:
+    """Say of which values a solution holds more than the reference solution; "" if of none.
+
+    The fullest rank is compared at its fullest op with the same op of the reference solution, or if there is none with
+    the fullest.
+    """
+    rank = max(range(len(timeline.events)), key=timeline.peak_memory_by_rank.__getitem__)
+    reference = _checked(exercise, find_exercise(exercise.number).solution)
+    fullest, events = _fullest(timeline.events[rank]), simulate(reference).events[rank]
+    same = [event for event in events if event[2:5] == fullest[2:5]]  # kind, layer and microbatches
+    pairs = zip(
+        CATEGORIES,
+        memory_in_elements(checked)[rank].at_starts[fullest.op],
+        memory_in_elements(reference)[rank].at_starts[_fullest(same or events).op],
+        strict=True,
+    )
+    category, here, there = max(pairs, key=lambda pair: pair[1] - pair[2])
+    return f", with an excess of {_HELD[category]}" if here > there else ""
+
+
+def _fullest(events: Sequence[Event]) -> Event:
+    return max(events, key=lambda event: event.memory)
 
 
 def _failed(exercise: Exercise, stage: Stage, finding: str, result: ExerciseGrade | None = None) -> ExerciseGrade:
@@ -314,7 +356,7 @@ def _general_advice(result: ExerciseGrade) -> str:
             "earlier, or the rank compute meanwhile?"
         )
     if "memory" in result.finding:
-        fullest = max(events, key=lambda event: event.memory)
+        fullest = _fullest(events)
         return (
             f"rank {fullest.rank} holds most when {checked.program.tapes[fullest.rank][fullest.op]} starts. Which of "
             "the values that it holds then could be freed earlier, or made later?"

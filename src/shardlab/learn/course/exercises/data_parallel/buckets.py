@@ -75,6 +75,12 @@ EXERCISE = Exercise(
             "a bucket starts when its last gradient is complete. When is that, and what does it hide behind?",
         ),
         Mistake(
+            "nothing says when the buckets are awaited",
+            ("bucket=4,defer=2", "bucket=4"),
+            r"too slow: time 35\.35",
+            "a bucket is awaited where its first reduction was awaited before. Which setting awaits it later?",
+        ),
+        Mistake(
             "the buckets are too large",
             ("bucket=4,defer=2", "bucket=2,defer=4"),
             "too slow.*too much memory",

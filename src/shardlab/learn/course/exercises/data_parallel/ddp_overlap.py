@@ -121,7 +121,7 @@ EXERCISE = Exercise(
                 "        handle = {**(handle or {}), l: rank.all_reduce(grad_weight)}\n"
                 "    for l in reversed(rank.layers):\n        rank.grad_weights[l] = await handle[l]\n",
             ),
-            "too much memory",
+            "too much memory.*(gradients|under way)",
             "a reduction in flight holds a gradient and its sum. How many have to be in flight at once?",
         ),
         Mistake(

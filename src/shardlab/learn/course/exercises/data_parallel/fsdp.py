@@ -94,8 +94,18 @@ EXERCISE = Exercise(
                 "        rank.grad_weights[l] = grad_weight\n    for l in rank.layers:\n"
                 "        rank.grad_weights[l] = await rank.reduce_scatter(rank.grad_weights.pop(l))\n",
             ),
-            "^too much memory",
-            "whole gradients of all layers are alive at once. When is the first of them complete?",
+            "too much memory.*gradients",
+            "at its peak a rank holds more than one whole gradient. When is each of them complete, and when is it "
+            "reduced?",
+        ),
+        Mistake(
+            "the gathered weights of the forward pass are kept",
+            (
+                "        rank.activations[l + 1] = rank.forward",
+                "        rank.weights[l, 'full'] = full\n        rank.activations[l + 1] = rank.forward",
+            ),
+            "too much memory.*gathered weights",
+            "whole weights stay until the backward pass, so each rank holds the whole model. How long is one used?",
         ),
         Mistake(
             "the backward pass reuses a shard",

@@ -133,7 +133,7 @@ EXERCISE = Exercise(
                 '        shard = await rank.reduce_scatter(rank.grad_weights.pop(l), axis="dp_shard")\n'
                 '        gradient = await rank.all_reduce(shard, axis="dp_replicate")\n',
             ),
-            "too much memory",
+            "too much memory.*gradients",
             "the sum over microbatches is whole on both ranks of a replica. Each of them updates half of it.",
         ),
         Mistake(

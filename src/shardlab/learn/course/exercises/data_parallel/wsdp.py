@@ -97,7 +97,7 @@ EXERCISE = Exercise(
                 "full = await rank.all_gather(rank.weights[l])\n        rank.weights[l, 'full'] = full\n"
                 "        rank.activations[l + 1]",
             ),
-            "^too much memory",
+            "^too much memory.*gathered weights",
             "the whole weights stay until the backward pass, so each rank holds the whole model. How long is one used?",
         ),
         Mistake(

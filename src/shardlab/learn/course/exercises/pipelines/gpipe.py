@@ -124,7 +124,7 @@ EXERCISE = Exercise(
         Mistake(
             "the activations at the border are kept",
             ("rank.send(rank.activations.pop((after, m)), to", "rank.send(rank.activations[after, m], to"),
-            "too much memory",
+            "too much memory.*activations",
             "no later line of this rank reads the activation that it has sent.",
         ),
         Mistake(

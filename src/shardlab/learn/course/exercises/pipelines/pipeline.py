@@ -146,7 +146,7 @@ EXERCISE = Exercise(
         Mistake(
             "every activation is kept",
             ("rank.send(rank.activations.pop(after), to", "rank.send(rank.activations[after], to"),
-            "too much memory",
+            "too much memory.*activations",
             "no later line of this rank reads the activation that it has sent. `pop` takes it out of its store.",
         ),
     ),

@@ -149,7 +149,7 @@ EXERCISE = Exercise(
                 'rank.forward(l, rank.activations[l], rank.weights.pop("full"))',
                 'rank.forward(l, rank.activations[l], rank.weights["full"])',
             ),
-            "too much memory",
+            "too much memory.*gathered weights",
             "between the two passes a rank waits for a long time. What does it hold meanwhile?",
         ),
         Mistake(

@@ -119,7 +119,7 @@ EXERCISE = Exercise(
         Mistake(
             "all weight halves come last",
             ("        elif waiting:\n            yield waiting.pop(0)\n", ""),
-            "too much memory",
+            "too much memory.*activations",
             "a microbatch's activations live until its weight halves are done. The block has free slots for them.",
         ),
         Mistake(

@@ -87,7 +87,7 @@ EXERCISE = Exercise(
                 "    for i in range(microbatches - rank, microbatches):\n        yield BackwardWeight(rank, i)\n",
                 "    for i in range(microbatches):\n        yield BackwardWeight(rank, i)\n",
             ),
-            "too much memory",
+            "too much memory.*activations",
             "a microbatch's activations live until its weight half is done. How many may a rank hold?",
         ),
         Mistake(
