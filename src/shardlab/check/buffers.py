@@ -1,10 +1,10 @@
 """Memory that the executor allocates for values: batches of collectives, buffers, and the arena of a step.
 
-Read it in this order. Several collectives of one kind may be issued as a *batch* and run as one (`check_batches`,
-`Buckets`). A *buffer* (`Buffer`, `buffers_of`) is the memory of one value, or of several side by side, with all that is
-later summed or reduced there. The *arena* is one allocation for a whole step: the pass `arena` gives buffers an offset
-in it, and `check_arena` proves that two buffers with overlapping lifetimes share no byte. Simulated memory, the passes
-and the executor read this file; it needs no torch.
+Read in this order. Several collectives of one kind may be issued as a *batch* and run as one (`check_batches`,
+`Buckets`). A *buffer* (`Buffer`, `buffers_of`) is the memory of one value, or of several adjacent values, and of their
+later sums and reductions. The *arena* is one allocation for a whole step: the pass `arena` gives buffers an offset in
+it, and `check_arena` proves that buffers with overlapping lifetimes share no byte. Simulated memory, the passes and the
+executor read this file; it does not import torch.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ALIGNMENT = 64
 GATHERS = frozenset({OpKind.ALL_GATHER, OpKind.GATHER})
 RECEIVING = frozenset({OpKind.RECV, OpKind.BROADCAST, OpKind.SCATTER, OpKind.REDUCE_SCATTER})
 MAKERS = WEIGHT_BACKWARDS | GATHERS | RECEIVING | {OpKind.ZERO_GRADIENT}
-"""Ops whose first output goes into memory that the executor allocates; torch allocates for all others."""
+"""Ops for whose first output the executor allocates memory. For all others torch does."""
 
 IN_ARENA = FLAT | {Kind.ACTIVATION, Kind.GRAD_ACTIVATION}
-"""Kinds of values that no layer refers to after the tape has freed them."""
+"""Kinds of values to which no layer refers after the tape has freed them."""
 
 
 def batches_of(tape: Sequence[Op], kinds: Collection[OpKind] = COLLECTIVES) -> dict[int, list[int]]:
@@ -53,7 +53,7 @@ def batches_of(tape: Sequence[Op], kinds: Collection[OpKind] = COLLECTIVES) -> d
 def may_share_batch(one: Op, other: Op, specs: Mapping[int, Spec]) -> bool:
     """Return whether two collectives may be issued as one batch.
 
-    They must do the same to values of one kind and dtype, on one group.
+    Their op, group and reduction must be equal, and their values of one kind and dtype.
     """
     if one[0] not in BUCKETED or (one[0], one.group, one.reduction) != (other[0], other.group, other.reduction):
         return False
@@ -89,7 +89,7 @@ def check_arena(program: Program, specs: Sequence[Mapping[int, Spec]]) -> None:
     """Prove that every offset belongs to a buffer, and that buffers with overlapping lifetimes share no byte.
 
     Raises:
-        Refused: at the first op whose offset is none of a buffer, or whose bytes are in use.
+        Refused: at the first op whose offset belongs to no buffer, or whose bytes are in use.
     """
     size = BufferBytes(program, specs)
     for rank, tape in enumerate(program.tapes):
@@ -100,18 +100,18 @@ def check_arena(program: Program, specs: Sequence[Mapping[int, Spec]]) -> None:
 class Buckets:
     """Memory of the batches of collectives on one tape.
 
-    Gradients that are all-reduced as one batch lie side by side from the start: backward passes write them there,
-    unless an op reads one of them later. For all other batches, values are copied into a staging buffer, and out of it
-    after a gather.
+    Gradients that are all-reduced as one batch are adjacent from the start: backward passes write them there, unless an
+    op reads one of them later. For all other batches, values are copied into a staging buffer before the collective,
+    and out of it after a gather.
 
     Attributes:
         batches: batch number to the indices of its collectives.
         batched: the indices of all these collectives.
-        first: value to the first value of the shared memory in which it lies. The memory is allocated when the first
-            value is made, and freed when all its values have ended.
-        buffers: such a first value to the values that fill its memory, in order.
-        staging: index of the last op of a batch to the values that its staging buffer holds. The buffer is freed when
-            the batch has been awaited.
+        first: value to the first value of its shared memory. The memory is allocated when the first value is made, and
+            freed when all its values have ended.
+        buffers: first value of a shared memory to the values that fill it, in order.
+        staging: index of the last op of a batch to the values in its staging buffer. The buffer is freed when the batch
+            has been awaited.
     """
 
     def __init__(self, tape: Sequence[Op], in_place: InPlace) -> None:
@@ -141,7 +141,7 @@ class Buckets:
             self._share(results, results, made)
 
     def _share(self, numbers: Sequence[int], fillers: Sequence[int], made: Mapping[int, int]) -> None:
-        """Put values into one memory, which some of them fill."""
+        """Let values share one memory, which the `fillers` among them fill."""
         first = min(fillers, key=made.__getitem__)
         self.buffers[first] = [*fillers]
         self.first |= dict.fromkeys(numbers, first)
@@ -149,10 +149,10 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of one value, or of several side by side, and of all that is later summed or reduced there.
+    """Memory of one value, or of several adjacent values, and of their later sums and reductions.
 
     Attributes:
-        values: the values that fill it, in the order in which they lie.
+        values: the values that fill it, in the order of their addresses.
         members: all values that lie there at some time, views included.
         begin: index of the op that makes the first value.
         end: index of the op that ends the last value (the tape's length if no op does).
@@ -171,7 +171,7 @@ class Buffer:
 def buffers_of(tape: Sequence[Op], specs: Mapping[int, Spec], sizes: Sizes) -> list[Buffer]:
     """Return the buffers of a tape that may lie in an arena, in the order of their first use.
 
-    Values that outlive the step stay outside. So do the inputs of updates, since new weights overwrite the old ones.
+    Values that outlive the step are left out, and so are the inputs of updates, which new weights overwrite.
     """
     in_place = InPlace(tape)
     buckets = Buckets(tape, in_place)
@@ -235,7 +235,7 @@ class BufferBytes:
 
 
 def fewest_slices(specs: Sequence[Mapping[int, Spec]]) -> dict[int, int]:
-    """Return for each layer the fewest equal slices of which all values of its weights are made."""
+    """Return for each layer the smallest number of equal slices of which all its weight values consist."""
     cuts = {layer: math.lcm(*numbers) for layer, numbers in slice_counts(specs).items()}
     return defaultdict(lambda: 1, cuts)
 
@@ -253,7 +253,7 @@ def slice_counts(specs: Sequence[Mapping[int, Spec]]) -> dict[int, set[int]]:
 
 
 def value_offsets(buffer: Buffer, begin: int, size: BufferBytes, specs: Mapping[int, Spec]) -> dict[int, int]:
-    """Return the offset of each value of a buffer that begins at a byte."""
+    """Return the offset in bytes of each value of a buffer that begins at byte `begin`."""
     starts = accumulate((size(specs[number]) for number in buffer.values), initial=begin)
     return dict(zip(buffer.values, starts, strict=False))
 
@@ -268,9 +268,9 @@ class Arena:
     """One allocation of a rank that lasts for the whole step.
 
     Attributes:
-        bytes: its size.
+        bytes: size in bytes.
         values: all values that lie there at some time.
-        buffers: each with its first byte.
+        buffers: each buffer with its first byte.
     """
 
     bytes: int = 0
@@ -319,9 +319,9 @@ def _check_arena(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], progr
 
 
 def _summed_gradients(tape: Sequence[Op], in_place: InPlace, made: Mapping[int, int], number: int) -> list[int]:
-    """Return a gradient and the values in whose memory it was summed, down to the one that a backward pass made.
+    """Return a gradient and the older values in its memory, back to the gradient that a backward pass made.
 
-    The list is empty if the memory does not begin with a backward pass.
+    The list is empty if no backward pass made the first value of the memory.
     """
     chain = [number]
     while tape[at := made[chain[-1]]].kind is OpKind.ADD:

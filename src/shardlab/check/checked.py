@@ -1,8 +1,8 @@
-"""Result of the check: the program, what the proof derived of it, and the order that its ops must keep.
+"""Result of the check: the program, the facts that the proof derived, and the order that its ops must keep.
 
-`Checked` is what `check` returns; simulator, passes and executor take it. `ChannelModel` names the promises that a
+`check` returns a `Checked`, which simulator, passes and executor take. `ChannelModel` names the promises that a
 transport can make, and `Checked.why_not` says on which backend a program runs. `Dependences` is the partial order of
-one tape's ops: passes that reorder a tape keep to it.
+one tape's ops, which passes must keep when they reorder a tape.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shardlab.language.tape import Communication, channel_of
 class ChannelModel(Enum):
     """Promise that a transport makes, from the most lenient to the strictest.
 
-    A program that passes one model passes all models before it. There is one exception: a message between an exchange
-    and a single call may pass QUEUED, and never QUEUED_PER_PAIR.
+    A program that passes one model passes all models before it, with one exception: if one end of a message is in an
+    exchange and the other is a single call, the program may pass QUEUED, but never passes QUEUED_PER_PAIR.
 
-    BUFFERED: a send never waits, and a receive takes the message that it means.
+    BUFFERED: a send never waits, and a receive takes the message that it expects.
     IN_ORDER: a send never waits, and messages between two ranks arrive in the order they were sent.
     RENDEZVOUS: a send waits for its receive (gloo does so even for 16 bytes).
     QUEUED_PER_PAIR: each communicator runs its operations one at a time in issue order, each a rendezvous. A group has
-        one communicator, the messages of two ranks have another, and all exchanges have a third. Ranks wait for one
-        another when they first use one (NCCL without `device_id`).
+        one communicator, the messages of two ranks have another, and all exchanges have a third. At the first use of a
+        communicator its ranks wait for one another (NCCL without `device_id`).
     QUEUED: each rank runs its communication one operation at a time in issue order, each a rendezvous (NCCL with
         `device_id`, as Shardlab starts ranks).
     """
@@ -44,21 +44,21 @@ class ChannelModel(Enum):
 
 
 BACKENDS = {"gloo": ChannelModel.RENDEZVOUS, "nccl": ChannelModel.QUEUED}
-"""The channel model that each torch.distributed backend keeps to, as ranks are started."""
+"""Channel model of each torch.distributed backend, as Shardlab starts ranks."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Program that computes the right gradient, with what the proof derived.
+    """Program that passed the check, with the facts that the proof derived.
 
     Attributes:
         program: the tapes.
         specs: for each rank, the spec of each of its values, by number.
         communications: every communication.
         communication_of: for each rank, handle to the index in `communications`.
-        models: for each channel model, None if the program passes it, else the deadlock that it would run into.
+        models: for each channel model, None if the program passes it, otherwise the deadlock as a sentence.
         not_runnable: why no backend can run the program although it is right; None if there is no such reason.
-        frozen: layers with parameters that are not trained, since no rank loads an optimizer state of them.
+        frozen: layers with parameters of which no rank loads an optimizer state, so that they are not trained.
     """
 
     program: Program
@@ -89,7 +89,7 @@ class Checked:
 
     @cached_property
     def clips(self) -> bool:
-        """Whether updates get the gradient's norm. Either all updates of a program do, or none."""
+        """Whether updates take the gradient's norm. Either all updates of a program do, or none does."""
         updates = (
             (rank, op) for rank, tape in enumerate(self.program.tapes) for op in tape if op.kind is OpKind.UPDATE
         )
@@ -107,21 +107,21 @@ class Checked:
 class Dependences:
     """Order that the ops of one tape must keep, as a graph.
 
-    An op comes after the ops that made its inputs, and after the waits for inputs that arrive from elsewhere. A value
+    An op comes after the ops that made its inputs, and after the waits for inputs that arrive by communication. A value
     is freed, and memory is overwritten, after all ops that read it. Each rank keeps the order of its communication on
-    every channel. Any order that keeps to this computes the same numbers, bit by bit.
+    every channel. Every order that meets these conditions computes the same numbers, bit by bit.
 
     Args:
         tape: a tape of a program that has passed the check.
         rank: the rank of the tape.
-        specs: the specs of its values.
+        specs: the specs of the rank's values.
 
     Attributes:
-        tape, rank: as given.
+        tape, rank: the arguments.
         before: for each op, the indices of the ops that it must follow.
         after: for each op, the indices of the ops that must follow it.
-        readers: value to the indices of the ops that read it, without those that end it.
-        waits: handle to the index of its WAIT.
+        readers: for each value, the indices of the ops that read it without ending it.
+        waits: for each handle, the index of its WAIT.
     """
 
     def __init__(self, tape: Sequence[Op], rank: int, specs: Mapping[int, Spec]) -> None:
@@ -162,7 +162,7 @@ class Dependences:
         return self.waits[op.handle] if op.kind in COMMUNICATION else at
 
     def _note(self, at: int, op: Op, specs: Mapping[int, Spec]) -> None:
-        """Record what an op reads and makes."""
+        """Record the values that an op reads and makes."""
         for number in op.outputs:
             self._available[number] = self.end_of(at)
         if op.kind is OpKind.FREE:
@@ -176,7 +176,7 @@ class Dependences:
             self._reads[specs[number].kind, specs[number].layer].append(at)
 
     def _written(self, op: Op, specs: Mapping[int, Spec]) -> list[Hashable]:
-        """Return the values and the memory that an op ends or overwrites.
+        """Return keys of the values and the memory that an op ends or overwrites.
 
         A new weight overwrites all older weights of its layer.
         """

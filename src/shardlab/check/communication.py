@@ -1,8 +1,7 @@
-"""Communication in the replay of `dataflow`: which ranks take part, what each of them receives, and the state of a
-rank.
+"""Communication in the replay of `dataflow`: the members of each communication, their results, and the state of a rank.
 
 `CommunicationCheck` matches the collectives and messages of all ranks. Sends are buffered, and messages between two
-ranks arrive in the order in which they were sent. `RankState`, at the end, holds the values and the communications in
+ranks arrive in the order in which they were sent. `RankState`, at the end, has the values and the communications in
 flight of one rank, and refuses its ops.
 """
 
@@ -32,7 +31,7 @@ _participant: Callable[[type[Participant], tuple[int, int, int]], Participant] =
 """Constructor of a Participant without the Python call of a NamedTuple's own constructor."""
 
 Contribution = tuple[Participant, Spec | None, Call | None]
-"""Part of one rank in a communication: its handle, the value that it gives, and for a collective its arguments."""
+"""A rank's part in a communication: its handle, its input, and for a collective its arguments."""
 
 
 class CommunicationCheck:
@@ -40,15 +39,15 @@ class CommunicationCheck:
 
     Args:
         states: the ranks.
-        wake: callback with a rank, when all members of the communication that it waits for have arrived.
+        wake: callback for a rank when all members of the communication for which it waits have arrived.
 
     Attributes:
         communications: every communication whose members have all arrived.
         communication_of: for each rank, handle to the index in `communications`.
-        half_batched: the first message with one end in an exchange and the other end in a single call; None if there is
-            none.
+        half_batched: the first message of which one end is in an exchange and the other is a single call; None if there
+            is none.
         batches: whether collectives are issued together.
-        rules: for each op of communication, the method that replays it.
+        rules: for each kind of communication op, the method that replays it.
     """
 
     def __init__(self, states: Sequence[RankState], wake: Callable[[RankState], None]) -> None:
@@ -68,7 +67,7 @@ class CommunicationCheck:
         self._matcher = Matcher[Contribution]()
 
     def arrive(self, state: RankState, op: Op) -> None:
-        """Replay the WAIT for a complete communication: its result becomes live, and its inputs may be freed."""
+        """Replay the WAIT for a complete communication: its result becomes live, and its input may be freed."""
         _, _, inputs, outputs, handle, *_ = op
         if inputs or outputs:
             remedy = "number the received value in its communication"
@@ -102,7 +101,7 @@ class CommunicationCheck:
         return Wait(f"{call_text(_call(op), spec)} on {op.group} for {plural('rank', len(missing))} {names}", missing)
 
     def finish(self) -> None:
-        """Refuse a message that nobody has received.
+        """Refuse a message that no rank has received.
 
         Raises:
             Refused: for the first such message.
@@ -158,7 +157,7 @@ class CommunicationCheck:
             self._meet(Communication(COLLECTIVE, group, [part[0] for part in parts]), specs)
 
     def _want_expected(self, member: Participant, call: Call, received: Spec) -> None:
-        """Refuse a value from the root that is not the one that the receiving rank's op expects."""
+        """Refuse a value from the root that differs from the value expected by the receiving rank's op."""
         expect = self.states[member.rank].ops[member.op].expect
         assert expect is not None, "it is looked at when it is issued"
         try:
@@ -194,7 +193,7 @@ class CommunicationCheck:
         self._copy(state, op, refusals.reload(state.live[op[2][0]]))
 
     def _copy(self, state: RankState, op: Op, made: Spec) -> None:
-        """Replay a copy on one rank, which waits for no other rank."""
+        """Replay a copy, which involves no other rank."""
         state.want_layer(op, made[0].layer)
         member = self._issue(state, op)
         self._meet(Communication(COPY, None, [member]), [made])
@@ -222,7 +221,7 @@ class CommunicationCheck:
         self._meet(communication, [None, spec])
 
     def _meet(self, communication: Communication, delivers: Sequence[Spec | None]) -> None:
-        """Record a communication with all its members: note what each receives, and wake the ranks that wait for it."""
+        """Record a complete communication: note each member's result, and wake the ranks that wait for it."""
         number, states, communication_of = len(self.communications), self.states, self.communication_of
         self.communications.append(communication)
         for (rank, handle, _), delivered in zip(communication.participants, delivers, strict=True):
@@ -243,25 +242,25 @@ class RankState:
     """State of one rank during the replay: its live values, its communications in flight, and its loads.
 
     Attributes:
-        trained: the program's layers whose weights are updated, as a bit set.
+        trained: bit set of the layers whose weights are updated.
         rules: the program's rules, from the inputs of an op to its outputs.
         layers: the rules of each layer.
         at: index of the current op.
         specs: the spec of every value made so far, by number.
         live: the specs of the values that ops may use now, by number.
-        saved_of: for each live activation, the values that its layer saved in forward passes, by form. A later forward
-            pass with the same slices of the layer replaces the value of its form.
-        half_of: for each live activation, the values that first halves of backward passes left for the second halves,
-            by form.
+        saved_of: for each live activation, the values that layers saved with it in forward passes, by form. A later
+            forward pass with the same slices of the layer replaces the value of its form.
+        half_of: for each live activation, the values that the first halves of backward passes left for the second
+            halves, by form.
         reading: for each value, the number of communications in flight that read it. A value that none reads is absent.
         flying: for each handle of a communication in flight, the index of the op that issued it.
         arrived: for each handle of a complete communication, the spec that it delivers (None: it delivers nothing).
         loaded: for each (kind, layer, slices), the index of the op that loaded them.
-        clips: whether updates so far clip, that is, were given the gradient's norm (None: there was no update).
+        clips: whether the updates so far clip, that is, take the gradient's norm (None: there was no update).
         groups: the groups on which this rank has issued a collective.
         batches: for each batch, the index of its latest op.
-        concerned: indices of the ops that later checks read again. Without it, each of these checks would walk the
-            whole tape, which takes a tenth of the time of a check.
+        concerned: indices of the ops that later checks read again. Walking the whole tape in each of them would take a
+            tenth of the time of a check.
         waits_for: the handle that the rank waits for (-1: it does not wait).
     """
 
@@ -294,13 +293,13 @@ class RankState:
         self.specs[number] = self.live[number] = spec
 
     def note(self, number: int, spec: Spec) -> None:
-        """Add a value without making it live."""
+        """Add a value that ops may not use yet."""
         if number in self.specs or number < 0:
             self._refuse_number(number)
         self.specs[number] = spec
 
     def make_all(self, numbers: Sequence[int], specs: Sequence[Spec]) -> None:
-        """Add live values, as many as the op has outputs."""
+        """Add the outputs of the current op as live values, and refuse a wrong number of them."""
         if len(numbers) != len(specs):
             given = f"numbers {counted(len(numbers), 'value')}, but makes {len(specs)} beside what the layer keeps"
             self.refuse("malformed tape", given, "number all its outputs")
@@ -318,7 +317,7 @@ class RankState:
         return self.layers[op[1]]
 
     def want_layer(self, op: Op, layer: int) -> None:
-        """Refuse an op whose layer is not the layer of the values that it acts on."""
+        """Refuse an op whose layer differs from the layer of its values."""
         if op[1] != layer:
             self.refuse("wrong layer", f"the op says layer {op[1]}, but it acts on layer {layer}", "name that layer")
 
@@ -329,7 +328,7 @@ class RankState:
         raise Refused(rule, about, given, remedy).at(self.index, at)
 
     def refuse_input(self, number: int) -> NoReturn:
-        """Refuse an input that is not live, with the reason."""
+        """Refuse an input that is not live, and say why it is not."""
         flying = next((handle for handle, at in self.flying.items() if number in self.ops[at].outputs), None)
         if flying is not None:
             self.refuse("in flight", f"value {number} is still in flight", f"wait for handle {flying} first")
@@ -346,7 +345,7 @@ class RankState:
 
 
 class LiveValues(dict[int, Spec]):
-    """Specs of the values that a rank's ops may use now, by number. A look-up of any other value is refused."""
+    """Specs of the values that a rank's ops may use now, by number. Looking up any other value raises `Refused`."""
 
     def __init__(self, state: RankState) -> None:
         super().__init__()
@@ -361,7 +360,7 @@ def _call(op: Op) -> Call:
 
 
 def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
-    """Return the value that this rank gives, after a check of the op's inputs and outputs against the call."""
+    """Return this rank's input, after comparing the op's numbers of inputs and outputs with the call."""
     collective_calls.require_valid_call(call, group.ranks)
     reads, makes = collective_calls.value_counts(call, state.index)
     if (len(op[2]), len(op[3])) != (reads, makes):
@@ -382,7 +381,7 @@ def _given(state: RankState, op: Op, call: Call, group: Group) -> Spec | None:
 
 
 def _join(state: RankState, op: Op) -> Group:
-    """Return the group of this rank's first collective on it. Equal groups are one object, so that members meet."""
+    """Check a group at this rank's first collective on it, and return it. Equal groups must be one object."""
     group, ranks = op.group, state.program.ranks
     if group is None:
         state.refuse("unknown group", "no group is given for this collective", "give one")
@@ -401,7 +400,7 @@ def _join(state: RankState, op: Op) -> Group:
 
 
 def _together(state: RankState, op: Op) -> bool:
-    """Return whether an op may belong to the batch of the op before it.
+    """Return whether an op may be in the same batch as the op before it.
 
     A batch holds messages only, or collectives of one kind, group and dtype.
     """

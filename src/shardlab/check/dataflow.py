@@ -1,10 +1,10 @@
-"""Dataflow: every spec derived again from the tapes alone, op by op, with the same rules that tracing uses.
+"""Dataflow: the check derives every spec again from the tapes only, op by op, with the same rules that tracing uses.
 
-A tape may come from tracing, from a program rewrite, from a file or from a mutation test. The check trusts nothing but
-its ops. `Dataflow` replays all tapes together. Since sends are buffered here and messages between two ranks arrive in
-order, this replay also decides the two lenient channel models. After it, `check_rank_ending`, `check_coverage` and
+A tape may come from tracing, from a tape pass, from a file or from a mutation test, so the check trusts nothing but its
+ops. `Dataflow` replays all tapes together. Since sends are buffered here and messages between two ranks arrive in
+order, this replay also decides the two lenient channel models. Then `check_rank_ending`, `check_coverage` and
 `check_losses` check the end of a step: every loaded slice has moved one step or is frozen, and nothing else is left.
-Below them is one function for each op of compute (`COMPUTE_RULES`): its inputs must be live, and its outputs must be
+Below them is one function for each compute op (`COMPUTE_RULES`), whose inputs must be live and whose outputs must be
 new. The rules of communication are in `communication`.
 """
 
@@ -37,12 +37,12 @@ class Dataflow:
 
     Args:
         program: the tapes.
-        trains: whether the program must update its weights. Otherwise it must compute the loss of every microbatch, and
-            update nothing.
+        trains: whether the program must update its weights. Otherwise it must compute the loss of every microbatch and
+            must not update any weight.
 
     Attributes:
-        trained: the layers whose weights are updated, as a bit set.
-        states: the ranks, with the spec of every value once the replay has ended.
+        trained: bit set of the layers whose weights are updated.
+        states: the ranks; after the replay, with the spec of every value.
         communication: the replay of every communication.
     """
 
@@ -65,7 +65,7 @@ class Dataflow:
 
         Raises:
             Deadlock: when no rank can continue although sends are buffered.
-            Refused: at the first op that breaks a rule, or for what is missing at the end.
+            Refused: at the first op that breaks a rule, or for contributions that are missing at the end.
         """
         while self._runnable:
             state = self._runnable.popleft()
@@ -142,9 +142,9 @@ LOAD_OPT_STATE = OpKind.LOAD_OPT_STATE
 
 
 def trained_layers(program: Program) -> int:
-    """Return the layers whose optimizer state any rank loads, as a bit set. The other layers are frozen.
+    """Return the bit set of the layers whose optimizer state any rank loads. The other layers are frozen.
 
-    If no rank loads any, the result is all layers: such a program trains nothing, and is refused for it.
+    If no rank loads any, the result is all layers, so that a program that trains nothing is refused.
     """
     sizes, trained = program.sizes, 0
     for layer in {op[1] for tape in program.tapes for op in tape if op[0] is LOAD_OPT_STATE}:
@@ -154,10 +154,10 @@ def trained_layers(program: Program) -> int:
 
 
 def check_rank_ending(state: RankState) -> None:
-    """Check that nothing is in flight, and that exactly the loaded slices are live, each updated once or frozen.
+    """Check that no communication is in flight, and that only the loaded slices are live, each updated once or frozen.
 
     Raises:
-        Refused: naming what is missing or left over.
+        Refused: with a value that is missing or left over.
     """
     for issued in state.flying.values():
         state.refuse("in flight", "is still in flight when the step ends", "wait for it", issued)
@@ -185,7 +185,7 @@ def check_rank_ending(state: RankState) -> None:
 
 
 def check_coverage(states: Sequence[RankState], layers: int) -> None:
-    """Check that the ranks load every slice of every layer, and that either all updates clip the gradient or none.
+    """Check that the ranks load every slice of every layer, and that all updates clip the gradient, or none does.
 
     Raises:
         Refused: for the first slice that no rank loads, or an update that does not clip although others do.
@@ -236,7 +236,7 @@ def check_losses(states: Sequence[RankState]) -> None:
 
 
 REVISITED = in_place.REVISITED | runnable.REVISITED
-"""Ops that later checks read again, once all tapes have passed."""
+"""Ops that later checks read again after the replay."""
 
 SHAPES = frozenset(
     (kind, reads, makes, handle)
@@ -245,16 +245,16 @@ SHAPES = frozenset(
     for makes in kind.row.outputs
     for handle in ((False, True) if kind in COMMUNICATION else (False,))
 )
-"""(op, values that it reads, values that it makes, whether it has a handle) for each way in which an op may be called.
+"""Allowed shapes of an op: (op, number of inputs, number of outputs, whether it has a handle).
 
-A communication without a handle is refused where it is issued.
+A communication without a handle is refused when it is issued.
 """
 
 
 Rule = Callable[[RankState, Op], None]
 
 NOTHING_SAVED: dict[Form, int] = {}
-"""Stands for the values kept of an activation of which layers keep none."""
+"""Placeholder for an activation with which layers have saved no values."""
 
 
 def forward(state: RankState, op: Op) -> None:
@@ -445,7 +445,7 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
 
 
 def _takes_any(op: Op) -> bool:
-    """Return whether an op takes any number of inputs, and this call of it is well formed."""
+    """Return whether an op of a kind that takes any number of inputs has valid numbers of inputs and outputs."""
     row = op.kind.row
     return not row.inputs and len(op.inputs) > 0 and len(op.outputs) in row.outputs and op.handle < 0
 
@@ -460,16 +460,17 @@ def _refuse_shape(state: RankState, op: Op) -> NoReturn:
 
 
 def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:
-    """Record what a layer keeps of a forward pass.
+    """Record the value that a layer saves in a forward pass.
 
-    The activation owns it: it ends with the activation, with the backward pass, or with a newer one of the same form.
+    It belongs to the activation. It ends with the activation, with the backward pass, or with a newer value of the
+    same form.
     """
     state.note(number, spec)
     state.saved_of.setdefault(activation, {})[spec[0]] = number
 
 
 def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
-    """Return the specs that both halves of a backward pass make, and the forward pass that it follows from."""
+    """Return the specs that both halves of a backward pass make, and the forms from which they are derived."""
     live, inputs = state.live, op[2]
     activation, gradient, weight, saved = inputs[0], inputs[1], inputs[2], inputs[3]
     gradients = [live[gradient]]
@@ -497,13 +498,13 @@ def _want_norms_alike(state: RankState, op: Op, norm: Spec | None = None) -> Non
 
 
 def _computed(rule: Callable[..., Spec | Sequence[Spec]], state: RankState, op: Op) -> None:
-    """Replay an op whose rule takes its layer and all its inputs."""
+    """Replay an op whose rule takes the op's layer and all its inputs."""
     made = rule(op[1], *[state.live[number] for number in op[2]])
     state.make_all(op[3], (made,) if isinstance(made, Spec) else made)
 
 
 def _slice_of_weights(state: RankState, op: Op) -> Holds:
-    """Return the slices of a layer's own weights that an op loads, after a check that they exist."""
+    """Return the slices of a layer's weights that an op loads, and refuse slices that do not exist."""
     holds, layer = op.holds, op[1]
     if (
         holds is None
@@ -520,5 +521,5 @@ def _slice_of_weights(state: RankState, op: Op) -> Holds:
 
 
 def _holds_text(holds: Holds | None) -> str:
-    """Return the slices that a tape claims to load, as text. A tape from a file may give an invalid set."""
+    """Return the slices that an op loads, as text. A tape from a file may have an invalid set."""
     return str(holds) if holds is None or holds.mask >= 0 else f"bit set {holds.mask} of {holds.of}"

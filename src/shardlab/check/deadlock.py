@@ -1,17 +1,16 @@
 """Deadlocks under the strict channel models (rendezvous and the two queued ones).
 
-Control flow does not depend on data, and no rank takes "whichever message comes first". So timing does not decide
-whether a program hangs, and a single replay does.
+Control flow does not depend on data, and no rank receives from any source that comes first. So timing does not decide
+whether a program hangs, and a single replay finds out.
 
-The models are ordered. A rendezvous demands less than a queue of rendezvous, and a buffered send demands less still. A
-program that passes with one queue per rank also passes with several: when the turn of an operation comes, all earlier
+The models are ordered by strictness: a buffered send, a rendezvous, a queue of rendezvous. A program that passes with
+one queue per rank also passes with several: when an operation reaches the head of the single queue, all earlier
 operations on its ranks are done, so it is at the head of every queue. Ranks create communicators in that order too. So
 a program that passes the single queue passes all five models, unless one end of a message is in a batch
 (`batch_isend_irecv`) and the other end is not.
 
-For the single queue, waits need no replay: a rank queues what it waits for before anything that it issues later. So it
-is enough that all queues become empty (`queues_empty`). Most programs pass there. Otherwise `Replay` finds the
-deadlock.
+For the single queue, waits need no replay, since a rank queues a communication before it waits for it. The program
+passes if all queues become empty (`queues_empty`), as for most programs. Otherwise `Replay` finds the deadlock.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SIDE_BY_SIDE = (
     " It passes only where communicators work side by side; NCCL does not promise that, and with device_id, which "
     "ranks start with, all messages share one."
 )
-"""End of the sentence about a program that passes with several queues, and not with one."""
+"""End of the sentence about a program that passes with several queues, but not with one."""
 
 
 def decide_models(
@@ -43,7 +42,7 @@ def decide_models(
 ) -> dict[ChannelModel, str | None]:
     """Return, for each model, the deadlock that the program runs into, or None.
 
-    The program must have passed the dataflow check, and so the two lenient models.
+    The program must have passed the dataflow check, which covers the two lenient models.
 
     Args:
         half_batched: the first message with one end in an exchange and the other end in a single call, if there is one.
@@ -68,10 +67,10 @@ def decide_models(
 
 
 def queues_empty(program: Program, communications: list[Communication]) -> bool:
-    """Return whether all communication ends if each rank has one queue in the order of issue (the model QUEUED).
+    """Return whether a program passes QUEUED, where each rank has one queue in the order of issue.
 
-    A communication takes place when it is at the head of the queue on all its ranks. The operations of a batch are at
-    the head together.
+    A communication runs when it is at the head of the queues of all its ranks. The operations of a batch are at the
+    head together.
     """
     queues = list(map(iter, _queues(program, communications)))
     at_head = [1] * len(queues)  # open communications at the head; the first count is a placeholder
@@ -93,7 +92,7 @@ def queues_empty(program: Program, communications: list[Communication]) -> bool:
 
 
 class QueueEntry:
-    """Operations at one place of a queue: one, or those that a batch issues together."""
+    """Entry of a queue: an operation, or the operations of a batch, which are issued together."""
 
     __slots__ = ("batch", "open")
 
@@ -175,8 +174,8 @@ class Replay:
                 yield op
 
     def _batches(self) -> list[dict[int, list[int]]]:
-        """Return for each rank and handle of a batched message the communications of its batch, which NCCL awaits as
-        one.
+        """Return for each rank a map from the handle of a batched message to the communications of its batch, since
+        NCCL awaits a batch as one.
         """
         found: list[dict[int, list[int]]] = []
         for tape, numbers in zip(self.program.tapes, self.numbers, strict=True):
@@ -190,7 +189,7 @@ class Replay:
     def _joins(self, rank: int, number: int) -> bool:
         """Return whether the communicator of a rank's op exists.
 
-        Its ranks create it together. The last one to come wakes the others.
+        Its ranks create it together. The last one to arrive wakes the others.
         """
         key = self.queue_of[number]
         if key in self.created:
@@ -219,7 +218,7 @@ class Replay:
             self._complete([number])
 
     def _complete(self, candidates: list[int]) -> None:
-        """Complete all communications that can. A completion may bring others to the head of their queues."""
+        """Complete all communications that are ready. A completion may bring others to the head of their queues."""
         while candidates:
             number = candidates.pop()
             if self.arrived[number] < self.size[number] or self.done[number]:
@@ -241,7 +240,7 @@ class Replay:
                 self.runnable.append(rank)
 
     def _wait(self, rank: int, number: int) -> Wait:
-        """Return what a blocked rank waits for: absent members, or else the operations queued before its own."""
+        """Return the reason why a rank is blocked: absent members, or operations queued before its own."""
         text = self._op(rank, number)
         joined = self.joining.get(self.queue_of[number], ())
         if rank in joined:
@@ -263,12 +262,12 @@ class Replay:
             behind.append(before)
 
     def _op(self, rank: int, number: int) -> str:
-        """Return a rank's op in a communication, in words."""
+        """Return a rank's op in a communication as text."""
         at = next(member.op for member in self.communications[number].participants if member.rank == rank)
         return f"{self.program.tapes[rank][at]} (its op {at})"
 
     def _has_issued(self, rank: int, op: int) -> bool:
-        """Return whether a rank that is blocked or has ended is past one of its ops."""
+        """Return whether a rank has issued one of its ops before it was blocked or ended."""
         if rank not in self.waiting:
             return True
         number = self.waiting[rank]

@@ -1,13 +1,13 @@
 """Values that share memory: ops that overwrite their input, views, and weights that are kept from step to step.
 
-- `InPlace` finds ops that may overwrite what they read, because no later op reads it. If a backward pass makes a
-  gradient that is only added to an older one, the pass does the addition itself, and the new gradient takes no memory.
-  Simulated memory and the executor both follow this. The other reuse (`InPlace.first_input`) is the executor's alone:
+- `InPlace` finds ops that may overwrite an input because no later op reads it. If the gradient of a backward pass is
+  only added to an older gradient, the backward pass does the addition itself, and the new gradient takes no memory.
+  Simulated memory and the executor both follow this. Only the executor uses the other list (`InPlace.first_input`):
   simulated memory counts input and result.
 - `KeptWeights` maps values to the memory that keeps a weight from step to step, and `check_kept` proves that each
-  element there moves one step exactly once. A loaded weight is a view of that memory. An update writes there whatever
-  copy of the weight it gets, and so does a new weight that arrives after the loaded value has ended. The executor puts
-  tensors where this class says.
+  element there moves one step exactly once. A loaded weight is a view of that memory. An update writes there, whichever
+  copy of the weight it reads. A new weight that arrives after the loaded value has ended is also written there. The
+  executor places tensors as this class says.
 - `view_roots`, `ending_ops` and the functions after them answer single questions about a tape's memory.
 """
 
@@ -27,7 +27,7 @@ LOAD_WEIGHT, SLICE, UPDATE = OpKind.LOAD_WEIGHT, OpKind.SLICE, OpKind.UPDATE
 WEIGHT_BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT})
 """Ops whose first output is a weight's gradient."""
 IN_PLACE_OPS = frozenset(kind for kind in OpKind if kind.row.in_place)
-"""Ops that may write over what they read."""
+"""Ops that may overwrite their input."""
 
 REVISITED = frozenset({LOAD_WEIGHT, SLICE, UPDATE})
 """Ops that make views of kept memory, or write to it."""
@@ -36,7 +36,7 @@ COPYING = COPIES | {SLICE, OpKind.CONCATENATE}
 """Ops that copy or cut values on one rank, without changing their numbers."""
 
 MemoryKey = tuple[int, Holds]
-"""(layer, slices) of a loaded weight: names the memory that keeps it."""
+"""(layer, slices) of a loaded weight: key of the memory that keeps it."""
 
 BACKWARDS = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
 
@@ -48,8 +48,8 @@ class InPlace:
 
     Attributes:
         first_input: indices of the ALL_REDUCEs, REDUCEs, ADDs and other ops that may overwrite their first input.
-        accumulates: index of a BACKWARD to the older gradient to which it adds its own.
-        fused: index of an ADD that such a BACKWARD has done, to (older gradient, new gradient).
+        accumulates: index of each BACKWARD that adds its gradient to an older one, to that older gradient.
+        fused: index of each ADD that such a BACKWARD has done, to (older gradient, new gradient).
     """
 
     def __init__(self, tape: Sequence[Op]) -> None:
@@ -83,7 +83,7 @@ class InPlace:
     def _is_last_read(self, number: int, reader: int, before: int) -> bool:
         """Return whether `reader` is the only op that reads a value from op `before` on.
 
-        Communications in flight count as readers. Memory that a slice shares always has other readers.
+        Communications in flight count as readers. If a slice shares the memory, the result is always False.
         """
         if number in self._shared:
             return False
@@ -95,7 +95,7 @@ class InPlace:
         return len(ends) <= own or sum(end > before for end in ends) <= own
 
     def _fuse(self, at: int, op: Op) -> None:
-        """Note the ADD of a new gradient to an older one, if the backward pass can do it."""
+        """Record the ADD of a new gradient to an older one, if the backward pass can do it."""
         older, newer = op.inputs
         if self._made[older] > self._made[newer]:
             older, newer = newer, older
@@ -112,22 +112,22 @@ class InPlace:
 
 
 class KeptWeights:
-    """Memory of one rank that lasts from step to step, and what its tape writes there.
+    """Memory of one rank that lasts from step to step, and the values that its tape writes there.
 
     Attributes:
         loaded: loaded weight to the memory of which it is a view, in the tape's order.
         place_of: memory to its place (the `place` of a form).
         roots: slice to the value of which it is a view, as from `view_roots`.
-        owners: value to the value in whose memory it lies. Slices have an owner, and so do new weights, which an update
-            writes over the kept weight or over the copy that it gets.
+        owners: value to the value in whose memory it lies, for slices and for new weights. An update writes a new
+            weight over the kept weight or over the copy that it reads.
         copied_updates: index of each update that writes to a copy, since the weight is kept in another place, to the
             memory that keeps it.
         refreshed: indices of the copied updates whose copy may have been rounded, or comes from another rank. The kept
             weight is copied there before the update.
-        final: weight that the step leaves to the memory from which the next step loads it.
-        arriving: final weights that a communication delivers into kept memory. The communication must move values only,
-            and the old weight and its slices must have ended. (The buffer of a reduction holds other numbers until it
-            ends.)
+        final: weight at the end of the step to the memory from which the next step loads it.
+        arriving: final weights that a communication delivers into kept memory. The communication must only move values,
+            and the old weight and its slices must have ended. (The buffer of a reduction has other contents until the
+            reduction completes.)
     """
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:
@@ -160,8 +160,8 @@ class KeptWeights:
     def memory_of(self, layer: int, holds: Holds) -> MemoryKey | None:
         """Return the memory that keeps some slices of a weight: the first that contains them.
 
-        An update of these slices writes there, unless its copy of the weight lies in another place. None: the slices
-        are not loaded, and the optimizer state has memory of its own.
+        An update of these slices writes there, unless its copy of the weight lies in another place. The result is None
+        if the slices are not loaded; the optimizer state then has separate memory.
         """
         return next((key for key in self.loaded.values() if key[0] == layer and key[1].contains(holds)), None)
 
@@ -178,7 +178,7 @@ class KeptWeights:
                     self.copied_updates[at] = key
 
     def _find_refreshed(self, tape: Sequence[Op]) -> set[int]:
-        """Return the copied updates that do not get a plain copy of what this rank has loaded."""
+        """Return the copied updates whose weight is not an exact copy of this rank's loaded weight."""
         plain = set(self.loaded)
         for op in tape:
             if op[0] in COPYING and plain.issuperset(op[2]):
@@ -194,7 +194,7 @@ def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places:
 
     Raises:
         Refused: for a second update of some elements, an update after their new values have arrived, and a read of a
-            weight, in flight or not, after an update has overwritten it.
+            weight, also by a communication in flight, after an update has overwritten it.
     """
     concerned = [op for op in map(tape.__getitem__, places) if op[0] in REVISITED]
     loads = [op for op in concerned if op[0] is LOAD_WEIGHT]
@@ -213,7 +213,7 @@ def check_kept(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], places:
 
 
 class WeightMemory:
-    """State of a replay of one tape: the weights that have moved on, and the memory that has been overwritten."""
+    """State of a replay of one tape: the slices that updates have moved on, and the memory that was overwritten."""
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], kept: KeptWeights) -> None:
         self.tape = tape
@@ -227,7 +227,7 @@ class WeightMemory:
         """Advance by one op.
 
         Raises:
-            Refused: if the op updates a second time, or reads what has been overwritten.
+            Refused: if the op updates slices a second time, or reads overwritten memory.
         """
         kind = op[0]
         if kind is FREE or kind is SLICE:  # the uses of a slice count as its reads
@@ -251,7 +251,7 @@ class WeightMemory:
                     self.moved[key].append((key[1], at))
 
     def _update(self, at: int, op: Op) -> None:
-        """Record an update, after a check that its slices have not moved and nothing in flight reads them."""
+        """Record an update. Refuse it if its slices have moved already, or if a communication in flight reads them."""
         holds, home = self.specs[op.inputs[2]].holds, self.kept.owners.get(op.outputs[0], -1)
         key = self.kept.memory_of(op.layer, holds) or (op.layer, holds)  # else the state has memory of its own
         for slices, before in (*self.moved[key], *self.written.get(home, ())):
@@ -269,7 +269,7 @@ class WeightMemory:
         self.written[home].append((holds, at))
 
     def _read(self, op: Op, number: int) -> None:
-        """Refuse to read a weight that an update has overwritten. The new weight has another root."""
+        """Refuse to read a weight that an update has overwritten."""
         for slices, before in self.written.get(self.kept.roots.get(number, number), ()):
             if _intersection(slices, self.specs[number].holds):
                 given = (
@@ -280,7 +280,7 @@ class WeightMemory:
 
 
 def view_roots(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
-    """Map each slice that is a view to the value in whose memory it lies, which is no slice itself."""
+    """Map each slice that is a view to the value whose memory it shares. That value is not a slice."""
     roots: dict[int, int] = {}
     for op in tape:
         if op[0] is OpKind.SLICE:
@@ -293,7 +293,7 @@ def view_roots(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
 def last_reads(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
     """Map each FORWARD or RECOMPUTE that is the last to read its activation to that activation.
 
-    A backward pass names the activation, but it reads what the layer kept, which may be something else.
+    Backward passes do not count: they name the activation, but read the value that the layer saved.
     """
     waits = {op[4]: at for at, op in enumerate(tape) if op[0] is OpKind.WAIT}
     last: dict[int, int] = {}
@@ -350,7 +350,7 @@ def ending_ops(tape: Sequence[Op]) -> dict[int, int]:
 
 
 def memory_ends(ends: Mapping[int, int], roots: Mapping[int, int]) -> dict[int, int]:
-    """Map each value that is no view to the op at which its memory ends: its own end, or that of its last view."""
+    """Map each value that is not a view to the op that frees its memory: the end of the value, or of its last view."""
     last = {number: at for number, at in ends.items() if number not in roots}
     for view, root in roots.items():
         if view not in ends:
@@ -361,7 +361,7 @@ def memory_ends(ends: Mapping[int, int], roots: Mapping[int, int]) -> dict[int, 
 
 
 def _intersection(a: Holds, b: Holds) -> Holds | None:
-    """Return the slices that are in both; None if there are none."""
+    """Return the slices that two sets share; None if they share none."""
     mine, theirs = in_equal_pieces(a, b)
     mask = mine.mask & theirs.mask
     return Holds(mask, mine.of) if mask else None

@@ -1,10 +1,10 @@
 """Replicas: which copies of a weight stay equal bit by bit, which may drift apart, and what ranks can compare in a run.
 
-The check proves exact arithmetic, in which the order of a sum does not matter. In floating point it does. If each rank
-updates its copy from its own sum of the same gradients, the copies lose their equality, and nothing restores it.
+The check proves exact arithmetic, in which the order of a sum does not matter. In floating point it does: if each rank
+updates its copy from its own sum of the same gradients, the copies become unequal, and nothing makes them equal again.
 
 The method is value numbering. `ValueNumbering` replays one step and numbers all values so that equal numbers mean equal
-bits; `NumberTable` holds the numbers. `drifts_of` lists copies whose numbers differ after the step, with a cause and a
+bits; `NumberTable` has the numbers. `drifts_of` lists copies whose numbers differ after the step, with a cause and a
 remedy. `replicas_of` and `results_of` list the copies and results that must be equal, which an audit compares in a run.
 """
 
@@ -31,10 +31,10 @@ _ONE_GIVES = ROOT_GIVES | POINT_TO_POINT | COPIES
 
 
 FUSED_ADD = OpKind.ADD, OpKind.BACKWARD
-"""Key of a gradient that its backward pass has added to an older one: product and sum round together."""
+"""Key of a gradient that its backward pass added to an older one: product and sum are rounded together."""
 
 SUMS = frozenset(kind for kind in OpKind if kind.row.combines is Combiner.SUM)
-"""Ops whose keys are sums."""
+"""Ops that add up values. Their keys do not depend on the order of operands."""
 
 COMPARED = frozenset(
     {
@@ -53,10 +53,10 @@ _CHANGING = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER, 
 """Ops, besides an update, that change weights."""
 
 LoadKey = tuple[int, OpKind, int, Holds | None]
-"""(rank, op, layer, slices) of a load: names what a rank keeps from step to step."""
+"""(rank, op, layer, slices) of a load: key of a value that a rank keeps from step to step."""
 
 Key = tuple[tuple[object, ...], tuple[int, ...]]
-"""(operation, numbers of its operands): how a value was computed."""
+"""(operation, numbers of its operands) by which a value was computed."""
 
 
 class Drift(NamedTuple):
@@ -65,8 +65,8 @@ class Drift(NamedTuple):
     Attributes:
         kind: `weights`; or `opt_states`, if only those drift.
         layers: the layers.
-        groups: ranks whose copies stay equal, for each way in which a copy is updated.
-        cause: what differs, and what to do.
+        groups: the ranks, grouped by equal copies.
+        cause: the difference, and the remedy.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Drift(NamedTuple):
     cause: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its fields and the whole sentence, for JSON."""
+        """Return the fields and the sentence, for JSON."""
         return {**self._asdict(), "text": str(self)}
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Drift(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """Slices of a layer's weights that several ranks keep, equal bit by bit after every step."""
+    """Slices of a layer's weights that several ranks keep, and that are bitwise equal after every step."""
 
     layer: int
     holds: Holds
@@ -94,12 +94,12 @@ class Replica(NamedTuple):
 
 
 class OpResult(NamedTuple):
-    """Result of an op, if all microbatches had the same data.
+    """Result of an op, for comparison between ranks when all microbatches have the same data.
 
     Attributes:
-        op: its index on the tape.
-        number: the value's number.
-        key: equal keys mean that results must be equal, also on different ranks.
+        op: index of the op on the tape.
+        number: number of the value.
+        key: results with equal keys must be equal, also on different ranks.
     """
 
     op: int
@@ -108,7 +108,7 @@ class OpResult(NamedTuple):
 
 
 class ParameterCopy(NamedTuple):
-    """Slices of a parameter on a rank that have one number."""
+    """Slices of a parameter on one rank that share a number."""
 
     holds: Holds
     number: int
@@ -133,7 +133,7 @@ def drifts_of(checked: Checked) -> list[Drift]:
 
 
 def replicas_of(checked: Checked) -> list[Replica]:
-    """List all replicas that stay equal despite rounding, also in later steps (see `number_steady_step`), by layer."""
+    """List all replicas that stay bitwise equal, also in later steps (see `number_steady_step`), by layer."""
     with gc_paused():
         numbering = number_steady_step(checked)
     copies: dict[tuple[int, int], list[tuple[Holds, int]]] = defaultdict(list)  # (layer, number) -> (slices, rank)
@@ -158,7 +158,7 @@ def replicas_of(checked: Checked) -> list[Replica]:
 
 
 def results_of(checked: Checked) -> list[list[OpResult]]:
-    """List each rank's results that can be compared; none if a step changes weights by more than updates."""
+    """List each rank's results that can be compared; none if ops other than updates change weights."""
     tapes, specs = checked.program.tapes, checked.specs
     if any(
         op.kind in _CHANGING and specs[rank][op.inputs[0]].kind is Kind.WEIGHT
@@ -170,7 +170,7 @@ def results_of(checked: Checked) -> list[list[OpResult]]:
 
 
 def compared_ranks(replicas: list[Replica], results: list[list[OpResult]]) -> bool:
-    """Return whether any two ranks keep or compute the same."""
+    """Return whether any two ranks have a replica or a result in common."""
     ranks_of: dict[Hashable, set[int]] = defaultdict(set)
     for rank, of_rank in enumerate(results):
         for result in of_rank:
@@ -179,7 +179,7 @@ def compared_ranks(replicas: list[Replica], results: list[list[OpResult]]) -> bo
 
 
 def number_steady_step(checked: Checked) -> ValueNumbering:
-    """Number the values of a step so late that no more copies drift apart: those that drift differ at its start."""
+    """Number the values of a late step: all copies that ever drift apart differ at its start already."""
     numbering, classes = ValueNumbering(checked), dict[LoadKey, list[tuple[Holds, int]]]()
     while any(map(_apart, _copies(numbering).values())):
         before, classes = classes, _classes(numbering)
@@ -197,12 +197,12 @@ class ValueNumbering:
 
     Args:
         checked: the program.
-        initial: for each load, which parts of it are equal to others: those with the same label. None: everything that
-            is loaded of a layer is equal.
+        initial: for each load, its parts with labels; parts of a layer with equal labels are equal (None: all copies of
+            a layer are equal).
 
     Attributes:
         numbers: the table of numbers.
-        live: for each rank, the numbers of the values that are left when its tape ends.
+        live: for each rank, the numbers of the values that are live when its tape ends.
     """
 
     def __init__(self, checked: Checked, initial: Mapping[LoadKey, Sequence[tuple[Holds, int]]] | None = None) -> None:
@@ -228,7 +228,7 @@ class ValueNumbering:
             at[rank] = self._replay(rank, at[rank])
 
     def _replay(self, rank: int, start: int) -> int:
-        """Replay one rank until it waits for a value that has not come, and return where to go on."""
+        """Replay one rank until it waits for a value that has not arrived, and return the index of the next op."""
         ops, specs, live = self.checked.program.tapes[rank], self.checked.specs[rank], self.live[rank]
         numbers, communication_of, in_flight = self.numbers, self.checked.communication_of[rank], self._in_flight[rank]
         for index in range(start, len(ops)):
@@ -286,7 +286,7 @@ class ValueNumbering:
         return len(ops)
 
     def _compute(self, rank: int, op: Op, specs: dict[int, Spec], live: dict[int, int]) -> None:
-        """Number the results of loads, passes, norms and losses: one op on equal values of one form gives equal
+        """Number the results of loads, passes, norms and losses. The same op on equal values of the same form has equal
         results.
         """
         kind, layer, inputs, outputs = op[:4]
@@ -306,7 +306,7 @@ class ValueNumbering:
             live[number] = self.numbers.number_of((*what, specs[number][0]), given)
 
     def _give(self, rank: int, op: Op, communication: int, number: int) -> None:
-        """Record one member's value. With the last member, wake the ranks that wait."""
+        """Record one member's value. After the last member, wake the waiting ranks."""
         given, found = self._contributed[communication], self.checked.communications[communication]
         given[rank] = number
         if op.kind in _ONE_GIVES:
@@ -320,7 +320,7 @@ class ValueNumbering:
         self._runnable.extend(self._waiting.pop(communication, ()))
 
     def _gathered(self, op: Op, specs: Sequence[Spec], given: Sequence[int]) -> int:
-        """Number the value of pieces that are put side by side, or exchanged."""
+        """Number the result of concatenating or exchanging pieces."""
         forms = [spec.form for spec in specs]
         alike = specs[0].kind not in ROW_KINDS or len(set(forms)) == 1
         if alike and op.kind.row.combines is Combiner.UNION:
@@ -329,7 +329,7 @@ class ValueNumbering:
         return self.numbers.number_of((op.kind, *forms, *[spec.cells for spec in specs]), tuple(given))
 
     def _bucket(self, communication: Communication) -> tuple[object, ...]:
-        """Return the place of a collective in the buffer of its batch, and the lengths of all that lie there."""
+        """Return the position of a collective in the buffer of its batch, and the lengths of all values there."""
         rank, _, at = communication.participants[0]
         tape = self.checked.program.tapes[rank]
         if tape[at].batch < 0:
@@ -360,12 +360,12 @@ class NumberTable:
     """Numbers of values, and how each value was computed.
 
     A number stands for a function of all positions: elements of a layer's parameters, or cells of the batch. A value's
-    spec says at which positions it has elements. So a slice has the number of the whole, and slices of one number
-    gather to it.
+    spec gives the positions at which it has elements. So a slice has the same number as the whole, and gathering slices
+    with one number gives that number.
 
     Attributes:
-        keys: of every number, how its value was computed.
-        pieces: of each number that was joined from others, which positions have which number.
+        keys: by number, the operation and operands by which the value was computed.
+        pieces: for each number that was joined from others, (positions, number) of each part.
     """
 
     def __init__(self) -> None:
@@ -374,7 +374,7 @@ class NumberTable:
         self._number_of: dict[Key, int] = {}
 
     def number_of(self, what: tuple[object, ...], numbers: tuple[int, ...] = ()) -> int:
-        """Return the number of a value that is computed in this way."""
+        """Return the number of the value with this operation and these operands."""
         key = what, numbers
         number = self._number_of.get(key)
         if number is None:
@@ -383,7 +383,7 @@ class NumberTable:
         return number
 
     def within(self, number: int, where: Holds) -> list[tuple[Holds, int]]:
-        """Return the pieces of a number at some positions."""
+        """Return (positions, number) of each part of a value at some positions."""
         pieces = self.pieces.get(number)
         if pieces is None:
             return [(where, number)]
@@ -391,7 +391,7 @@ class NumberTable:
         return [(at, piece) for at, piece in met if at.mask]
 
     def join(self, parts: Iterable[tuple[Holds, int]]) -> int:
-        """Return the number of values that lie side by side."""
+        """Return the number of the concatenation of some parts."""
         whole: dict[int, Holds] = {}
         for where, number in parts:
             for at, piece in self.within(number, where):
@@ -405,7 +405,7 @@ class NumberTable:
         return number
 
     def at(self, number: int, where: Holds) -> int:
-        """Return the number of a slice."""
+        """Return the number of a value's slice."""
         return self.join([(where, number)]) if number in self.pieces else number
 
     def element_wise(self, made: Callable[[Sequence[int]], int], numbers: Sequence[int], where: Holds) -> int:
@@ -418,7 +418,7 @@ class NumberTable:
         return self.join([(cut, made([self.at(number, cut) for number in numbers])) for cut in cuts])
 
     def of_all(self, what: tuple[object, ...], numbers: Sequence[int]) -> int:
-        """Return the number of an op's result. With `what` bound, it is a rule for `element_wise`."""
+        """Return the number of an op's result. With `what` bound, this is the `made` argument of `element_wise`."""
         return self.number_of(what, tuple(numbers))
 
     def sum(self, numbers: Sequence[int]) -> int:
@@ -427,7 +427,7 @@ class NumberTable:
         return self.number_of((OpKind.ADD,), (one, other) if one < other else (other, one))
 
     def terms(self, number: int) -> list[int]:
-        """Return the numbers that were added up, in whatever order."""
+        """Return the numbers of a sum's terms, in any order."""
         left, found = [number], list[int]()
         while left:
             what, numbers = self.keys[number := left.pop()]
@@ -442,13 +442,13 @@ def positions(spec: Spec) -> Holds:
 
 
 def overlap(one: Holds, other: Holds) -> Holds:
-    """Return the positions that are in both."""
+    """Return the positions that two sets share."""
     mine, theirs = in_equal_pieces(one, other)
     return Holds(mine.mask & theirs.mask, mine.of)
 
 
 def _copies(numbering: ValueNumbering) -> dict[tuple[Kind, int], list[ParameterCopy]]:
-    """Return the copies of weights and optimizer states that a step leaves, by kind and layer."""
+    """Return the copies of weights and optimizer states at the end of the step, by kind and layer."""
     checked = numbering.checked
     copies: dict[tuple[Kind, int], list[ParameterCopy]] = defaultdict(list)
     for rank, live in enumerate(numbering.live):
@@ -461,7 +461,7 @@ def _copies(numbering: ValueNumbering) -> dict[tuple[Kind, int], list[ParameterC
 
 
 def _classes(numbering: ValueNumbering) -> dict[LoadKey, list[tuple[Holds, int]]]:
-    """Label what ranks load in the next step: equal labels mean equal bits. Labels count from 0 in each layer."""
+    """Label the values that ranks load in the next step: equal labels mean equal bits. Each layer has labels from 0."""
     found: dict[LoadKey, list[tuple[Holds, int]]] = {}
     labels: dict[tuple[Kind, int], dict[int, int]] = defaultdict(dict)
     for rank, live in enumerate(numbering.live):
@@ -491,7 +491,7 @@ def _drifts(numbering: ValueNumbering, copies: Mapping[tuple[Kind, int], list[Pa
 
 
 def _apart(copies: list[ParameterCopy]) -> list[ParameterCopy]:
-    """Return the parts of all copies that have different numbers on different ranks, in pieces of one size."""
+    """Return the parts of copies whose numbers differ between ranks, in pieces of one size."""
     numbers = {copy.number for copy in copies}
     if len(numbers) == 1:
         return []
@@ -509,7 +509,7 @@ def _apart(copies: list[ParameterCopy]) -> list[ParameterCopy]:
 
 
 def _groups(apart: list[ParameterCopy]) -> tuple[tuple[int, ...], ...]:
-    """Group ranks by the numbers that they hold."""
+    """Group ranks by the numbers of their copies."""
     has: dict[int, set[tuple[Holds, int]]] = defaultdict(set)
     for holds, number, rank in apart:
         has[rank].add((holds, number))
@@ -555,7 +555,7 @@ def _cause(numbers: NumberTable, drifting: list[int]) -> str:
 
 
 def _fused(numbers: NumberTable, gradient: int) -> int:
-    """Count the gradients in a sum that backward passes have added themselves."""
+    """Return how many terms of a sum were added within backward passes."""
     left, count = [gradient], 0
     while left:
         what, terms = numbers.keys[left.pop()]
@@ -581,7 +581,7 @@ def _results(tape: list[Op], specs: dict[int, Spec]) -> list[OpResult]:
 
 
 def _without_microbatches(spec: Spec) -> Hashable:
-    """Return a key of a value without the numbers of its microbatches."""
+    """Return a key of a spec that ignores the numbers of its microbatches."""
     if spec.kind not in ROW_KINDS:
         return spec.form, spec.microbatches.bit_count()
     first = next(bits(spec.microbatches), 0)

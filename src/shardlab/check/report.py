@@ -1,9 +1,9 @@
 """Check of a whole program: the entry points, and the line of the user's file to which a refusal belongs.
 
-`check` and `check_forward` run the proof in order: the dataflow of all tapes (`dataflow`), kept weights (`in_place`),
-batches and arenas (`buffers`), deadlocks under each channel model (`deadlock`), and the limits of the backends
-(`runnable`). `FileCheck` does the same for a user's file. If the program is refused, it runs the program once more
-(`Retrace`) and puts `file:line` before the sentence.
+`check` and `check_forward` run the proofs in order: the dataflow of all tapes (`dataflow`), the memory of weights
+(`in_place`), batches and arenas (`buffers`), deadlocks under each channel model (`deadlock`), and the limits of the
+backends (`runnable`). `FileCheck` does the same for a user's file. If the program is refused, it runs the program once
+more (`Retrace`) and puts `file:line` before the sentence.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from shardlab.language.world import gc_paused
 
 
 def check(program: Program) -> Checked:
-    """Prove, from the tapes alone, that a program computes the gradient of one device and cannot hang.
+    """Prove, from the tapes only, that a program computes the same gradient as one device and cannot hang.
 
-    Every layer's gradient reaches its update from every microbatch exactly once; every slice of every weight is updated
-    exactly once, from step t to t + 1; no value is used freed, stale, partial, written over or of the wrong layer;
-    every message reaches the receive that was meant; the members of a group issue its collectives in one order.
+    Every microbatch contributes exactly once to each layer's gradient before its update. Every slice of every weight is
+    updated exactly once, from step t to t + 1. No op uses a value that is freed, stale, partial, overwritten or of the
+    wrong layer. Every message reaches the receive that expects it. The members of a group issue its collectives in one
+    order.
 
     The result also says under which channel models the program runs. It cannot run on a backend whose model deadlocks.
-
     Raises:
-        Refused: naming rank, op, layer and what is missing or doubled.
+        Refused: with rank, op, layer, and the missing or doubled contributions.
         Deadlock: when ranks wait for one another under every channel model.
     """
     return _checked(program, trains=True)
 
 
 def check_forward(program: Program) -> Checked:
-    """Prove that a program computes the loss of every microbatch with the weights that it keeps, and cannot hang.
+    """Prove that a program without updates computes the loss of every microbatch, and cannot hang.
 
-    This is `check` for a program that trains nothing (see `forward_only`).
+    This is `check` for the forward half of a program (see `forward_only`).
 
     Raises:
-        Refused: naming rank, op, layer and what is missing; for an update as well.
+        Refused: with rank, op, layer, and the missing contributions; also for an update.
         Deadlock: when ranks wait for one another under every channel model.
     """
     return _checked(program, trains=False)
@@ -98,7 +98,7 @@ class FileCheck:
 class Retrace:
     """Second run of a refused program, which notes the line of every op.
 
-    A program is a pure function of its rank, so the second run goes the same way. Only refused programs pay for it.
+    A program depends on its rank only, so the second run is the same. Only refused programs take this time.
     """
 
     def __init__(self, program: Strategy, file: str, world: World) -> None:
@@ -112,7 +112,7 @@ class Retrace:
             world.run(self._traced)
 
     def line(self, rank: int | None, op: int | None) -> int:
-        """Return the line that wrote an op, or would have; the line of the function if no op is to blame."""
+        """Return the line that wrote an op, or was about to; the line of the function if the refusal names no op."""
         if rank is not None and op is not None:
             lines = self.tapes[rank].lines
             line = lines[op] if op < len(lines) else self.stopped_at.get(rank, 0)
@@ -125,7 +125,7 @@ class Retrace:
         return code.co_firstlineno if isinstance(code, CodeType) and code.co_filename == self.file else 1
 
     def waiting_ranks(self) -> str:
-        """Return where the ranks of a deadlock wait: one row for each line of the file."""
+        """Return the lines at which the ranks of a deadlock wait, as text with one row for each line of the file."""
         ranks_at: dict[int, list[int]] = defaultdict(list)
         file = display_path(self.file)
         for rank, line in sorted(self.stopped_at.items()):
@@ -157,7 +157,7 @@ class Retrace:
 
 
 class LineTape(list[Op]):
-    """Tape that notes which line of a file wrote each op (0: no line did)."""
+    """Tape that records which line of a file wrote each op (0: none)."""
 
     def __init__(self, file: str) -> None:
         super().__init__()

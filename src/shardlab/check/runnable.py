@@ -1,8 +1,8 @@
 """Limits of the backends: ops that the algebra allows but no backend can run, and the forward half of a program.
 
-`why_not_runnable` finds ops that have no tensors on a device: pieces of unequal size, or several slices of a layer at
-once. `forward_only` cuts a checked program down to the ops that its losses need. The sampler and the evaluation run the
-result.
+`why_not_runnable` finds ops that cannot be done with tensors of a device: on pieces of unequal size, or on several
+slices of a layer at once. `forward_only` cuts a checked program down to the ops on which its losses depend; the sampler
+and the evaluation run the result.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ FREE, WAIT, LOSS, LOAD_WEIGHT = OpKind.FREE, OpKind.WAIT, OpKind.LOSS, OpKind.LO
 
 OPT_STATE, GRAD_ACTIVATION, UNION = Kind.OPT_STATE, Kind.GRAD_ACTIVATION, Combiner.UNION
 SCATTERING = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL})
-"""Collectives that give each member a part of its own."""
+"""Collectives that give each member a different part."""
 
 FORWARDS = frozenset(kind for kind in OpKind if kind.row.keeps is Kind.SAVED)
 LOCAL = frozenset({OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE})
 STEPS = frozenset({OpKind.DIRECTION, OpKind.UPDATE})
 CUT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
 REVISITED = LOCAL | STEPS | CUT
-"""Ops, beside communication, that may have no tensors."""
+"""Compute ops that no backend may be able to run."""
 
 MOST_PADDED = 1 << 20
-"""Elements of padding that a flat buffer may always have: 4 MB of float32."""
+"""Elements of padding that are accepted for any flat buffer: 4 MB of float32."""
 
 Why = tuple[str, str]
-"""(what was given, what to do instead)"""
+"""(fact, remedy) of a refusal"""
 
 
 def why_not_runnable(
@@ -52,7 +52,7 @@ def why_not_runnable(
 ) -> Refused | None:
     """Return the refusal of the first op that no backend can run; None if there is no such op.
 
-    These are ops on unequal pieces, on several slices where a layer has one, and on values that have no tensor.
+    These are ops on unequal pieces, on several slices of a layer at once, and on values that are no tensors.
 
     Args:
         places: for each rank, the indices of its ops whose kinds are in `REVISITED`; other indices may be among them.
@@ -114,10 +114,10 @@ def why_not_runnable(
 
 
 def forward_only(checked: Checked) -> Program:
-    """Cut a program down to what its losses need: without gradients, updates, and values kept for them.
+    """Cut a program down to the ops on which its losses depend: no gradients, updates, or values saved for them.
 
     Values are freed after their last use. All other ops keep their order, so no new deadlock arises. `check_forward`
-    proves the result from its tapes alone, like any other program.
+    proves the result from its tapes, like any other program.
     """
     needed = _needed(checked)
     tapes = [
@@ -140,8 +140,8 @@ Place = tuple[int, int]
 def _too_long(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
     """Return the refusal of a layer whose flat buffer would be mostly padding.
 
-    A flat buffer is padded so that it divides into every number of slices in use. It may be as long as one of these
-    numbers needs, or twice as long as the layer.
+    A flat buffer is padded so that every number of slices in use divides it. The padded length may be up to twice the
+    layer's, or the smallest length that one of these numbers needs.
     """
     for layer, numbers in slice_counts(specs).items():
         length = 16 * math.lcm(*numbers)
@@ -162,7 +162,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def _cut_buffers(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
-    """Return the refusal of a part of sequences in experts' buffers: these mix tokens of all parts of a sequence."""
+    """Return the refusal of slices of sequences in experts' buffers, which mix tokens of all slices of a sequence."""
     layers = program.sizes.signatures
     buffers = {at for at, layer in enumerate(layers, 1) if _made_at(layer, layer.outputs[0].tensor) & {"expert"}}
     if not buffers or program.sizes.space(program.mesh, 1).sequence == 1:
@@ -177,7 +177,7 @@ def _cut_buffers(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused 
 
 
 def _made_at(layer: Layer, tensor: str) -> set[str]:
-    """Return the indices of a tensor that one of the layer's nodes makes."""
+    """Return the indices of a tensor that a node of the layer makes (empty: none makes it)."""
     return {index for node in layer.nodes for index in node.makes.get(tensor, "").split()}
 
 
@@ -186,7 +186,7 @@ def _refusal(rank: int, at: int, op: Op, why: Why) -> Refused:
 
 
 def _still_used(tape: Sequence[Op], at: int) -> Why | None:
-    """Return why an optimizer state cannot be moved here: an op still reads it where it was."""
+    """Return why an optimizer state cannot be copied here: a later op still reads the original."""
     (given,) = tape[at].inputs
     reader = next((op for op in tape[at + 1 :] if given in op.inputs and op.kind is not OpKind.FREE), None)
     if reader is None:
@@ -195,7 +195,7 @@ def _still_used(tape: Sequence[Op], at: int) -> Why | None:
 
 
 def _cannot_cut(given: Sequence[Spec]) -> Why | None:
-    """Return why values have no tensors to cut, scale or concatenate on one rank; None if they have."""
+    """Return why values cannot be cut, scaled or concatenated as tensors on one rank; None if they can."""
     first = given[0]
     if first.kind is GRAD_ACTIVATION and first.layer == 0:
         return "the model's input is tokens, which have no gradient", f"do not cut, scale or concatenate {first}"
@@ -211,7 +211,7 @@ def _cannot_gather(given: Sequence[Spec]) -> Why | None:
 
 
 def _cannot_scatter(given: Sequence[Spec], received: Sequence[Spec]) -> Why | None:
-    """Return why the members of a collective cannot each be given a part; None if they can."""
+    """Return why a collective cannot give each member a part; None if it can."""
     for verb, specs, remedy in (
         ("give", given, "give equal pieces"),
         ("receive", received, "put the value together from equal pieces, since it is dealt in these"),
@@ -226,7 +226,7 @@ def _cannot_scatter(given: Sequence[Spec], received: Sequence[Spec]) -> Why | No
 
 
 def _differs_in_two_dims(given: Sequence[Spec]) -> Why | None:
-    """Return why pieces of rows do not form one tensor: they differ in microbatches and in slices of the sequence."""
+    """Return why pieces of rows do not form one tensor: some differ in microbatches, others in slices of sequences."""
     first = given[0]
     if first.kind not in ROW_KINDS or all(spec.microbatches == first.microbatches for spec in given):
         return None
@@ -237,14 +237,14 @@ def _differs_in_two_dims(given: Sequence[Spec]) -> Why | None:
 
 
 def _share(spec: Spec) -> Fraction:
-    """Return the share of the whole that a value holds: of the parameters, or of the batch and its cut indices."""
+    """Return the fraction of the whole that a value holds: of the parameters, or of the batch and its cut indices."""
     if spec.kind in ROW_KINDS:
         return Fraction(spec.cells.bit_count(), spec.form.space.cells) * fraction_of_pieces(spec.form)
     return Fraction(spec.holds.pieces, spec.holds.of)
 
 
 def _slices(spec: Spec) -> frozenset[int]:
-    """Return the slices that a value holds of any sequence."""
+    """Return the slices that a value holds of at least one sequence."""
     return frozenset(cell % spec.form.space.sequence for cell in bits(spec.cells))
 
 
@@ -279,7 +279,7 @@ def _even(spec: Spec) -> bool:
 
 
 def _needed(checked: Checked) -> set[Place]:
-    """Return the ops that the losses depend on. A communication needs the parts of all its members, and their waits."""
+    """Return the ops on which the losses depend. A communication depends on the parts and waits of all its members."""
     tapes = checked.program.tapes
     every = [(rank, at, op) for rank, tape in enumerate(tapes) for at, op in enumerate(tape)]
     maker = {(rank, number): at for rank, at, op in every for number in op.outputs}
@@ -304,7 +304,7 @@ def _needed(checked: Checked) -> set[Place]:
 def _without_gradients(checked: Checked, rank: int, op: Op) -> Op:
     """Return an op without the inputs and outputs that only training needs.
 
-    A loss makes no gradient and a forward pass keeps nothing. Offsets are dropped, since they belong to other
+    A loss makes no gradient and a forward pass saves no value. Offsets are dropped, since they belong to other
     lifetimes.
     """
     op = op._replace(offset=-1)
