@@ -80,9 +80,10 @@ def pipeline_preset(schedule: str) -> Preset:
 
 
 def messages_of(schedule: Schedule) -> str:
-    """Return the formula of the activations and gradients that the rank sends that sends most.
+    """Return the formula of the activations and gradients sent by the rank that sends most.
 
-    Stages in a loop pass from the last rank to the first, and stages in a V stay on the rank where it turns.
+    A loop of stages passes activations from the last rank to the first. In a V, the two stages at the turn are on one
+    rank.
     """
     if schedule.stages_per_rank is None:
         return "2 * v * m * A"

@@ -16,7 +16,7 @@ from shardlab.strategies.registry import built_in, expert_parallel_mesh
     order=8,
 )
 async def expert_parallel(rank: Rank) -> None:
-    """Send tokens to their experts and back by all-to-all, in both passes. All other layers are data parallel.
+    """Send tokens to their experts and back by all-to-all, in both passes. Other layers are data parallel.
 
     The gradients of replicated layers are all-reduced. An expert receives the tokens of all ranks, so its gradient
     needs no reduction.

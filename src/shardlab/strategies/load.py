@@ -21,7 +21,7 @@ def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
 
     Args:
         name: a built-in name, `path/to/file.py:function`, or a plan.
-        passes: names of the passes that rewrite the program (None: those of the plan, if any).
+        passes: names of the tape passes (None: those of the plan, if any).
 
     Raises:
         UserError: if the name, pass, file or function does not exist, the file cannot be run, or the function is not

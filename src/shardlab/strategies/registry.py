@@ -71,7 +71,7 @@ class StrategyEntry:
     Attributes:
         name: name on the command line.
         program: the program of one rank.
-        splits: what the ranks split, in words.
+        splits: the values that the ranks split, as text.
         source: the paper or course that describes it.
         mesh: function from a number of ranks to the mesh.
         ranks: default number of ranks.
@@ -81,11 +81,12 @@ class StrategyEntry:
             state; of a mixture, D is the dense layers and E the experts. There are n ranks: p along the pipeline with v
             stages each, s along dp_shard, t along tp. The formula leaves out activations and one or two gathered
             layers.
-        sends: formula of what the rank sends that sends most, in Python: of all weights W, of which D are dense, and of
-            a microbatch's activation A. There are L layers (of cut models, blocks) and m microbatches, k of them for
-            each of d data-parallel ranks. There are r ranks along dp_replicate, c along cp and e along ep.
+        sends: formula of the elements sent by the rank that sends most, as a Python expression of all weights W, of
+            which D are dense, and of a microbatch's activation A. There are L layers (of cut models, blocks) and m
+            microbatches, k of them for each of d data-parallel ranks. There are r ranks along dp_replicate, c along cp
+            and e along ep.
         order: position in listings. The nine programs have 1 to 9, a user's programs 50, and plans 100.
-        passes: names of the passes that rewrite the program (None: those of the plan, if any); see `Plan.passes`.
+        passes: names of the tape passes (None: those of the plan, if any); see `Plan.passes`.
     """
 
     name: str

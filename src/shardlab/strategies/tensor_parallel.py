@@ -20,7 +20,7 @@ async def tensor_parallel(rank: Rank) -> None:
     """All-reduce the output of each body in the forward pass, and the gradient of its input in the backward pass.
 
     Each rank computes with its slices of a body's matrices. Its result is one term of the sum that the all-reduce
-    takes.
+    computes.
     """
     last = rank.layers[-1]
     for l in rank.weighted_layers:

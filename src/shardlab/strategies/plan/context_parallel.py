@@ -3,8 +3,8 @@
 `Attention` computes attention between the layer that outputs queries, keys and values and the next one. Plans that
 split sequences over `cp` or recompute attention need this. It keeps queries, keys and values, and recomputes scores and
 softmax in the backward pass (selective recomputation, Korthikanti et al. 2022, arXiv 2205.05198, section 5). Each rank
-has the tokens of some slices of every sequence (`slices_of_rank`). Its queries stay; keys and values come from the
-other ranks. With tensor parallelism, all of them belong to the rank's own heads.
+has the tokens of some slices of every sequence (`slices_of_rank`) and keeps their queries; keys and values come from
+the other ranks. With tensor parallelism, all of them belong to the rank's own heads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Attention:
         self._by_heads = degree > 1
 
     async def forward(self, layer: int, m: int, *, keeps: bool) -> None:
-        """Attend with the queries of a layer. If `keeps`, store queries, keys and values for the backward pass."""
+        """Compute the attention after a layer. If `keeps`, store queries, keys and values for the backward pass."""
         rank = self._rank
         if self._by_heads:
             for store in (rank.queries, rank.keys_values):
@@ -120,7 +120,7 @@ class Attention:
         return grad_queries, await rank.reduce_scatter(gradients, axis="cp", among=self._ring_ranks)
 
     def _attend_backward(self, layer: int, m: int, block: Value) -> tuple[Value, Value]:
-        """Return a block's term of the queries' gradient, and the queries' term of the block's gradient."""
+        """Return two terms: the block's of the queries' gradient, and the queries' of the block's gradient."""
         rank = self._rank
         attention_output, gradient = rank.activations["attention_output", layer, m], rank.grad_activations[layer + 1, m]
         return rank.attend_backward(layer, rank.queries[layer, m], block, attention_output, gradient)

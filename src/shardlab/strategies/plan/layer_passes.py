@@ -80,7 +80,7 @@ class LayerRunner:
         return grad_weight
 
     async def backward_input(self, layer: int, m: int, weight: Value) -> None:
-        """Compute the gradients of the layer's inputs only. Keep what `backward_weight` needs."""
+        """Compute the gradients of the layer's inputs only. Keep the inputs of `backward_weight`."""
         if self._feeds_attention or self._plans[layer].recompute:
             await self._before_backward(layer, m)
         rank, completions = self._rank, self._plans[layer].completions

@@ -1,8 +1,8 @@
 """Plan: the settings that say how a model is split over a mesh.
 
 `Plan` is a frozen dataclass whose fields are also the flags of the command line and the keys of TOML and JSON files.
-Fields that contradict each other are refused when the plan is made; what depends on a model is checked later, by
-`resolve`. `program_from_plan` in `program.py` is the program that follows any plan.
+Fields that contradict each other are refused when the plan is created; conditions that depend on a model are checked
+later, by `resolve`. `program_from_plan` in `program.py` is the program that follows any plan.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ ReduceAt = Literal["layer", "step"]
 Recompute = Literal["none", "selective", "full", "per-op"]
 
 COUNTED_RECOMPUTE = ("every", "first", "uniform")
-"""Words of `Plan.recompute` that a number follows, as in every-2."""
+"""Words of `Plan.recompute` that take a number, such as every-2."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Choice of what is split over which mesh axis, and when it is gathered and reduced.
+    """Settings of how a model is split over mesh axes, and of when values are gathered and reduced.
 
-    The fields `shard_parameters`, `shard_gradients` and `shard_optimizer` give the stages of ZeRO. The share that each
-    of n data-parallel ranks stores:
+    The fields `shard_parameters`, `shard_gradients` and `shard_optimizer` select the stage of ZeRO. Fraction of each
+    that one of n data-parallel ranks stores:
 
     ====================  ===============  ==============  ===============
     name                  parameters       gradients       optimizer state
@@ -141,9 +141,9 @@ class Plan:
     ] = "none"
     """Recomputation in the backward pass: nothing, the attention scores (selective), everything but the input of each
     block (full), the blocks with these numbers, from 0, the last of every N blocks (every-N), the first N blocks of
-    each stage (first-N), or all blocks, of which N in a row keep one input (uniform-N). Predictions also know all but
-    attention's result and every second product (per-op), as torchtitan has it; modules of Megatron-LM, joined by +,
-    such as layernorm+moe_act; and policies of MaxText, such as minimal or save_qkv_proj."""
+    each stage (first-N), or all blocks, of which N in a row keep one input (uniform-N). For predictions only:
+    everything but attention's result and every second product (per-op, as in torchtitan); modules of Megatron-LM,
+    joined by +, such as layernorm+moe_act; and policies of MaxText, such as minimal or save_qkv_proj."""
 
     freeze: Annotated[tuple[int, ...], NUMBERS] = ()
     """Blocks, by number from 0, whose weights are not trained. They have no gradient and no optimizer state. The
@@ -162,7 +162,7 @@ class Plan:
     Default: an early and a late slice, which balance it exactly."""
 
     passes: Annotated[str | None, PASSES_FIELD] = None
-    """Passes that rewrite the program for speed or memory, such as prefetch,bucket=4; or all, or none (shardlab passes
+    """Passes that rewrite the tapes for speed or memory, such as prefetch,bucket=4; or all, or none (shardlab passes
     lists them). Default: every pass that helps, if ranks run the program; none, if it is drawn or predicted."""
 
     def __post_init__(self) -> None:
@@ -223,13 +223,13 @@ class Plan:
 
     @property
     def counted_recompute(self) -> tuple[str, int] | None:
-        """Word and number of a recomputation such as every-2 (None: it is another)."""
+        """Word and number of a recomputation such as every-2 (None: the recomputation has no number)."""
         word, _, number = self.recompute.partition("-") if isinstance(self.recompute, str) else ("", "", "")
         return (word, int(number)) if word in COUNTED_RECOMPUTE else None
 
     @property
     def recompute_inside(self) -> str:
-        """Word of a recomputation inside every block, which only predictions know ("": another recomputation)."""
+        """Name of a recomputation of parts of blocks, for predictions only ("": another recomputation)."""
         return self.recompute if isinstance(self.recompute, str) and is_inside_blocks(self.recompute) else ""
 
     @property
@@ -238,7 +238,7 @@ class Plan:
         return self.recompute not in ("none", "selective", ()) and not self.recompute_inside
 
     def counted(self, sizes: Sizes) -> Sizes:
-        """Return sizes whose sequences are counted in the slices that this plan distributes over cp."""
+        """Return sizes with sequences divided into the slices that this plan distributes over cp."""
         return sizes if self.stripes is None else replace(sizes, slices_per_rank=self.stripes)
 
     @property
@@ -281,7 +281,7 @@ class Plan:
 
     @property
     def order(self) -> Schedule | Steps:
-        """The schedule, or the steps that a CSV file gives for one size of pipeline.
+        """The schedule, or the steps from a CSV file for one size of pipeline.
 
         Raises:
             UserError: if no schedule has this name.
@@ -292,7 +292,7 @@ class Plan:
         """Return the steps of each pipeline rank on its share of the microbatches.
 
         Args:
-            units: number of parts between which a pipeline may split the model, at most its layers.
+            units: number of parts between which a pipeline may split the model.
             microbatches: number of microbatches of the global batch.
 
         Raises:
@@ -347,7 +347,7 @@ class Plan:
             folded: whether only one rank of each pipeline stage is traced.
 
         Raises:
-            UserError: if it exceeds that number. The message has a lower bound of the number of ops.
+            UserError: if it does. The message has a lower bound of the number of ops.
         """
         mesh, replicas = self.mesh, 1 if folded else self.mesh.world // self.mesh.pp
         passes = 2 * layers * tiles * -(-microbatches // self.data_ranks) * replicas
@@ -373,7 +373,7 @@ class Plan:
     def stages_on_rank(self, units: int) -> int:
         """Return the number of stages on each pipeline rank.
 
-        It is the number that the schedule needs, or else `stages_per_rank`, or else 2 if the model has enough units.
+        It is the number that the schedule requires, or else `stages_per_rank`, or else 2 if the model has enough units.
 
         Raises:
             UserError: if the schedule needs another number than `stages_per_rank`.

@@ -49,7 +49,7 @@ class PlanRunner(Generic[V]):
         implicit = () if rank_plan.explicit_reductions else rank_plan.own_stages
         microbatches = len(rank_plan.microbatches)
         self.left = {stage: microbatches if stage in implicit else 0 for stage in rank_plan.own_stages}
-        """Gradients that a stage has yet to compute before it reduces them (0: the schedule says when to reduce)."""
+        """Number of gradients that a stage has yet to compute before it reduces them (0: the schedule reduces them)."""
         self.boundaries = {
             (layer, forward): self.boundary_stores(layer, forward=forward)
             for stage in rank_plan.own_stages
@@ -95,13 +95,13 @@ class PlanRunner(Generic[V]):
             await self.layers.forward(l, m, await self.weights.fetch_weight(l), plan.layers[l].keeps)
 
     async def recompute(self, layer: int, m: int) -> None:
-        """Run the forward pass again that a layer's backward pass needs, and keep everything this time."""
+        """Run the forward passes again that a layer's backward pass needs, and save their values this time."""
         run = self.plan.layers[layer].recompute
         for l in run:
             await self.layers.forward(l, m, await self.weights.fetch_weight(l), "all", stores_outputs=l != layer)
         for l in run:
             for port in self.plan.model.layers[l].outputs:
-                if l < layer < port.layer:  # the first forward pass has passed it on
+                if l < layer < port.layer:  # the first forward pass has passed it to the next layer
                     del self.rank.store(port.kind)[port.layer, m]
 
     async def backward(self, stage: int, m: int) -> None:

@@ -1,7 +1,7 @@
 """Plan of one rank: its layers, slices of weights, steps and collectives.
 
 `RankPlan` is the result of `resolve`, with a `LayerPlan` for each layer and a `WeightPlan` for each weight.
-`ModelLayers` answers the questions of a plan about a model: where a pipeline may split it, which blocks can be
+`ModelLayers` answers a plan's questions about a model: at which layers a pipeline may split it, which blocks can be
 recomputed, and which axes can slice a layer.
 
 The protocols at the end are the interface between the program of a plan and its rank. Two classes implement `PlanRank`:
@@ -72,12 +72,12 @@ class RankPlan:
 
     @property
     def explicit_gathers(self) -> bool:
-        """Whether the schedule says when weights are gathered and freed."""
+        """Whether the schedule has steps that gather and free weights."""
         return Unshard in map(type, self.steps)
 
     @property
     def explicit_reductions(self) -> bool:
-        """Whether the schedule says when gradients are reduced."""
+        """Whether the schedule has steps that reduce gradients."""
         return ReduceGrad in map(type, self.steps)
 
     @property
@@ -102,8 +102,8 @@ class LayerPlan:
 
     Attributes:
         completions: collectives before and after the layer.
-        part: (index, count) of the part of the experts that a router dispatches tokens to (None: to all experts, or the
-            layer is no router).
+        part: (index, count) of the part of the experts to which a router dispatches tokens (None: all experts, or the
+            layer is not a router).
         keeps: values that its forward pass keeps for the backward pass.
         recompute: layers whose forward pass runs again before this layer's backward pass, in order. The layer itself is
             included unless its backward pass recomputes by itself.
@@ -236,7 +236,7 @@ class ModelLayers:
         """Layers of each block that can be recomputed, in order.
 
         In half-blocks, a block reaches from its first norm up to the next block's first norm. The embedding and the
-        head are not recomputed. In a mixture of experts, only the experts of each block are.
+        head are never recomputed. In a mixture of experts, only the experts of each block are.
         """
         if self.blocks:
             return [range(start, stop) for start, stop in pairwise(self.blocks)]

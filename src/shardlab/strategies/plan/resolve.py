@@ -1,7 +1,7 @@
 """Resolution of a plan for one rank and one model.
 
-`resolve` is called once, before the rank runs. It computes everything that a rank looks up while it follows the plan:
-its steps, stages, slices of weights, and the axes of each collective (see `RankPlan`).
+`resolve` is called once, before the rank runs. It computes everything that a rank reads while it follows the plan: its
+steps, stages, slices of weights, and the axes of each collective (see `RankPlan`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def resolve(plan: Plan, sizes: Sizes, microbatches: int, rank: int) -> RankPlan:
 
 
 def with_named_blocks(plan: Plan, model: ModelLayers) -> Plan:
-    """Return a plan that names the blocks which every-N or first-N recompute, or the plan.
+    """Return the plan with every-N or first-N replaced by the numbers of the recomputed blocks.
 
     Every-N recomputes the last of N blocks, as torchtitan's selective_ac_option with a number did
     (torchtitan/distributed/activation_checkpoint.py before version 0.3), and first-N the first N of each stage, as
@@ -82,8 +82,8 @@ def recomputed_runs(plan: Plan, model: ModelLayers, stages: Sequence[range]) -> 
     With uniform-N, N blocks of a stage are one run (Megatron's recompute_method uniform).
 
     The forward pass keeps only the input of each run. For half-blocks, that is the residual and the branch at the run's
-    first norm; with sequence parallelism, a slice of the sequence. Before its backward pass, the run is computed
-    forward again, with all communication except that of its last layer's output, which nothing reads (Chen et al. 2016,
+    first norm; with sequence parallelism, a slice of the sequence. Before the backward pass of a run, its forward pass
+    runs again, with all communication except that of its last layer's output, which nothing reads (Chen et al. 2016,
     arXiv 1604.06174, section 4; Korthikanti et al. 2022, arXiv 2205.05198, section 5, "full recomputation").
 
     Raises:
@@ -112,7 +112,8 @@ class _Resolver:
     Attributes:
         size: number of ranks of each axis.
         place: coordinate of this rank along each axis.
-        token_axes: axes of several ranks that see different tokens. Those that shard the optimizer state come first.
+        token_axes: axes with several ranks, which see different tokens. Those that shard the optimizer state come
+            first.
     """
 
     def __init__(self, plan: Plan, sizes: Sizes, rank: int) -> None:
@@ -314,7 +315,7 @@ class _Resolver:
         return weights
 
     def direction_axes(self, layer: int, sliced: Sequence[str]) -> tuple[str, ...]:
-        """Return the axes over which a matrix is split that the optimizer updates as a whole (Muon)."""
+        """Return the axes that split a layer's matrices, if the optimizer updates whole matrices (Muon)."""
         if layer not in self.sizes.directed:
             return ()
         return self.among_several((*reversed(self.plan.shard_optimizer), *(axis for axis in sliced if axis == "tp")))

@@ -22,9 +22,9 @@ from shardlab.strategies.schedules.steps import ShardedStep
 class ParameterGatherer(Generic[V]):
     """Whole weights of one rank: gathered before use, prefetched, and freed.
 
-    If the schedule has steps that gather and free the weights of a stage, these decide. Otherwise `reshard_after` of
-    the plan decides, and the next layer is prefetched while the current one computes. In half-blocks, the next block
-    is.
+    If the schedule has steps that gather and free the weights of a stage, the gatherer follows these. Otherwise it
+    follows `reshard_after` of the plan, and prefetches the next layer (with half-blocks, the next block) while the
+    current one computes.
     """
 
     def __init__(self, rank: PlanRank[V], rank_plan: RankPlan) -> None:
@@ -55,7 +55,7 @@ class ParameterGatherer(Generic[V]):
         self._uses, self._at = uses, 0
 
     def unshard(self, layers: Iterable[int]) -> None:
-        """Start to gather the weights of layers, as the schedule says."""
+        """Start to gather the weights of layers, for a step of the schedule."""
         if self._plan.gather_axes:
             for layer in map(self._plan.weight_of, layers):
                 skip = layer in self._in_flight or layer in self._plan.weightless
@@ -63,7 +63,7 @@ class ParameterGatherer(Generic[V]):
                     self._in_flight[layer] = self._gather(layer)
 
     async def reshard(self, layers: Iterable[int]) -> None:
-        """Free the gathered weights of layers, as the schedule says."""
+        """Free the gathered weights of layers, for a step of the schedule."""
         for layer in map(self._plan.weight_of, layers):
             if layer in self._in_flight:
                 await self._in_flight.pop(layer)
@@ -71,7 +71,7 @@ class ParameterGatherer(Generic[V]):
                 del self._rank.weights[layer, "full"]
 
     async def fetch_weight(self, layer: int) -> V:
-        """Return the whole weight for the next use, which is by this layer, and prefetch the weights after it."""
+        """Return the whole weight for the next use, which must be by this layer, and prefetch the next weights."""
         rank, axes = self._rank, self._plan.gather_axes
         whole = self._whole.get(layer)
         if whole is not None:
@@ -308,9 +308,10 @@ def weight_uses(rank_plan: RankPlan, steps: Iterable[ShardedStep]) -> list[Weigh
 def weight_visits(
     model: ModelLayers, order: Iterable[int], skip: Collection[int], row: int = 0, *, forward: bool = False
 ) -> Iterator[WeightVisit]:
-    """Yield the weights that layers use.
+    """Yield the uses of weights by some layers.
 
     Args:
+        order: the layers, in the order of their passes.
         skip: layers without parameters.
         row: number of the row of steps of one stage.
         forward: whether this is a forward pass.
@@ -322,7 +323,7 @@ def weight_visits(
 
 
 def mark_kept_weights(visits: Sequence[WeightVisit], reshard_after: Reshard) -> list[WeightUse]:
-    """Return the uses of weights, each with whether the whole weight is kept for the next use."""
+    """Return the uses of weights, and decide for each whether the whole weight is kept for the next use."""
     run: list[int] = []
     for place, visit in enumerate(visits):
         run.append(run[-1] + (visit[1:3] != visits[place - 1][1:3]) if run else 0)
@@ -344,12 +345,12 @@ def mark_kept_weights(visits: Sequence[WeightVisit], reshard_after: Reshard) -> 
 
 
 class WeightVisit(NamedTuple):
-    """Use of a weight, with what decides how long the weight is kept.
+    """Use of a weight, with the properties that decide how long the weight is kept.
 
     Attributes:
         layer: owner of the weight.
         block: number of the group of weights that are gathered together.
-        row: number of the row of steps on one stage, without a step of another stage in between.
+        row: number of the run of consecutive steps on one stage.
         forward: whether a forward pass uses it.
     """
 

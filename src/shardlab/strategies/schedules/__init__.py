@@ -1,9 +1,9 @@
 """Pipeline schedules: the order in which each rank runs the passes of its stages.
 
 `published` has eight schedules of papers as short generators; read its `gpipe` and `one_f_one_b` first.
-`building_blocks` has two more, which need less memory. `actions` defines what they yield. `steps` turns a schedule into
-the steps of every rank: it checks that all passes are there and places the messages between stages. `pytorch_csv` reads
-and writes the schedule files of PyTorch, and `find` looks a schedule up by name.
+`building_blocks` has two more, which need less memory. `actions` defines the actions that they yield. `steps` turns a
+schedule into the steps of every rank: it checks that the schedule is complete and inserts the messages between stages.
+`pytorch_csv` reads and writes the schedule files of PyTorch, and `find` looks a schedule up by name.
 """
 
 from shardlab.strategies.schedules.actions import (

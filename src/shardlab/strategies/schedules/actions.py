@@ -23,11 +23,11 @@ class Backward(Work):
 
 
 class BackwardInput(Work):
-    """First half of a backward pass: the gradient of the stage's input, for which the previous stage waits."""
+    """First half of a backward pass: the gradient of the stage's input, which the previous stage needs."""
 
 
 class BackwardWeight(Work):
-    """Second half of a backward pass: the gradients of the stage's weights, for which only the optimizer waits."""
+    """Second half of a backward pass: the gradients of the stage's weights, which only the optimizer needs."""
 
 
 Action = Forward | Backward | BackwardInput | BackwardWeight

@@ -1,20 +1,20 @@
-"""V-Half and V-Min: schedules that need about half and a third of the memory of 1F1B, each from a building block.
+"""V-Half and V-Min: schedules with about half and a third of the memory of 1F1B, each made from a building block.
 
 A building block is the timetable of one microbatch, in slots of the length of one pass. The stages form a V: of p
 ranks, rank r has stage r on the way down and stage 2 p - 1 - r on the way up. So a block has two forward passes (F) and
-two input halves of backward passes (I) on each rank. This is the block of V-Half for three ranks:
+two input halves of backward passes (I) on each rank. The block of V-Half for three ranks:
 
     rank 0   F . . . . . . F I . . . . . . . I
     rank 1   . . F . . . F . . . I . . . . I .
     rank 2   . . . . F F . . . . . . I . I . .
 
 A rank holds the activations of a stage from its forward pass to its backward pass: rank 0 for 16 slots in stage 0 and
-for 1 slot in stage 5. If a microbatch starts every six slots, the rank holds those of (16 + 1) / 6 passes on average.
-The V gives each rank a stage with a long distance and one with a short distance, and their sum is the same on all
-ranks. The shape of the block therefore sets the memory. A schedule is made in the three steps of the paper:
+for 1 slot in stage 5. If a microbatch starts every six slots, the rank holds the activations of (16 + 1) / 6 passes on
+average. The V gives each rank a stage with a long distance and one with a short distance, and their sum is the same on
+all ranks. The shape of the block therefore sets the memory. A schedule is made in the three steps of the paper:
 
 1. Repeat the block for each microbatch. No two passes of a rank meet in a slot.
-2. Put the weight halves of the backward passes into the slots that are left.
+2. Put the weight halves of the backward passes into the free slots.
 3. Move passes of the beginning and the end to earlier slots (reordering in the paper) as far as the memory allows.
 """
 
@@ -28,7 +28,7 @@ from itertools import accumulate, count
 from shardlab.strategies.schedules.actions import Action, BackwardInput, BackwardWeight, Forward
 
 PERIOD = 6
-"""Slots between two microbatches: three passes of each of a rank's two stages."""
+"""Slots between the starts of two microbatches: three passes for each of a rank's two stages."""
 
 Timetable = dict[int, Action]
 """Actions of one rank by slot."""
@@ -77,7 +77,7 @@ def _orders(block: Block, memory: int, ranks: int, microbatches: int) -> tuple[t
     timetables = [_repeat(block(rank, ranks), rank, ranks, microbatches) for rank in range(ranks)]
     for timetable in timetables:
         _add_weight_halves(timetable)
-        _remove_late_weight_halves(timetable)  # input halves, for which other ranks wait, may take their slots
+        _remove_late_weight_halves(timetable)  # frees slots for input halves, which other ranks need
     first, *_, last = block(0, ranks)
     # Steady phase: rank 0 has its first gradient, and still starts microbatches.
     steady = range(last, first + PERIOD * (microbatches - 1))
@@ -122,10 +122,10 @@ def _remove_late_weight_halves(timetable: Timetable) -> None:
 
 
 def _move_earlier(timetables: Sequence[Timetable], steady: range, limit: int) -> None:
-    """Move each action of the warm-up and the cool-down to the first free slot after the actions that it needs.
+    """Move each action of the warm-up and the cool-down to the first free slot after the actions on which it depends.
 
     A forward pass moves only as far as its rank holds the activations of at most `limit` passes. The steady phase
-    between them keeps the order of the block, which fits passes that do not take equally long as well.
+    between warm-up and cool-down keeps the order of the block, which also suits passes of unequal length.
     """
     held = [_held(timetable) for timetable in timetables]
     slots: dict[Action, int] = {}
@@ -147,7 +147,7 @@ def _move_earlier(timetables: Sequence[Timetable], steady: range, limit: int) ->
 
 
 def _held(timetable: Timetable) -> list[int]:
-    """Return how many forward passes have been made in each slot or before it, less the weight halves."""
+    """Return, for each slot, the number of forward passes up to it less the number of weight halves."""
     actions = map(timetable.get, range(max(timetable) + 1))
     return list(accumulate(map(_change, actions)))
 
@@ -157,7 +157,7 @@ def _change(action: Action | None) -> int:
 
 
 def _needs(action: Action, stages: int) -> Iterator[Action]:
-    """Yield the actions that an action needs, and the same pass of the microbatch before."""
+    """Yield the actions on which an action depends, and the same pass of the previous microbatch."""
     stage, i = action.stage, action.microbatch
     if i:
         yield type(action)(stage, i - 1)

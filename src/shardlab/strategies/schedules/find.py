@@ -22,7 +22,7 @@ def find_schedule(name: str) -> Schedule | Steps:
     The function in a Python file is a generator `(rank, ranks, microbatches, stages_per_rank)`, for one stage on each
     rank. The name may also be that of a `Schedule`, which can have another placement and number of stages.
 
-    A file is read again once its text has changed, or the same name leads to another file.
+    A file is read again if its text has changed, or if the name now refers to another file.
 
     Raises:
         UserError: if there is no such schedule, or the file has something else.
@@ -35,7 +35,7 @@ def find_schedule(name: str) -> Schedule | Steps:
     try:
         version = (os.path.realpath(path), path.read_bytes())
     except OSError:
-        return _read(name)  # whose sentence says what is wrong with the file
+        return _read(name)  # its error says what is wrong with the file
     return _read_version(name, version)
 
 

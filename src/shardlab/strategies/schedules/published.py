@@ -36,7 +36,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int, stages_per_rank: int) 
 
 
 def breadth_first(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """Breadth-first: all microbatches pass a stage before the rank's next stage begins.
+    """Breadth-first: a stage runs all microbatches before the rank's next stage begins.
 
     Sharded weights are therefore gathered once for each stage and direction.
 
@@ -48,7 +48,7 @@ def breadth_first(rank: int, ranks: int, microbatches: int, stages_per_rank: int
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """Interleaved 1F1B: each rank has several small stages. A group of microbatches passes one stage, then the next.
+    """Interleaved 1F1B: each rank has several small stages, and runs each group of microbatches in one after the other.
 
     A group has at least as many microbatches as there are ranks, and groups differ by at most one. Therefore any number
     of microbatches works (Megatron-LM needs a multiple of the ranks).
@@ -79,7 +79,7 @@ def zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Ite
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """ZB-H2: twice the warm-up and nearly twice the memory of ZB-H1, but no bubble if all three passes take as long.
+    """ZB-H2: twice the warm-up and nearly twice the memory of ZB-H1, but no bubble if all three passes are equally long.
 
     Source: Qi et al. 2023, arXiv 2401.10241, fig. 3, bottom.
     """

@@ -42,7 +42,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class PlacedSchedule(Schedule):
-    """Schedule for one size of pipeline, whose messages are placed already.
+    """Schedule for one size of pipeline, with its messages already inserted.
 
     Attributes:
         steps: the steps of all ranks.
@@ -104,7 +104,7 @@ def require_size(steps: Steps, name: str, ranks: int, microbatches: int, data_ra
         )
 
 
-@dataclass(slots=True)  # most steps of a pipeline are messages, and a frozen one takes five times as long to make
+@dataclass(slots=True)  # most steps are messages; a frozen dataclass would take five times as long to create
 class Message:
     """Activation or gradient for a neighbouring stage.
 
@@ -165,9 +165,9 @@ def insert_messages(
 ) -> list[list[Step]]:
     """Insert the messages between the actions of all ranks, so that no deadlock is possible.
 
-    The actions of all ranks are put into one global order, each after the actions that it needs. If an action feeds
-    another rank, its send and the receive follow it immediately. So all messages follow one global order, and a rank
-    only ever waits for something earlier in this order. Neither rendezvous nor queues can form a cycle.
+    The actions of all ranks are put into one global order, each after the actions on which it depends. If an action
+    feeds another rank, its send and the receive follow it immediately. So all messages follow one global order, and a
+    rank only waits for earlier actions in this order. Neither rendezvous nor queues can form a cycle.
 
     Args:
         todo: actions of each rank.
@@ -243,7 +243,7 @@ PassKey = tuple[bool, int, int]
 
 
 def _needs(action: Action, stages: int) -> Sequence[PassKey]:
-    """Return the passes that an action needs."""
+    """Return the passes on which an action depends."""
     stage, microbatch = action.stage, action.microbatch
     if isinstance(action, Forward):
         return ((True, stage - 1, microbatch),) if stage else ()
@@ -267,7 +267,7 @@ def _next_stages(steps: Sequence[Step], count: int) -> list[list[int]]:
 def _actions(
     schedule: Schedule, rank: int, ranks_of_stages: Sequence[int], sizes: tuple[int, int, int]
 ) -> list[Action]:
-    """Return the actions of a rank. A user's generator may yield anything, fail, or never end."""
+    """Return the actions of a rank, and refuse a generator that yields other objects, fails or does not end."""
     name, microbatches = f"the schedule {schedule.name}", sizes[1]
     actions: list[Action] = []
     most = 3 * sum(place == rank for place in ranks_of_stages) * microbatches  # F, I and W
