@@ -1,4 +1,4 @@
-"""Architectures: GPT, Llama, mixtures of experts made of their parts, and an MLP without attention."""
+"""Architectures: GPT, Llama, mixtures of experts, and an MLP without attention."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class GPT(Blocks):
         head_dim: features of a head (None: `hidden_size / heads`).
         kv_heads: heads of keys and values, each shared by `heads / kv_heads` neighbouring heads (None: `heads`).
         tied: the head uses the token embedding instead of a matrix of its own (Press and Wolf 2017, arXiv 1608.05859).
-            If `layers` is above 1, the embedding and the head then become layers of their own in the program.
+            If `layers` is above 1, the embedding and the head then become separate layers of the program.
         ffn_hidden_size: features inside each MLP (None: 4 x hidden_size).
-        activation: of the MLPs: gelu, gelu_tanh, squared_relu, swiglu or geglu.
-        norm: layer, or rms (RMSNorm).
+        activation: activation function of the MLPs: gelu, gelu_tanh, squared_relu, swiglu or geglu.
+        norm: `layer` (LayerNorm) or `rms` (RMSNorm).
         norm_eps: number that norms add to the variance, or to the mean square.
         rope_theta: the base of rotary position embeddings (None: positions are learned).
         rope_scaling: scaling of the slower frequencies for contexts longer than the original one (None: no scaling).
         kv_rank: features of the latent of keys and values, in multi-head latent attention (DeepSeek-V2, arXiv
             2405.04434, section 2.1; None: other attention). `head_dim` then counts the features of a head's query and
             key that are not rotated, and the features of its value.
-        q_rank: features of the latent of queries (None: queries are made of the token itself).
+        q_rank: features of the latent of queries (None: queries are projected from the token itself).
         rope_dim: features of a head's query and of the shared key that are rotated.
-        qk_norm: whether every head's query and key are normalised before their rotation, with a weight for each head
-            (Qwen3 shares one weight among all heads of a layer, which cannot be said here).
+        qk_norm: whether every head's query and key are normalised before their rotation, with one weight vector per
+            head (Qwen3 shares one vector among all heads of a layer, which is not supported).
         drops_attention: whether dropout also acts on the probabilities of attention.
         qkv_bias: whether the projection to queries, keys and values has a bias even if nothing else has (Qwen2).
     """
@@ -188,8 +188,8 @@ class GPT(Blocks):
 
 
 MOST_EXPERTS = 256
-"""Most experts of a layer. An expert's number travels beside the residual stream in the compute dtype, and bfloat16 is
-exact up to here."""
+"""Largest number of experts of a layer. An expert's number is passed on beside the residual stream in the compute
+dtype, and bfloat16 is exact up to this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,22 +199,23 @@ class MoE(GPT):
     The router's softmax is over all experts. With one choice, a token's result is weighted by its probability (Fedus et
     al. 2021, arXiv 2101.03961). With several choices, the weights are their probabilities, divided by the sum (Lepikhin
     et al. 2020, arXiv 2006.16668, section 2.2; Jiang et al. 2024, arXiv 2401.04088). First choices take slots before
-    second choices, and earlier tokens before later ones. A token that finds no slot stays on the residual stream.
+    second choices, and earlier tokens before later ones. A token without a slot passes by on the residual stream.
 
     >>> MoE(experts=8, top_k=2).parameter_count > GPT().parameter_count
     True
 
     Attributes:
-        experts: experts of every layer, each as large as GPT's MLP: `ffn_hidden_size` features wide inside.
-        shared_experts: experts that every token is sent to, computed as one that is wider by this factor. They read the
-            router's input (Dai et al. 2024, arXiv 2401.06066, eq. 9).
+        experts: number of experts of every layer, each with the size of GPT's MLP (`ffn_hidden_size`).
+        shared_experts: number of experts that process every token, computed as one expert that is wider by this factor.
+            They read the router's input (Dai et al. 2024, arXiv 2401.06066, eq. 9).
         shared_ffn_hidden_size: features inside each shared expert (None: as many as inside another expert).
-        dense_layers: first layers that have one MLP for all tokens in place of experts (there, section 4.1).
+        dense_layers: number of layers at the start with one MLP for all tokens in place of experts (ibid., section
+            4.1).
         dense_ffn_hidden_size: features inside the MLP of such a layer (None: as many as inside an expert).
         top_k: number of experts that a token is sent to.
         capacity_factor: an expert's slots for a microbatch, as a multiple of top_k * tokens / experts. None: dropless,
-            with a slot for every token at every expert. The buffers then always take experts * tokens * width elements
-            a layer, the most that can arrive.
+            with a slot for every token at every expert. Each buffer then has experts * tokens * width elements, the
+            most that can arrive.
         auxiliary: weight of the load-balancing loss, which is the mean over microbatches. It contributes to the
             gradient. The reported loss is the cross-entropy alone.
     """
@@ -325,9 +326,9 @@ class Mixtral(MoE):
 
 @dataclass(frozen=True, kw_only=True)
 class MLP(Blocks):
-    """GPT without attention and positions: each token passes through residual pre-norm GELU MLPs by itself.
+    """GPT without attention and positions: residual pre-norm GELU MLPs, which process each token separately.
 
-    It is the smallest language model, and predicts the next token from the last one alone.
+    It is the smallest language model, and predicts the next token from the last token only.
 
     Attributes:
         ffn_hidden_size: features inside each MLP (None: 4 x hidden_size).
@@ -352,7 +353,7 @@ class MLP(Blocks):
 
 
 def _two_thirds(hidden_size: int) -> int:
-    """Return the hidden features of a SwiGLU with as many parameters as an MLP of 4 x width (Shazeer 2020, arXiv
+    """Return the hidden features with which a SwiGLU has as many parameters as an MLP of 4 x width (Shazeer 2020, arXiv
     2002.05202).
     """
     return aligned(-(-8 * hidden_size // 3), ROUND)

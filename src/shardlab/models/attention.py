@@ -10,8 +10,9 @@ from shardlab.models.primitives import Linear, Pieces, Primitive, piece
 
 RopeScaling = tuple[float, float, float, int]
 """Scaling of rotary frequencies: factor, low and high frequency factor, and the original context length. As in Llama
-3.1, a frequency with fewer than `low` turns in that context is divided by the factor, one with more than `high` turns
-is unchanged, and those between are interpolated linearly (meta-llama/llama-models, llama3/model.py, apply_scaling)."""
+3.1, a frequency with fewer than `low` turns in that context is divided by the factor, a frequency with more than `high`
+turns is unchanged, and frequencies in between are interpolated linearly (meta-llama/llama-models, llama3/model.py,
+apply_scaling)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class Projection(GroupedHeads):
         return ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """Elements of the gradient of queries, keys and values together."""
+        """Return the number of elements of the gradient of queries, keys and values together."""
         return rows * self.tokens * self.outputs
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:
@@ -106,11 +107,11 @@ class Projection(GroupedHeads):
 class HeadNorm(GroupedHeads):
     """RMSNorm of every head's query and key, then their rotation (Henry et al. 2020, arXiv 2010.04245).
 
-    Each head has a weight of its own. It is cut by heads, like the projection before it.
+    Each head has a separate weight. The primitive is cut by heads, like the projection before it.
 
     Attributes:
         eps: number added to the mean square.
-        rope_theta, rope_scaling: as those of `Projection`, which does not rotate if this primitive follows.
+        rope_theta, rope_scaling: as in `Projection`, which does not rotate if this primitive follows.
     """
 
     einsum: ClassVar[str] = "q(head) kv(head) -> q(head) kv(head)"
@@ -130,7 +131,7 @@ class HeadNorm(GroupedHeads):
         return ("q", "kv")
 
     def keeps_beside(self, rows: int) -> int:
-        """Return the elements of 1/deviation of each head's query and key."""
+        """Return the number of elements of 1/deviation of each head's query and key."""
         return rows * self.tokens * (self.heads + self.kv_heads)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
@@ -144,12 +145,12 @@ class Attend(GroupedHeads):
     """Causal scaled dot product attention of queries `q` to keys and values `kv`, with result `x` (rows, T,
     width).
 
-    Without dropout, it is one fused op that keeps the log-sum-exp of each head's rows. With dropout, it keeps three T x
-    It is cut by heads.
+    Without dropout, it is one fused op that saves the log-sum-exp of each head's rows. With dropout, it saves three T x
+    T matrices of each head. It is cut by heads.
 
     Attributes:
         drops: whether weights are dropped.
-        value_dim: features of a head's value (None: as many as those of a query and a key).
+        value_dim: features of a head's value (None: as many as of a query).
     """
 
     einsum: ClassVar[str] = "q(head) kv(head) -> x(head)"
@@ -208,12 +209,12 @@ class Attend(GroupedHeads):
         """Return the kernels for some tokens' queries and some tokens' keys and values.
 
         Without dropout they are fused. With dropout each step is a kernel, because masks are drawn for the T x T
-        square; then all pairs are computed, also those that are masked.
+        square; then all pairs are computed, including masked ones.
 
         Args:
             sequences: sequences of the microbatches that are computed together.
             queries, keys: tokens of each sequence.
-            seen: fraction of the pairs whose query is not before the key.
+            seen: fraction of the (query, key) pairs whose query is not before the key.
             pieces: number of pieces of the heads.
         """
         size, heads = self.head_dim, piece(self.heads, pieces, "head")
@@ -238,10 +239,10 @@ class LatentSizes:
     Attributes:
         hidden_size: features C of a token.
         heads: number of heads.
-        q_rank, kv_rank: features of the latent of queries (None: queries are a map of the token), and of that of keys
-            and values.
-        nope_dim, rope_dim: features of a head's query and key that are not rotated, and that are. All heads have one
-            rotated key.
+        q_rank, kv_rank: features of the queries' latent (None: queries are projected from the token), and of the keys'
+            and values' latent.
+        nope_dim, rope_dim: features of a head's query and key without and with rotation. All heads share one rotated
+            key.
         value_dim: features of a head's value.
     """
 
@@ -260,7 +261,7 @@ class LatentSizes:
 
     @property
     def normed(self) -> tuple[int, ...]:
-        """Features of the latents that are normalised."""
+        """Features of each latent that is normalised."""
         return (self.kv_rank,) if self.q_rank is None else (self.q_rank, self.kv_rank)
 
     @property
@@ -270,12 +271,12 @@ class LatentSizes:
 
     @property
     def q_inputs(self) -> int:
-        """Features from which queries are made, which come first."""
+        """Number of features, the first ones, from which queries are projected."""
         return self.hidden_size if self.q_rank is None else self.q_rank
 
     @property
     def made(self) -> int:
-        """Features of a token that are projected: latents, and the rotated key before its rotation."""
+        """Features of a token after the projection: the latents, and the shared key before its rotation."""
         return sum(self.normed) + self.rope_dim
 
 
@@ -283,7 +284,7 @@ class LatentSizes:
 class Latents(Primitive):
     """Linear map of normalised features `x` to the latents `x` of queries, of keys and values, and the shared key.
 
-    Each latent is normalised (RMSNorm). If queries have none, the features themselves come first.
+    Each latent is normalised (RMSNorm). If there is no latent of queries, the features themselves come first.
     """
 
     einsum: ClassVar[str] = "x(width) -> x(latent)"
@@ -312,14 +313,14 @@ class Latents(Primitive):
         return ("x",)
 
     def keeps_beside(self, rows: int) -> int:
-        """Return the elements of the projected features before their norms, and 1/deviation of each latent."""
+        """Return the number of elements of the features before their norms, and of 1/deviation of each latent."""
         return rows * self.tokens * (self.sizes.made + len(self.sizes.normed))
 
     def gradients_for_weight(self) -> tuple[str, ...]:
         return ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """Return the elements of the gradient of the projected features."""
+        """Return the number of elements of the gradient of the projected features."""
         return rows * self.tokens * self.sizes.made
 
     def flops(self) -> int:
@@ -369,7 +370,7 @@ class LatentProjection(Primitive):
         return ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """Return the elements of the gradients of both products."""
+        """Return the number of elements of the gradients of both products."""
         return rows * self.tokens * sum(parameter.shape[0] for parameter in self.parameters())
 
     def divides(self) -> tuple[tuple[str, str, int], ...]:
@@ -389,7 +390,7 @@ class LatentProjection(Primitive):
 def latent_attention(
     tokens: int, sizes: LatentSizes, drops: bool, eps: float, rope_theta: float, rope_scaling: RopeScaling | None
 ) -> tuple[Primitive, ...]:
-    """Return the primitives of multi-head latent attention. Keys and values are made of their latent for training."""
+    """Return the primitives of multi-head latent attention. As in training, keys and values are expanded."""
     output = Linear(
         tokens=tokens, name="attn.c_proj", outputs=sizes.hidden_size, inputs=sizes.heads * sizes.value_dim, bias=False,
         out_index="width", in_index="head",

@@ -1,8 +1,8 @@
 """Cutting of models into finer layers, so that programs can communicate between them and slice them over ranks.
 
-`cut_for` decides how a mesh and a plan cut a model. `cut` splits the blocks around their bodies, and `cut_at_tie` makes
-the embedding and the head layers of their own. Both return a `CutModel`. `sampled` and `Repeated`, at the end, describe
-a model whose blocks are identical by three of them: the first, one in the middle, and the last. First blocks that
+`cut_for` decides how a mesh and a plan cut a model. `cut` splits the blocks around their bodies, and `cut_at_tie` turns
+the embedding and the head into separate layers. Both return a `CutModel`. `sampled` and `Repeated`, at the end,
+describe a model with identical blocks by three of them: the first, one in the middle, and the last. Leading blocks that
 differ from the others come before these.
 """
 
@@ -28,7 +28,7 @@ from shardlab.models.model import Blocks, Model
 from shardlab.models.primitives import Linear, Lookup, Norm, Primitive, Step
 
 Matrix = Projection | LatentProjection | Linear | Lookup | ExpertLinear
-"""Types of the primitives with parameters that may be cut."""
+"""Types of primitives whose parameters may be cut."""
 
 SLICED = {"vocab", "head", "ffn", "expert"}
 """Indices that tp and ep cut."""
@@ -90,7 +90,7 @@ class CutModel(Model):
 
     @property
     def block_bounds(self) -> tuple[int, ...]:
-        """First layer of each block, then the head; empty if experts are layers."""
+        """First layer of each block, then the head; empty if experts are separate layers."""
         if self.has_blocks:
             return tuple(range(1, self.layers))
         first: dict[str, int] = {}
@@ -101,7 +101,7 @@ class CutModel(Model):
         return tuple(first.values())
 
     def first_token(self, slice: int) -> int:
-        """Return the first token of the vocabulary whose embedding and logit belong to a slice."""
+        """Return the first token of the vocabulary in a slice of the embedding and the logits."""
         return self.logits // self.vocab_slices * slice
 
     @property
@@ -124,13 +124,13 @@ def cut(
     columns: bool = False,
     halves: bool = True,
 ) -> CutModel:
-    """Cut a model at the places where programs communicate.
+    """Cut a model at the points where programs communicate.
 
-    The list of primitives is cut before and after each body. A body is the run of matrices whose slices work on one
-    tensor: from a slice of its parameters it makes a term of the branch (Megatron-LM, Shoeybi et al. 2019, arXiv
-    1909.08053, section 3). The sum with the residual stream and the next norm are a layer that every rank computes,
-    whole or for a slice of the sequence. A mixture of experts is also cut before and after its experts. The vocabulary
-    is padded to a multiple of the slices, by rows of zeros and logits of -inf.
+    The list of primitives is cut before and after each body. A body is a run of matrices whose slices read one tensor:
+    a slice of its parameters computes a term of the branch (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053, section
+    3). The sum with the residual stream and the next norm form a layer that every rank computes, whole or for a slice
+    of the sequence. A mixture of experts is also cut before and after its experts. The vocabulary is padded to a
+    multiple of the slices, by rows of zeros and logits of -inf.
 
     >>> from shardlab.models import GPT, MLP, MoE
     >>> cut(GPT(layers=2), tp=4).layers, cut(MLP(layers=2), tp=4, columns=True).layers, cut(MoE(layers=2), ep=2).layers
@@ -138,9 +138,9 @@ def cut(
 
     Args:
         tp: slices of every body.
-        ep: slices of a mixture's experts, which are over the ranks of `ep` and `cp` together.
-        tiles: slices of each of the bodies' slices.
-        attention_apart: whether attention is an op between two layers. Every layer then treats each token by itself.
+        ep: slices of a mixture's experts, over the ranks of `ep` and `cp` together.
+        tiles: number of tiles into which each slice of a body is divided.
+        attention_apart: whether attention is an op between two layers. Every layer then treats tokens separately.
         columns: whether every matrix is a layer, cut along its output features.
         halves: whether a mixture of experts with a tied head is cut into half-blocks, instead of only around its
             experts.
@@ -182,7 +182,7 @@ def cut(
 
 
 def cut_at_tie(model: Blocks) -> CutModel:
-    """Cut a model whose head is tied to its embedding so that both are layers: they compute with one matrix.
+    """Cut a model with a tied head so that embedding and head are separate layers, which share one matrix.
 
     The layers between them are whole blocks, and one activation passes between any two layers. Position embeddings
     belong to the first block, and the last norm to the last block.
@@ -206,15 +206,15 @@ def cut_for(
     columns: bool = False,
     tiles: int = 1,
 ) -> Model:
-    """Return the model as the layers of a program: finer ones, if the mesh slices layers, or if the plan or a tied head
-    needs them.
+    """Return the model as the layers of a program. Layers are parts of blocks if the mesh slices them, or if the plan
+    or a tied head needs it.
 
     Args:
         planned: whether the program follows a plan. Pipelines of plans cut a model with a tied head into half-blocks.
-        attention_apart: whether the plan needs attention as an op of its own.
+        attention_apart: whether the plan needs attention as a separate op.
         ulysses: number of neighbouring ranks of `cp` that exchange slices of sequences for heads in the plan.
         columns: whether the program needs every matrix cut by columns.
-        tiles: number of tiles in which each rank computes a layer that can be cut.
+        tiles: number of tiles into which each rank divides a layer that can be cut.
 
     Raises:
         UserError: if the model does not divide, or if the program is not written for such layers.
@@ -242,8 +242,8 @@ SAMPLED = 3
 
 
 def sampled(model: Blocks) -> Blocks:
-    """Return a model with three of this model's blocks after its leading ones, or all blocks if it has no more or if
-    they differ.
+    """Return a model with the leading blocks and three of the other blocks, or with all blocks if there are no more
+    than that or if they differ.
     """
     kind = type(model)
     alike = kind.steps is Blocks.steps and kind.runs is Blocks.runs
@@ -252,11 +252,11 @@ def sampled(model: Blocks) -> Blocks:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Layers of a model, each identical to a layer of a sample.
+    """Map from the layers of a model to identical layers of a sample.
 
     Attributes:
-        sample: leading blocks and three others, cut into layers as the model is, or all of its blocks.
-        more: number of the model's blocks beyond those of the sample.
+        sample: the leading blocks and three others, cut into layers in the same way, or all blocks of the model.
+        more: number of blocks of the model that the sample leaves out.
     """
 
     sample: Model
@@ -264,12 +264,12 @@ class Repeated:
 
     @cached_property
     def each(self) -> int:
-        """Number of layers of a block in the middle."""
+        """Number of layers of a middle block."""
         return sum(self._in_middle)
 
     @cached_property
     def first(self) -> int:
-        """Number of the first of these layers."""
+        """Number of the first layer of the sample's middle block."""
         return self._in_middle.index(True) if self.each else 0
 
     @cached_property
@@ -278,13 +278,13 @@ class Repeated:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """For each layer, the identical layer of the sample, then the number of the sample's loss."""
+        """For each layer of the model, the identical layer of the sample; then the index of the sample's loss."""
         sampled, each, first = self.sample.layers, self.each, self.first
         again = [first + layer % each for layer in range(self.more * each)]
         return (*range(first + each), *again, *range(first + each, sampled + 1))
 
     def place(self, layer: int) -> str:
-        """Return the place of a layer in the model, as `Model.place` does."""
+        """Return the position of a layer in the model as text, as `Model.place` does."""
         like = self.alike[layer]
         if like == layer:
             return self.sample.place(layer)
@@ -326,8 +326,9 @@ class Repeated:
 def _bodies(steps: Sequence[Step]) -> list[int]:
     """Return the steps at which bodies begin and end.
 
-    A body begins with the step that reads a tensor which slices share, and ends with the step that makes their sum. A
-    step that mixes tokens and is not cut, such as routing, also begins a layer, because it needs whole sequences.
+    A body begins with the step that reads a tensor shared by its slices, and ends with the step whose slices are terms
+    of a sum. A step that mixes tokens and is not cut, such as routing, also begins a layer, because it needs whole
+    sequences.
     """
     return [
         number
@@ -337,12 +338,12 @@ def _bodies(steps: Sequence[Step]) -> list[int]:
 
 
 def _mixes(step: Step) -> bool:
-    """Return whether a primitive mixes tokens and has no slices that do."""
+    """Return whether a primitive mixes tokens and is not cut into slices."""
     return step.primitive.mixes_tokens and not cut_indices(step.primitive, SLICED)
 
 
 def _experts(steps: Sequence[Step]) -> list[int]:
-    """Return the steps at which experts begin, after the dispatch of tokens, and at which they end."""
+    """Return the steps at which experts begin (after the dispatch of tokens) and end."""
     kinds = [(type(before.primitive), type(step.primitive)) for before, step in pairwise(steps)]
     return [
         number
@@ -352,9 +353,10 @@ def _experts(steps: Sequence[Step]) -> list[int]:
 
 
 def _placed_again(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps with slots assigned again before the combine, if it is in another layer than the dispatch.
+    """Return the steps with slots assigned a second time before the combine, if it is in another layer than the
+    dispatch.
 
-    So only the experts' numbers are carried between the layers. They are exact in the compute dtype.
+    Then layers pass on only the experts' numbers, which are exact in the compute dtype.
     """
     again: list[Step] = []
     for step in steps:
@@ -395,7 +397,7 @@ def _sliced(
 
 
 def _taking_own(step: Step) -> Step:
-    """Return a primitive whose slices make slices of its result, and take their own part of a complete gradient."""
+    """Return a primitive whose slices output slices of the result, and read their part of a complete gradient."""
     return step._replace(primitive=replace(step.primitive, takes_own=True))
 
 
@@ -436,7 +438,7 @@ def _taken(values: Sequence[T], layers: Sequence[int]) -> tuple[T, ...]:
 
 @lru_cache(maxsize=64)
 def _signatures(sampled: tuple[Layer, ...], alike: tuple[int, ...]) -> tuple[Layer, ...]:
-    """Return the signatures of layers that are identical to these. Models of one shape share the objects."""
+    """Return the signatures of all layers from those of the sample. Models of one shape share the objects."""
     return tuple([_moved(sampled[like], layer - like) for layer, like in enumerate(alike)])
 
 

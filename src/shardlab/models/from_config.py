@@ -1,9 +1,9 @@
 """Models from the config.json of Hugging Face's transformers.
 
-`model_from_config` returns the model of a file or folder, and `config_notes` what the model leaves out. `read_config`
-reads the fields, given a `ConfigFamily`: its table of fields, and the values that our models compute exactly. Every
-field that is not exactly said becomes a difference. `shardlab.train.huggingface` exchanges weights of such models, and
-refuses differences.
+`model_from_config` returns the model of a file or folder, and `config_notes` the fields that the model leaves out.
+`read_config` reads the fields with a `ConfigFamily`: its table of fields, and the values that Shardlab's models compute
+exactly. Every field that a model cannot express exactly becomes a difference. `shardlab.train.huggingface` exchanges
+weights of such models, and refuses differences.
 
 Sources of the fields and their defaults: huggingface/transformers, src/transformers/models/*/configuration_*.py.
 """
@@ -23,13 +23,13 @@ from shardlab.models.architectures import GPT, Llama, Mixtral, MoE
 CONFIG = "config.json"
 
 REQUIRED = object()
-"""Default of a field that a configuration must have."""
+"""Default of a field that is required in a configuration."""
 
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Fields of Llama 3.1's rotary positions, in the order of `RopeScaling`."""
 
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "squared_relu"}
-"""Activations by their names in transformers. If one has two names, the first is written."""
+"""Activations by their names in transformers. Of two names for one activation, the first is written."""
 
 GATES = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu", "gelu_new": "geglu"}
 """Activations of gated feed-forward networks by their names in transformers."""
@@ -65,7 +65,7 @@ HARMLESS = {
     ),
     "arithmetic of inference": ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
 }
-"""Fields that change neither size nor time of a training step, by the reason why."""
+"""Fields that change neither size nor time of a training step, by reason."""
 
 _HARMLESS = {name for names in HARMLESS.values() for name in names}
 
@@ -74,10 +74,10 @@ class ConfigField(NamedTuple):
     """Field of a config.json, with the equivalent field of a model.
 
     Attributes:
-        theirs, ours: names of the two fields.
+        theirs, ours: names of the field in config.json and in the model.
         default: value if config.json lacks the field.
         like: other fields of config.json that must have the same value.
-        words: our values by theirs.
+        words: the model's values by config.json's.
     """
 
     theirs: str
@@ -88,21 +88,21 @@ class ConfigField(NamedTuple):
 
 
 Adjust = Callable[[Mapping[str, Any], dict[str, Any]], Iterable[str]]
-"""Reads further fields of a config.json into the fields of a model, and returns what differs."""
+"""Function that reads further fields of a config.json into the fields of a model, and returns the differences."""
 
 
 @dataclass(frozen=True)
 class ConfigFamily:
-    """Family of models in config.json.
+    """Family of models in transformers.
 
     Attributes:
-        model_type: name of the family.
-        base: model of ours whose fields a config.json replaces.
+        model_type: name of the family in config.json.
+        base: Shardlab's model whose fields a config.json replaces.
         fields: fields of config.json that are read.
-        fixed: fields of config.json of which our models compute one value, which is their default as well.
+        fixed: fields of config.json of which Shardlab's models support only one value, the default.
         rope_theta: default base of rotary positions (None: positions are learned).
-        rope_names: name of the base's field in config.json.
-        adjust: reads fields that belong together.
+        rope_names: names of the base's field in config.json.
+        adjust: function that reads fields that depend on each other.
         known: further fields that `adjust` reads.
         always: differences of every model of the family.
     """
@@ -124,8 +124,8 @@ class ConfigReading(NamedTuple):
     Attributes:
         family: its family.
         model: the model.
-        differences: what the model computes otherwise than transformers does.
-        unread: names of fields that are not known here.
+        differences: differences between the model's arithmetic and that of transformers.
+        unread: names of fields that Shardlab does not know.
     """
 
     family: ConfigFamily
@@ -142,16 +142,16 @@ def is_config(name: str) -> bool:
 def model_from_config(path: Path) -> GPT:
     """Return the model of a config.json, or of a folder of transformers.
 
-    The experts of a mixture have as many slots as tokens that are spread evenly need.
+    The experts of a mixture have as many slots as evenly distributed tokens need (capacity factor 1).
 
     Raises:
-        UserError: if there is no such file, or the model cannot be said.
+        UserError: if there is no such file, or Shardlab has no such model.
     """
     return _reading(path).model
 
 
 def config_notes(path: Path) -> list[str]:
-    """Return a sentence about each kind of field that the model of a config.json leaves out."""
+    """Return one sentence about the fields that the model simplifies, and one about unknown fields."""
     found = _reading(path)
     notes: list[str] = []
     if found.differences:
@@ -174,7 +174,7 @@ def read_config(config: Mapping[str, Any], source: str) -> ConfigReading:
     """Return the model that a config.json describes.
 
     Raises:
-        UserError: if shardlab has no such model, with every field that is wrong.
+        UserError: if Shardlab has no such model; the message names every wrong field.
     """
     config = cast(dict[str, Any], config.get("text_config") or config)
     kind = config.get("model_type")
@@ -222,7 +222,7 @@ def read_config(config: Mapping[str, Any], source: str) -> ConfigReading:
 
 
 def listed(names: Any, last: str = "and") -> str:
-    """Return names as words: `a, b and c`."""
+    """Return names as text: `a, b and c`."""
     *most, end = names
     return f"{', '.join(most)} {last} {end}" if most else str(end)
 
@@ -237,7 +237,7 @@ def _unread(config: Mapping[str, Any], family: ConfigFamily) -> tuple[str, ...]:
 
 
 def _rope(config: Mapping[str, Any], family: ConfigFamily, differences: list[str]) -> dict[str, Any]:
-    """Return our fields of rotary positions. Newer files have all of theirs in one table, older ones the base apart."""
+    """Return the model's fields of rotary positions. Newer files have them in one table, older ones the base apart."""
     rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         differences.append(f"rope_scaling is {rope!r}, not a table")
@@ -257,7 +257,7 @@ def _rope(config: Mapping[str, Any], family: ConfigFamily, differences: list[str
 
 
 def _window(config: Mapping[str, Any]) -> list[str]:
-    """Return what differs in a sliding window, which should not be shorter than the context."""
+    """Return the difference if a sliding window is shorter than the context."""
     window, length = config.get("sliding_window"), config.get("max_position_embeddings")
     used = config.get("use_sliding_window", True)
     if not used or window is None or (isinstance(window, int) and isinstance(length, int) and window >= length):
@@ -266,7 +266,7 @@ def _window(config: Mapping[str, Any]) -> list[str]:
 
 
 def _dense_first(config: Mapping[str, Any], written: dict[str, Any]) -> Iterable[str]:
-    """Read which layers of a Qwen mixture are dense. Only the first ones may be."""
+    """Read which layers of a Qwen mixture are dense. Only layers at the start may be dense."""
     sparse, only = config.get("decoder_sparse_step", 1), cast(list[int], config.get("mlp_only_layers") or [])
     if sparse != 1:
         raise UserError(f"decoder_sparse_step is {sparse!r}, but all layers after the first are of one kind; give 1")
@@ -302,7 +302,7 @@ def _deepseek(config: Mapping[str, Any], written: dict[str, Any]) -> Iterable[st
 
 
 def _latent(config: Mapping[str, Any], written: dict[str, Any]) -> Iterable[str]:
-    """Read DeepSeek's latent attention beside its mixture."""
+    """Read DeepSeek's mixture and latent attention."""
     if (values := config.get("v_head_dim", 128)) != written["head_dim"]:
         raise UserError(f"v_head_dim is {values!r}, not {written['head_dim']!r} like qk_nope_head_dim")
     yield from _deepseek(config, written)

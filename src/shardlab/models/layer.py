@@ -1,8 +1,8 @@
-"""Layer of a program: a run of primitives between two places where a program may communicate.
+"""Layer of a program: a run of primitives between two points at which a program may communicate.
 
-`Run` derives all that a layer is: its inputs and outputs, its parameters, its kernels, and the tensors that it keeps
-for its backward pass. `runs` divides a model's primitives into layers. The functions after it refuse primitives of
-users that leave out what these rules need.
+`Run` derives all properties of a layer: its inputs and outputs, its parameters, its kernels, and the tensors that it
+keeps for its backward pass. `runs` divides a model's primitives into layers. The functions after it refuse primitives
+of users that leave out what these rules need.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INPUT = -1
 
 
 class Made(NamedTuple):
-    """Tensor of a layer: the one that step `number` made under a name."""
+    """Tensor of a layer: the output of a step under a name."""
 
     name: str
     step: int
@@ -37,11 +37,11 @@ class Run:
 
     Attributes:
         steps: its primitives, in order.
-        inputs, outputs: names of the tensors that it takes, and that it makes for other layers. The activation comes
-            first.
+        inputs, outputs: names of the tensors that it reads from other layers, and that it outputs to them. The
+            activation comes first.
         cut: the indices along which its parameters are cut, outermost first.
         pieces: number of pieces of each index.
-        attend: the attention between it and the next layer, if that is an op of its own.
+        attend: the attention between it and the next layer, if attention is a separate op.
         name: the sort of layer, for messages.
     """
 
@@ -55,12 +55,12 @@ class Run:
 
     @cached_property
     def carried_inputs(self) -> dict[Kind, tuple[str, ...]]:
-        """Tensors that it takes beside the activation, by the kind of value that carries them."""
+        """Input tensors beside the activation, by the kind of value that carries them."""
         return carried_tensors(self.inputs)
 
     @cached_property
     def carried_outputs(self) -> dict[Kind, tuple[str, ...]]:
-        """Tensors that it makes for other layers beside the activation, by the kind of value that carries them."""
+        """Output tensors beside the activation, by the kind of value that carries them."""
         return {} if self.attend else carried_tensors(self.outputs)
 
     @property
@@ -80,9 +80,7 @@ class Run:
 
     @cached_property
     def affine(self) -> bool:
-        """Whether its backward pass adds a gradient of its own, besides those that follow from its outputs'
-        gradients.
-        """
+        """Whether its backward pass adds a gradient that does not depend on its outputs' gradients."""
         return any(step.primitive.affine for step in self.steps)
 
     def parameters(self) -> list[tuple[int, Parameter]]:
@@ -96,19 +94,19 @@ class Run:
 
     @cached_property
     def borrows(self) -> tuple[str, ...]:
-        """Names of parameters of the first layer that it computes with and does not hold itself."""
+        """Names of parameters of the first layer that this layer uses as well."""
         own = {parameter.name for _, parameter in self.parameters()}
         return tuple(name for step in self.steps for name in step.primitive.borrows if name not in own)
 
     def shape(self, output: str, rows: int) -> tuple[int, ...]:
-        """Return the shape of a tensor that it makes of `rows` sequences, with all slices. The last piece is padded."""
+        """Return the shape of an output for `rows` sequences, with all slices. The last piece is padded."""
         *dims, features = self._maker(output).shape(output, rows)
         index = self.indices(output)[-1:]
         count = self.own_pieces.get(index[0], 1) if index else 1
         return (*dims, -(-features // count) * count)
 
     def indices(self, output: str) -> list[str]:
-        """Return the indices of a tensor that it makes."""
+        """Return the indices of an output."""
         return self._maker(output).makes[output].split()
 
     def flops(self) -> int:
@@ -139,8 +137,8 @@ class Run:
         """Return the elements that are kept beyond the layer's inputs and parameters, for `rows` sequences.
 
         Args:
-            rows: sequences.
-            made_again: whether inputs of products are computed again if that is cheap, as our executor does. Autograd
+            rows: number of sequences.
+            made_again: whether inputs of products are recomputed if that is cheap, as by Shardlab's executor. Autograd
                 keeps them.
         """
         kept = {self.read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
@@ -151,7 +149,7 @@ class Run:
 
     @cached_property
     def made_again(self) -> frozenset[Made]:
-        """Tensors that only large products read in the backward pass, and that are computed again instead of kept."""
+        """Tensors that are recomputed instead of kept: in the backward pass, only large products read them."""
         found = {Made(name, n) for n, each in self._primitives() if each.made_again for name in each.makes}
         for number, primitive in self._primitives():
             if not (primitive.product and self._large(primitive)):
@@ -165,7 +163,7 @@ class Run:
 
     @cached_property
     def keeps_inputs(self) -> tuple[bool, ...]:
-        """Whether each input is kept: the activation, then the values that are carried beside it."""
+        """Whether each input is kept: the activation, then the values beside it."""
         kept = {self.read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
         values = (self.inputs[:1], *self.carried_inputs.values())
         return tuple(any(Made(name, INPUT) in kept for name in names) for names in values)
@@ -178,9 +176,9 @@ class Run:
         return Kind.RESIDUAL in self.carried_outputs and made.step != INPUT and made in kept
 
     def saved_for_weight(self, rows: int) -> int:
-        """Return the elements that remain of `saved` between the halves of a split backward pass.
+        """Return how many elements of `saved` remain between the halves of a split backward pass.
 
-        They include the gradients that the first half leaves for the second, beyond those of the layer's outputs and of
+        They include the gradients that the first half leaves for the second, except those of the layer's outputs and of
         its vectors.
         """
         kept: set[Made] = set()
@@ -200,7 +198,7 @@ class Run:
         return Made(name, next(earlier, INPUT))
 
     def read_or_made(self, name: str, number: int) -> Made:
-        """Return the tensor that step `number` reads under a name, or else the one that it makes."""
+        """Return the tensor that step `number` reads under a name, or, if it reads none, makes."""
         return self.read(name, number) if name in self.steps[number].primitive.reads else Made(name, number)
 
     def elements(self, tensors: Iterable[Made], rows: int) -> int:
@@ -209,11 +207,11 @@ class Run:
         return sum(math.prod(self.steps[each.step].primitive.shape(each.name, rows)) for each in own)
 
     def _maker(self, output: str) -> Primitive:
-        """Return the primitive that makes a tensor, the last one under this name."""
+        """Return the primitive that makes the last tensor of this name."""
         return self.steps[self._last(output).step].primitive
 
     def _large(self, product: Primitive) -> bool:
-        """Return whether the product of a slice takes so long that its operand may be computed again."""
+        """Return whether a slice's product takes so much longer that recomputing its operand pays off."""
         return any(each.sliced(self.own_pieces).numel >= RECOMPUTED_FROM for each in product.parameters())
 
     def _at(self, number: int) -> Primitive:
@@ -232,26 +230,24 @@ class Run:
         ]
 
     def _gradient(self, name: str, number: int) -> Made:
-        """Return the tensor whose gradient equals that of the tensor which step `number` makes or reads: sums pass
-        gradients on.
-        """
+        """Return the tensor that has the same gradient as a tensor of step `number`: sums pass gradients on."""
         made = Made(name, number) if name in self.steps[number].primitive.makes else self.read(name, number)
         for reader in self._readers(made):
             if total := self.steps[reader].primitive.adds_to:
                 return self._summed(Made(total, reader))
-        if made.step == INPUT:  # dropout comes before this sum, so the gradient of the addend is made here
+        if made.step == INPUT:  # dropout precedes this sum, so this step computes the addend's gradient
             return Made(next(iter(self.steps[number].primitive.makes)), number)
         return made
 
     def _summed(self, made: Made) -> Made:
-        """Return the last of consecutive sums that add to a tensor and read no earlier one. All have one gradient."""
+        """Return the last of a chain of sums that starts at a tensor. All of them have the same gradient."""
         readers = self._readers(made)
         total = self.steps[readers[0]].primitive.adds_to if len(readers) == 1 else ""
         return self._summed(Made(total, readers[0])) if total else made
 
 
 def runs(steps: Sequence[Step], breaks: Sequence[int]) -> list[Run]:
-    """Return the layers between `breaks`, the steps that begin a layer. An attention alone between two is no layer."""
+    """Return the layers between `breaks`, the steps that begin a layer. A lone attention is an op, not a layer."""
     parts = [tuple(steps[start:stop]) for start, stop in pairwise([0, *breaks, len(steps)])]
     found: list[Run] = []
     crossed = boundaries([[(step.primitive.reads, step.primitive.makes) for step in part] for part in parts])
@@ -303,7 +299,7 @@ def want_sound(steps: Sequence[Step]) -> None:
 
 
 def want_carried(layers: Sequence[Run]) -> None:
-    """Refuse a tensor that one layer makes and another reads, if no kind of value carries tensors of its name.
+    """Refuse a tensor that one layer makes and another reads, if no kind of value can carry it.
 
     Raises:
         UserError: for the first of them.
@@ -318,7 +314,7 @@ def want_carried(layers: Sequence[Run]) -> None:
 
 
 def want_cuttable(steps: Sequence[Step], pieces: Mapping[str, int]) -> None:
-    """Refuse parameters that every slice of a layer would hold whole, because their gradients would be terms of a sum.
+    """Refuse parameters of which every slice of a layer would have a copy: their gradients would be terms of a sum.
 
     Args:
         steps: the steps of a model that is cut.
@@ -352,14 +348,14 @@ def opens(primitive: Primitive, among: set[str]) -> bool:
 
 
 def closes(primitive: Primitive, among: set[str]) -> bool:
-    """Return whether the results of a primitive's slices must be summed."""
+    """Return whether the results of a primitive's slices are terms that must be summed."""
     cut = cut_indices(primitive, among)
     return any(not cut <= {*indices.split()} for indices in primitive.makes.values())
 
 
 def _fused(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return steps in which a linear map adds its own bias, if the residual sum that would add it is in the
-    same layer.
+    """Return the steps, with each bias added by its linear map if the residual sum that would add it is in the same
+    layer.
     """
     fused: list[Step] = []
     for step in steps:

@@ -36,12 +36,12 @@ class Parameter(NamedTuple):
     """One parameter of a layer.
 
     Attributes:
-        name: its name, as in nanoGPT.
+        name: name as in nanoGPT.
         shape: shape of the whole parameter.
         decayed: whether AdamW's weight decay acts on it.
         indices: name of the index of each dim. The names decide along which dims the parameter may be cut.
         sections: lengths of the parts of dim `section_dim`, such as queries, keys and values (empty: one part). Each
-            part is cut by itself.
+            part is cut separately.
         section_dim: number of the dim that has parts.
     """
 
@@ -58,16 +58,16 @@ class Parameter(NamedTuple):
 
     @property
     def hidden_matrix(self) -> bool:
-        """Whether Muon updates it: a matrix, or one for each expert, but no embedding and no head."""
+        """Whether Muon updates it: it is a matrix, or one for each expert, but not the embedding or the head."""
         return self.decayed and not {"vocab", "token"} & set(self.indices)
 
     def cuts(self, pieces: Mapping[str, int]) -> list[Cut]:
-        """Return how it is cut, given the number of pieces of each index."""
+        """Return its cuts, given the number of pieces of each index."""
         named = [(dim, pieces.get(index, 1)) for dim, index in enumerate(self.indices)]
         return [Cut(dim, count, self.sections if dim == self.section_dim else ()) for dim, count in named if count > 1]
 
     def sliced(self, pieces: Mapping[str, int]) -> Parameter:
-        """Return one slice of it. All slices have one shape."""
+        """Return the parameter of one slice. All slices have the same shape."""
         counts = [pieces.get(index, 1) for index in self.indices]
         if all(count == 1 for count in counts):
             return self
@@ -79,14 +79,14 @@ class Parameter(NamedTuple):
 class LayerLayout:
     """Layout of one layer's flat buffer: its decayed parameters, then the others, each aligned to 64 bytes.
 
-    Since the decayed parameters come first, an optimizer treats a whole layer, or any slice of it, as at most two runs.
+    Since the decayed parameters come first, any slice of the buffer is at most two runs for an optimizer.
 
     >>> bias, weight = Parameter("bias", (3,), False, ("out",)), Parameter("weight", (3, 7), True, ("out", "in"))
     >>> layout = LayerLayout([bias, weight])
     >>> [p.name for p in layout.parameters], layout.offsets, layout.numel, layout.decayed_numel
     (['weight', 'bias'], (0, 32), 48, 32)
 
-    If tensor parallelism cuts the layer, the buffer has one such run for every slice, all equally long.
+    If tensor parallelism cuts the layer, the buffer has one such run for every slice. All are equally long.
 
     Attributes:
         parameters: the parameters of one slice, in the order of the buffer.
@@ -126,7 +126,7 @@ class LayerLayout:
 
     @cached_property
     def decayed_numel(self) -> int:
-        """Elements of the front part of a run, which holds the decayed parameters, with gaps."""
+        """Elements of the first part of a run, with the decayed parameters and gaps."""
         return sum(aligned(p.numel) for p in self.parameters if p.decayed)
 
     @property
@@ -140,8 +140,7 @@ class LayerLayout:
         return self.slices * sum(p.numel for p in self.parameters if p.hidden_matrix)
 
     def padded(self, of: int) -> int:
-        """Return the elements of the buffer after its runs are padded so that it splits into `of` equal, aligned
-        slices.
+        """Return the length of the buffer if its runs are padded so that it splits into `of` equal, aligned slices.
 
         If `of` is a multiple of `slices`, each of these slices lies in one run.
         """
@@ -160,17 +159,17 @@ def aligned(elements: int, to: int = ALIGNMENT) -> int:
 
 
 class Matmul(NamedTuple):
-    """Product of matrices, (m, k) by (k, n), `batch` of them at once.
+    """Batched product of matrices, (m, k) by (k, n).
 
     Attributes:
-        m, n, k: rows of the result, its columns, and the length of the sum.
+        m, n, k: rows and columns of the result, and the length of the sum.
         batch: number of independent products.
-        learned: whether the second matrix is a parameter, so that its gradient is the weight's.
+        learned: whether the second matrix is a parameter, so that its gradient is a weight gradient.
         bias: whether a learned row is added. Its gradient is a sum over the result's rows.
-        backward: whether it makes a gradient. Such a product has transposed matrices and adds to its result, so it runs
-            at another speed.
-        of_weight: whether it makes the gradient of a parameter. Its sum is over tokens, and no operand's rows lie along
-            them.
+        backward: whether the result is a gradient. Such a product has transposed matrices and adds to its result, so it
+            runs at another speed.
+        of_weight: whether the result is the gradient of a parameter. Its sum is over tokens, along which the rows of no
+            operand are contiguous.
     """
 
     m: int
@@ -189,7 +188,7 @@ class Matmul(NamedTuple):
 
     @property
     def elements(self) -> float:
-        """Elements that are read and written, each once."""
+        """Number of elements read and written, each once."""
         return float(self.batch * (self.m * self.k + self.k * self.n + self.m * self.n))
 
     def backward_input(self) -> tuple[Kernel, ...]:
@@ -207,14 +206,14 @@ class Matmul(NamedTuple):
 
 
 class FusedAttention(NamedTuple):
-    """Attention in one kernel that stores no T x T matrix.
+    """Attention in one kernel, which stores no T x T matrix.
 
     Attributes:
         sequences: number of independent sequences.
         heads, kv_heads: heads of queries, and of keys and values.
-        queries, keys: tokens of a sequence that give queries, and that give keys.
+        queries, keys: number of queries and of keys of a sequence.
         head_width: features of a head.
-        seen: fraction of the queries x keys pairs that is not masked (about 1/2 of a causal square).
+        seen: fraction of the (query, key) pairs that is not masked (about 1/2 of a causal square).
         backward: whether this is the backward pass. It computes five products for each pair instead of two (Dao 2023,
             arXiv 2307.08691, section 4.1), and moves queries, keys, values, output and their gradients.
     """
@@ -237,7 +236,7 @@ class FusedAttention(NamedTuple):
 
     @property
     def elements(self) -> float:
-        """Elements of queries, output, keys and values, and in the backward pass of their gradients."""
+        """Number of elements of queries, output, keys and values, and in the backward pass of their gradients."""
         each = self.sequences * self.head_width
         passed = each * (2 * self.heads * self.queries + 2 * self.kv_heads * self.keys)
         return float(2 * passed if self.backward else passed)
@@ -250,13 +249,13 @@ class FusedAttention(NamedTuple):
 
 
 LOOKUPS = ("embedding", "positions")
-"""Pointwise kernels whose backward pass makes the gradient of a matrix, and of no input."""
+"""Pointwise kernels whose backward pass computes the gradient of a matrix, but of no input."""
 
 
 class Pointwise(NamedTuple):
     """Element-wise kernel: norms, activations, dropout, sums, softmax, look-ups.
 
-    It counts as one fused kernel, which reads its inputs and writes its results once.
+    It counts as one fused kernel, which reads its inputs once and writes its outputs once.
 
     Attributes:
         name: name of the computation.

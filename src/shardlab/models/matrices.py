@@ -1,10 +1,11 @@
-"""Two further counts of a model: the matrices that Muon updates whole, and the activations that frameworks keep.
+"""Two further counts of a model: the whole matrices that Muon updates, and the activations that frameworks keep.
 
-`matrices_of` finds the whole matrices in a layer's flat buffer. `SavedActivations` describes what a framework keeps for
-the backward pass, and `kept_elements` counts it. Our own count (`Model.saved_elements`) is measured on a CPU. Autograd,
-by which other frameworks run, keeps the outputs of activation functions too. On a GPU a dropout mask takes one byte an
-element (Korthikanti et al. 2022, arXiv 2205.05198, eq. 1: 34 sbh + 5 a s^2 b bytes a layer in half precision, with
-masks of one byte). A framework may also hold a value once that our programs hold twice, or compute some values again.
+`matrices_of` finds the whole matrices in a layer's flat buffer. `SavedActivations` describes the tensors that a
+framework keeps for the backward pass, and `kept_elements` counts them. Shardlab's own count (`Model.saved_elements`) is
+measured on a CPU. Autograd, which other frameworks use, also keeps the outputs of activation functions. On a GPU a
+dropout mask takes one byte an element (Korthikanti et al. 2022, arXiv 2205.05198, eq. 1: 34 sbh + 5 a s^2 b bytes a
+layer in half precision, with masks of one byte). A framework may also keep one copy of a value of which Shardlab's
+programs keep two, or recompute some values.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ ITERATIONS = 5
 
 
 class WholeMatrix(NamedTuple):
-    """Matrix that Muon updates whole: a parameter, one section of it, or one expert's.
+    """Matrix whose update by Muon needs all of it: a parameter, a section of one, or the matrix of one expert.
 
     Attributes:
         name: name of the parameter.
         shape: shape of the whole matrix.
-        dim: dim along which its pieces lie side by side.
+        dim: dim along which its pieces are concatenated.
         starts: first element of each piece in the buffer. Pieces are contiguous and equally large.
     """
 
@@ -55,13 +56,13 @@ class WholeMatrix(NamedTuple):
         return rows * columns
 
     def kernels(self) -> tuple[Matmul, ...]:
-        """Return the kernels that make it orthogonal: three products in each iteration."""
+        """Return the kernels that orthogonalize it: three products in each iteration."""
         short, long = sorted(self.shape)
         return (Matmul(short, short, long), Matmul(short, short, short), Matmul(short, long, short)) * ITERATIONS
 
 
 def matrices_of(run: Run, length: int) -> list[WholeMatrix]:
-    """Return the matrices of a layer whose flat buffer has `length` elements. Queries, keys and values are one each."""
+    """Return a layer's matrices, given its flat buffer's length in elements. Queries, keys and values have one each."""
     layout = run.layout
     wholes = LayerLayout(parameter for _, parameter in run.parameters()).parameters
     slices = [run.numbers(slice) for slice in range(layout.slices)]
@@ -88,12 +89,11 @@ class SavedActivations:
         gathered: whether the gathered input of a body is kept under sequence parallelism. Otherwise a slice of it is
             kept (Korthikanti et al. 2022, section 4.2.2).
         activated: whether an activation function that runs as several kernels keeps its intermediate results.
-        again: what is computed again inside blocks instead of being kept (see `shardlab.language.recompute_names`; "":
-            nothing).
-        unread: whether such products are kept even if no backward pass reads them (the feed-forward's last product), as
-            they are without a compiler.
+        again: the recomputation inside blocks, by a name of `shardlab.language.recompute_names` ("": none).
+        unread: whether per-op recomputation keeps a product even if no backward pass reads it (the feed-forward's last
+            product), as without a compiler.
         copied: whether keys and values are copied into one tensor, and both copies are kept.
-        made_again: whether inputs that only products read are computed again instead of kept, as in our own executor.
+        made_again: whether inputs that only products read are recomputed instead of kept, as in Shardlab's executor.
     """
 
     mask: float = 0.0
@@ -107,14 +107,14 @@ class SavedActivations:
 
 
 AUTOGRAD = SavedActivations()
-"""Activations that autograd saves on a CPU, if norms and activation functions are kernels that save their input."""
+"""Activations that autograd saves on a CPU, if norms and activation functions are kernels that save their inputs."""
 
 EXECUTOR = SavedActivations(made_again=True)
-"""Activations that our own executor keeps, as measured on a CPU (see `shardlab.models.tensors.backward`)."""
+"""Activations that Shardlab's executor keeps, as measured on a CPU (see `shardlab.models.tensors.backward`)."""
 
 
 def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, element: int) -> int:
-    """Return the elements kept of a layer for a microbatch of `rows` sequences, beyond its input.
+    """Return how many elements of a layer are kept for a microbatch of `rows` sequences, beyond its input.
 
     An element counts as `element` bytes.
     """
@@ -129,7 +129,7 @@ def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, e
 
 
 def saves_residual(model: Model, layer: int, kept: SavedActivations) -> bool:
-    """Return whether the kept elements of a layer include the residual stream that the layer makes."""
+    """Return whether the kept elements of a layer include the residual stream that the layer outputs."""
     run = model.run(layer)
     if kept.again == PER_OP:
         return run.saves_residual and _residuals(run, 1) > 0
@@ -140,9 +140,9 @@ def saves_residual(model: Model, layer: int, kept: SavedActivations) -> bool:
 
 
 def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: int) -> tuple[int, ...]:
-    """Return the elements kept of each activation that enters a layer.
+    """Return how many elements are kept of the activation that enters each layer.
 
-    Sequence parallelism cuts these into `slices`.
+    Sequence parallelism cuts the activations into `slices` slices.
     """
     sizes = [model.microbatch_elements(index, rows) for index in range(model.layers + 1)]
     for layer, run in enumerate(model.runs):
@@ -158,7 +158,7 @@ def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: in
 
 
 def _kept_tensors(run: Run, found: LayerRecomputation) -> set[Made]:
-    """Return the tensors that are kept of a layer whose blocks are recomputed in part."""
+    """Return the tensors kept of a layer whose blocks are partly recomputed."""
     outside = (number for number in range(len(run.steps)) if number not in found.inside)
     others = {run.read_or_made(name, each) for each in outside for name in run.steps[each].primitive.keeps()}
     return others | found.kept
@@ -167,7 +167,7 @@ def _kept_tensors(run: Run, found: LayerRecomputation) -> set[Made]:
 def _kept_beside_recomputed(
     run: Run, found: LayerRecomputation, rows: int, kept: SavedActivations, element: int
 ) -> int:
-    """Return the elements that are kept of such a layer."""
+    """Return how many elements of a partly recomputed layer are kept."""
     primitives = [step.primitive for number, step in enumerate(run.steps) if number not in found.again]
     beside = sum(each.keeps_beside(rows) - _dropped(each, kept, element, rows) for each in primitives)
     return max(0, int(beside) + run.elements(_kept_tensors(run, found), rows))
@@ -185,7 +185,7 @@ def _matrices(parameter: Parameter, pieces: Mapping[str, int], begins: Sequence[
 
 
 def _dropped(primitive: Primitive, kept: SavedActivations, element: int, rows: int) -> float:
-    """Return the elements of a primitive that autograd keeps and this choice does not (negative: it keeps more)."""
+    """Return how many more elements of a primitive autograd keeps than a framework with these settings."""
     if isinstance(primitive, Activate) and kept.activated and primitive.activation in GATED:
         return -rows * primitive.tokens * primitive.hidden
     if isinstance(primitive, ExpertActivate) and kept.activated and primitive.activation in GATED:
@@ -197,7 +197,7 @@ def _dropped(primitive: Primitive, kept: SavedActivations, element: int, rows: i
 
 
 def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> int:
-    """Return the elements kept of a primitive if every second product is: queries and values, gates, attention's
+    """Return how many elements of a primitive per-op recomputation keeps: queries and values, gates, and attention's
     result.
     """
     each = rows * primitive.tokens
@@ -219,7 +219,7 @@ def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> in
 
 
 def _residuals(run: Run, rows: int) -> int:
-    """Return the elements of the blocks' inputs that are made in a layer: the inputs of attention's norms."""
+    """Return how many elements a layer outputs as inputs of blocks: the inputs of attention's norms."""
     primitives = [step.primitive for step in run.steps]
     norms = [n for n, each in enumerate(primitives) if n and isinstance(each, Norm) and each.name == "ln_1"]
     return sum(rows * primitives[n].tokens * primitives[n].features("x") for n in norms)

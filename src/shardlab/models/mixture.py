@@ -1,6 +1,6 @@
 """Primitives of a mixture of experts: route, place, dispatch, experts, combine.
 
-Each token takes `top_k` of the experts. Experts compute on buffers of one fixed size: `capacity` slots for each expert
+Each token goes to `top_k` of the experts. Experts compute on buffers of fixed size: `capacity` slots for each expert
 and microbatch.
 """
 
@@ -30,7 +30,7 @@ class Router:
     Attributes:
         hidden_size: features C of a token.
         experts: number of experts.
-        top_k: number of experts that a token is sent to.
+        top_k: number of experts to which a token is sent.
         capacity_factor: an expert's slots for a microbatch, as a multiple of top_k * tokens / experts (None: one slot
             for each token).
         auxiliary: weight of the load-balancing loss.
@@ -43,18 +43,18 @@ class Router:
     auxiliary: float
 
     def capacity(self, tokens: int) -> int:
-        """Return the slots of each expert for a microbatch with these tokens (Fedus et al. 2021, arXiv 2101.03961, eq.
+        """Return the slots of each expert for a microbatch of `tokens` tokens (Fedus et al. 2021, arXiv 2101.03961, eq.
         3).
 
-        Without a factor nothing is dropped: a token reaches an expert at most once, so one slot for each token is
-        enough.
+        Without a capacity factor no token is dropped: a token reaches an expert at most once, so one slot for each
+        token is enough.
         """
         if self.capacity_factor is None:
             return tokens
         return min(tokens, math.ceil(self.capacity_factor * self.top_k * tokens / self.experts))
 
     def places(self, tokens: int) -> int:
-        """Return the slots of all experts' buffers."""
+        """Return the number of slots of all experts together."""
         return self.experts * self.capacity(tokens)
 
 
@@ -89,14 +89,14 @@ class Route(Routing):
         return ("x",)
 
     def keeps_beside(self, rows: int) -> int:
-        """Return the elements of the probabilities of all experts, and of the numbers of those chosen."""
+        """Return the number of elements of all experts' probabilities, and of the chosen experts' numbers."""
         return rows * self.tokens * (self.router.experts + self.router.top_k)
 
     def gradients_for_weight(self) -> tuple[str, ...]:
         return ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """Return the elements of the gradient of the scores."""
+        """Return the number of elements of the scores' gradient."""
         return rows * self.tokens * self.router.experts
 
     def flops(self) -> int:
@@ -164,9 +164,7 @@ class ExpertLinear(Routing):
         return (self.router.experts, self.router.capacity(rows * self.tokens), self.outputs)
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """Weight and bias. A bias of features that are summed over slices of `ffn` is cut too: each slice adds its
-        part.
-        """
+        """Weight and bias. If `ffn` is cut and summed over, the bias is cut too, and each slice adds its part."""
         experts, indices = self.router.experts, ("expert", self.out_index, self.in_index)
         shape = (experts, self.outputs, self.inputs)
         weight = Parameter(f"{self.name}.weight", shape, True, indices, self.sections, 1)
@@ -216,7 +214,7 @@ class ExpertActivate(Routing):
 
 @dataclass(frozen=True, kw_only=True)
 class Combine(Routing):
-    """Sum of each token's results, weighted by its `gates`: the experts' buffers `x` to `x` (rows, T, C).
+    """Sum of each token's results, weighted by its `gates`: from the experts' buffers `x` to `x` (rows, T, C).
 
     A choice without a slot adds nothing.
     """
@@ -240,10 +238,10 @@ class Combine(Routing):
 def shared_experts(
     tokens: int, hidden_size: int, hidden: int, bias: bool, activation: Activation
 ) -> tuple[Primitive, ...]:
-    """Return the primitives of a feed-forward network of all tokens `x`, with the branch `y` as its result.
+    """Return the primitives of a feed-forward network for all tokens `x`, with the branch `y` as its output.
 
-    The router reads `x` after it. Every rank has the whole network, so its features have another index name than those
-    that are cut.
+    The router reads `x` after it. Every rank computes the whole network, so its features have another index name than
+    those that are cut.
     """
     features = features_of(activation, hidden)
     up = Linear(

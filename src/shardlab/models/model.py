@@ -58,11 +58,11 @@ class Model(ABC):
     @cached_property
     @abstractmethod
     def runs(self) -> Sequence[Run]:
-        """The layers, in order."""
+        """The model's layers, in order."""
 
     @abstractmethod
     def place(self, layer: int) -> str:
-        """Return the place of a layer in the model, in words such as `block 31, feed-forward`."""
+        """Return the position of a layer in the model as text, such as `block 31, feed-forward`."""
 
     def run(self, layer: int) -> Run:
         """Return the primitives of a layer."""
@@ -77,7 +77,7 @@ class Model(ABC):
         """Return the shape of activation `index` for a microbatch of `rows` sequences: int64 tokens at first, logits at
         last.
 
-        The output of an attention that is an op of its own includes the log-sum-exp of each head's scores.
+        The output of attention as a separate op includes the log-sum-exp of each head's scores.
         """
         if index == 0:
             return (rows, self.seq_len)
@@ -96,19 +96,19 @@ class Model(ABC):
     def saved_elements(self, layer: int) -> int:
         """Return the elements kept between a layer's forward and backward pass, for one sequence in training.
 
-        The layer's inputs and parameters do not count. The number is exactly that measured on a CPU. Elements have the
-        compute dtype, except for attention's log-sum-exp (without dropout): it is float32 in half precision, where its
-        `heads * block` elements count twice. A GPU is not measured: its kernels keep other statistics, and T x T
-        matrices if there is no fused attention (float64).
+        The layer's inputs and parameters do not count. The number equals the measured one on a CPU. Elements have the
+        compute dtype. One exception is attention's log-sum-exp (without dropout): it is float32 in half precision, so
+        its `heads * block` elements count twice. A GPU keeps more: other statistics, and T x T matrices if there is no
+        fused attention (float64).
         """
         return self.run(layer).saved(1)
 
     def saved_for_weight(self, layer: int) -> int:
-        """Return the elements that remain of `saved_elements` between the halves of a split backward pass, for one
+        """Return how many elements of `saved_elements` remain between the halves of a split backward pass, for one
         sequence.
 
         They include the gradients that the first half leaves for the second, beyond that of the layer's output. This
-        holds from the second step on. In the first step the executor does not know yet what the second half reads, and
+        holds from the second step on: in the first step the executor does not yet know the second half's inputs, and
         keeps everything.
         """
         return self.run(layer).saved_for_weight(1)
@@ -129,7 +129,7 @@ class Model(ABC):
         return self.run(layer).kernels(sequences, tokens, slices)
 
     def recomputed(self, layer: int, word: str) -> LayerRecomputation:
-        """Return what is computed again of a layer, and what is kept, if all blocks are recomputed in this way.
+        """Return the recomputed primitives and the kept tensors of a layer, if all blocks are recomputed in this way.
 
         Args:
             layer: number of the layer.
@@ -139,7 +139,7 @@ class Model(ABC):
 
     @cached_property
     def steps_of_blocks(self) -> Mapping[int, tuple[Place, ...]]:
-        """Places of each block's primitives, in order. Those of the embedding and of the head belong to no block."""
+        """Positions of each block's primitives, in order. The embedding and the head belong to no block."""
         found: dict[int, list[Place]] = {}
         for layer, run in enumerate(self.runs):
             for number, step in enumerate(run.all_steps):
@@ -148,7 +148,7 @@ class Model(ABC):
         return {block: tuple(places) for block, places in found.items()}
 
     def attention_after(self, layer: int) -> Attend:
-        """Return the attention after a layer that makes queries, keys and values for an op of its own."""
+        """Return the attention after a layer whose queries, keys and values go to a separate op."""
         attend = self.run(layer).attend
         assert attend is not None, f"attention is no op of its own after layer {layer}"
         assert isinstance(attend.primitive, Attend)
@@ -157,38 +157,38 @@ class Model(ABC):
     def attend_kernels(
         self, layer: int, sequences: int, queries: int, keys: int, seen: float, slices: int = 1
     ) -> tuple[Kernel, ...]:
-        """Return the kernels of an ATTEND: queries of a layer meet keys and values, in models cut for `cp`.
+        """Return the kernels of an ATTEND of a layer's queries to keys and values, in models cut for `cp`.
 
         Args:
             layer: number of the layer.
             sequences: sequences of the microbatches that are computed together.
             queries, keys: tokens of each sequence.
-            seen: fraction of the pairs whose query is not before the key.
+            seen: fraction of the (query, key) pairs whose query is not before the key.
             slices: number of slices of the heads.
         """
         return self.attention_after(layer).kernels_between(sequences, queries, keys, seen, {"head": slices})
 
     @property
     def logits(self) -> int:
-        """Scores of a token, with those of padding."""
+        """Number of scores of a token, padding included."""
         return self.activation_shape(self.layers)[-1]
 
     def loss_kernels(self, sequences: int, tokens: int, slices: int = 1) -> tuple[Kernel, ...]:
         """Return the kernels of the cross-entropy of one of `slices` slices of the vocabulary.
 
-        Its backward kernels make the logits' gradient. A LOSS does both at once. If the vocabulary is sliced,
-        LOSS_STATS does the first part and LOSS the second.
+        Their backward kernels make the logits' gradient. A LOSS runs both. If the vocabulary is sliced, LOSS_STATS runs
+        the first part and LOSS the second.
         """
         logits = sequences * tokens * self.logits // slices
         return (Pointwise("cross_entropy", logits, 2 * logits),)
 
     def borrowed(self, layer: int) -> tuple[str, ...]:
-        """Return the names of the first layer's parameters with which another layer computes too: a tied embedding."""
+        """Return the names of the first layer's parameters that a layer also uses: those of a tied embedding."""
         return self.run(layer).borrows
 
     @cached_property
     def carried_features(self) -> dict[Kind, int]:
-        """Features of a token in each kind of value that is carried between layers beside the activations."""
+        """Features of a token, for each kind of value that layers pass on beside the activations."""
         found = {Kind.RESIDUAL: 0, Kind.ROUTING: 0}
         for run in self.runs:
             for kind, names in run.carried_outputs.items():
@@ -210,12 +210,12 @@ class Model(ABC):
 
     @property
     def parameter_tensors(self) -> int:
-        """Number of the parameters' tensors."""
+        """Number of parameter tensors."""
         return sum(len(self.layout(layer).parameters) for layer in range(self.layers))
 
     @cached_property
     def signatures(self) -> tuple[Layer, ...]:
-        """Signature of each layer: the values that it takes and makes."""
+        """Signature of each layer: its inputs and outputs."""
         written: list[LayerDefinition] = []
         for run in self.runs:
             written.append((run.name, [step.primitive.node for step in run.steps], run.cut))
@@ -225,7 +225,7 @@ class Model(ABC):
 
     @property
     def leading_blocks(self) -> int:
-        """Number of first blocks that differ from the others. All others are identical."""
+        """Number of blocks at the start that differ from the rest. The rest are identical."""
         return 0
 
     @property
@@ -235,8 +235,8 @@ class Model(ABC):
 
     @property
     def attention_features(self) -> tuple[int, int]:
-        """Features of a token's queries, and of its keys and values, if layers make them for an attention of
-        its own.
+        """Features of a token's queries, and of its keys and values, if layers output them for attention as a separate
+        op.
         """
         layer = next((layer for layer in range(self.layers) if self.run(layer).attend), None)
         if layer is None:
@@ -247,8 +247,8 @@ class Model(ABC):
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
         """Return the elements of every value in a program whose microbatches are `rows` sequences.
 
-        The optimizer state is AdamW's two moments. The elements of activation 0 are its tokens (int64). Its gradient
-        does not exist, but has the same entry. The entries of a sliced layer are for all its slices together.
+        The optimizer state is AdamW's two moments. Activation 0 has its tokens as elements (int64); its gradient does
+        not exist, but has the same entry. The entries of a sliced layer cover all its slices.
         """
         if rows < 1:
             raise UserError(f"a microbatch of {rows} sequences is empty; it needs at least 1")
@@ -278,7 +278,7 @@ class Model(ABC):
         )
 
     def _attend_flops(self) -> float:
-        """FLOPs of an attention that is an op of its own, for one sequence; 0 if there is none."""
+        """FLOPs of attention as a separate op, for one sequence; 0 if there is none."""
         attend = next((run.attend.primitive for run in self.runs if run.attend is not None), None)
         return _flops(attend.kernels(1, self.seq_len, {})) if attend is not None else 0.0
 
@@ -289,7 +289,7 @@ def _flops(kernels: Iterable[Kernel]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Model):
-    """Model with one block in each layer, and base of the architectures.
+    """Model with one block in each layer: the base class of the architectures.
 
     The embedding belongs to layer 0, and the final norm and the head to layer `layers - 1`.
     """
@@ -299,7 +299,7 @@ class Blocks(Model):
         """Parts of every block: each part's name for messages, and its primitives."""
 
     def leading_block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
-        """Parts of each of the `leading_blocks`."""
+        """Parts of each of the `leading_blocks`, as in `block_parts`."""
         return self.block_parts()
 
     @property
@@ -319,7 +319,7 @@ class Blocks(Model):
 
     @property
     def has_tied_head(self) -> bool:
-        """Whether the head computes with the token embedding."""
+        """Whether the head uses the token embedding as its matrix."""
         return False
 
     @cached_property
@@ -360,7 +360,7 @@ class Blocks(Model):
         return f"block {layer}"
 
     def borrowed(self, layer: int) -> tuple[str, ...]:
-        """Return the names that `Model.borrowed` returns, without making all layers, which may not fit into memory."""
+        """Return the same names as `Model.borrowed`, without building all layers, which may not fit into memory."""
         return ("wte.weight",) if self.has_tied_head and 0 < layer == self.layers - 1 else ()
 
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
@@ -388,8 +388,8 @@ class ParameterCounts:
 
     Attributes:
         parameters: all parameters.
-        decayed, decayed_tensors: parameters on which weight decay acts, and the number of their tensors.
-        not_decayed, not_decayed_tensors: all other parameters, and the number of their tensors.
+        decayed, decayed_tensors: number of parameters with weight decay, and number of their tensors.
+        not_decayed, not_decayed_tensors: number of all other parameters, and number of their tensors.
         without_positions: all parameters except position embeddings, as nanoGPT's `get_num_params` counts.
     """
 

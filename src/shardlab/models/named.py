@@ -25,15 +25,15 @@ from shardlab.models.layer import want_carried, want_sound
 from shardlab.models.model import Blocks
 
 ARCHITECTURES: dict[str, type[Blocks]] = {"gpt": GPT, "mlp": MLP, "moe": MoE, "llama": Llama, "mixtral": Mixtral}
-"""Architectures by name. Such a name alone stands for a very small model, for experiments."""
+"""Architectures by name. As the name of a model, each stands for a very small one, for experiments."""
 
 FROM_FILES: dict[type[Blocks], str] = {}
 """Names of the architectures that were found in users' files."""
 
 
 def find_model(name: str) -> Blocks:
-    """Return the model of a name, in any case, or of a file: path/to/file.py:NAME, path/to/model.toml, a config.json of
-    transformers, or a folder that has one.
+    """Return the model with a name, ignoring case, or of a file: path/to/file.py:NAME, path/to/model.toml, a
+    config.json of transformers, or a folder that has one.
 
     >>> find_model("gpt2").parameter_count
     124439808
@@ -45,7 +45,7 @@ def find_model(name: str) -> Blocks:
         layers = 4
 
     Raises:
-        UserError: if there is no such name or file, if the object in a Python file is no model, or if the model does
+        UserError: if there is no such name or file, if the object in a Python file is not a model, or if the model does
             not have the fields of a TOML file.
     """
     if name.endswith(".toml"):
@@ -71,10 +71,10 @@ def is_config_file(name: str) -> bool:
 
 
 def unsized(name: str, model: Blocks) -> set[str]:
-    """Return the fields of a model whose values no one has chosen.
+    """Return the fields of a model whose values are only defaults.
 
-    These are all fields of an architecture, the fields that a class in a file does not set itself, and none of a
-    published model.
+    For an architecture these are all fields, for a class in a file the fields that it does not set itself, and for a
+    published model none.
     """
     kind = type(model)
     if name.lower() not in ARCHITECTURES and not FROM_FILES.get(kind, "").endswith(f":{kind.__name__}"):
@@ -84,7 +84,7 @@ def unsized(name: str, model: Blocks) -> set[str]:
 
 
 def name_of(kind: type[Blocks]) -> str:
-    """Return a name by which `find_model` finds an architecture."""
+    """Return a name with which `find_model` finds an architecture."""
     return FROM_FILES.get(kind, kind.__name__.lower())
 
 
@@ -94,7 +94,7 @@ def sources() -> dict[str, str]:
 
 
 def with_fields(model: Blocks, changes: Mapping[str, Any], source: str) -> Blocks:
-    """Return a model with some fields changed. An error message begins with `source`.
+    """Return a model with some fields changed. Error messages begin with `source`.
 
     Raises:
         UserError: for a field that it does not have, or for values that contradict each other.
@@ -104,7 +104,7 @@ def with_fields(model: Blocks, changes: Mapping[str, Any], source: str) -> Block
 
 
 def with_written(model: Blocks, written: Mapping[str, Any], source: str) -> Blocks:
-    """Return a model with some fields changed to values from a file, in which infinity stands for None.
+    """Return a model with some fields changed to values of a file, where infinity means None.
 
     Raises:
         UserError: as `with_fields` does, and for a value of another type.
@@ -127,7 +127,7 @@ ENDING = ".safetensors"
 SINGLE = "model.safetensors"
 
 SHARD_BYTES = 5 * 10**9
-"""Most bytes of a file, unless one tensor has more, as in transformers."""
+"""Largest size of a file in bytes, unless a single tensor is larger, as in transformers."""
 
 
 def index_of(single: Path) -> Path:
@@ -167,7 +167,7 @@ def weights_at(single: Path) -> Path | None:
 
 
 def _from_python(path: Path, name: str) -> Blocks:
-    """Return a model of a user's file. It is tried with one block, so that mistakes are reported here."""
+    """Return a model of a user's file. A model of one block is built as a test, so that mistakes are reported here."""
     found = find_member(load_module(path), path, name, ("model", "models"), _is_own)
     if not _is_model(found):
         raise UserError(
@@ -196,12 +196,12 @@ def _is_model(found: object) -> TypeGuard[Blocks | type[Blocks]]:
 
 
 def _is_own(found: object) -> bool:
-    """Return whether an object is a model that the file defines, rather than one that it imports."""
+    """Return whether an object is a model that the file defines, and not one that it imports."""
     return _is_model(found) and found not in ARCHITECTURES.values()
 
 
 def _by_name(model: Blocks) -> tuple[Any, ...]:
-    """Return the function and the arguments by which another process builds the model of a file again."""
+    """Return the function and the arguments with which another process rebuilds a model of a file."""
     return _again, (name_of(type(model)), {field.name: getattr(model, field.name) for field in fields(model)})
 
 

@@ -1,9 +1,9 @@
 """Primitives: single steps of a model's arithmetic, on tensors with names.
 
-Each primitive states once which tensors it reads and makes, along which indices it may be cut, its parameters, its
-FLOPs and kernels, and the tensors that its backward pass reads. `shardlab.models.tensors` computes it on torch, and a
-test compares the two. All other properties of a model are sums over primitives: sizes, memory and rules of its layers.
-`Primitive` is the base, and `Step` is a primitive in its place in a model. Below them are the primitives that most
+Each primitive declares its input and output tensors, the indices along which it may be cut, its parameters, its FLOPs
+and kernels, and the tensors that its backward pass reads. `shardlab.models.tensors` computes it on torch, and a test
+compares the two. All other properties of a model are sums over primitives: sizes, memory and rules of its layers.
+`Primitive` is the base, and `Step` is a primitive at its position in a model. Below them are the primitives that most
 models consist of: look-up, norm, linear map, activation, and sum with the residual stream.
 
 The tensors of a model have these names: `x`, which most primitives read and make; `s`, the residual stream; `q` and
@@ -35,11 +35,11 @@ Pieces = Mapping[str, int]
 
 
 LARGE = 2**14
-"""Elements of a weight from which on a choice between kernels for its product pays off."""
+"""Smallest weight, in elements, for which a choice between kernels for its product pays off."""
 
 RECOMPUTED_FROM = 2**17
-"""Elements of a weight from which on its input, the result of an activation function, is computed again in the backward
-pass. That takes a thirtieth of a step of a model with 128 features, and less for wider ones, because products grow
+"""Smallest weight, in elements, whose input is recomputed in the backward pass if it is the result of an activation
+function. That takes a thirtieth of a step of a model with 128 features, and less for wider ones, because products grow
 faster."""
 
 INTEGERS = ("choices", "slots")
@@ -56,28 +56,28 @@ class Primitive(ABC):
     """One step of a layer's arithmetic.
 
     Attributes:
-        tokens: tokens T of a sequence.
+        tokens: number of tokens T of a sequence.
     """
 
     einsum: ClassVar[str]
-    """Tensors that it reads and makes, each with its indices: `x(ffn) -> x(width)`. A field's name in braces stands for
-    the field's value."""
+    """Input and output tensors, each with its indices: `x(ffn) -> x(width)`. The name of a field in braces is replaced
+    with the field's value."""
     whole: ClassVar[frozenset[str]] = frozenset()
-    """Indices that it must have whole, because it mixes them."""
+    """Indices that must be whole, because it mixes them."""
     deals: ClassVar[frozenset[str]] = frozenset()
-    """Indices of its result of which it may make some pieces only."""
+    """Indices of which it may compute some pieces of the output only."""
     mixes_tokens: ClassVar[bool] = False
     """Whether it mixes the tokens of a sequence."""
     atomic: ClassVar[bool] = False
     """Whether its backward pass may add with atomics on a GPU, in no fixed order."""
     affine: ClassVar[bool] = False
-    """Whether its backward pass adds a gradient of its own, such as that of an auxiliary loss, multiplied by
-    `Share.gradient_scale`. Otherwise the pass is linear."""
+    """Whether its backward pass adds a gradient that does not depend on the output's, such as that of an auxiliary
+    loss, multiplied by `Share.gradient_scale`. Otherwise the pass is linear."""
 
     product: ClassVar[bool] = False
-    """Whether it is a product with a weight, whose input is kept only for the weight's gradient."""
+    """Whether it is a product with a weight, whose input is saved only for the weight's gradient."""
     made_again: ClassVar[bool] = False
-    """Whether its single result, made without parameters, is cheap to compute again, so that a product need not keep
+    """Whether it has no parameters and a single output that is cheap to recompute, so that a product need not save
     it."""
 
     tokens: int
@@ -94,11 +94,11 @@ class Primitive(ABC):
         return _tensors(self.einsum.format_map(vars(self)).split(" -> ")[1])
 
     def features(self, tensor: str) -> int:
-        """Return the features of a token in a tensor that it makes."""
+        """Return the features of a token in an output tensor."""
         raise AssertionError(f"{type(self).__name__} makes no {tensor}")
 
     def shape(self, tensor: str, rows: int) -> tuple[int, ...]:
-        """Return the shape of a tensor that it makes of `rows` sequences, which is (rows, T, features) for most."""
+        """Return the shape of an output tensor for `rows` sequences, which is (rows, T, features) for most."""
         return (rows, self.tokens, self.features(tensor))
 
     def parameters(self) -> tuple[Parameter, ...]:
@@ -107,19 +107,19 @@ class Primitive(ABC):
 
     @property
     def borrows(self) -> tuple[str, ...]:
-        """Names of the first block's parameters with which it computes too: a tied embedding."""
+        """Names of the first block's parameters that it also uses: those of a tied embedding."""
         return ()
 
     def keeps(self) -> tuple[str, ...]:
-        """Tensors, read or made, that its backward pass reads. Not all are kept (see `Run.made_again`)."""
+        """Inputs and outputs that its backward pass reads. Some are not saved but recomputed (see `Run.made_again`)."""
         return ()
 
     def keeps_beside(self, rows: int) -> int:
-        """Return the elements kept besides named tensors, for `rows` sequences: statistics, masks."""
+        """Return the number of saved elements other than named tensors, for `rows` sequences: statistics, masks."""
         return self.mask(rows)
 
     def mask(self, rows: int) -> int:
-        """Return the elements of its dropout masks, which are part of `keeps_beside`."""
+        """Return the number of elements of its dropout masks, a part of `keeps_beside`."""
         return 0
 
     def keeps_for_weight(self) -> tuple[str, ...]:
@@ -127,16 +127,16 @@ class Primitive(ABC):
         return tuple(self.reads) if self._has_matrix else ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """Return the elements that the second half reads besides named tensors and their gradients."""
+        """Return the number of elements that the second half reads besides named tensors and their gradients."""
         return 0
 
     def gradients_for_weight(self) -> tuple[str, ...]:
-        """Tensors, made (or else read), whose gradients the second half reads."""
+        """Outputs, or else inputs, whose gradients the second half reads."""
         return tuple(self.makes) if self._has_matrix else ()
 
     @property
     def adds_to(self) -> str:
-        """Name of the tensor to which it adds another one, so that both have one gradient ("": none)."""
+        """Name of the input to which it adds another one, so that input and output have one gradient ("": none)."""
         return ""
 
     def flops(self) -> int:
@@ -159,9 +159,7 @@ class Primitive(ABC):
 
     @cached_property
     def node(self) -> Node:
-        """Rule of the primitive. Tensors of integers are not part of it: they have no gradient, and accompany other
-        tensors.
-        """
+        """Rule of the primitive. Tensors of integers are left out, since they have no gradient."""
         weights = {parameter.name: " ".join(parameter.indices) for parameter in self.parameters()}
         reads, makes = (
             {name: indices for name, indices in tensors.items() if name not in INTEGERS}
@@ -175,7 +173,7 @@ class Primitive(ABC):
 
     @property
     def _has_matrix(self) -> bool:
-        """Whether the second half makes a parameter's gradient. The gradients of vectors are made in the first half."""
+        """Whether the second half computes a parameter's gradient. The first half computes gradients of vectors."""
         return any(len(parameter.shape) > 1 for parameter in self.parameters())
 
     def _borrowed_indices(self) -> dict[str, str]:
@@ -183,12 +181,12 @@ class Primitive(ABC):
 
 
 class Step(NamedTuple):
-    """Primitive in its place in a model.
+    """Primitive at its position in a model.
 
     Attributes:
         primitive: the primitive.
-        block: the block that it belongs to, which holds its parameters and draws its masks.
-        place: the place in words: `block 31, feed-forward`, `embedding`.
+        block: number of the block to which it belongs, which has its parameters and dropout masks.
+        place: the position as text: `block 31, feed-forward`, `embedding`.
     """
 
     primitive: Primitive
@@ -204,11 +202,11 @@ Activation = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 GATED = ("swiglu", "geglu")
-"""Activation functions that take two features for each hidden one."""
+"""Activation functions with two input features for each hidden one."""
 
 
 class DropoutSite(IntEnum):
-    """Place in a block where elements are dropped."""
+    """Position of a dropout in a block."""
 
     EMBEDDING = 0
     ATTENTION = 1
@@ -219,7 +217,7 @@ class DropoutSite(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup(Primitive):
-    """Look-up of tokens (rows, T) in the embedding, with result `x` (rows, T, C).
+    """Look-up of tokens (rows, T) in the embedding, with output `x` (rows, T, C).
 
     In a slice of the vocabulary, tokens of other slices give zero.
     """
@@ -243,8 +241,8 @@ class Lookup(Primitive):
         return (("width", "width", self.hidden_size),)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
-        """Return the kernels of the look-up. Its backward pass makes a gradient of the whole matrix, and adds the
-        tokens' rows.
+        """Return the kernels of the look-up. Its backward pass sets a gradient of the whole matrix to zero, and adds
+        the tokens' rows.
         """
         hidden_size = piece(self.hidden_size, pieces, "width")
         elements, matrix = sequences * tokens * hidden_size, piece(self.vocab_size, pieces, "vocab") * hidden_size
@@ -291,7 +289,7 @@ class Embed(Primitive):
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Primitive):
-    """Norm of the residual stream `s`, with result `x`: a LayerNorm, or an RMSNorm without bias (Zhang and Sennrich
+    """Norm of the residual stream `s`, with output `x`: a LayerNorm, or an RMSNorm without bias (Zhang and Sennrich
     2019, arXiv 1910.07467).
 
     Attributes:
@@ -318,7 +316,7 @@ class Norm(Primitive):
         return ("s",)
 
     def keeps_beside(self, rows: int) -> int:
-        """Return the elements of 1/deviation of each token, and for a LayerNorm also of the mean."""
+        """Return the number of elements of 1/deviation of each token, and for a LayerNorm also of the mean."""
         return rows * self.tokens * (1 if self.rms else 2)
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
@@ -331,10 +329,10 @@ class Linear(Primitive):
     """Linear map of `x`, from `inputs` features of each token to `outputs` features.
 
     Attributes:
-        name: name of its parameters, without "weight" and "bias".
-        read, made: names of the tensors, `x` by default.
-        out_index, in_index: index names of the features made and read.
-        sections: sections of the outputs, each of which is cut.
+        name: prefix of its parameters' names, before "weight" and "bias".
+        read, made: names of the input and the output tensor, `x` by default.
+        out_index, in_index: index names of the output and the input features.
+        sections: lengths of the sections of the outputs, each of which is cut.
     """
 
     einsum: ClassVar[str] = "{read}({in_index}) -> {made}({out_index})"
@@ -374,8 +372,8 @@ class Linear(Primitive):
 class Scores(Linear):
     """Score (logit) of every token of the vocabulary.
 
-    If `tied`, the scores are products with the token embedding, and there is no matrix of its own. A slice takes its
-    own part of the gradient of gathered logits.
+    If `tied`, the scores are products with the token embedding, without a separate matrix. A slice reads its part of
+    the gradient of gathered logits.
     """
 
     takes_own: bool = True
@@ -403,10 +401,10 @@ class Scores(Linear):
 class Activate(Primitive):
     """Activation function, from the features of the linear map before it to the `hidden` features of the one after it.
 
-    A gated one takes two features for each hidden one: all gates come first, then all factors of the gates.
+    A gated function has two input features for each hidden one: first all gates, then all factors of the gates.
 
     Attributes:
-        tensor, index: name of the tensor that it reads and makes, and index name of its features.
+        tensor, index: name of its input and output tensor, and index name of its features.
     """
 
     einsum: ClassVar[str] = "{tensor}({index}) -> {tensor}({index})"
@@ -431,14 +429,14 @@ class Activate(Primitive):
 
 
 def activation_kernel(activation: Activation, rows: int, hidden: int) -> Pointwise:
-    """Return the kernel of the activation function on rows of a linear map's result."""
+    """Return the kernel of the activation function on `rows` rows of a linear map's output."""
     before, after = rows * features_of(activation, hidden), rows * hidden
     name = "swiglu" if activation in GATED else activation  # recipes give one count of kernels for both
     return Pointwise(name, before + after, 2 * before + after)
 
 
 def features_of(activation: Activation, hidden: int) -> int:
-    """Return the features that a linear map makes for `hidden` features after the activation."""
+    """Return the number of features before the activation for `hidden` features after it."""
     return 2 * hidden if activation in GATED else hidden
 
 
@@ -449,7 +447,7 @@ class Add(Primitive):
     Attributes:
         branch: name of the branch, `x` by default.
         bias: name of the bias ("": none).
-        site: place of the dropout.
+        site: position of the dropout.
     """
 
     einsum: ClassVar[str] = "{branch}(width) s(width) -> s(width)"
@@ -485,7 +483,7 @@ class Add(Primitive):
 def feed_forward(
     tokens: int, hidden_size: int, hidden: int, bias: bool, activation: Activation
 ) -> tuple[Primitive, ...]:
-    """Return two linear maps with an activation between them. The second one's bias is added with the residual
+    """Return two linear maps with an activation between them. The bias of the second is added with the residual
     stream.
     """
     features = features_of(activation, hidden)

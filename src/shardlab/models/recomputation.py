@@ -1,13 +1,13 @@
-"""Recomputation inside blocks: which primitives a backward pass runs again, and which tensors are kept for that.
+"""Recomputation inside blocks: the primitives that a backward pass runs again, and the tensors that are kept for it.
 
-`recomputation` analyses the primitives of one block, for the words of `shardlab.language.recompute_names`:
+`recomputation` analyses the primitives of one block, for the names in `shardlab.language.recompute_names`:
 
-- A module of Megatron-LM is computed again as a whole. Its inputs are kept. Results inside it are not; its own result
-  is, unless the module is one of `DISCARDED`, whose result is freed and made again before its reader's backward pass
-  (megatron/core/tensor_parallel/random.py, `CheckpointFunction` and `CheckpointWithoutOutput`, at d98e8a64).
-- A policy of MaxText keeps the results that it names, if the backward pass needs them or something that is computed
-  from them. All else that is needed is computed again from these and from the block's input, as JAX derives it
-  (`jax.checkpoint` with `save_only_these_names`; dead code is eliminated).
+- A module of Megatron-LM is recomputed as a whole. Its inputs are kept; results inside it are not. Its output is kept
+  too, unless the module is one of `DISCARDED`: such an output is freed, and computed again before its reader's backward
+  pass (megatron/core/tensor_parallel/random.py, `CheckpointFunction` and `CheckpointWithoutOutput`, at d98e8a64).
+- A policy of MaxText keeps the results that it names, if the backward pass needs them or values computed from them. All
+  other needed values are recomputed from these and from the block's input, as JAX derives it (`jax.checkpoint` with
+  `save_only_these_names`; dead code is eliminated).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Block = tuple[Primitive, ...]
 """Primitives of a block, from its first norm to its last sum with the residual stream."""
 
 Place = tuple[int, int]
-"""Layer of a primitive, and its number among the layer's; an attention that is an op of its own comes last."""
+"""(layer, number in the layer) of a primitive. Attention as a separate op comes last in its layer."""
 
 DISCARDED = ("layernorm", "mla_up_proj", "moe_act")
-"""Modules whose result is not kept either."""
+"""Modules whose output is not kept either."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Recomputation:
     Attributes:
         again: numbers of the primitives that the backward pass runs again.
         kept: tensors that are kept from the forward pass, each with the numbers of the primitives that need it. Inputs
-            of the block are kept too.
+            of the block are among them.
     """
 
     again: frozenset[int]
@@ -48,7 +48,7 @@ class Recomputation:
 
 @lru_cache(maxsize=256)
 def recomputation(block: Block, word: str) -> Recomputation:
-    """Return what is computed again of a block, and what is kept.
+    """Return the recomputed primitives and the kept tensors of a block.
 
     Args:
         block: the block.
@@ -104,8 +104,8 @@ def _by_policy(block: Block, names: frozenset[str]) -> Recomputation:
 def _steps_of(block: Block, module: str) -> Iterator[int]:
     """Yield the primitives of a module.
 
-    Transformer Engine's norms are part of the product that follows (megatron/core/models/gpt/gpt_layer_specs.py): only
-    those before latent attention and before experts are modules, and computed again as layernorm.
+    Transformer Engine's norms are part of the next product (megatron/core/models/gpt/gpt_layer_specs.py). Only the
+    norms before latent attention and before experts are modules, and are recomputed as `layernorm`.
     """
     mixture = any(isinstance(each, Route) for each in block)
     latent = any(isinstance(each, Latents) for each in block)
@@ -131,7 +131,7 @@ def _steps_of(block: Block, module: str) -> Iterator[int]:
 
 
 def _results(block: Block, name: str) -> Iterator[Made]:
-    """Yield the tensors of a name of MaxText's (src/maxtext/layers/attentions.py, linears.py and moe.py)."""
+    """Yield the tensors to which MaxText gives a name (src/maxtext/layers/attentions.py, linears.py and moe.py)."""
     for step, each in enumerate(block):
         linear = each.name if isinstance(each, Linear | ExpertLinear) else ""
         if name == "qkv_proj" and isinstance(each, Attend):
@@ -147,14 +147,14 @@ def _results(block: Block, name: str) -> Iterator[Made]:
 
 @dataclass(frozen=True)
 class LayerRecomputation:
-    """Recomputation of one layer of a program, which may hold parts of two blocks.
+    """Recomputation of one layer of a program, which may have parts of two blocks.
 
     Attributes:
         again: numbers of its primitives that the backward pass runs again.
         inside: numbers of its primitives that belong to blocks.
-        kept: tensors that are made in the layer, and kept for primitives of blocks in it.
-        keeps_input: whether one of these needs the activation that enters the layer.
-        attends_again: whether the attention that is an op of its own is computed again.
+        kept: tensors that are computed in the layer, and kept for the layer's primitives.
+        keeps_input: whether one of these primitives needs the activation that enters the layer.
+        attends_again: whether attention as a separate op is recomputed.
     """
 
     again: frozenset[int]
@@ -167,11 +167,11 @@ class LayerRecomputation:
 def recomputed_in(
     runs: Sequence[Run], places: Mapping[int, tuple[Place, ...]], layer: int, word: str
 ) -> LayerRecomputation:
-    """Return what is computed again of a layer, and what is kept.
+    """Return the recomputed primitives and the kept tensors of a layer.
 
     Args:
         runs: the model's layers.
-        places: places of each block's primitives.
+        places: positions of each block's primitives.
         layer: number of the layer.
         word: modules joined by +, or a policy.
     """
@@ -191,7 +191,7 @@ def recomputed_in(
             keeps_input |= any(run.read_or_made(tensor.name, each) == entering for each in here)
             if here and own.get(tensor.step, last) < last:
                 kept.add(Made(tensor.name, own[tensor.step]))
-        for place, number in own.items():  # the input of the block, which may be made in this layer
+        for place, number in own.items():  # the input of the block, which this layer may compute
             primitive = primitives[place]
             names = primitive.reads if place in found.again else primitive.keeps()
             for name in names:

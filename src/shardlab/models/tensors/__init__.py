@@ -1,8 +1,9 @@
 """The models' arithmetic on torch.
 
 Read `compute` first: it defines every primitive. `layers` runs them as a function of tensors, and `backward` has the
-passes that the executor runs. Beside these are `attention` and `mixture` (arithmetic of larger primitives), `share`
-(what a rank computes), `dropout` (masks), `weights` (first values and flat buffers) and `generate` (text).
+passes that the executor runs. The other modules are `attention` and `mixture` (arithmetic of larger primitives),
+`share` (the part of a layer that a rank computes), `dropout` (masks), `weights` (initialization and flat buffers) and
+`generate` (text).
 """
 
 from shardlab.models.tensors.backward import (

@@ -2,8 +2,8 @@
 
 - `attend` lets some tokens' queries attend to some tokens' keys and values. `merge` combines two such outputs, and
   `attend_backward` is the backward pass of one part. The output of a part is the mixed values and the log-sum-exp of
-  each query's scores. From these two, parts are merged in any order (Dao et al. 2022, arXiv 2205.14135, section 3.1).
-  The backward pass of a part needs no other part (there, appendix B.2: dS = P * (dP - rowsum(dO * O)), where O is the
+  each query's scores, with which parts can be merged in any order (Dao et al. 2022, arXiv 2205.14135, section 3.1). The
+  backward pass of a part needs no other part (ibid., appendix B.2: dS = P * (dP - rowsum(dO * O)), where O is the
   merged output).
 - `rotations` and `rotate` are rotary position embeddings.
 - `KeyValueCache` keeps keys and values of earlier tokens while text is generated.
@@ -42,7 +42,7 @@ def attend(
     key_tokens: Sequence[int],
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Attend to these keys and values alone. Queries that see none of them get 0 and a log-sum-exp of -inf."""
+    """Attend to these keys and values only. Queries to which all of them are masked get 0 and a log-sum-exp of -inf."""
     q, (k, v) = _heads(primitive, queries, primitive.heads), _keys_and_values(primitive, keys_values)
     mixed = q.new_zeros(*q.shape[:-1], primitive.value_size)
     lse = q.new_full(q.shape[:-1], float("-inf"))
@@ -76,7 +76,7 @@ def attend_backward(
     key_tokens: Sequence[int],
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the terms of one part in the gradients of the queries, and of the keys and values.
+    """Return one part's terms of the queries' gradient, and of the keys' and values' gradient.
 
     Args:
         attention_output: the merged output for all keys and values that the queries see.
@@ -127,11 +127,11 @@ def rotate(features: Tensor, turns: Tensor, heads: int) -> Tensor:
 
     Args:
         features: (rows, T, features) of queries, then of keys, then of values.
-        turns: rotations of the tokens, as `rotations` makes them.
+        turns: rotations of the tokens, from `rotations`.
         heads: number of heads to rotate: those of queries and of keys.
 
     Returns:
-        A tensor of the same shape, in memory of its own.
+        A new tensor of the same shape.
     """
     tokens = features.shape[1]
     assert len(turns) == tokens, f"rotations of {len(turns)} tokens, but {tokens} tokens are given"
@@ -156,7 +156,7 @@ def rotations(
 
     Args:
         theta: base of the angles.
-        scaling: how slower frequencies are stretched (None: not).
+        scaling: scaling of the slower frequencies (None: no scaling).
         size: features of a head.
         tokens: positions in the sequence.
         dtype: dtype of the real and the imaginary part.
@@ -172,12 +172,12 @@ def rotations(
 
 
 def rotate_back(features: Tensor, turns: Tensor, heads: int) -> Tensor:
-    """Undo `rotate`. It is also the backward pass of `rotate`, as `rotate` is that of this function."""
+    """Undo `rotate`. Each of the two functions is the backward pass of the other."""
     return rotate(features, turns.conj(), heads)
 
 
 class KeyValueCache:
-    """Keys and values of a text's tokens in one layer, so that each new token is computed alone."""
+    """Keys and values of a text's tokens in one layer, so that only new tokens are computed."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -199,7 +199,7 @@ class KeyValueCache:
 
 
 def can_cache(model: Model) -> bool:
-    """Return whether generation can use a `KeyValueCache`: tokens interact in attention alone.
+    """Return whether generation can use a `KeyValueCache`, since tokens interact only in attention.
 
     Routing makes tokens interact if experts have a limited capacity.
     """
@@ -221,33 +221,33 @@ def consecutive_runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def select_rows(matrix: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Return some tokens' rows (dim 0), as a view if the tokens are consecutive. Autograd saves nothing for it."""
+    """Return some tokens' rows (dim 0), as a view if the tokens are consecutive, for which autograd saves nothing."""
     pieces = [matrix[tokens[start] : tokens[stop - 1] + 1] for start, stop in consecutive_runs(tokens)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 @lru_cache(maxsize=64)
 def index_tensor(device: torch.device, numbers: range | tuple[int, ...]) -> Tensor:
-    """Return an index tensor on a device, cached. A list as an index would be copied, and waited for, at each use."""
+    """Return an index tensor on a device, cached. A list as an index would cause a blocking copy at each use."""
     return torch.tensor(numbers, device=device)
 
 
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:
-    """Move a tensor to a device. The host does not wait: a GPU copies from pinned memory."""
+    """Move a tensor to a device. The host does not wait, since a GPU copies from pinned memory."""
     if tensor.device == device:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _visible(tokens: Sequence[int], key_tokens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Yield runs of consecutive queries, each with the keys that its last query sees. Later keys are not computed."""
+    """Yield runs of consecutive queries, each with the keys up to its last query; later keys are masked."""
     for start, stop in consecutive_runs(tokens):
         if seen := bisect_right(key_tokens, tokens[stop - 1]):
             yield slice(start, stop), slice(seen)
 
 
 def _scores(q: Tensor, k: Tensor, tokens: Sequence[int], key_tokens: Sequence[int]) -> Tensor:
-    """Return scores (rows, kv heads, group, T, T'), -inf where the key comes after the query."""
+    """Return scores (rows, kv heads, group, T, T'), -inf if the key comes after the query."""
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     if key_tokens[-1] <= tokens[0]:
         return scores
@@ -282,7 +282,7 @@ def _grouped(primitive: Attend, mask: Tensor) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Replace -inf by 0, because -inf - -inf is not a number."""
+    """Replace -inf by 0, because -inf - -inf is NaN."""
     return lse.masked_fill(lse.isneginf(), 0)
 
 

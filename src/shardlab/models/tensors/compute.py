@@ -1,17 +1,17 @@
-"""Definition of each primitive: the function that computes it, whole or one rank's share.
+"""Definition of each primitive: the function that computes it, whole or for one rank's share.
 
 - `compute` dispatches on the primitive. All other implementations are tested against the functions registered there.
-- `linear_forward` and `linear_backward` are products with large weights, by oneDNN or by torch's own kernels, whichever
-  is faster. Torch calls MKL in float32 on x86, and the faster library depends on the CPU, the shape and the direction.
-  `is_onednn_faster` times both, and `KERNEL_CHOICES` has the results; until a choice is made, torch's own kernels
-  compute. `shardlab.execute.kernel_choice` gives all ranks the same choices, and `benchmarks/products.py` compares both
-  kernels. Compiled layers do not use these functions.
+- `linear_forward` and `linear_backward` are products with large weights, by oneDNN or by torch's default kernels,
+  whichever is faster. Torch calls MKL in float32 on x86; the faster library depends on the CPU, the shape and the
+  direction. `is_onednn_faster` times both, and `KERNEL_CHOICES` has the results. A product without a choice uses
+  torch's kernels. `shardlab.execute.kernel_choice` gives all ranks the same choices, and `benchmarks/products.py`
+  compares both kernels. Compiled layers do not use these functions.
 - `cross_entropy` is the loss. Over slices of the vocabulary it is `loss_stats` with `combine_loss` and `loss_gradient`:
   each slice reduces its logits to three numbers a token (their maximum, the sum of exp(logit - maximum), and the
   target's logit), and these numbers of all slices determine the loss and each slice's gradient (Megatron-LM's
   vocabulary-parallel cross-entropy; Shoeybi et al. 2019, arXiv 1909.08053, section 3). Targets of -1 do not count. All
   numbers are in float32 or float64.
-- `with_auxiliary_loss` is for primitives that add a loss of their own.
+- `with_auxiliary_loss` is for primitives that add another loss, such as load balancing.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -40,15 +40,15 @@ from shardlab.models.tensors.attention import KeyValueCache, attention_with_drop
 from shardlab.models.tensors.share import Share
 
 
-@dataclass(slots=True)  # not frozen: one is made for every primitive, and a frozen one takes three times as long
+@dataclass(slots=True)  # not frozen: one is created for every primitive, and freezing would triple the time
 class Operands:
     """Operands of a primitive.
 
     Attributes:
         parameters: its parameters by name; those of one slice if the layer is sliced.
-        tensors: the tensors that it reads, by name, rows first.
-        share: the slice, or the tokens, that these are.
-        factor: its factor beside the parameters, such as a dropout mask (see `dropout.make_factor`).
+        tensors: its input tensors by name, rows first.
+        share: the slice of the layer, or the tokens, to which the operands belong.
+        factor: its factor that is not a parameter, such as a dropout mask (see `dropout.make_factor`).
         cache: keys and values of the text's earlier tokens (None: the operands have all tokens).
     """
 
@@ -60,11 +60,11 @@ class Operands:
 
     @property
     def x(self) -> Tensor:
-        """The tensor that most primitives read."""
+        """The tensor `x`, which most primitives read."""
         return self.tensors["x"]
 
     def linear(self, read: str, weight: str, bias: str = "") -> Tensor:
-        """Apply a linear map with parameters of these names; an empty name stands for no bias."""
+        """Apply a linear map to a tensor, by the names of the tensor and of the parameters ("": no bias)."""
         parameters = self.parameters
         return F.linear(self.tensors[read], parameters[weight], parameters[bias] if bias else None)
 
@@ -90,7 +90,7 @@ def _(primitive: Lookup, operands: Operands) -> tuple[Tensor, ...]:
 
 @compute.register
 def _(primitive: Embed, operands: Operands) -> tuple[Tensor, ...]:
-    """The residual stream has memory of its own, because it outlives the embedding."""
+    """The residual stream has separate memory, because it outlives the embedding."""
     x = operands.x
     if primitive.positions:
         x = x + select_rows(operands.parameters["wpe.weight"], operands.share.tokens or range(x.shape[1]))
@@ -137,7 +137,7 @@ def _(primitive: Add, operands: Operands) -> tuple[Tensor, ...]:
 
 @compute.register
 def _(primitive: Projection, operands: Operands) -> tuple[Tensor, ...]:
-    """One product makes one tensor, and `q` and `kv` are views of it."""
+    """One product computes one tensor, of which `q` and `kv` are views."""
     of = operands.share.piece("head")[1]
     features = operands.linear("x", "attn.c_attn.weight", "attn.c_attn.bias" if primitive.bias else "")
     if operands.factor is not None:
@@ -160,7 +160,7 @@ def _(primitive: Latents, operands: Operands) -> tuple[Tensor, ...]:
 
 @compute.register
 def _(primitive: LatentProjection, operands: Operands) -> tuple[Tensor, ...]:
-    """The rotated features of a head come first, so that the rotation is that of `rotate` on narrower heads."""
+    """The rotated features of a head come first, so that `rotate` can treat them as narrower heads."""
     sizes, parameters = primitive.sizes, operands.parameters
     heads, turns = sizes.heads // operands.share.piece("head")[1], operands.factor
     assert turns is not None, "rotary positions have angles"
@@ -177,7 +177,7 @@ def _(primitive: LatentProjection, operands: Operands) -> tuple[Tensor, ...]:
 
 @compute.register
 def _(primitive: HeadNorm, operands: Operands) -> tuple[Tensor, ...]:
-    """One tensor has the results, as that of a projection does."""
+    """The results are views of one tensor, as those of a projection."""
     of = operands.share.piece("head")[1]
     together = torch.cat([operands.tensors["q"], operands.tensors["kv"]], -1)
     weight = torch.cat([operands.parameters[f"attn.{name}_norm.weight"] for name in "qk"])
@@ -212,7 +212,7 @@ def _(primitive: Attend, operands: Operands) -> tuple[Tensor, ...]:
         mixed = F.scaled_dot_product_attention(q, k, v, seen, is_causal=not earlier, enable_gqa=grouped)
     else:
         if kv_heads < heads:
-            q = q.clone()  # autograd then keeps this and not all features
+            q = q.clone()  # so that autograd saves only this, not all features
             k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
         mixed = attention_with_dropout(q, k, v, operands.factor)
     return (mixed.transpose(1, 2).flatten(2),)
@@ -307,13 +307,13 @@ AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_avail
 """Whether this torch has both kernels."""
 
 GAIN = 0.97
-"""Largest ratio of oneDNN's time to that of torch's own kernel at which oneDNN is chosen; beyond it, noise decides."""
+"""Largest ratio of oneDNN's time to that of torch's kernel at which oneDNN is chosen. Higher ratios may be noise."""
 
 BUDGET = 0.03
-"""Seconds after which timing of one product ends."""
+"""Seconds after which the timing of one product ends."""
 
 REPEATS = range(3, 51)
-"""Fewest and most repetitions that are timed."""
+"""Smallest and largest number of timed repetitions."""
 
 
 class Product(NamedTuple):
@@ -321,10 +321,10 @@ class Product(NamedTuple):
 
     Attributes:
         rows: rows of the matrix that is multiplied.
-        inputs: features that the linear map reads.
-        outputs: features that it makes.
+        inputs: input features of the linear map.
+        outputs: output features of the linear map.
         bias: whether a bias is added.
-        backward: whether this is the product that makes the input's gradient.
+        backward: whether this is the product for the input's gradient.
     """
 
     rows: int
@@ -335,7 +335,7 @@ class Product(NamedTuple):
 
 
 KERNEL_CHOICES: dict[Product, bool | None] = {}
-"""Whether oneDNN computes a product; None if the product has occurred and no kernel is chosen yet."""
+"""Whether oneDNN computes a product; None if the product has occurred, but no kernel is chosen yet."""
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -358,7 +358,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 @contextmanager
 def kernel_choices(chosen: Mapping[Product, bool]) -> Generator[None, None, None]:
-    """Replace all kernel choices by these within a block, and restore the earlier ones after it."""
+    """Use these kernel choices instead of all others within a block."""
     before = KERNEL_CHOICES.copy()
     KERNEL_CHOICES.clear()
     KERNEL_CHOICES.update(chosen)
@@ -381,9 +381,9 @@ def time_kernels(product: Product, turns: range, budget: float) -> list[tuple[fl
     """Time a product by both kernels alternately. Every second repetition begins with the other kernel.
 
     Args:
-        product: its shape.
-        turns: fewest and most repetitions.
-        budget: seconds after which no repetition beyond the fewest begins.
+        product: the shape.
+        turns: smallest and largest number of repetitions.
+        budget: seconds after which repetitions stop, once the smallest number is done.
 
     Returns:
         For each repetition, CPU seconds of this thread in oneDNN's and in torch's own kernel. CPU time excludes other
@@ -428,8 +428,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def loss_stats(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     """Reduce a slice of the logits to (rows, T, 3): maximum, sum of exp(logit - maximum), and the target's logit.
 
-    The last is 0 where the target lies in another slice, so that it can be summed over slices. A slice of padding alone
-    (every logit -inf) gives (-inf, 0, 0).
+    The target's logit is 0 if the target lies in another slice, so that it can be summed over slices. A slice with only
+    padding (every logit -inf) gives (-inf, 0, 0).
 
     Args:
         logits: (rows, T, tokens of the slice); -inf for padding.
@@ -457,7 +457,7 @@ def loss_gradient(logits: Tensor, stats: Tensor, targets: Tensor, first: int, we
 
     Args:
         logits, targets, first: as for `loss_stats`; the gradient has the logits' shape and dtype.
-        stats: of all slices, (slices, rows, T, 3).
+        stats: statistics of all slices, (slices, rows, T, 3).
         weight: factor of the loss; the product is rounded to the logits' dtype.
     """
     maximum, total = _combine_stats(stats)
@@ -468,21 +468,21 @@ def loss_gradient(logits: Tensor, stats: Tensor, targets: Tensor, first: int, we
 
 
 def with_auxiliary_loss(x: Tensor, loss: Tensor, share: Share) -> Tensor:
-    """Return `x` unchanged; its backward pass also differentiates a loss (as Megatron-LM's MoEAuxLossAutoScaler).
+    """Return `x` unchanged; its backward pass also differentiates a loss (as Megatron-LM's MoEAuxLossAutoScaler does).
 
-    A primitive that calls it declares `affine`. The reported loss does not include the auxiliary loss.
+    A primitive that calls this declares `affine`. The reported loss does not include the auxiliary loss.
 
     Args:
         x: a result of the primitive.
-        loss: the auxiliary loss, (), summed over the rank's microbatches. The gradient is that of the step's mean over
-            microbatches.
-        share: share of the layer, as the primitive's operands have it.
+        loss: the auxiliary loss, a scalar, summed over the rank's microbatches. The gradient is that of the step's mean
+            over microbatches.
+        share: the share in the primitive's operands.
     """
     return cast(Tensor, _WithLoss.apply(x, loss, share))
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity of a tensor, which sends the pass's gradient scale to a loss as its gradient."""
+    """Identity function of a tensor. Its backward pass also gives a loss the gradient scale as gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, share: Share) -> Tensor:
@@ -495,7 +495,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 def _chosen(x: Tensor, weight: Tensor, bias: bool, backward: bool) -> bool:
-    """Return whether oneDNN computes a product. Note a large one in float32 on a CPU, so that a kernel gets chosen."""
+    """Return whether oneDNN computes a product. Record a large one in float32 on a CPU, to choose its kernel."""
     if weight.numel() < LARGE or x.dtype != torch.float32 or x.device.type != "cpu":
         return False
     outputs, inputs = weight.shape

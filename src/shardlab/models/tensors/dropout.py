@@ -1,8 +1,8 @@
-"""Dropout masks and other factors that a primitive multiplies by beside its parameters.
+"""Dropout masks and other factors of primitives that are not parameters.
 
 A mask is a function of the seed, the step, the block, the microbatch and the site, so every strategy drops the same
-elements. The factors depend on no other tensor. So they are made before a layer is computed, and a compiled layer
-receives them as inputs.
+elements. Factors depend on no other tensor, so they are computed before a layer, and a compiled layer receives them as
+inputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Dropout:
         seed: seed of the run.
         step: number of the optimizer step.
         layer: number of the layer.
-        microbatches: numbers of the microbatches in the input's rows, which they share equally, in order.
+        microbatches: numbers of the microbatches in the input. Each has an equal number of consecutive rows.
     """
 
     probability: float
@@ -48,14 +48,14 @@ class Dropout:
     ) -> Tensor:
         """Return a mask of 0 and 1 / (1 - probability).
 
-        Each microbatch's mask is drawn whole, on the CPU, from a generator of its own.
+        Each microbatch's mask is drawn whole, on the CPU, from a separate generator.
 
         Args:
-            site: place in the block.
+            site: position in the block.
             shape: shape of the whole mask, rows first.
             like: tensor with the dtype and device of the mask.
-            dim: dim of which only `part` is returned.
-            part: indices in that dim (None: all).
+            dim: dim that `part` indexes.
+            part: indices to return (None: all).
         """
         rows, count = shape[0], len(self.microbatches)
         assert rows % count == 0, f"{rows} rows do not hold {count} microbatches of equal size"
@@ -69,9 +69,10 @@ class Dropout:
 
 
 def make_generator(purpose: str, *numbers: int) -> torch.Generator:
-    """Return a CPU generator that is a function of the purpose and the numbers.
+    """Return a CPU generator that is seeded by the purpose and the numbers.
 
-    They are hashed, because torch's CPU generator uses 32 bits of its seed, and neighbouring seeds should be unrelated.
+    They are hashed, because torch's CPU generator uses only 32 bits of its seed, and because the streams of adjacent
+    seeds should be unrelated.
     """
     digest = hashlib.blake2b(repr((purpose, *numbers)).encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
@@ -83,7 +84,7 @@ class FactorInputs:
 
     Attributes:
         rows: number of sequences.
-        length: tokens of each sequence that this rank has.
+        length: tokens of each sequence on this rank.
         share: the share of the layer that is computed.
         dropout: the masks of the primitive's block (None: nothing is dropped).
         like: tensor with the factor's dtype and device.
@@ -102,7 +103,7 @@ class FactorInputs:
 
 @singledispatch
 def make_factor(primitive: Primitive, inputs: FactorInputs) -> Tensor | None:
-    """Return the factor of a primitive beside its parameters; None for most.
+    """Return a primitive's factor that is not a parameter; None for most primitives.
 
     A new primitive that draws a mask registers its function here.
     """
@@ -145,7 +146,7 @@ def _(primitive: Projection | HeadNorm | LatentProjection, inputs: FactorInputs)
 
 
 def _of_tokens(primitive: Add | Embed, site: DropoutSite, inputs: FactorInputs) -> Tensor | None:
-    """Return the mask of this rank's tokens, cut out of that of the whole sequence."""
+    """Return the mask of this rank's tokens, cut out of the mask of the whole sequence."""
     if inputs.dropout is None:
         return None
     whole = (inputs.rows, inputs.tokens(primitive), primitive.hidden_size)

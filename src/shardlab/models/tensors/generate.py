@@ -25,7 +25,7 @@ from shardlab.models.tensors.weights import named_views, parameter_views
 
 @dataclass(frozen=True)
 class TokenSampling:
-    """Settings by which the next token is drawn from a model's scores.
+    """Settings for drawing the next token from a model's scores.
 
     Attributes:
         temperature: divisor of the scores; 0 takes the likeliest token.
@@ -74,15 +74,15 @@ class TokenSampling:
 
 
 class TextGenerator:
-    """Generator of one text, which it reads and continues.
+    """Generator that reads a text and continues it.
 
-    The model sees the last `model.seq_len` tokens. While the text is no longer than that, keys and values of earlier
-    tokens are cached. After that, every token costs a whole sequence, because the positions of all tokens change.
+    The model reads the last `model.seq_len` tokens. While the text is no longer than that, keys and values of earlier
+    tokens are cached. After that, every token takes a forward pass of a whole sequence, because all positions change.
 
     Args:
         model: a model of whole blocks.
-        flats: complete flat weights of each block. The weights of a block that is neither computed here nor borrowed
-            from are not read.
+        flats: flat weights of each whole block. The weights of a block that is neither computed here nor borrowed from
+            are not read.
         choice: how tokens are drawn.
         cached: whether to cache keys and values, if the model allows it (`can_cache`).
         blocks: blocks that are computed here (None: all).
@@ -113,7 +113,7 @@ class TextGenerator:
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Append tokens to the text and return the scores (tokens, vocabulary) of the token after each of them.
 
-        If there are more tokens than the model sees, only the last ones get scores.
+        If there are more tokens than the model's context, only the last ones get scores.
 
         Raises:
             UserError: if there are no tokens, or one is outside the vocabulary.
@@ -159,6 +159,6 @@ class TextGenerator:
 
 
 def _borrowed(model: Model, block: int, first: Tensor) -> list[Tensor]:
-    """Return the parameters of the first block that this block computes with as well."""
+    """Return the parameters of the first block that this block uses as well."""
     names = model.borrowed(block)
     return [named_views(model.layout(0), first)[name] for name in names]

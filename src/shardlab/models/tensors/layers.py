@@ -35,7 +35,7 @@ class _PreparedStep(NamedTuple):
         primitive: the primitive.
         function: its definition.
         makes: names of its results.
-        dropped: names of the tensors that no later step reads.
+        dropped: names of the tensors that no later step reads, to be freed.
     """
 
     primitive: Primitive
@@ -46,11 +46,11 @@ class _PreparedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorLayer:
-    """Layer of a model as a function of its parameters and its inputs. It holds no tensors.
+    """Layer of a model as a function of its parameters and its inputs. It stores no tensors.
 
     Attributes:
-        names: names of its parameters in the layout's order, then of those that it borrows from the first layer.
-        layer: its primitives.
+        names: names of its parameters in the layout's order, then names of those that it borrows from the first layer.
+        layer: the layer with its primitives.
     """
 
     names: tuple[str, ...]
@@ -66,17 +66,17 @@ class TensorLayer:
     ) -> tuple[Tensor, ...]:
         """Compute the layer's outputs.
 
-        A router's results go to later layers beside the activation, as one tensor, concatenated along the features.
+        A router's outputs are passed on beside the activation, concatenated to one tensor along the features.
 
         Args:
             parameters: the parameters in the layout's order; those of one slice if the layer is sliced.
-            inputs: the layer's input activation, (rows, *shape), then the values that go beside it.
-            share: which slice of the layer, or which tokens, to compute.
-            dropout: masks of the step and the microbatches. Each block of the layer has its own.
+            inputs: the layer's input activation, (rows, *shape), then the values beside it.
+            share: the slice of the layer, or the tokens, to compute.
+            dropout: masks of the step and the microbatches. Each block of the layer has separate masks.
             cache: keys and values of earlier tokens; the share's tokens follow them.
 
         Returns:
-            The outputs, (rows, ...), the activation first. None is a view of another.
+            The outputs, (rows, ...), the activation first. They share no memory.
         """
         factors = self.factors(parameters, inputs, share, dropout)
         return self.compute(parameters, inputs, factors, share, cache)
@@ -84,7 +84,7 @@ class TensorLayer:
     def factors(
         self, parameters: Sequence[Tensor], inputs: Sequence[Tensor], share: Share, dropout: Dropout | None
     ) -> Iterator[Tensor | None]:
-        """Yield the factor of each step beside its parameters, such as a dropout mask; None for a step without one."""
+        """Yield each step's factor that is not a parameter, such as a dropout mask; None for a step without one."""
         rows, length = inputs[-1].shape[:2]  # the first may be experts' buffers
         factor_inputs = FactorInputs(rows, length, share, None, parameters[0] if parameters else inputs[0])
         for step, factor_function in zip(self.layer.steps, self._factors, strict=True):
@@ -102,7 +102,7 @@ class TensorLayer:
         share: Share,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute `run` with the steps' factors as arguments, so that it is a function of tensors alone."""
+        """Compute `run` with the steps' factors as arguments, so that all inputs are tensors."""
         by_name = dict(zip(self.names, parameters, strict=True))
         tensors = self._unpacked(inputs)
         operands = Operands(by_name, tensors, share, None, cache)
@@ -131,7 +131,7 @@ class TensorLayer:
 
     @cached_property
     def _factors(self) -> list[Callable[..., Tensor | None] | None]:
-        """Functions that make the steps' factors; None for a step without one."""
+        """Functions that compute the steps' factors; None for a step without one."""
         functions = [make_factor.dispatch(type(step.primitive)) for step in self.layer.steps]
         return [None if each is make_factor.dispatch(object) else each for each in functions]
 
@@ -172,8 +172,9 @@ BACKEND = "inductor"
 Compiled = Callable[..., tuple[Tensor, ...]]
 
 FUNCTIONS: dict[tuple[Any, ...], Compiled] = {}
-"""Compiled functions by what they compute. Layers that compute the same share one; torch.compile adds a graph to it for
-each shape, and for no_grad."""
+"""Compiled functions by key. Layers with the same arithmetic share one; torch.compile adds a graph to it for each
+shape,
+and for no_grad."""
 
 
 class CompiledLayer(TensorLayer):
@@ -187,7 +188,7 @@ class CompiledLayer(TensorLayer):
         dropout: Dropout | None = None,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute the outputs as `TensorLayer.run` does. The compiler chooses what is kept for the backward pass."""
+        """Compute the outputs as `TensorLayer.run` does. The compiler chooses the tensors to save."""
         assert cache is None, "compiled layers keep no cache of keys and values"
         factors = list(self.factors(parameters, inputs, share, dropout))
         tensors = [torch.view_as_real(each) if each.is_complex() else each for each in factors if each is not None]
@@ -198,7 +199,7 @@ class CompiledLayer(TensorLayer):
         return function(*parameters, *inputs, *tensors)
 
     def _function(self, share: Share, factors: tuple[bool, ...]) -> Compiled:
-        """Return the compiled function of (parameters, inputs, factors); `factors` says which steps have one."""
+        """Return the compiled function of (parameters, inputs, factors); `factors`: which steps have a factor."""
         layer, attend = self.layer, self.layer.attend
         primitives = tuple(step.primitive for step in layer.steps)
         ends = layer.inputs, layer.outputs, attend and attend.primitive

@@ -1,8 +1,8 @@
 """Arithmetic of a mixture of experts: route, assign slots, dispatch, compute, combine.
 
-Each microbatch is routed by itself. The slots of the experts' buffers go to the first choices of all tokens, in order,
-then to the second choices, and so on (Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1). So every strategy drops the
-same tokens.
+Each microbatch is routed separately. The slots of the experts' buffers are filled by the first choices of all tokens,
+in order, then by the second choices, and so on (Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1). So every strategy
+drops the same tokens.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -30,12 +30,12 @@ class RoutingChoice(NamedTuple):
 
 
 def route(router: Router, weight: Tensor, x: Tensor, share: Share) -> RoutingChoice:
-    """Choose the experts of every token of `x` (rows, T, C). Of equal scores, the lower number wins.
+    """Choose the experts of every token of `x` (rows, T, C). Among equal scores, the lower number wins.
 
     The backward pass of the gates adds the gradient of the auxiliary loss, averaged over the step's microbatches. The
     loss of a microbatch is experts * sum over experts of (the expert's share of the choices) * (its mean probability),
     which is 1 if the load is balanced (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6, with all top_k choices). If
-    ranks share the experts, each adds the terms of its own.
+    ranks share the experts, each adds the terms of its experts.
     """
     apply = cast("Callable[..., tuple[Tensor, Tensor]]", _Choose.apply)
     return RoutingChoice(*apply(router_scores(x, weight), router, share))
@@ -58,7 +58,7 @@ def choose_experts(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def scores_gradient(router: Router, share: Share, gradient: Tensor, probabilities: Tensor, choices: Tensor) -> Tensor:
-    """Turn the gradient of the gates into that of the scores, and add the auxiliary loss's (see `route`)."""
+    """Return the scores' gradient from that of the gates, plus that of the auxiliary loss (see `route`)."""
     gradient, choices = gradient.to(probabilities.dtype), choices.long()
     top = probabilities.gather(-1, choices)
     if choices.shape[-1] > 1:  # gates = top / total
@@ -75,13 +75,13 @@ def scores_gradient(router: Router, share: Share, gradient: Tensor, probabilitie
 
 
 def local_experts(router: Router, share: Share) -> list[int]:
-    """Return the numbers of the experts that a rank sends tokens to, or has the results of."""
+    """Return the numbers of the experts to which a rank sends tokens, or whose results it has."""
     each = router.experts // share.experts.of
     return [part * each + expert for part in bits(share.experts.mask) for expert in range(each)]
 
 
 class _Choose(torch.autograd.Function):
-    """Scores to gates and choices. The backward pass adds the gradient of the auxiliary loss."""
+    """Function from scores to gates and choices. The backward pass adds the gradient of the auxiliary loss."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, router: Router, share: Share) -> tuple[Tensor, Tensor]:
@@ -100,9 +100,9 @@ def assign_slots(router: Router, choices: Tensor, share: Share) -> Tensor:
     """Assign a slot in the local experts' buffers to each choice.
 
     Args:
-        router: gives each expert's slots for a microbatch (`capacity`).
+        router: the router, which sets each expert's slots for a microbatch (`capacity`).
         choices: (rows, T, top_k).
-        share: says which experts are local.
+        share: the share, which has the local experts.
 
     Returns:
         Slots of the same shape, int32, counted over all microbatches; -1 if the expert is full or not local.
@@ -134,7 +134,7 @@ def combine(buffers: Tensor, gates: Tensor, slots: Tensor) -> Tensor:
 
 
 def scatter_to_slots(values: Tensor, slots: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return buffers (*shape, C) with values (tokens or choices, C) in the slots of their choices.
+    """Return buffers (*shape, C) with the values (tokens or choices, C) in their slots.
 
     No two choices have the same slot.
     """
@@ -158,7 +158,7 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Args:
         x: (microbatches * experts, capacity, inputs).
         weight: (experts, outputs, inputs).
-        bias: (experts, outputs), with zeros beyond a slice (`pad_bias`); None for no bias.
+        bias: (experts, outputs), padded with zeros if it is sliced (`pad_bias`); None for no bias.
     """
     made = torch.cat([torch.bmm(part, weight.transpose(1, 2)) for part in torch.split(x, len(weight))])
     if bias is not None:

@@ -17,10 +17,10 @@ class Share:
 
     Attributes:
         pieces: for each index along which the parameters are cut, (number of the piece, number of pieces).
-        tokens: positions of the inputs' tokens in the sequence, ascending (None: all).
-        microbatches: number of microbatches in the input's rows, which they share equally. Each is routed by itself.
+        tokens: ascending positions of the inputs' tokens in the sequence (None: all).
+        microbatches: number of microbatches in the input. Each has an equal number of rows, and is routed separately.
         step_microbatches: number of microbatches in the step; each has an equal share of the auxiliary loss.
-        experts: parts of all experts that tokens are sent to, or come back from.
+        experts: parts of all experts to which tokens are sent, or from which results come back.
         gradient_scale: factor of all gradients of the layer's backward pass: the loss scale of float16, and the
             program's own factor. A gradient that a primitive adds itself is multiplied by it too.
     """
@@ -38,7 +38,7 @@ class Share:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """Hashable key of all but the gradient scale."""
+        """Hashable key of all fields but the gradient scale."""
         tokens = self.tokens if self.tokens is None or isinstance(self.tokens, range) else tuple(self.tokens)
         pieces = tuple(sorted(self.pieces.items()))
         return pieces, tokens, self.microbatches, self.step_microbatches, self.experts

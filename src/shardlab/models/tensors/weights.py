@@ -1,6 +1,6 @@
-"""Weights of layers: their first values, views of flat buffers, and conversion between blocks and cut layers.
+"""Weights of layers: initialization, views of flat buffers, and conversion between blocks and cut layers.
 
-- `initial_weights` draws the first weights of a layer, independent of the strategy.
+- `initial_weights` draws the initial weights of a layer, independent of the strategy.
 - `parameter_views` views a flat buffer as parameters.
 - `to_layers` and `to_blocks` convert between whole blocks and the layers of a cut model.
 - `read_range` reads a range of a layer's flat buffer from any source of whole parameters (`Matrices`).
@@ -38,19 +38,20 @@ from shardlab.models.named import index_of, weights_at
 from shardlab.models.tensors.dropout import make_generator
 
 Initial = Callable[[int, int, Sequence[tuple[int, int]], torch.dtype], Tensor]
-"""Reads first weights. Arguments: layer, length of its flat buffer (layout.numel or more, see `pad_runs`), ranges
-(start, stop) of the buffer, dtype. Returns the elements of these ranges one after the other, zero in gaps."""
+"""Function that reads initial weights. Arguments: layer, length of its flat buffer (layout.numel or more, see
+`pad_runs`), ranges (start, stop) of the buffer, dtype. It returns the elements of these ranges, concatenated; gaps of
+the layout are zero."""
 
 DEVIATION = 0.02
-"""Standard deviation of a matrix's first elements (GPT-2; nanoGPT)."""
+"""Standard deviation of a matrix's initial elements (GPT-2; nanoGPT)."""
 
 
 def initial_weights(model: Model, layer: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Draw the first weights of a layer (layout.numel,), a function of seed and layer; zero in the gaps.
+    """Draw the initial weights of a layer (layout.numel,), a function of seed and layer; zero in the gaps.
 
-    As in nanoGPT, matrices are normal, those at the end of a residual branch are smaller by sqrt(2 layers), biases are
-    0 and norms are 1. Elements are drawn in float64 and rounded, so that runs in two dtypes have the same weights. A
-    cut model has the weights of the whole one.
+    As in nanoGPT, matrices are normal, the last matrix of a residual branch is smaller by sqrt(2 layers), biases are 0
+    and norms are 1. Elements are drawn in float64 and rounded, so that runs in two dtypes have the same weights. A cut
+    model has the weights of the whole one.
     """
     if isinstance(model, CutModel):
         blocks = {block for block, _ in model.run(layer).parameters()} or {0}
@@ -72,11 +73,11 @@ def initial_weights(model: Model, layer: int, seed: int, dtype: torch.dtype) -> 
 def parameter_views(layout: LayerLayout, flat: Tensor) -> list[Tensor]:
     """View a flat buffer as its parameters, in the layout's order.
 
-    Let the views require gradients, not `flat`: through `flat`, each view's gradient would be a whole buffer.
+    Let the views require gradients, not `flat`: otherwise each view would get a gradient of the size of `flat`.
 
     Args:
         layout: layout of the layer.
-        flat: the flat buffer, (numel,) or longer; of a sliced layer one slice's run, (run_numel,) or longer.
+        flat: the flat buffer, (numel,) or longer. For a sliced layer, one slice's run, (run_numel,) or longer.
     """
     first = flat.storage_offset()
     return [flat.as_strided(shape, strides, first + offset) for shape, strides, offset in layout.places]
@@ -110,7 +111,7 @@ def to_layers(model: CutModel, wholes: Sequence[Tensor]) -> list[Tensor]:
 def to_blocks(model: CutModel, layers: Sequence[Tensor]) -> list[Tensor]:
     """Copy the flat buffers of cut layers to those of whole blocks, zero in the gaps.
 
-    A layer's buffer may be longer than its layout if its slices' runs are equally long: each run's beginning is read.
+    A layer's buffer may be longer than its layout, with equally long runs of slices: the start of each run is read.
     """
     layouts = [model.whole.layout(block) for block in range(model.whole.layers)]
     wholes = [torch.zeros(layout.numel, dtype=layers[0].dtype, device=layers[0].device) for layout in layouts]
@@ -136,7 +137,7 @@ def whole_parameters(model: Model, layer: int, flat: Tensor) -> Iterator[tuple[i
 
 
 def layer_weights(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> Tensor:
-    """Copy one cut layer's flat buffer out of those of the blocks that have its parameters, by block number."""
+    """Copy one cut layer's flat buffer from the buffers of the blocks that have its parameters, by block number."""
     layout, run = model.layout(layer), model.run(layer)
     named = {block: named_views(model.whole.layout(block), flat) for block, flat in wholes.items()}
     like = next(iter(wholes.values()))
@@ -149,13 +150,13 @@ def layer_weights(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> 
 
 
 def cuts_of(run: Run, parameter: Parameter, slice: int) -> list[tuple[Cut, int]]:
-    """Return the cuts of a parameter, each with the number of the piece that a slice of the layer has."""
+    """Return the cuts of a parameter, each with the number of the piece in a slice of the layer."""
     numbers = run.numbers(slice)
     return [(cut, numbers[parameter.indices[cut.dim]]) for cut in parameter.cuts(run.own_pieces)]
 
 
 def cut_positions(length: int, cut: Cut, number: int) -> Tensor:
-    """Return the positions of piece `number` along the dim that is cut."""
+    """Return the positions of piece `number` along the cut dim."""
     places: list[Tensor] = []
     start = 0
     for section in cut.sections or (length,):
@@ -184,7 +185,7 @@ def matrix_of(parameter: Parameter) -> Matrix:
 
 
 class Matrices(Protocol):
-    """Source of whole blocks' parameters, of which any rows and columns can be read."""
+    """Source of whole blocks' parameters. It can read any rows and columns."""
 
     def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
         """Return the dtype of a parameter."""
@@ -198,7 +199,7 @@ class Matrices(Protocol):
 def read_range(
     source: Matrices, model: Model, layer: int, length: int, start: int, stop: int, dtype: torch.dtype
 ) -> Tensor:
-    """Read elements `start` to `stop` of a layer's buffer of `length` elements, zero in gaps, and hardly any others."""
+    """Read elements `start` to `stop` of a layer's buffer of `length` elements, zero in gaps, and few others."""
     layout, run = model.layout(layer), model.run(layer)
     elements, whole = torch.zeros(stop - start, dtype=dtype), {p.name: (block, p) for block, p in run.parameters()}
     for slice in range(layout.slices):
@@ -215,16 +216,16 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """Supported dtypes of weights, by safetensors' names."""
 
 RELEASED_BYTES = 2**24
-"""Bytes of reads after which the pages of all files are given back. After each small read, that would be slow."""
+"""Bytes of reads after which the pages of all files are released. Releasing them after each small read is slow."""
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class TensorFiles:
-    """Tensors of safetensors files by name. Only the parts that are asked for are read.
+    """Tensors of safetensors files by name. Only the requested parts are read.
 
-    Files are mapped read-only, because a limit on a process's memory counts writable mappings. Pages that were read are
-    given back, of all open files together, so that the process does not seem to hold whole files.
+    Files are mapped read-only, because a limit on a process's memory counts writable mappings. Pages of all open files
+    are released after reading, so that the process does not seem to use the memory of whole files.
 
     Args:
         paths: the files.
@@ -310,14 +311,14 @@ def reason(error: OSError | SafetensorError) -> str:
 
 
 def _take(piece: Tensor, whole: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
-    """Copy a piece out of the whole. The last piece may be longer than what is left; its end stays zero."""
+    """Copy a piece out of the whole. If the last piece is longer than the rest of the whole, its end stays zero."""
     for cut, number in cuts:
         whole = whole.index_select(cut.dim, cut_positions(whole.shape[cut.dim], cut, number))
     piece[tuple(slice(length) for length in whole.shape)] = whole
 
 
 def _put(whole: Tensor, piece: Tensor, cuts: Sequence[tuple[Cut, int]]) -> None:
-    """Copy a piece to its place in the whole."""
+    """Copy a piece to its position in the whole."""
     places = {cut.dim: cut_positions(whole.shape[cut.dim], cut, number) for cut, number in cuts}
     every = [places.get(dim, torch.arange(length)) for dim, length in enumerate(whole.shape)]
     here = tuple(slice(len(each)) for each in every)

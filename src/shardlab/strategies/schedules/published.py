@@ -79,7 +79,7 @@ def zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Ite
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """ZB-H2: twice the warm-up and nearly twice the memory of ZB-H1, but no bubble if all three passes are equally long.
+    """ZB-H2: twice the warm-up and nearly twice the memory of ZB-H1, no bubble if all three passes are equally long.
 
     Source: Qi et al. 2023, arXiv 2401.10241, fig. 3, bottom.
     """

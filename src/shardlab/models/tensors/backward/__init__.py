@@ -1,11 +1,11 @@
 """Forward and backward passes of layers, as the executor runs them.
 
-Each primitive has both passes, and a layer runs those of its primitives in order. Most backward passes are written out:
-small layers then do not wait for autograd's graph, and large layers keep and copy no more than they need. Tests compare
-them with autograd through the definitions in `shardlab.models.tensors.compute`.
+Each primitive has both passes, and a layer runs those of its primitives in order. Most backward passes are written by
+hand: small layers then do not wait for autograd's graph, and large layers save and copy no more than they need. Tests
+compare them with autograd through the definitions in `shardlab.models.tensors.compute`.
 
-Read `workspace` first (the interface), then `layer` (how passes are put together), `dense` and `mixture` (the passes of
-the primitives), and `autograd` (passes that are not written out).
+Read `workspace` first (the interface), then `layer` (how a layer runs passes), `dense` and `mixture` (the passes of the
+primitives), and `autograd` (all other passes).
 """
 
 from shardlab.models.tensors.backward import dense, mixture

@@ -1,4 +1,4 @@
-"""Backward passes that autograd derives: for a primitive without a written-out one, or for a compiled layer.
+"""Backward passes by autograd, for primitives without a hand-written one and for compiled layers.
 
 `AutogradGraph` is the common part: it runs a function under autograd without keeping the parameters alive.
 `autograd_passes` wraps it for one primitive, and `CompiledPasses` for a layer that torch.compile compiles.
@@ -26,7 +26,7 @@ from shardlab.models.tensors.layers import TensorLayer
 from shardlab.models.tensors.share import WHOLE_LAYER, Share
 
 Function = Callable[[Weights, Sequence[Tensor]], Sequence[Tensor]]
-"""Computes output tensors from (parameters, inputs)."""
+"""Function from (parameters, inputs) to output tensors."""
 
 
 class ParameterView(NamedTuple):
@@ -39,9 +39,9 @@ class ParameterView(NamedTuple):
 
 
 class SavedTensors:
-    """Hooks that decide what autograd saves of a function.
+    """Hooks that decide which tensors autograd saves of a function.
 
-    The weight that a forward pass used may be freed before the backward pass and gathered again, elsewhere. Autograd
+    The weight of a forward pass may be freed before the backward pass, and gathered again at another address. Autograd
     would keep it alive. So a saved view of a parameter is stored as `ParameterView`, and looked up in the parameters of
     the backward pass (torch.autograd.graph.saved_tensors_hooks).
     """
@@ -67,7 +67,7 @@ class SavedTensors:
 
 
 class AutogradGraph:
-    """Autograd graph of one call of a function. Its construction runs the forward pass.
+    """Autograd graph of one call of a function. The constructor runs the forward pass.
 
     Args:
         function: the function.
@@ -83,7 +83,7 @@ class AutogradGraph:
             outputs = function(self._weights, self._inputs)
         self._saved.weights = ()
         self._edges = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
-        self._outputs = [each.detach() for each in outputs]  # before the leaves, which may be outputs, are emptied
+        self._outputs = [each.detach() for each in outputs]  # before the leaves are emptied, which may be outputs
         for leaf in (*self._weights, *self._inputs):
             if leaf.requires_grad:  # autograd has saved what it needs; the leaf only receives its gradient
                 leaf.data = leaf.new_empty(1).expand(leaf.shape)
@@ -94,10 +94,10 @@ class AutogradGraph:
         return outputs
 
     def backward(self, weights: Weights, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the inputs, then of the parameters; None for those without.
+        """Return the gradients of the inputs, then of the parameters; None for inputs and parameters without one.
 
         Args:
-            weights: the parameters, which may lie elsewhere than in the forward pass.
+            weights: the parameters, which may have other addresses than in the forward pass.
             gradients: gradients of the outputs.
         """
         self._saved.weights = weights
@@ -113,7 +113,7 @@ class AutogradGraph:
 
 
 def autograd_passes(primitive: Primitive, places: TensorPlaces) -> BothPasses:
-    """Prepare both passes of a primitive: autograd differentiates its definition, `compute`."""
+    """Prepare both passes of a primitive. The backward pass is autograd's derivative of its definition, `compute`."""
     names = [*(parameter.name for parameter in primitive.parameters()), *primitive.borrows]
     held = [places.weights[name] for name in names]
     read = {name: (places.tensors[name], is_buffer(indices)) for name, indices in primitive.reads.items()}
@@ -157,7 +157,7 @@ def autograd_passes(primitive: Primitive, places: TensorPlaces) -> BothPasses:
 
 
 def accumulate_gradients(accumulate: Accumulate, places: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
-    """Accumulate gradients of parameters that are computed already; None is skipped."""
+    """Accumulate gradients of parameters; None is skipped."""
     for place, gradient in zip(places, gradients, strict=True):
         if gradient is not None:
             accumulate(partial(_add_gradient, place), gradient, gradient)
@@ -165,7 +165,7 @@ def accumulate_gradients(accumulate: Accumulate, places: Sequence[int], gradient
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """Both passes of a compiled layer, with the interface of `PreparedLayer`. The compiler chooses what is kept.
+    """Both passes of a compiled layer, with the interface of `PreparedLayer`. The compiler chooses the tensors to save.
 
     Attributes:
         layer: the layer, which is compiled at its first call.

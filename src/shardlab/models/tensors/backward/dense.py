@@ -1,8 +1,8 @@
 """Passes of the dense primitives: linear maps, norms, activations, residual sums, embeddings and attention.
 
-Two things differ from autograd. The gradient of a parameter is added directly to its total, without a tensor of its
-own. And a linear map does not keep its input if that is cheap to recompute from tensors that are kept anyway: the
-output of an activation function, the largest tensor of a block, is recomputed.
+There are two differences from autograd. The gradient of a parameter is added directly to its total, without a temporary
+tensor. And a linear map does not save its input if the input is cheap to recompute from other saved tensors: the output
+of an activation function, the largest tensor of a block, is recomputed.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -42,7 +42,7 @@ def _(primitive: Linear, places: TensorPlaces) -> BothPasses:
 
 @make_passes.register
 def _(primitive: Scores, places: TensorPlaces) -> BothPasses:
-    """Logits of the padding are -inf. The loss has no gradient there, so the backward pass is that of a linear map."""
+    """Logits of padding are -inf. The loss has no gradient there, so the backward pass is that of a linear map."""
     weight = places.weights["wte.weight" if primitive.tied else "lm_head.weight"]
     multiply, backward, keeps = _linear(places, "x", "x", weight, -1)
     logits = places.tensors["x"]
@@ -56,7 +56,7 @@ def _(primitive: Scores, places: TensorPlaces) -> BothPasses:
 
 @make_passes.register
 def _(primitive: Projection, places: TensorPlaces) -> BothPasses:
-    """One product makes one tensor, and `q` and `kv` are views of it."""
+    """One product computes one tensor, of which `q` and `kv` are views."""
     project, backward_of, keeps = _linear(places, "x", "x", *places.weights_of("attn.c_attn", primitive.bias))
     features, q, kv, block = places.tensors["x"], places.make("q"), places.make("kv"), places.block
     heads, rotary = primitive.heads + primitive.kv_heads, primitive.rope_theta is not None
@@ -86,14 +86,14 @@ def _(primitive: Projection, places: TensorPlaces) -> BothPasses:
 
 @make_passes.register
 def _(primitive: HeadNorm, places: TensorPlaces) -> BothPasses:
-    """It keeps 1/deviation of each head, as an RMSNorm keeps that of each token."""
+    """It saves 1/deviation of each head, as an RMSNorm does of each token."""
     q, kv, block, size = places.tensors["q"], places.tensors["kv"], places.block, primitive.head_dim
     of_queries, of_keys = (places.weights[f"attn.{name}_norm.weight"] for name in "qk")
     queries, keys_values, scale = places.make("q"), places.make("kv"), places.make()
     rotary = primitive.rope_theta is not None
 
     def heads(ctx: Context) -> tuple[Tensor, int]:
-        """View queries, keys and values as heads (rows x T, heads, size), and count those that are normalised."""
+        """Return queries, keys and values viewed as heads (rows x T, heads, size), and how many are normalised."""
         together = side_by_side(ctx.tensors[q], ctx.tensors[kv])
         return together.unflatten(-1, (-1, size)), (primitive.heads + primitive.kv_heads) // ctx.share.piece("head")[1]
 
@@ -140,7 +140,7 @@ def _(primitive: HeadNorm, places: TensorPlaces) -> BothPasses:
 
 @make_passes.register
 def _(primitive: Latents, places: TensorPlaces) -> BothPasses:
-    """It keeps 1/deviation of each latent, as an RMSNorm keeps that of each token."""
+    """It saves 1/deviation of each latent, as an RMSNorm does of each token."""
     sizes, weight = primitive.sizes, places.weights["attn.latents.weight"]
     norms, lengths = [places.weights[name] for name in sizes.names], (*sizes.normed, sizes.rope_dim)
     x, result, projected, scales = places.tensors["x"], places.make("x"), places.make(), places.make()
@@ -200,7 +200,7 @@ def _(primitive: LatentProjection, places: TensorPlaces) -> BothPasses:
         assert angles is not None, "rotary positions have angles"
 
         def split(gradient: Tensor) -> Sequence[Tensor]:
-            """Split the gradient of queries or keys into that of rotated and of other features, by heads."""
+            """Split the gradient of queries or keys, by heads, into those of rotated and of other features."""
             each = ctx.of_sequences(gradient).unflatten(-1, (heads, -1))
             return each.split_with_sizes((sizes.rope_dim, sizes.nope_dim), -1)
 
@@ -247,7 +247,7 @@ def _linear(places: TensorPlaces, read: str, makes: str, weight: int, bias: int)
 
 
 def side_by_side(a: Tensor, b: Tensor) -> Tensor:
-    """Concatenate the features of two matrices, or view them as one if they lie side by side in memory."""
+    """Concatenate the features of two matrices, or view them as one if they are adjacent in memory."""
     width = a.shape[1] + b.shape[1]
     beside = a.stride() == b.stride() == (width, 1) and b.data_ptr() == a.data_ptr() + a.shape[1] * a.itemsize
     if beside and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr():
@@ -256,7 +256,7 @@ def side_by_side(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_rows(total: Tensor, rows: Tensor) -> None:
-    """Add the sum of a matrix's rows to a vector: as a product, which needs a third of the time of a sum."""
+    """Add the sum of a matrix's rows to a vector. It is computed as a product, in a third of the time of `sum`."""
     if total.dtype == rows.dtype and rows.dtype.itemsize > 2:  # products of 16-bit numbers may accumulate in 16 bits
         total.addmv_(rows.T, _ones(rows.shape[0], rows.dtype, rows.device))
     else:
@@ -269,7 +269,7 @@ def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the product of two matrices, or of two batches of matrices, to a tensor, which may have another dtype."""
+    """Add the product of two matrices, or of two batches of matrices, to a tensor, possibly of another dtype."""
     if total.dtype != a.dtype:
         total.add_(a @ b)
     elif total.dim() == 2:
@@ -315,7 +315,7 @@ def _layer_norm(primitive: Norm, places: TensorPlaces) -> BothPasses:
 
 
 def _rms(primitive: Norm, places: TensorPlaces) -> BothPasses:
-    """Prepare an RMSNorm that keeps 1/deviation of each token. Autograd would also keep the normalised input."""
+    """Prepare an RMSNorm that saves 1/deviation of each token. Autograd would also save the normalised input."""
     weight = places.weights[f"{primitive.name}.weight"]
     s, result, scale = places.tensors["s"], places.make("x"), places.make()
 
@@ -406,7 +406,7 @@ def _(primitive: Add, places: TensorPlaces) -> BothPasses:
 
 @make_passes.register
 def _(primitive: Lookup, places: TensorPlaces) -> BothPasses:
-    """With a slice of the vocabulary, tokens of other slices give zero, and their gradients are dropped."""
+    """If the vocabulary is sliced, tokens of other slices give zero, and their gradients are dropped."""
     weight, tokens, result = places.weights["wte.weight"], places.tensors["x"], places.make("x")
     # On a GPU, index_add_ adds rows in no fixed order; embedding_dense_backward is the op of torch's own gradient.
     in_order = places.device == "cpu"
@@ -434,7 +434,7 @@ def _(primitive: Lookup, places: TensorPlaces) -> BothPasses:
 
 @make_passes.register
 def _(primitive: Embed, places: TensorPlaces) -> BothPasses:
-    """The residual stream has memory of its own, because it outlives the embedding."""
+    """The residual stream has separate memory, because it outlives the embedding."""
     place = places.weights["wpe.weight"] if primitive.positions else -1
     x, result, mask, block = places.tensors["x"], places.make("s"), places.make(), places.block
 
@@ -466,7 +466,7 @@ def _(primitive: Embed, places: TensorPlaces) -> BothPasses:
 
 @make_passes.register
 def _(primitive: Attend, places: TensorPlaces) -> BothPasses | None:
-    """Attention without dropout on a CPU, where torch has one fused kernel for each pass."""
+    """Only attention without dropout on a CPU has these passes: torch has one fused kernel for each."""
     if primitive.drops or primitive.value_size != primitive.head_dim or places.device != "cpu":
         return None
     size = primitive.head_dim

@@ -1,4 +1,4 @@
-"""Both passes of a layer: the passes of its primitives, one after the other.
+"""Both passes of a layer, which run the passes of its primitives in order.
 
 `prepare_layer` numbers the layer's tensors and prepares each primitive once. `PreparedLayer` then runs the forward
 pass, and later the backward pass, and frees each tensor after the last primitive that reads it.
@@ -39,9 +39,9 @@ class _Step(NamedTuple):
     Attributes:
         forward: the forward pass.
         backward: the backward pass.
-        free_after_forward: places that nobody reads after the forward pass, if a backward pass follows.
-        free_without_backward: places that nobody reads after the forward pass, if none follows.
-        free_after_backward: places that nobody reads after the backward pass.
+        free_after_forward: indices of tensors that no later pass reads, if a backward pass follows.
+        free_without_backward: indices of tensors that no later forward pass reads, if no backward pass follows.
+        free_after_backward: indices of tensors that no later backward pass reads.
     """
 
     forward: Callable[[Context], None]
@@ -52,11 +52,11 @@ class _Step(NamedTuple):
 
 
 class _Port(NamedTuple):
-    """Input or output of a layer: a value that holds one or more tensors, concatenated along the features.
+    """Input or output of a layer: a value of one or more tensors, concatenated along the features.
 
     Attributes:
-        places: places of the tensors.
-        integers: places of those that are integers and have no gradient.
+        places: indices of the tensors in the context's lists.
+        integers: indices of those that are integers and have no gradient.
         buffers: whether the value is an experts' buffer, (experts, capacity, features).
     """
 
@@ -65,7 +65,7 @@ class _Port(NamedTuple):
     buffers: bool
 
     def spread(self, value: Tensor, tensors: list[Any]) -> None:
-        """Split a value into its tensors, or a gradient into theirs, and store each at its place."""
+        """Split a value into its tensors, or a gradient into their gradients, and store each at its index."""
         flat = value if self.buffers else value.flatten(0, 1)
         if len(self.places) == 1:
             tensors[self.places[0]] = flat
@@ -75,13 +75,13 @@ class _Port(NamedTuple):
 
 
 class PreparedLayer:
-    """Both passes of one layer of a model. It holds no tensors.
+    """Both passes of one layer of a model. It stores no tensors.
 
     Args:
         prepared: the passes of its primitives, in order.
-        last: for each place, the number of the last primitive that reads or writes it.
+        last: for each tensor, the number of the last primitive that reads or writes it.
         inputs: values that the layer reads.
-        outputs: values that the layer makes for other layers.
+        outputs: values that the layer passes to other layers.
         copies: whether the outputs are views of one tensor and must be copied.
     """
 
@@ -125,14 +125,14 @@ class PreparedLayer:
         """Compute the layer's outputs.
 
         Args:
-            inputs: activation l, (rows, *shape), then the values that are carried beside it. None requires a gradient.
+            inputs: activation l, (rows, *shape), then the values beside it. No input requires a gradient.
             weights: its parameters; those of one slice if the layer is sliced.
-            share: the slice, or the tokens, to compute.
-            dropout: masks of the step and the microbatches. Each block of the layer has its own.
+            share: the slice of the layer, or the tokens, to compute.
+            dropout: masks of the step and the microbatches. Each block of the layer has separate masks.
             keeps: whether a backward pass follows.
 
         Returns:
-            The outputs, each in memory of its own, and the context for the backward pass.
+            The outputs, each in separate memory, and the context for the backward pass.
         """
         shape = inputs[-1].shape  # the first may be experts' buffers
         tensors: list[Any] = [None] * self._count
@@ -154,7 +154,8 @@ class PreparedLayer:
     ) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs (None for tokens), and empty the context.
 
-        A sum passes its gradient on unchanged: the gradients of outputs, inputs and parameters may be the same tensor.
+        A sum passes its gradient on unchanged, so the gradients of outputs, inputs and parameters may be the same
+        tensor.
         """
         by_place: list[Any] = [None] * self._count
         ctx.weights, ctx.accumulate, ctx.gradients = weights, accumulate, by_place
@@ -182,7 +183,7 @@ class PreparedLayer:
         return output if port.buffers else ctx.of_sequences(output)
 
     def _gradient(self, ctx: Context, port: _Port) -> Tensor | None:
-        """Return the gradient of an input; zeros for those of its tensors that have none."""
+        """Return the gradient of an input; zeros for its tensors without a gradient."""
         gradient: Tensor | None = ctx.gradients[port.places[0]]  # no integers come first
         if gradient is None:
             return None
@@ -201,7 +202,7 @@ def prepare_layer(run: Run, names: Sequence[str], device: str, *, attended: bool
         names: names of its parameters, then of the first layer's parameters that it uses without holding them (tied
             weights).
         device: type of the device that computes it, such as "cpu".
-        attended: whether its input comes from an attention that is an op of its own.
+        attended: whether its input comes from attention as a separate op.
     """
     places = TensorPlaces({name: place for place, name in enumerate(names)}, device)
     steps = [step.primitive for step in run.steps]
@@ -236,12 +237,12 @@ def _port(places: tuple[int, ...], names: Sequence[str], indices: str) -> _Port:
 
 
 def _first_reader(steps: Sequence[Primitive], name: str) -> str:
-    """Return the indices of an input, as the first primitive that reads it names them."""
+    """Return an input's index names, from the first primitive that reads it."""
     return next((primitive.reads[name] for primitive in steps if name in primitive.reads), "")
 
 
 def _mixed(name: str, places: TensorPlaces) -> BothPasses:
-    """Prepare the passes that take the mixed values out of an attention output.
+    """Prepare the passes that extract the mixed values from an attention output.
 
     That output is in float32 or float64: the mixed values, then each head's log-sum-exp, which the layer does not read.
     The layer begins with a linear map of the mixed values, whose weight is the layer's first parameter.

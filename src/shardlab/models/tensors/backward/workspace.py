@@ -1,11 +1,13 @@
-"""The interface of a primitive's two passes: their context, their places, and the function that prepares them.
+"""The interface of a primitive's two passes: their context, the numbers of tensors, and the function that prepares
+them.
 
-- `Context` (`ctx`, as in torch.autograd.Function) holds the tensors and gradients of one pass through a layer.
-- `TensorPlaces` numbers these tensors once, when a layer is prepared. A pass then finds them by index in a list.
-- `make_passes` prepares both passes of a primitive. A primitive registers a function there if it has a backward pass
-  that is written out.
+- `Context` (`ctx`, as in torch.autograd.Function) has the tensors and gradients of one pass through a layer.
+- `TensorPlaces` numbers these tensors once, when a layer is prepared. A tensor's *place* is its index in the context's
+  lists.
+- `make_passes` prepares both passes of a primitive. A primitive with a hand-written backward pass registers a function
+  there.
 
-The tokens of all sequences are one dim, (rows x T, features), because matrix products need it so. Experts' buffers are
+The tokens of all sequences are one dim, (rows x T, features), as matrix products need it. Experts' buffers are
 (experts, capacity, features).
 """
 
@@ -23,18 +25,18 @@ from shardlab.models.tensors.dropout import Dropout, FactorInputs, make_factor
 from shardlab.models.tensors.share import Share
 
 Weights = Sequence[Tensor]
-"""A layer's parameters in the order of their names, or the tensors to which their gradients are added."""
+"""A layer's parameters in the order of their names, or the totals of their gradients in the same order."""
 
 AddGradients = Callable[[Weights, Tensor, Tensor], None]
-"""Called with (totals, gradient of the result, input): adds the gradients of a primitive's parameters to `totals`."""
+"""Function of (totals, gradient of the result, input) that adds the parameters' gradients to `totals`."""
 
 Accumulate = Callable[[AddGradients, Tensor, Tensor], None]
-"""Called with (function, gradient of the result, input): calls the function at once, or keeps all three for the second
-half of a split backward pass."""
+"""Function of (function, gradient of the result, input). It calls the function at once, or stores all three for the
+second half of a split backward pass."""
 
 
 def _nothing(add: AddGradients, gradient: Tensor, read: Tensor) -> None:
-    """Stand in for `Accumulate` while there is no backward pass."""
+    """Placeholder for `Accumulate` outside a backward pass."""
 
 
 @dataclass(slots=True)
@@ -42,15 +44,15 @@ class Context:
     """Context of one forward pass of a layer and of the backward pass that follows it.
 
     Attributes:
-        tensors: tensors by place. After the forward pass, only those are left that the backward pass reads.
-        weights: the layer's parameters. They may lie elsewhere when the backward pass runs, so each pass sets them.
-        share: the slice, or the tokens, that are computed.
+        tensors: tensors by place. After the forward pass, only the tensors for the backward pass are left.
+        weights: the layer's parameters. Each pass sets them, since their addresses may differ between passes.
+        share: the slice of the layer, or the tokens, that are computed.
         dropout: the masks (None: nothing is dropped).
         rows: number of sequences.
-        tokens: tokens of each sequence that this rank has.
+        tokens: tokens of each sequence on this rank.
         keeps: whether a backward pass follows.
         gradients: gradients of the tensors, by place, in the backward pass.
-        accumulate: adds the parameters' gradients, now or later.
+        accumulate: function that adds the parameters' gradients, now or later.
     """
 
     tensors: list[Any]
@@ -64,11 +66,11 @@ class Context:
     accumulate: Accumulate = _nothing
 
     def end(self) -> None:
-        """Drop what belongs to one pass alone, at its end."""
+        """Drop the fields of a single pass, at its end."""
         self.weights, self.accumulate = (), _nothing
 
     def factor(self, primitive: Primitive, block: int) -> Tensor | None:
-        """Return the factor of a primitive beside its parameters: a dropout mask, rotary angles, or None."""
+        """Return a primitive's factor that is not a parameter: a dropout mask, rotary angles, or None."""
         like = next(each for each in (*self.weights, *self.tensors) if isinstance(each, Tensor))
         dropout = None if self.dropout is None else self.dropout.of_block(block)
         return make_factor(primitive, FactorInputs(self.rows, self.tokens, self.share, dropout, like))
@@ -83,12 +85,12 @@ class Context:
         return gradient
 
     def add_gradient(self, place: int, gradient: Tensor) -> None:
-        """Add to the gradient of a tensor, in the memory of `gradient`, which no one else may read."""
+        """Add to the gradient of a tensor, in the memory of `gradient`, which nothing else may read."""
         older: Tensor | None = self.gradients[place]
         self.gradients[place] = gradient if older is None else gradient.add_(older)
 
     def add_shared_gradient(self, place: int, gradient: Tensor) -> None:
-        """Add to the gradient of a tensor. `gradient` does not change: another tensor may have the same one."""
+        """Add to the gradient of a tensor. `gradient` does not change, since it may belong to another tensor too."""
         older: Tensor | None = self.gradients[place]
         self.gradients[place] = gradient if older is None else gradient + older
 
@@ -109,12 +111,12 @@ class BothPasses(NamedTuple):
 
 @dataclass
 class TensorPlaces:
-    """Numbering of a layer's tensors: each one's index in the lists of `Context`.
+    """Numbering of a layer's tensors: a place is an index in the lists of `Context`.
 
     Attributes:
         weights: index of each parameter, by name, in the list of parameters.
         device: type of the device that computes the layer, such as "cpu".
-        block: block of the primitive that is being prepared. Each block has its own dropout masks.
+        block: block of the primitive that is being prepared. Each block has separate dropout masks.
         tensors: place of the latest tensor of each name.
         recompute: by place, the forward pass that recomputes a tensor that is not kept.
         count: number of places.
@@ -128,7 +130,7 @@ class TensorPlaces:
     count: int = 0
 
     def make(self, name: str = "") -> int:
-        """Return a new place. If there is a name, it stands for this place from now on."""
+        """Return a new place. A name refers to this place from now on."""
         place = self.count
         self.count += 1
         if name:
@@ -150,12 +152,12 @@ def is_buffer(indices: str) -> bool:
 
 @singledispatch
 def make_passes(primitive: Primitive, places: TensorPlaces) -> BothPasses | None:
-    """Prepare both passes of a primitive; None if autograd shall derive the backward pass.
+    """Prepare both passes of a primitive; None if autograd is to derive the backward pass.
 
-    A new primitive works without a function here. A registered function gives it a backward pass that is written out.
+    A new primitive works without a function here. A registered function gives it a hand-written backward pass.
 
     Args:
         primitive: the primitive.
-        places: numbering of the layer's tensors. The function makes places for its results.
+        places: numbering of the layer's tensors. The function adds places for the primitive's results.
     """
     return None
