@@ -215,13 +215,18 @@ class Verify:
                 "verify --all uses its own strategies and sizes; give only --steps, --passes and --json with it"
             )
         start = time.monotonic()
-        with failures_as_exit():
-            results = verify_all([replace(case, passes=passes) for case in CASES], self.steps)
-        seconds = time.monotonic() - start
-        if self.json:
-            print_json(as_json(results, seconds))
-        else:
-            print_tables(results, seconds, stdout_console())
+        cases = {replace(case, passes=passes): place for place, case in enumerate(CASES)}
+        results: list[CaseResult] = []
+        try:
+            with failures_as_exit():
+                verify_all([*cases], self.steps, results)
+        finally:  # an interrupt, or the failure of a rank, leaves the results of the cases before
+            results.sort(key=lambda result: cases[result.case])
+            seconds = time.monotonic() - start
+            if results and self.json:
+                print_json(as_json(results, len(cases), seconds))
+            elif results:
+                print_tables(results, len(cases), seconds, stdout_console())
         return 0 if all(result.ok for result in results) else 1
 
 
@@ -241,8 +246,8 @@ def add_lossy_run(report: Report, verdict: Verdict) -> None:
         report.fact(name, f"from float64; one device in float32 {alone:.2e}", f"{error:.2e}")
 
 
-def as_json(results: Sequence[CaseResult], seconds: float) -> dict[str, Any]:
-    """Return all results for --json."""
+def as_json(results: Sequence[CaseResult], total: int, seconds: float) -> dict[str, Any]:
+    """Return the results for --json; they are ok if all of `total` cases are."""
     from shardlab.train.verification.cases import TOLERANCE
 
     rows = [
@@ -254,12 +259,15 @@ def as_json(results: Sequence[CaseResult], seconds: float) -> dict[str, Any]:
         }
         for result in results
     ]
-    ok = all(result.ok for result in results)
-    return {"cases": rows, "tolerance": TOLERANCE, "seconds": round(seconds, 1), "ok": ok}
+    ok = len(results) == total and all(result.ok for result in results)
+    return {"cases": rows, "total": total, "tolerance": TOLERANCE, "seconds": round(seconds, 1), "ok": ok}
 
 
-def print_tables(results: Sequence[CaseResult], seconds: float, console: Console) -> None:
-    """Print tables of strategies, sharding options and pipelines, each with the case that has the largest error."""
+def print_tables(results: Sequence[CaseResult], total: int, seconds: float, console: Console) -> None:
+    """Print tables of strategies, sharding options and pipelines, each with the case that has the largest error.
+
+    Fewer results than `total` are those of a run that was interrupted.
+    """
     from shardlab.train.verification.cases import ALONE, TOLERANCE
 
     alone = [result for result in results if result.case.column == ALONE]
@@ -270,11 +278,14 @@ def print_tables(results: Sequence[CaseResult], seconds: float, console: Console
             console.print()
     bad = [result for result in results if not result.ok]
     for result in bad:
-        console.print(f"[red]{result.case}[/]: {result.refused or format(result.error, '.1e')}")
+        console.print(Text(str(result), "red"))
     what = "the largest error max|a - b| / max|b| of loss, gradients, weights"
-    console.print(f"[dim]{len(results)} cases in {seconds:.0f} s: {what}[/]")
-    verdict = f"[red]{len(bad)} more than {TOLERANCE:.0e}[/]" if bad else f"[green]all within {TOLERANCE:.0e}[/]"
-    console.print(verdict)
+    count = f"{len(results)} of {total} cases" if len(results) < total else f"{total} cases"
+    console.print(f"[dim]{count} in {seconds:.0f} s: {what}[/]")
+    if bad:
+        console.print(f"[red]{counted(len(bad), 'case')} wrong[/]")
+    elif results:
+        console.print(f"[green]{'all' if len(results) == total else 'these'} within {TOLERANCE:.0e}[/]")
 
 
 def _table(results: Sequence[CaseResult], title: str) -> Table:

@@ -14,10 +14,12 @@ from unittest.mock import Mock
 import pytest
 
 import shardlab.train.verification.cases as verifying
+import shardlab.train.verification.verify as comparing
 from shardlab.cli import main
 from shardlab.execute.requirements import has_driver
 from shardlab.train.job import Job
-from shardlab.train.verification.cases import SMALL_NORM, Verdict
+from shardlab.train.verification.cases import SMALL_NORM, Case, Verdict
+from shardlab.train.verification.verify import CaseResult
 from tests.support.processes import PATIENCE, free_port
 from tests.support.warm import WarmStarts
 
@@ -77,6 +79,27 @@ def test_verify_says_how_far_off_it_is_and_exits_with_1(monkeypatch: pytest.Monk
     assert (result["ok"], result["gradient_error"], result["gradient_layer"]) == (False, 3e-7, 2)
     assert main(["verify", "ddp"]) == 1
     assert "3.00e-07  worst in layer 2" in capsys.readouterr().out
+
+
+def test_verify_all_shows_the_cases_before_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    def interrupted(cases: list[Case], steps: int, results: list[CaseResult]) -> None:
+        results += [CaseResult(cases[1], 2e-12), CaseResult(cases[0], 1e-15)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparing, "verify_all", interrupted)
+    with pytest.raises(SystemExit) as exited:
+        main(["verify", "--all"])
+    assert exited.value.code == 130
+    said = capsys.readouterr()
+    assert "grad-accum, alone, 4 microbatches: 2.0e-12, more than 1e-12" in said.out
+    assert f"2 of {len(verifying.CASES)} cases in" in said.out
+    assert said.out.endswith("1 case wrong\n")
+    assert "shardlab: interrupted" in said.err
+    with pytest.raises(SystemExit):
+        main(["verify", "--all", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert [case["row"] for case in result["cases"]] == ["single", "grad-accum"]
+    assert (result["ok"], result["total"]) == (False, len(verifying.CASES))
 
 
 def test_verify_warns_of_replicas_that_may_drift(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

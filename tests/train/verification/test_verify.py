@@ -27,7 +27,7 @@ from shardlab.train.batches import Batches
 from shardlab.train.job import Job
 from shardlab.train.verification import verify
 from shardlab.train.verification.cases import ALONE, CASES, PIPELINES, SHARDINGS, TOLERANCE, Case, Verdict
-from shardlab.train.verification.verify import CaseResult, verify_cases, verify_rank
+from shardlab.train.verification.verify import CaseProgress, CaseResult, verify_all, verify_cases, verify_rank
 from tests.strategies.csv_files import csv_of
 from tests.support.ranks import Ranks
 from tests.support.thorough import sampled
@@ -276,13 +276,45 @@ def test_the_table_has_every_strategy_and_every_sharding_on_every_pipeline() -> 
             assert places[row, column] == {2, 3, 4}
 
 
-@pytest.mark.starts_ranks
+def results_of(rank: int, cases: list[Case]) -> list[CaseResult]:
+    results: list[CaseResult] = []
+    verify_cases(rank, CPU, cases, 1, results.append)
+    return results
+
+
+@on_ranks
 def test_a_case_that_cannot_run_is_a_result_too(ranks: World) -> None:
     good = Case("none", "ddp", "ddp", 2, 2, 2)
-    results = ranks(2).call(verify_cases, CPU, [replace(good, microbatches=3), good], 1)[0]
+    results, others = ranks(2).call(results_of, [replace(good, microbatches=3), good])
     assert [result.ok for result in results] == [False, True]
     assert "3 microbatches do not divide among 2 ranks" in results[0].refused
     assert results[0].error == math.inf
+    assert others == []
+
+
+RIGHT, WRONG = CaseResult(CASES[0], 1e-15), CaseResult(CASES[1], 2e-12)
+
+
+def test_cases_that_are_interrupted_leave_the_results_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(ranks: int, function: object, cases: list[Case], steps: int, send: Callable[..., None]) -> None:
+        for result in (RIGHT, WRONG):
+            send(result)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "run_ranks", interrupted)
+    results: list[CaseResult] = []
+    with pytest.raises(KeyboardInterrupt):
+        verify_all(CASES, 1, results)
+    assert results == [RIGHT, WRONG]
+
+
+def test_progress_says_at_once_which_case_is_wrong(capfd: pytest.CaptureFixture[str]) -> None:
+    for result in (RIGHT, WRONG):
+        CaseProgress(CASES).show(result)
+    assert capfd.readouterr().err.splitlines() == [
+        "1 ranks  single, alone, 4 microbatches: 1.0e-15",
+        "1 ranks  WRONG  grad-accum, alone, 4 microbatches: 2.0e-12, more than 1e-12",
+    ]
 
 
 def test_an_error_above_the_tolerance_is_not_ok() -> None:

@@ -12,12 +12,18 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import Thread
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 from torch import Tensor
 
 from shardlab.check import Checked
@@ -169,60 +175,83 @@ class CaseResult:
     def ok(self) -> bool:
         return self.error <= TOLERANCE
 
+    def __str__(self) -> str:
+        found = self.refused or f"{self.error:.1e}" + ("" if self.ok else f", more than {TOLERANCE:.0e}")
+        return f"{self.case}: {found}"
 
-def verify_all(cases: Sequence[Case], steps: int) -> list[CaseResult]:
+
+def verify_all(cases: Sequence[Case], steps: int, results: list[CaseResult]) -> None:
     """Verify all cases, and show the progress on stderr. Ranks are started once for each number of ranks.
+
+    Args:
+        results: list to which the result of each case is added when the case ends. If the cases are interrupted, it has
+            the results of those before.
 
     Raises:
         RankFailed: if a rank fails.
+        KeyboardInterrupt: if this process or a rank was asked to end.
     """
-    results: dict[Case, CaseResult] = {}
     for ranks in sorted({case.ranks for case in cases}):
         here = [case for case in cases if case.ranks == ranks]
-        results |= {result.case: result for result in run_ranks(ranks, verify_cases, here, steps)}
-    return [results[case] for case in cases]
+        received, sent = Pipe(duplex=False)
+        with CaseProgress(here) as progress, received:
 
+            def collect(results_of_ranks: Connection = received, progress: CaseProgress = progress) -> None:
+                with suppress(EOFError, OSError):  # a rank may be killed while it sends
+                    while True:
+                        results.append(results_of_ranks.recv())
+                        progress.show(results[-1])
 
-def verify_cases(rank: int, device: torch.device, cases: Sequence[Case], steps: int) -> list[CaseResult]:
-    """Verify one rank's part of cases that take as many ranks as there are. Rank 0 shows the progress."""
-    results: list[CaseResult] = []
-    groups: Groups = {}
-    with CaseProgress(cases, shown=rank == 0) as progress:
-        for case in cases:
+            collector = Thread(target=collect)
+            collector.start()
             try:
-                verdict = verify_rank(rank, device, case.job(), steps, groups)
-                worst = max(verdict.loss_error, verdict.gradient_error, verdict.weight_error)
-                result = CaseResult(case, worst)
-            except (Refused, UserError) as error:  # all ranks trace the same program, so all come here or none
-                result = CaseResult(case, math.inf, str(error))
-            results.append(result)
-            progress.show(result)
-    return results
+                with sent:
+                    run_ranks(ranks, verify_cases, here, steps, sent.send)
+            finally:
+                collector.join()
+
+
+def verify_cases(
+    rank: int, device: torch.device, cases: Sequence[Case], steps: int, send: Callable[[CaseResult], object]
+) -> None:
+    """Verify one rank's part of cases that take as many ranks as there are. Rank 0 sends each result."""
+    groups: Groups = {}
+    for case in cases:
+        try:
+            verdict = verify_rank(rank, device, case.job(), steps, groups)
+            result = CaseResult(case, max(verdict.all))
+        except (Refused, UserError) as error:  # all ranks trace the same program, so all come here or none
+            result = CaseResult(case, math.inf, str(error))
+        if rank == 0:
+            send(result)
 
 
 class CaseProgress(Progress):
-    """Progress of many cases: a live bar in a terminal, a line for each case in a pipe."""
+    """Progress of many cases: in a terminal a live bar, and above it the cases that are wrong; in a pipe a line for
+    each case.
+    """
 
-    def __init__(self, cases: Sequence[Case], *, shown: bool) -> None:
+    def __init__(self, cases: Sequence[Case]) -> None:
         console = Console(file=sys.stderr, highlight=False)
-        self._printed = shown and not console.is_terminal
         super().__init__(
-            TextColumn(f"{cases[0].ranks} ranks" if cases else ""),
+            TextColumn(f"{cases[0].ranks} ranks"),
             BarColumn(20),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
             console=console,
-            disable=not shown or self._printed,
+            disable=not console.is_terminal,
         )
         self._task = self.add_task("starting", total=len(cases))
 
     def show(self, result: CaseResult) -> None:
         """Show the result of a case that has ended."""
-        text = f"{result.case}: {result.refused or format(result.error, '.1e')}"
-        self.update(self._task, advance=1, description=text)
-        if self._printed:
-            print(f"{result.case.ranks} ranks  {text}", file=sys.stderr, flush=True)
+        line = f"{result.case.ranks} ranks  {'' if result.ok else 'WRONG  '}{result}"
+        self.update(self._task, advance=1, description=escape(str(result)))
+        if self.disable:
+            print(line, file=sys.stderr, flush=True)
+        elif not result.ok:
+            self.console.print(Text(line, "red"))
 
 
 def _slice(state: State, layers: Sequence[Tensor], layer: int, holds: Holds) -> Tensor:
