@@ -194,5 +194,4 @@ def train_plainly(rank: int, run: TrainingRun) -> Summary | None:
     with ticking() as patch:
         patch.setattr("shardlab.train.callbacks.continue_prompt", Mock(return_value=""))
         patch.setattr("shardlab.train.output.save_timeline", Mock())
-        patch.setattr("shardlab.train.output.OutputFolder.write_plot", Mock())
         return train_rank(rank, torch.device("cpu"), run)

@@ -142,7 +142,7 @@ def test_a_run_that_is_asked_to_end_saves_and_says_so(
     to(training, number)
     output = training.output()
     files = {file.name for file in training.out.iterdir()}
-    assert {"weights.safetensors", "loss.svg", "strategy.svg", "run.json"} <= files, output
+    assert {"weights.safetensors", "strategy.svg", "run.json"} <= files, output
     where = f"the weights after {training.steps} steps are in {training.out}/weights.safetensors"
     assert output.count(where) == 1, output
     assert output.count(f"go on after step {training.steps} with: shardlab train --resume {training.out}") == 1, output
@@ -153,7 +153,7 @@ def test_a_run_that_is_asked_to_end_saves_and_says_so(
 
 def test_a_killed_rank_ends_all_and_leaves_figures_without_weights_or_partial_files(start: Start) -> None:
     training = start()
-    for name in ("loss.svg.shardlab.part", "weights.safetensors.shardlab.part"):
+    for name in ("plots.svg.shardlab.part", "weights.safetensors.shardlab.part"):
         (training.out / name).write_text("half")
     training.kill(0, signal.SIGKILL)
     output = training.output()

@@ -43,7 +43,7 @@ def test_weights_from_before_the_run_was_resumed_are_not_passed_off_as_new_ones(
 
 def test_only_what_shardlab_was_writing_is_swept_away(tmp_path: Path) -> None:
     mine = [
-        "loss.svg.shardlab.part",
+        "plots.svg.shardlab.part",
         "weights-00001-of-00002.safetensors.shardlab.part",
         "checkpoints/step-000002.part/x",
         "checkpoints/step-000001.old.part/x",

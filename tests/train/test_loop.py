@@ -87,7 +87,7 @@ def test_training_lowers_the_validation_loss_and_leaves_a_whole_folder(ranks: Wo
     assert summary.prompt.encode() == choose_prompt(Corpus.open((), MODEL.seq_len))
     assert summary.sample.startswith(summary.prompt)
     files = {file.name for file in (tmp_path / "run").iterdir()}
-    wanted = "metrics.jsonl loss.svg strategy.svg weights.safetensors run.json config.toml checkpoints"
+    wanted = "metrics.jsonl strategy.svg weights.safetensors run.json config.toml checkpoints"
     assert files == set(wanted.split())
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert {"step", "loss", "bits_per_byte", "learning_rate", "sps", "sps_per_gpu", "tps", "tps_per_gpu"} <= set(first)

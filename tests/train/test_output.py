@@ -32,23 +32,8 @@ def folder(tmp_path: Path) -> OutputFolder:
 def test_a_loss_that_is_not_finite_is_null(folder: OutputFolder) -> None:
     folder.write_metrics({"step": 0, "loss": float("nan")})
     folder.write_metrics({"step": 1, "loss": float("inf")})
-    folder.write_plot(1.0, {"validation_loss": float("nan")})
     folder.close()
     assert (folder.path / "metrics.jsonl").read_text() == '{"step": 0, "loss": null}\n{"step": 1, "loss": null}\n'
-
-
-def test_unwritable_files_are_reported_and_the_others_are_written(folder: OutputFolder, capsys: Captured) -> None:
-    folder.write_metrics({"step": 0, "loss": 1.0})
-    with files_of_at_most(500):
-        folder.write_plot(1.0, {"validation_loss": 1.0})
-    folder.close()
-    said = capsys.readouterr().err.splitlines()
-    assert [line.split("; ")[0] for line in said] == [
-        f"shardlab: {folder.path / 'loss.svg'} cannot be written (File too large)"
-    ]
-    assert folder.unwritten == ["loss.svg"]
-    assert [file.name for file in folder.path.iterdir()] == ["metrics.jsonl"], "no part of a file is left"
-    assert lines(folder.path) == [{"step": 0, "loss": 1.0}]
 
 
 def test_metrics_that_found_no_room_are_written_when_there_is_some(folder: OutputFolder, capsys: Captured) -> None:

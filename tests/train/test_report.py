@@ -46,7 +46,7 @@ def test_a_report_tells_cost_and_prediction_and_shows_its_plots(ranks: World, tm
     assert ", 2.00 of what was measured |" in text
     assert f"| cost | {2 * summary.seconds:.4f} at 3600 a device-hour |" in text
     assert run.config.as_toml().strip() in text
-    for name in ("loss.svg", "plots.svg", "strategy.svg"):
+    for name in ("plots.svg", "strategy.svg"):
         assert f"]({name})" in text
         assert "</svg>" in (run.out / name).read_text()
     write_report(run, summary, "nobody has measured")

@@ -159,7 +159,6 @@ def test_a_run_that_diverges_keeps_its_steps_and_no_weights(ranks: World, tmp_pa
         "config.toml",
         "run.json",
         "metrics.jsonl",
-        "loss.svg",
         "strategy.svg",
     }
     lines = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]

@@ -205,15 +205,15 @@ class Records(Callback):
         self._folder.write_metrics(step.metrics, pending=not logs)
         self._display.show(step.metrics, step.user_figures)
         if step.diverged:
-            self._close(self._folder, training, {VALIDATION: math.nan})
+            self._folder.close()
         elif step.not_finite:
             say(f"{step.not_finite} is not finite; the step is left out")
 
     def on_end(self, training: Training) -> None:
-        """Plot the losses, and close the files."""
+        """Close the files."""
         if self._folder is not None:
             self._folder.note_unwritten(self._weights.unwritten)
-            self._close(self._folder, training, self._validation.losses)
+            self._folder.close()
 
     def summary(self, training: Training, sampling: Sampling, saved: int | None) -> Summary | None:
         """Return the results of the training on rank 0, and None on the others.
@@ -250,10 +250,6 @@ class Records(Callback):
             out=str(run.out),
             unwritten=self._folder.unwritten,
         )
-
-    def _close(self, folder: OutputFolder, training: Training, losses: dict[str, float]) -> None:
-        folder.write_plot(training.validation_before, losses)
-        folder.close()
 
 
 def warn_of_threads(before: int, device: torch.device) -> None:

@@ -1,11 +1,8 @@
 """Output folder of a training run.
 
-`OutputFolder` belongs to rank 0. It locks the folder, and writes run.json, config.toml, metrics.jsonl and the drawings.
+`OutputFolder` belongs to rank 0. It locks the folder, and writes run.json, config.toml, metrics.jsonl and strategy.svg.
 `history.py` reads such folders.
 """
-
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# matplotlib leaves some of its annotations out.
 
 from __future__ import annotations
 
@@ -13,29 +10,26 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-
 from shardlab.check import Checked
-from shardlab.common.files import atomic_file, write_atomically
+from shardlab.common.files import write_atomically
 from shardlab.draw import save_timeline
 from shardlab.language import UserError
 from shardlab.simulate.timeline import simulate
 from shardlab.train.config import LoggingConfig
 from shardlab.train.data.tokenizers import Tokenizer
-from shardlab.train.history import METRICS, VALIDATION, last_figures, lock_metrics, remove_incomplete, writing
+from shardlab.train.history import METRICS, last_figures, lock_metrics, remove_incomplete, writing
 from shardlab.train.launch.interrupt import say
 from shardlab.train.report import Logger, open_loggers
 
 
 class OutputFolder:
-    """Folder with run.json, config.toml, strategy.svg, loss.svg, and metrics.jsonl (a line for each step).
+    """Folder with run.json, config.toml, strategy.svg, and metrics.jsonl (a line for each step).
 
     If a file cannot be written once training has begun, a sentence on stderr says so, and the other files are still
     written.
@@ -149,31 +143,6 @@ class OutputFolder:
         """Add names of files that other code could not write."""
         self._unwritten.update(names)
 
-    def write_plot(self, before: float, after: Mapping[str, float]) -> None:
-        """Write loss.svg: the training loss over the steps, and the validation losses. NaN and infinity are left out.
-
-        Args:
-            before: validation loss before the first step.
-            after: validation losses after the last step, by their names in metrics.jsonl.
-        """
-        figure = Figure(figsize=(7, 4))
-        FigureCanvasSVG(figure)
-        axes = figure.add_axes((0.1, 0.12, 0.88, 0.85))  # fixed, since an automatic layout draws everything twice
-        steps = [metrics["step"] for metrics in self._history]
-        losses = [math.nan if metrics["loss"] is None else metrics["loss"] for metrics in self._history]
-        axes.plot(steps, losses, linewidth=1.2, label="training")
-        for name, loss in after.items():
-            points = [(row["step"] + 1, row[name]) for row in self._history if row.get(name) is not None]
-            points.append((steps[-1] + 1 if steps else 0, loss))
-            first = [(0, before)] if name == VALIDATION else []
-            label = "validation" if name == VALIDATION else "validation, averaged weights"
-            axes.plot(*zip(*first, *points, strict=True), "o", label=label)
-        axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        with self._noted("loss.svg") as path, atomic_file(path) as part:
-            figure.savefig(part, format="svg")
-
     def close(self) -> None:
         """Write the pending metrics, and close all files. A line that does not fit on the disk is removed whole."""
         self._append()
@@ -194,22 +163,16 @@ class OutputFolder:
         self._flush()
 
     def _flush(self) -> None:
-        with self._noted(METRICS):
-            while self._pending:  # a disk that is nearly full may write a part
-                self._pending = self._pending[self._metrics.write(self._pending) :]
-
-    @contextmanager
-    def _noted(self, name: str) -> Generator[Path, None, None]:
-        """Print once, and remember, that a file cannot be written."""
-        path = self.path / name
+        """Write what is pending. If that fails, print it once and remember it."""
         try:
-            with writing(path):
-                yield path
-            self._unwritten.discard(name)
+            with writing(self.path / METRICS):
+                while self._pending:  # a disk that is nearly full may write a part
+                    self._pending = self._pending[self._metrics.write(self._pending) :]
+            self._unwritten.discard(METRICS)
         except UserError as error:
-            if name not in self._unwritten:
+            if METRICS not in self._unwritten:
                 say(f"shardlab: {error}")
-            self._unwritten.add(name)
+            self._unwritten.add(METRICS)
 
 
 def _truncate(file: FileIO, path: Path, step: int) -> list[dict[str, Any]]:

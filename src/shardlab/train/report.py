@@ -24,7 +24,7 @@ from shardlab.common.files import atomic_file, write_atomically
 from shardlab.common.text import counted
 from shardlab.language import UserError
 from shardlab.train.config import LoggingConfig
-from shardlab.train.history import METRICS, VALIDATION, writing
+from shardlab.train.history import METRICS, VALIDATION, VALIDATION_EMA, writing
 from shardlab.train.run import WARM_UP, Summary, TrainingRun
 
 PLOTS = "plots.svg"
@@ -43,7 +43,10 @@ def write_report(run: TrainingRun, summary: Summary, predicted: float | str) -> 
     """
     records = [json.loads(line) for line in (run.out / METRICS).read_text().splitlines()]
     with writing(run.out / PLOTS) as path:
-        draw_runs({run.job.title: records}, path, summary.warm_up)
+        before = {"step": -1, VALIDATION: summary.validation_before}
+        after = {VALIDATION: summary.validation_after, VALIDATION_EMA: summary.validation_after_ema}
+        ends = [before, {"step": summary.steps - 1, **after}]
+        draw_runs({run.job.title: records}, path, summary.warm_up, ends)
     with writing(run.out / "report.md") as path:
         write_atomically(path, _text(run, summary, predicted, records))
 
@@ -61,13 +64,19 @@ def usual_times(records: Sequence[Mapping[str, Any]], warm_up: int) -> list[floa
     return [time for time in times if time <= max(1.5 * middle, high + 3 * (high - low))]
 
 
-def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, warm_up: int = WARM_UP) -> None:
+def draw_runs(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    path: Path,
+    warm_up: int = WARM_UP,
+    ends: Sequence[Mapping[str, float | None]] = (),
+) -> None:
     """Draw the metrics of runs over each other: loss, speed, learning rate, gradient norm, memory and step times.
 
     Args:
         runs: records of the steps of each run, by its name.
         path: file to write; its suffix is the format.
         warm_up: number of first steps of each run that are not in the histogram.
+        ends: records of a single run's validation losses before its first step and after its last one.
     """
     figure = Figure(figsize=(10, 9))
     # A fixed layout, since an automatic one draws everything twice.
@@ -85,9 +94,10 @@ def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, warm_
         ):
             axes.plot(steps, _column(records, name, scale), linewidth=1.2, color=color, label=run)
             axes.set(xlabel="optimizer step", ylabel=label)
-        validated = [record for record in records if record.get(VALIDATION) is not None]
-        losses = _column(validated, VALIDATION)
-        grid[0][0].plot([each["step"] + 1 for each in validated], losses, "o", markersize=4, color=color)
+        validated = [*ends, *records]
+        for name, marker in ((VALIDATION, "o"), (VALIDATION_EMA, "x")):
+            losses = _column(validated, name)
+            grid[0][0].plot([(each["step"] or 0) + 1 for each in validated], losses, marker, markersize=4, color=color)
         least, most = (_column(records, f"memory_{end}", 2.0**-20) for end in ("min", "max"))
         grid[2][0].fill_between(steps, least, most, alpha=0.2, color=color)
         times = usual_times(records, warm_up)
@@ -240,9 +250,9 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
             "| --- | --- |",
             *(f"| {name} | {figure} |" for name, figure in rows.items()),
             "",
-            "![training and validation loss](loss.svg)",
-            "",
             f"![loss, tokens per second, learning rate, gradient norm, memory, step times]({PLOTS})",
+            "",
+            "Dots are validation losses, crosses those of averaged weights.",
             "",
             "## Configuration and plan",
             "",

@@ -242,7 +242,6 @@ def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(
         "config.toml",
         "run.json",
         "metrics.jsonl",
-        "loss.svg",
         "strategy.svg",
     }
     assert "The model continues --prompt, 6 characters:\nimport" in done.stdout

@@ -483,7 +483,7 @@ def print_summary(summary: Summary, config: TrainingConfig) -> None:
         loss += f", {summary.validation_after_ema:.3f} with the averaged weights"
     print_fact(console, "validation", loss, "bold")
     print_fact(console, "speed", speed)
-    files = ["config.toml", "run.json", "metrics.jsonl", "report.md", "loss.svg", "strategy.svg"]
+    files = ["config.toml", "run.json", "metrics.jsonl", "report.md", "plots.svg", "strategy.svg"]
     weights = (weights_at(Path(summary.out, name)) for name in (WEIGHTS, AVERAGED))
     files += [path.name for path in weights if path] + ["trace.json"] * config.logging.trace
     files = [file for file in files if file not in summary.unwritten]
