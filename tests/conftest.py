@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -179,6 +180,12 @@ def _a_busy_machine_adds_no_lines() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interrupt, "SILENCE", PATIENCE)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _training_draws_nothing() -> None:
+    if "shardlab.train.report" in sys.modules:
+        import_module("tests.support.undrawn")
 
 
 @pytest.fixture(autouse=True)

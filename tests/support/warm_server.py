@@ -34,6 +34,7 @@ IMPORTED = (
     "shardlab.train.checkpoints",
     "torch._dynamo",
     "torch.distributed.run",
+    "tests.support.undrawn",
 )
 TORCHRUNS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 """Where torchrun starts its ranks."""

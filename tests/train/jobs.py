@@ -190,8 +190,7 @@ def train_by_ticks(rank: int, run: TrainingRun) -> Summary | None:
 
 
 def train_plainly(rank: int, run: TrainingRun) -> Summary | None:
-    """Train on every rank without pictures and without the last sample; rank 0 returns the summary."""
+    """Train on every rank without the last sample; rank 0 returns the summary."""
     with ticking() as patch:
         patch.setattr("shardlab.train.callbacks.continue_prompt", Mock(return_value=""))
-        patch.setattr("shardlab.train.output.save_timeline", Mock())
         return train_rank(rank, torch.device("cpu"), run)

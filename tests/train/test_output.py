@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardlab.draw import save_timeline
 from shardlab.language import UserError
 from shardlab.models import MLP
 from shardlab.train.data.tokenizers import ByteTokenizer
@@ -64,9 +65,16 @@ def test_weights_for_which_the_disk_has_no_room_are_refused_before_training(tmp_
     assert not (tmp_path / "new" / "run").exists()
 
 
-def test_a_full_disk_before_the_first_step_is_one_sentence(folder: OutputFolder) -> None:
+def test_a_full_disk_before_the_first_step_is_one_sentence(
+    folder: OutputFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("shardlab.train.output.save_timeline", save_timeline)  # whatever tests.support.undrawn did
     checked = Job("ddp", 2, 2, MODEL, 2).checked()
     with files_of_at_most(500), pytest.raises(UserError, match=r"strategy\.svg cannot be written \(File too large\)"):
         folder.begin({"seed": 0}, "", checked, "ddp", ByteTokenizer())
     folder.close()
     assert sorted(os.listdir(folder.path)) == ["config.toml", "metrics.jsonl", "run.json"]
+    another = OutputFolder(tmp_path / "another")
+    another.begin({"seed": 0}, "", checked, "ddp", ByteTokenizer())
+    another.close()
+    assert "ddp: one optimizer step" in (another.path / "strategy.svg").read_text()
