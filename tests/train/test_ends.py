@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from shardlab.common.text import counted
 from tests.support.processes import PATIENCE, until
+from tests.support.thorough import sampled
 from tests.support.warm import WarmProcess, WarmStarts
 
 pytestmark = pytest.mark.starts_ranks
@@ -126,13 +127,16 @@ def rank_1(training: Training, number: int) -> None:
 
 @pytest.mark.parametrize(
     ("to", "number"),
-    [
-        (alone, signal.SIGTERM),
-        (group, signal.SIGINT),
-        (rank_1, signal.SIGTERM),
-        (group, signal.SIGUSR1),
-        (alone, signal.SIGKILL),
-    ],
+    sampled(
+        [
+            (alone, signal.SIGTERM),
+            (group, signal.SIGINT),
+            (rank_1, signal.SIGTERM),
+            (group, signal.SIGUSR1),
+            (alone, signal.SIGKILL),
+        ],
+        lambda case: case[1] in (signal.SIGTERM, signal.SIGINT),
+    ),
     ids=["SIGTERM", "Ctrl-C", "SIGTERM to a rank", "a scheduler's warning", "its parent killed"],
 )
 def test_a_run_that_is_asked_to_end_saves_and_says_so(

@@ -25,6 +25,7 @@ from shardlab.train.loop import train_rank
 from shardlab.train.report import usual_times, write_report
 from shardlab.train.run import Summary, TrainingRun
 from tests.support.ranks import Ranks
+from tests.support.thorough import sampled
 from tests.train.jobs import run_of
 
 pytestmark = pytest.mark.starts_ranks
@@ -88,7 +89,7 @@ def test_memory_is_drawn_from_zero_and_rate_and_norm_are_drawn(ranks: World, tmp
     assert min(ticks) == 0 < max(ticks)
 
 
-@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize("trace", sampled([False, True], bool))
 def test_profiled_steps_have_the_tapes_names_and_change_no_number(ranks: World, trace: bool, tmp_path: Path) -> None:
     losses: list[list[float]] = []
     for steps in (None, (2, 4)):

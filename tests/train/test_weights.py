@@ -37,6 +37,7 @@ from shardlab.train.verification.cases import SHARDINGS
 from shardlab.train.weights import save_weights
 from tests.support.processes import files_of_at_most
 from tests.support.ranks import Ranks
+from tests.support.thorough import sampled
 from tests.train.tied_plans import batches_of
 
 pytestmark = pytest.mark.starts_ranks
@@ -126,7 +127,7 @@ def peaks(rank: int, job: Job, out: Path) -> tuple[dict[str, int], int, int]:
     return found, sum(kept.nbytes for kept in state.kept.values()), max(blocks)
 
 
-@pytest.mark.parametrize("ema", [None, 0.9])
+@pytest.mark.parametrize("ema", sampled([None, 0.9], bool))
 @pytest.mark.parametrize("name", ["fsdp", "zero-3", "tp"])
 def test_no_rank_has_more_than_its_share_and_one_layer_when_a_run_ends(
     ranks: World, tmp_path: Path, name: str, ema: float | None
