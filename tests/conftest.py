@@ -120,6 +120,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: starts ranks, or its path begins as one of SLOW")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return three workers for two cores: tests of launches and of hangs mostly wait."""
+    return max(1, len(os.sched_getaffinity(0)) * 3 // 2)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file that `make check` leaves out."""
     if "not slow" not in config.option.markexpr or not collection_path.is_relative_to(TESTS):
@@ -183,9 +188,9 @@ def _a_busy_machine_adds_no_lines() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _training_draws_nothing() -> None:
+def _training_ends_soon() -> None:
     if "shardlab.train.report" in sys.modules:
-        import_module("tests.support.undrawn")
+        import_module("tests.support.short_runs")
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ PRELOAD = [
     "torch._dynamo",
     "pytest",
     "tests.train.jobs",
-    "tests.support.undrawn",
+    "tests.support.short_runs",
 ]
 """What ranks import, their own tests included: once for all ranks, since the first start of a rank starts the server
 that forks all later ones. torch's optimizers import torch._dynamo at their first use."""

@@ -34,7 +34,7 @@ IMPORTED = (
     "shardlab.train.checkpoints",
     "torch._dynamo",
     "torch.distributed.run",
-    "tests.support.undrawn",
+    "tests.support.short_runs",
 )
 TORCHRUNS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 """Where torchrun starts its ranks."""

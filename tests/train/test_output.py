@@ -68,7 +68,7 @@ def test_weights_for_which_the_disk_has_no_room_are_refused_before_training(tmp_
 def test_a_full_disk_before_the_first_step_is_one_sentence(
     folder: OutputFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("shardlab.train.output.save_timeline", save_timeline)  # whatever tests.support.undrawn did
+    monkeypatch.setattr("shardlab.train.output.save_timeline", save_timeline)  # whatever tests.support.short_runs did
     checked = Job("ddp", 2, 2, MODEL, 2).checked()
     with files_of_at_most(500), pytest.raises(UserError, match=r"strategy\.svg cannot be written \(File too large\)"):
         folder.begin({"seed": 0}, "", checked, "ddp", ByteTokenizer())
