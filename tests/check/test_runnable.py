@@ -397,8 +397,8 @@ SENTENCES = {
     ),
     "nothing to wait for": "rank 0, op 10 wait(handle 9): handle 9 is not in flight; wait for each communication once.",
     "not kept": (
-        "rank 0, op 0 load_weight(layer 0): the step ends without weights[0] (step 1); update every slice that is"
-        " loaded, once."
+        "rank 0, op 0 load_weight(layer 0): the step ends without weights[0] (step 1), which was made and not kept;"
+        " keep the slice in its store."
     ),
     "no forward, on a tape": (
         "rank 0, op 6 backward(layer 0): value 0 is not what the layer kept of this activation's forward; read "

@@ -133,6 +133,16 @@ EXERCISE = Exercise(
             "all_gather.*slice 0 of 1 would come from",
             "the whole weight took the shard's place in the store. What does the backward pass gather then?",
         ),
+        Mistake(
+            "the updated weight is gathered at once",
+            (
+                "            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]\n        )\n",
+                "            l, rank.grad_weights.pop(l), rank.weights[l], rank.opt_states[l]\n        )\n"
+                "        rank.weights[l] = await rank.all_gather(rank.weights[l])\n",
+            ),
+            "the step ends without.*not kept",
+            "the next step loads a shard, so this one leaves a shard. Who gathers the weight when it is used?",
+        ),
     ),
     hints=(
         "The backward loop is that of exercise 8, with one more line. The updates come after it.",

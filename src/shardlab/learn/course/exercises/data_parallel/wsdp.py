@@ -122,6 +122,16 @@ EXERCISE = Exercise(
             "all_gather.*would come from",
             "the shards of all ranks together are the layer. Which is this rank's, and is it still in its store?",
         ),
+        Mistake(
+            "the updated weight is gathered at once",
+            (
+                "rank.update(l, gradient, rank.weights[l], rank.opt_states[l])",
+                "rank.update(l, gradient, rank.weights[l], rank.opt_states[l])\n"
+                "        rank.weights[l] = await rank.all_gather(rank.weights[l])",
+            ),
+            "the step ends without.*not kept",
+            "the next step loads a shard, so this one leaves a shard. Who gathers the weight when it is used?",
+        ),
     ),
     hints=(
         "Three places change: what is loaded, and where the forward and the backward pass take their weight from.",
