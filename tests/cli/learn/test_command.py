@@ -113,7 +113,20 @@ def test_a_reset_says_where_the_old_file_is(course: Path, capsys: Captured) -> N
 def test_notebooks_are_written_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["learn", "init", "course", "--notebook"]) == 0
-    assert (tmp_path / "course" / "notebooks" / "ddp.ipynb").is_file()
+    file = tmp_path / "course" / "notebooks" / "ddp.ipynb"
+    file.unlink()
+    assert main(["learn", "init", "course", "--notebook"]) == 0
+    assert file.is_file()
+
+
+def test_a_notebook_that_does_not_exist_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CourseFolder.create(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["learn", "watch", "notebooks/ddp.ipynb"]) == 2
+    sentence = "notebooks/ddp.ipynb does not exist; write the notebooks with `shardlab learn init . --notebook`"
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_solved_notebook_is_passed_and_a_damaged_one_is_named(

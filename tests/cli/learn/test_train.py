@@ -9,12 +9,19 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
-from shardlab.cli.learn.train import FEWER_RANKS, strategy_words
+from shardlab.cli.learn.train import FEWER_RANKS, MOST_PROCESSES, strategy_words, train_and_verify
 from shardlab.language import Mesh, UserError
-from shardlab.learn.course.catalogue import CourseEntry, find
+from shardlab.learn.course.catalogue import CourseEntry, course, find
 from shardlab.strategies.load import load
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
+
+REFUSED = {
+    "tied_embeddings": "shardlab train --pp 2 --dp-shard 2 --shard-optimizer dp_shard --tied",
+    "choose_plan": "shardlab simulate --model llama3-70b --cluster h100x64 --global-batch 128 --dp-shard 16 --tp 4 "
+    "--shard-parameters dp_shard --shard-gradients dp_shard --shard-optimizer dp_shard --sequence-parallel",
+}
+"""Exercises whose programs cannot be trained here, with the command that is named in their place."""
 
 
 def solved(name: str, folder: Path) -> tuple[CourseEntry, Path]:
@@ -58,9 +65,51 @@ def test_a_schedule_of_several_stages_is_found_with_their_number(tmp_path: Path)
 
 
 def test_what_no_model_here_has_is_not_trained(tmp_path: Path) -> None:
-    for name in ("tied_embeddings", "choose_plan"):
-        with pytest.raises(UserError, match=f"{name} "):
+    for name, command in REFUSED.items():
+        with pytest.raises(UserError) as refusal:
             strategy_words(*solved(name, tmp_path))
+        assert str(refusal.value).endswith(f": {command}")
+
+
+def test_the_command_that_a_refusal_names_trains_the_model(tmp_path: Path) -> None:
+    words = REFUSED["tied_embeddings"].split()[1:]
+    assert main([*words, "--print-config"]) == 0
+
+
+def test_a_training_that_is_too_short_to_be_compared_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["learn", "init", str(tmp_path / "course")]) == 0
+    monkeypatch.chdir(tmp_path / "course")
+    solved("one_rank", Path())
+    assert main(["learn"]) == 0
+    assert main(["learn", "run", "--steps", "3"]) == 2
+    assert "--steps is 3; to compare its steps with the prediction, give 15 or more" in capsys.readouterr().err
+
+
+RUNNABLE = [entry.name for entry in course() if entry.name not in REFUSED]
+
+
+@pytest.mark.thorough
+@pytest.mark.starts_ranks
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_every_solution_trains_and_is_verified(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    entry, file = solved(name, tmp_path)
+    assert train_and_verify(entry, file, 15, json=True) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["verified"]
+    assert {row["what"] for row in report["comparison"]} >= {"step", "peak memory"}
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_ranks_find_every_program_on_its_mesh(name: str, tmp_path: Path) -> None:
+    entry, file = solved(name, tmp_path)
+    words, ranks = strategy_words(entry, file)
+    if entry.exercise.kind == "rank":
+        assert load(words[0]).grid(ranks).used == entry.exercise.mesh.used
+    elif entry.exercise.kind == "schedule":
+        assert find_schedule(words[words.index("--schedule") + 1])
+    assert ranks <= MOST_PROCESSES
 
 
 @pytest.mark.starts_ranks

@@ -138,7 +138,7 @@ def test_a_folder_of_a_later_version_keeps_what_this_one_does_not_know(folder: C
     opened = CourseFolder.open(folder.path)
     opened.grade(solve(opened, "ddp"))
     written = progress(folder)
-    assert written["medals"] == ["gold"]
+    assert (written["format"], written["medals"]) == (9, ["gold"])
     assert written["passed"] == ["flying_pipeline", "ddp"]
     assert written["hints"] == {"flying_pipeline": 2}
 

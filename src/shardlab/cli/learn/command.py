@@ -19,12 +19,12 @@ from tyro.conf import subcommand
 
 from shardlab.cli.console import stdout_console
 from shardlab.cli.learn.show import list_report, print_grade, results_report
-from shardlab.cli.learn.train import STEPS, train_and_verify
+from shardlab.cli.learn.train import STEPS, require_steps, train_and_verify
 from shardlab.cli.options import Count, Flag
 from shardlab.common.errors import UserError
 from shardlab.common.text import counted
 from shardlab.learn.course.catalogue import CourseEntry, all_entries, course, gallery
-from shardlab.learn.course.folder import HINTS, NOTEBOOK, CourseFolder
+from shardlab.learn.course.folder import HINTS, NOTEBOOK, PROGRESS, CourseFolder
 
 ExerciseName = Annotated[
     str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", help_behavior_hint="(default: the current one)")
@@ -48,16 +48,20 @@ class Init:
     """New folder."""
 
     notebook: Flag = False
-    """Write a notebook for each exercise as well."""
+    """Write a notebook for each exercise as well, also into a course that exists."""
 
     def run(self) -> int:
+        console = stdout_console()
+        if self.notebook and (self.folder / PROGRESS).is_file():
+            CourseFolder.open(self.folder).write_notebooks()
+            console.print(Text(f"{self.folder}: the course now has notebooks in notebooks/"), soft_wrap=True)
+            return 0
         folder = CourseFolder.create(self.folder)
         written = f"{counted(len(course()), 'exercise')} and {counted(len(gallery()), 'bug')} to find"
         if self.notebook:
             folder.write_notebooks()
             written += ", with notebooks in notebooks/"
         first = folder.find(None)
-        console = stdout_console()
         console.print(Text(f"{self.folder}: {written}"), soft_wrap=True)
         console.print(Text(f"next: cd {self.folder}, open {first.name}.py in an editor, and run shardlab learn"))
         return 0
@@ -194,6 +198,7 @@ class TrainWithSolution:
         if self.exercise is None and not folder.passed:
             raise UserError("no exercise is passed yet, so there is nothing to train with; solve one first")
         entry = folder.find(folder.passed[-1] if self.exercise is None else self.exercise)
+        require_steps(self.steps)
         grade = folder.grade(entry, self.exercise)
         if not grade.passed:
             _require_passed(folder, entry)

@@ -26,6 +26,7 @@ from shardlab.planner.describe import chosen_fields
 from shardlab.simulate.timeline import Timeline, simulate
 from shardlab.simulate.timeline.measured import Measured, Pair, compare, read_trace
 from shardlab.simulate.timeline.memory import memory_in_bytes
+from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -45,6 +46,14 @@ HIDDEN_SIZE = 64
 
 UNCHANGED = ("--passes", "none")
 """Options that run a student's program as written. By default, ranks run it with every pass that helps."""
+
+
+def require_steps(steps: int) -> None:
+    """Refuse a training that is too short to be measured."""
+    from shardlab.train.job import Tracing
+
+    if steps < (least := Tracing().steps):
+        raise UserError(f"--steps is {steps}; to compare its steps with the prediction, give {least} or more")
 
 
 def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) -> int:
@@ -111,9 +120,18 @@ def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
     exercise = entry.exercise
     ranks = exercise.mesh.world
     if exercise.cluster:
-        raise UserError(f"{entry.name} chooses a plan for a cluster; this machine cannot run it")
+        plan: Plan = getattr(load_module(file), entry.name)()
+        size = f"--model {exercise.model} --cluster {exercise.cluster} --global-batch {exercise.microbatches}"
+        raise UserError(
+            f"{entry.name} is a plan for {ranks} devices, and at most {MOST_PROCESSES} processes are started here; see "
+            f"what its step consists of: shardlab simulate {size} {as_flags(chosen_fields(plan))}"
+        )
     if not isinstance(exercise.layers, int) and exercise.layers.tied and not exercise.layers.blocks:
-        raise UserError(f"{entry.name} ties whole layers over several stages; no model that can be trained here does")
+        raise UserError(
+            f"{entry.name} ties its whole first layer to its last one, and models that are trained tie the embedding "
+            "and the head alone. A plan trains such a model on this mesh: shardlab train "
+            f"{as_flags(exercise.mesh.used)} --shard-optimizer dp_shard --tied"
+        )
     if exercise.kind == "plan":
         plan = getattr(load_module(file), entry.name)()
         if ranks > MOST_PROCESSES and plan.mesh == Mesh(dp_shard=ranks):
@@ -125,7 +143,10 @@ def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
     else:
         words = [f"{_with_mesh(entry, file)}:{entry.name}", "--ranks", str(ranks), *UNCHANGED]
     if ranks > MOST_PROCESSES:
-        raise UserError(f"{entry.name} has {ranks} ranks, and at most {MOST_PROCESSES} processes are started here")
+        raise UserError(
+            f"{entry.name} has {ranks} ranks, and at most {MOST_PROCESSES} processes are started here; a plan of one "
+            f"axis, dp_shard, runs on {FEWER_RANKS}"
+        )
     return words, ranks
 
 

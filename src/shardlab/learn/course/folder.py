@@ -51,6 +51,7 @@ class CourseFolder:
         passed: names of the exercises that are passed.
         hints: number of hints that were shown, by the name of the exercise.
         starts: hash of the start that was written into each file, by the name of the exercise.
+        format: version of the progress that was read. That of a later Shardlab stays.
         others: fields of the progress that this version does not know, which are kept.
         restored: files that were missing, and are at their start again.
     """
@@ -60,6 +61,7 @@ class CourseFolder:
     passed: list[str] = field(default_factory=lambda: [])
     hints: dict[str, int] = field(default_factory=lambda: {})
     starts: dict[str, str] = field(default_factory=lambda: {})
+    format: int = FORMAT
     others: dict[str, Any] = field(default_factory=lambda: {})
     restored: list[Path] = field(default_factory=lambda: [])
 
@@ -160,6 +162,9 @@ class CourseFolder:
         file = self.file(entry, name)
         if file.suffix != NOTEBOOK:
             return file
+        if not file.is_file():
+            remedy = "write the notebooks with `shardlab learn init . --notebook`"
+            raise UserError(f"{file} does not exist; {remedy}")
         program = file.parent / "code" / f"{entry.name}.py"
         program.parent.mkdir(exist_ok=True)
         write_atomically(program, code_of_notebook(file))
@@ -192,7 +197,7 @@ class CourseFolder:
     def save(self) -> None:
         """Write the progress. An interrupted write leaves the old one."""
         known = {
-            "format": FORMAT,
+            "format": max(FORMAT, self.format),
             "current": self.current,
             "passed": self.passed,
             "hints": self.hints,
@@ -219,7 +224,9 @@ class CourseFolder:
             current = (left or [all_entries()[0].name])[0]
         hints = {name: min(max(0, number), HINTS) for name, number in table("hints", int).items()}
         others = {name: value for name, value in given.items() if name not in cls.__dataclass_fields__}
-        return cls(path, cast(str, current), names, hints, table("starts", str), others)
+        version = given.get("format")
+        format = version if isinstance(version, int) else FORMAT
+        return cls(path, cast(str, current), names, hints, table("starts", str), format, others)
 
     def _write_starts(self) -> None:
         """Write the start of each exercise that has no file, or whose file is an older start that nobody has edited."""
@@ -260,7 +267,10 @@ def notebook(entry: CourseEntry) -> dict[str, Any]:
     """Return the notebook of an exercise, in Jupyter's format 4.5."""
     call = f'{GRADES}\n\ncheck("{entry.name}", {entry.name})'
     command = f"shardlab learn run {NOTEBOOKS}/{entry.name}{NOTEBOOK}"
-    train = f"Save the notebook, then train a GPT with your program: `!cd .. && {command}`"
+    train = (
+        "To train a GPT with your program, save the notebook and run this in a new cell:\n\n"
+        f"```python\nimport sys\n!cd .. && {{sys.executable}} -m {command}\n```"
+    )
     cells = [
         _cell("statement", "markdown", f"```text\n{entry.statement}\n```"),
         _cell("start", "code", _without_docstring(entry.start_text)),
