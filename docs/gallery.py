@@ -1,4 +1,4 @@
-"""The page of the gallery, from the modules of its bugs: `python docs/gallery.py` writes docs/gallery.md.
+"""Generator of the gallery page: `python docs/gallery.py` writes docs/gallery.md from the modules of its bugs.
 
 Each bug is an exercise of `shardlab.learn.course.gallery`. The page has its statement, what Shardlab says about the
 program with the bug, and the repair. A test keeps the page up to date.
@@ -23,18 +23,18 @@ WIDTH = 120
 HEAD = """\
 # Gallery of bugs
 
-Twenty bugs of Megatron-LM, DeepSpeed and torch that were reported in public, as small programs. Most of them raised no
-error: the loss went down, more slowly or towards something else. Each section says where a bug was seen and what it
-did, then what Shardlab says about a program with the same bug, and the repair.
+The page shows twenty publicly reported bugs of Megatron-LM, DeepSpeed and torch as small programs. Most of them raised
+no error: the loss decreased, but more slowly or towards another value. Each section describes where a bug was reported
+and its effect. Then come Shardlab's message about a program with the same bug, and the repair.
 
-A program shows a bug's kind and leaves out what does not matter for it. It is not the code in which the bug was. Bugs
-that cannot be said in Shardlab's language are not here: a buffer that is reused while a collective still reads it, a
-stream that is not waited for, a number that overflows. A program handles values, not buffers, and a value that
-communication reads stays until the communication is over.
+A program shows the kind of a bug, and leaves out everything else; it is not the code in which the bug occurred. Some
+kinds of bugs cannot be expressed in Shardlab's language: a buffer that is reused while a collective still reads it, a
+stream that is not waited for, a number that overflows. Programs handle values, not buffers, and a value stays until the
+communication that reads it is over.
 
-Each bug is an exercise of [the course](course.md) as well: in a course folder, open `gallery/crossing_sends.py`, and
-`shardlab learn watch crossing_sends` grades your repair. The page is made from the
-[modules](../src/shardlab/learn/course/gallery) by [gallery.py](gallery.py); `python docs/gallery.py` writes it again.
+Each bug is also an exercise of [the course](course.md): in a course folder, open `gallery/crossing_sends.py`, and
+`shardlab learn watch crossing_sends` grades your repair. [gallery.py](gallery.py) generates the page from the
+[modules](../src/shardlab/learn/course/gallery): run `python docs/gallery.py` after a change.
 """
 
 FOLDERS = {

@@ -1,7 +1,8 @@
-"""The pictures of the README and of docs/, from what Shardlab computes: `python docs/pictures.py` draws them.
+"""Pictures of the README and of docs/, computed by Shardlab: `python docs/pictures.py` draws them.
 
-They are written into docs/pictures. `timeline.svg` is what a command draws. `value.svg` shows one traced gradient, and
-`layer.svg` what the rules derive for an MLP that is cut in two. The others are for the pages of docs/strategies.
+They are written into docs/pictures. `timeline.svg` is the output of a command. `value.svg` shows one traced gradient,
+and `layer.svg` the values that the rules derive for an MLP whose hidden features are split in two. The others are for
+the pages of docs/strategies.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ EQUAL_PASSES = "forward=1,backward_input=1,backward_weight=1"
 TIMELINE = ["simulate", "--pp", "4", "--schedule", "zb-v", "--microbatches", "8", "--costs", EQUAL_PASSES]
 
 RANK, RANKS = 1, 4
-"""Whose gradient is drawn."""
+"""Rank whose gradient is drawn, and number of ranks."""
 
 SLICES, SLICE = 2, 0b10
-"""Into how many slices the MLP is cut, and which of them is drawn, as a bit set."""
+"""Number of slices of the MLP, and the slice that is drawn, as a bit set."""
 
 
 def timeline(path: Path) -> None:
@@ -55,7 +56,7 @@ def timeline(path: Path) -> None:
 
 
 def value(path: Path) -> None:
-    """The gradient of one weight after its backward pass, and after two collectives, on one rank."""
+    """Draw the gradient of one weight on one rank after its backward pass, and after two collectives."""
     specs: list[Spec] = []
 
     async def one_layer(rank: Rank) -> None:
@@ -114,7 +115,7 @@ MLP = Layer(
 
 
 def layer(path: Path) -> None:
-    """What every tensor of an MLP and every gradient holds where its hidden features are cut in two."""
+    """Draw the pieces that each tensor and gradient of an MLP holds if its hidden features are split in two."""
     space = Space(microbatches=1, pieces=(("slice", SLICES),))
     cut = {"slice": SLICE}
     held = layer_graph.forward(MLP, {"x": Extent({})}, cut, space)
@@ -147,11 +148,11 @@ def layer(path: Path) -> None:
 
 
 SHARDED = ("ddp", "zero-1", "zero-2", "wsdp", "zero-3", "hsdp", "partially-sharded")
-"""Strategies by what each rank keeps."""
+"""Strategies in the picture, in the order of the data that each rank keeps."""
 
 
 def sharding(path: Path) -> None:
-    """What every rank keeps of a weight, its gradient and its optimizer state under some strategies."""
+    """Draw the parts of a weight, its gradient and its optimizer state that each rank keeps under some strategies."""
     with style():
         page = Page(9.6, 3.5)
         say(page, 0.2, 0.25, "What each of four ranks keeps of one layer", size=13, weight="bold")
@@ -174,7 +175,7 @@ def sharding(path: Path) -> None:
 
 
 def _kept(name: str) -> tuple[list[Holds], list[Holds], list[Holds]]:
-    """Slices of layer 0's weight, gradient and optimizer state on each rank, as it loads them or adds them up."""
+    """Return the slices of layer 0's weight, gradient and optimizer state that each rank loads or adds up."""
     strategy = STRATEGIES[name]
     checked = check(trace(strategy.program, strategy.grid(RANKS), layers=2, microbatches=2 * RANKS))
     kept: tuple[list[Holds], list[Holds], list[Holds]] = [], [], []
@@ -188,7 +189,7 @@ def _kept(name: str) -> tuple[list[Holds], list[Holds], list[Holds]]:
 
 
 def schedules(path: Path) -> None:
-    """Every schedule on four ranks with eight microbatches, all three passes equally long and messages free."""
+    """Draw every schedule on four ranks with eight microbatches, equally long passes and free messages."""
     colors = {
         OpKind.FORWARD: FORWARD[0],
         OpKind.BACKWARD: BACKWARD[0],
@@ -224,12 +225,12 @@ def schedules(path: Path) -> None:
 
 
 def searched(path: Path) -> None:
-    """A published schedule and a searched one for the unequal stages of the page, within the same memory."""
+    """Draw a published schedule and a searched one for the page's unequal stages and the same memory limit."""
     _beside(path, "Eight unequal stages on four ranks, memory of three microbatches", 3.0)
 
 
 def limited(path: Path) -> None:
-    """The same with the memory of two and a half microbatches."""
+    """Draw the same comparison with the memory of two and a half microbatches."""
     _beside(path, "The same with memory of two and a half microbatches", 2.5)
 
 
@@ -269,11 +270,11 @@ def _beside(path: Path, title: str, limit: float) -> None:
 
 
 COLORS = (FORWARD[0], BACKWARD[0], BACKWARD_WEIGHT[0], BACKWARD_INPUT[1])
-"""One for each of four ranks or groups."""
+"""Colour of each of four ranks or groups."""
 
 
 def context(path: Path) -> None:
-    """Which rank computes which part of causal attention, for three ways to deal a sequence to four ranks."""
+    """Draw the parts of causal attention that each of four ranks computes, for three divisions of a sequence."""
     slices = 2 * RANKS
     ways = {
         "consecutive slices": [(2 * rank, 2 * rank + 1) for rank in range(RANKS)],
@@ -300,7 +301,7 @@ def context(path: Path) -> None:
                     COLORS[rank],
                     empty=False,
                 )
-                work = sum(query + 0.5 for query in own)  # a slice meets half of itself
+                work = sum(query + 0.5 for query in own)  # causal attention of a slice to itself is half of a square
                 say(page, left + 1.95, 1.1 + 0.2 * rank, f"rank {rank}: {work:g}", size=7.5, color=FAINT)
             for i in range(slices):
                 say(page, left - 0.07, 0.98 + 0.225 * (i + 0.5), str(i), size=7, color=FAINT, ha="right")
@@ -316,7 +317,7 @@ def context(path: Path) -> None:
 
 
 def experts(path: Path) -> None:
-    """Which buffers every rank has of a mixture before the first exchange, and after it."""
+    """Draw the buffers of a mixture on each rank before and after the first exchange."""
     specs: dict[int, tuple[Spec, Spec]] = {}
 
     async def one_mixture(rank: Rank) -> None:
@@ -348,7 +349,7 @@ def experts(path: Path) -> None:
 
 
 def mesh(path: Path) -> None:
-    """The groups of eight ranks along each axis of a mesh."""
+    """Draw the groups of eight ranks along each axis of a mesh."""
     grid = Mesh(pp=2, dp_shard=2, tp=2)
     with style():
         page = Page(9.6, 2.75)
@@ -378,7 +379,7 @@ def _indices(*tensors: Mapping[str, str]) -> set[str]:
 
 
 def _tensor(page: Page, box: Box, name: str, held: Extent, color: str) -> None:
-    """A tensor by what is held of it; a term of a sum is hatched."""
+    """Draw a tensor with the pieces that are held. Terms of a sum are hatched."""
     left, _, right, bottom = box
     middle = (left + right) / 2
     if held.term is not None:
@@ -397,7 +398,7 @@ def _tensor(page: Page, box: Box, name: str, held: Extent, color: str) -> None:
 def _grid(
     page: Page, box: Box, rows: int, columns: int, held: Iterable[tuple[int, int]], color: str, *, empty: bool = True
 ) -> None:
-    """A box in cells, some of them filled; the others are drawn if `empty`."""
+    """Draw a box of cells. Held cells are filled, and the others are drawn only if `empty` is set."""
     left, top, right, bottom = box
     width, height = (right - left) / columns, (bottom - top) / rows
 
@@ -411,7 +412,7 @@ def _grid(
 
 
 def say(page: Page, x: float, y: float, text: str, *, size: float = 8.5, color: str = INK, **looks: object) -> None:
-    """Text at a place in inches, its middle on the line."""
+    """Write a text at a position in inches. The text is centred vertically on y."""
     page.ink.text(x, y, text, **({"size": size, "color": color, "va": "center"} | looks))
 
 

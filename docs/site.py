@@ -1,9 +1,9 @@
-"""Hooks of the site that `make docs` builds with MkDocs from these pages.
+"""Hooks of MkDocs for the site that `make docs` builds from these pages.
 
-The navigation is the index of the pages, `docs/README.md`: a heading is a section, and each row of its table a page.
-Pages link to files outside `docs`, such as sources. `on_files` adds a page for each of these files, and
-`on_page_markdown` makes the links lead there. `python docs/site.py` downloads the scripts that the pages need, so that
-diagrams and the search work without a network.
+The navigation follows the index `docs/README.md`: each heading is a section, and each row of its table a page. Pages
+link to files outside `docs`, such as sources. `on_files` adds a page for each of these files, and `on_page_markdown`
+makes the links lead there. `python docs/site.py` downloads the scripts that the pages need, so that diagrams and the
+search work without a network.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ PACKAGES = {
     "mermaid@11.4.1": "package/dist/mermaid.min.js",
     "iframe-worker@1.0.4": "package/shim/index.js",
 }
-"""Packages of npm from which a script is taken: of diagrams, and of the search in pages without a server."""
+"""Packages of npm with the scripts for diagrams, and for the search in pages without a server."""
 
 WORKER = "https://unpkg.com/iframe-worker/shim"
-"""Address from which the theme would load the second of these scripts."""
+"""Address from which the theme would otherwise load the second of these scripts."""
 
 SECTIONS = {"Args:", "Attributes:", "Returns:", "Yields:", "Raises:"}
 """Headings in docstrings."""
 
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
-"""Link of a page to a file: what is before its target, the target, and its anchor."""
+"""Link of a page to a file, in groups: the text before the target, the target, and the anchor."""
 
 
 def navigation(index: str) -> list[dict[str, Any]]:
@@ -66,11 +66,11 @@ def navigation(index: str) -> list[dict[str, Any]]:
 
 
 def outside(page: str, text: str) -> dict[str, str]:
-    """Return the files outside `docs` to which a page links: their paths from the root, by target.
+    """Return the files outside `docs` to which a page links, as paths relative to the root, by target of the link.
 
     Args:
-        page: path of the page from the root.
-        text: its Markdown.
+        page: path of the page relative to the root.
+        text: Markdown of the page.
     """
     targets = {match[2] for match in LINK.finditer(text)}
     paths = {target: os.path.normpath(Path(page).parent / target) for target in targets}
@@ -83,7 +83,7 @@ def page_of(path: str) -> str:
 
 
 def source_page(path: Path) -> str:
-    """Return the Markdown of a page that shows a file, or the docstring and the names in a folder."""
+    """Return the Markdown of a page that shows a file, or the docstring and the contents of a folder."""
     head = f"---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(ROOT)}\n\n"
     if path.is_file():
         language = {".py": "python", ".toml": "toml", ".md": "markdown"}.get(path.suffix, "text")
@@ -133,7 +133,7 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
 
 
 def on_post_page(output: str, *, page: Page, **_: Any) -> str:
-    """Load the script of the search from the site."""
+    """Make the page load the search script from the site itself."""
     script = f"scripts/{_script_of('iframe-worker@1.0.4')}"
     return output.replace(WORKER, os.path.relpath(script, Path(page.file.dest_uri).parent))
 
@@ -206,7 +206,7 @@ def moved(readme: str) -> str:
 
 
 def target_of(page: str, target: str, targets: dict[str, str]) -> str:
-    """Return the target of a link of a page of the site."""
+    """Return the target that a link of a page has on the site."""
     return os.path.relpath(page_of(targets[target]), Path(page).parent) if target in targets else target
 
 

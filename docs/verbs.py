@@ -1,4 +1,4 @@
-"""The reference page of a rank's verbs, from their docstrings: `python docs/verbs.py` writes docs/verbs.md.
+"""Generator of the reference page of verbs: `python docs/verbs.py` writes docs/verbs.md from their docstrings.
 
 Every public method of `Rank` is in one of `GROUPS`, or in `MACHINERY` if programs do not call it. A test keeps the page
 complete and up to date.
@@ -22,35 +22,36 @@ WIDTH = 120
 HEAD = """\
 # Verbs of a rank
 
-These are the methods of `Rank`, with which a [strategy](strategies.md) is written. The page is made from their
-docstrings by [verbs.py](verbs.py): `python docs/verbs.py` writes it again.
+A [strategy](strategies.md) calls these methods of `Rank`. The page is generated from their docstrings by
+[verbs.py](verbs.py): run `python docs/verbs.py` after a change.
 
-A verb is one of three kinds. What computes is a plain call. What communicates or copies starts at once and returns a
-*handle*: `await` waits for its result. So `await rank.all_gather(w)` blocks, while `handle = rank.all_gather(w)`, other
-work and `w = await handle` overlap. `batch_p2p` is a context manager, and `update_shard` a coroutine, which you await.
+A verb that computes is a plain call. A verb that communicates or copies starts the operation and returns a *handle* at
+once; `await` waits for its result. `await rank.all_gather(w)` therefore blocks, while `handle = rank.all_gather(w)`,
+other work and `w = await handle` overlap. There are two exceptions: `batch_p2p` is a context manager, and
+`update_shard` a coroutine, which you await at once.
 
-Every verb refuses wrong use at the line that is wrong, with the rank and the op: a value that was freed, that belongs
-to another rank or that is still a handle; a layer or an axis that does not exist. The other reasons stand with each
-verb. The [glossary](glossary.md) explains the words.
+If a verb is used wrongly, an error names the line of the program, the rank and the op. All verbs reject values that
+were freed, that belong to another rank or that are still handles, and layers or axes that do not exist. The other
+errors are described with each verb. The [glossary](glossary.md) explains the terms.
 """
 
 TYPES = {
-    "Value": "A value of this rank. While the program is traced it knows what it is, and has no data.",
+    "Value": "A value of this rank. During tracing it has a description but no data.",
     "Values": "A tuple of values.",
-    "Handle": "A communication or a copy under way. `await` it for its result, in brackets.",
-    "Factor": "A rational number times token counts that are known when a step runs.",
+    "Handle": "A communication or a copy in flight. `await` returns its result, whose type is in brackets.",
+    "Factor": "A rational number times token counts, which become known when a step runs.",
     "Fraction": "Python's `fractions.Fraction`.",
-    "Part": "A tuple (which, of how many) of equal parts, counted from 0.",
-    "Expected": "A tuple (store's name, layer, microbatch or microbatches): the message that a receive means.",
-    "By": "How a reduction combines values: `sum`, `mean`, `min` or `max`. Gradients and terms take `sum`. The others "
+    "Part": "A tuple (index, number of parts) that selects one of several equal parts, counted from 0.",
+    "Expected": "A tuple (store's name, layer, microbatch or microbatches) that describes the expected message.",
+    "By": "How a reduction combines values: `sum`, `mean`, `min` or `max`. Gradients and terms need `sum`. The others "
     "are for scalars, and for weights or gradients that are equal on all members.",
-    "Group": "The ranks that meet in a collective, in order: `group.ranks` has their numbers.",
+    "Group": "The ranks of a collective, in order: `group.ranks` has their numbers.",
     "Kind": "The kind of a value. Its text is the name of the store that keeps it.",
-    "Store": "A dictionary of values of one kind. Two keys may name one value, which is freed when its last key goes.",
+    "Store": "A dictionary of values of one kind. A value may have several keys, and is freed when the last one goes.",
     "Iterable": "Anything that can be iterated.",
     "Sequence": "A list, a tuple or a range.",
 }
-"""What the types in signatures are."""
+"""Explanations of the types in signatures."""
 
 GROUPS = {
     "Places": "group coordinate share stage_layers weight_of store",
@@ -62,7 +63,7 @@ GROUPS = {
     "Messages": "send recv exchange batch_p2p",
     "Other memory": "offload reload",
 }
-"""Headings of the page, and the verbs below each."""
+"""Verbs of each section of the page, by heading."""
 
 TRACING = frozenset({"sizes", "ops", "handles"})
 """Public attributes that tracing reads, and programs do not."""
