@@ -36,7 +36,7 @@ def test_the_table_says_of_every_strategy_what_it_splits_sends_and_keeps_and_fit
         assert entry.memory in text
         assert sends_text(entry) in " ".join(text.split()) or width == 160
     assert "sends 3 (n - 1) / n W: 2.25 W in 24 collectives" in text or width == 160
-    assert "fsdp is the page to read" in " ".join(text.split()), "how it differs from zero-3"
+    assert "fsdp is the program to read" in " ".join(text.split()), "how it differs from zero-3"
 
 
 def test_json_lists_the_same_alone(capsys: Captured) -> None:

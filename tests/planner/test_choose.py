@@ -42,7 +42,7 @@ def test_a_plan_whose_step_has_more_ops_than_are_traced_is_chosen_all_the_same()
     assert told["chosen"]["shares"] == {}
     console = Console(record=True, width=80)
     PlanReport(whole, "small", "h100x4", {}, 1).report(explain=True).print(console)
-    assert "what the step waits for" in console.export_text()
+    assert "ops and waits that add up to the step" in console.export_text()
     PlanReport(cut, "small", "h100x4", {}, 1).report(explain=True).print(console)
     assert " ".join(console.export_text().split()).count("the step has more ops than are traced") == 3
 

@@ -47,17 +47,18 @@ WIDE = 132
 """Smallest terminal width at which strategies are listed in columns, in one or two lines each."""
 
 NOTES = (
-    "sends   the rank that sends most in a step: a formula, and its value in the example below; W is the size of all "
-    "weights, D of those that are no experts, A that of a microbatch's activation between two layers; there are L "
-    "layers (or blocks, if layers are cut) and m microbatches, k of them for each of the d data-parallel ranks",
-    "keeps   of weights W, gradients G and optimizer state O; activations come on top, and for a while up to three "
+    "sends   traffic of the rank that sends most in a step: a formula, and its value in the example below; W is the "
+    "size of all weights, D that of all weights but the experts', A that of a microbatch's activation between two "
+    "layers; there are L layers (or blocks, if layers are split) and m microbatches, k for each of the d data-parallel "
+    "ranks",
+    "keeps   weights W, gradients G and optimizer state O; in addition to activations and, temporarily, up to three "
     "whole layers",
     "ranks   n in all: p along the pipeline with v stages each, r along dp_replicate, s along dp_shard, t along tp, c "
     "along cp, e along ep",
     f"example {LAYERS} layers and {MICROBATCHES} microbatches on 4 ranks (tensor-parallel and column-parallel: 2, 3d "
     "and 4d: 8)",
-    "zero-3  keeps what fsdp keeps: fsdp is the page to read, which waits for every collective; zero-3 is the plan to "
-    "use, which overlaps them with compute, microbatch by microbatch",
+    "zero-3  keeps the same as fsdp: fsdp is the program to read, which waits for every collective; zero-3 is the plan "
+    "to use, which overlaps collectives with compute and processes one microbatch at a time",
 )
 
 

@@ -43,7 +43,7 @@ def passes_row(pair: StrategyPair, size: Size, ranks: int, turns: int) -> Passes
     except (RankFailed, Refused, UserError) as error:
         return replace(row, why_not=str(error), failed=True)
     if not timed.agrees:
-        differ = f"losses differ by {timed.loss_error:.1e} of them, so no time counts"
+        differ = f"losses differ by {timed.loss_error:.1e} (relative), so times do not count"
         return replace(row, why_not=differ, failed=True)
     return replace(row, timed=timed)
 
@@ -74,11 +74,11 @@ def add_passes(report: Report, rows: Sequence[PassesRow], ranks: int) -> None:
                 report.fact(row.pair.name, left)
         report.line()
     assumed = any(row.device == DEVICE for row in rows)
-    prices = "of cores that nobody has measured (shardlab bench does)" if assumed else "that shardlab bench measured"
+    prices = "of unmeasured cores (shardlab bench measures them)" if assumed else "that shardlab bench measured"
     report.line(
-        "[dim]gains: by how much of the step before it a pass makes it shorter\n"
-        f"predicted: by prices {prices}\n"
-        "measured: the median of steps beside each other, and what half of them lie between[/]"
+        "[dim]gain of a pass: relative decrease of the step time\n"
+        f"predicted: with prices {prices}\n"
+        "measured: median over pairs of alternating steps, and the range of their middle half[/]"
     )
 
 

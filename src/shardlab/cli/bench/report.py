@@ -61,18 +61,18 @@ def add_collectives(report: Report, points: Sequence[Point], verbose: bool = Fal
             table.add_row(kind, *_times(mine, len(times)), *_line(fits.get((kind, ranks))), overlap)
         report.line(table)
         report.line()
-    report.fact("us, bus GB/s", f"called alone; bandwidth at {ends[-1]}, as nccl-tests reckons it")
-    report.fact("latency, GB/s", "of the line through what it adds to a step at each size; the profile has it")
-    report.fact("error", "half of the sizes are nearer to that line than this")
+    report.fact("us, bus GB/s", f"called repeatedly, alone; bandwidth at {ends[-1]}, computed as in nccl-tests")
+    report.fact("latency, GB/s", "of the line fitted to the time that it adds to a step; saved in the profile")
+    report.fact("error", "median deviation of the sizes from that line")
     if beside:
-        text = "of what could be, beside compute (median over sizes); none: they slow each other down"
+        text = "share of the shorter one, if it runs beside compute (median over sizes); none: both get slower"
         report.fact("hidden", text)
     wrong = [point for point in measured if point.wrong]
     for point in wrong:
         text = f"{point.wrong} elements of {point.kind} among {point.ranks} ranks at {size_text(point.bytes)}"
         report.fact("wrong", text, style="bold red")
     if not wrong:
-        report.fact("results", "right at every size")
+        report.fact("results", "correct at every size")
     _add_doubts(report, fits)
 
 
@@ -98,9 +98,8 @@ def add_compute(report: Report, points: Sequence[Point], verbose: bool = False) 
         report.fact("peak", f"{found}: the fastest product of matrices, {peak.size} x {peak.size}")
     for layers in groups:
         errors = rate_errors(layers, fit_kernels(layers))
-        half = f"of {errors.points} timings half are within {errors.median:.0%} of it"
-        text = f"{layers[0].processes} at once: {half}, the worst is {errors.worst:.0%} off"
-        report.fact("fit", text)
+        text = f"median error {errors.median:.0%}, largest {errors.worst:.0%}, of {errors.points} timings"
+        report.fact("fit", f"{layers[0].processes} at once: {text}")
     counted = [point for point in points if isinstance(point, LayerPoint) and point.flops]
     over = [point for point in counted if point.flops > 1.05 * point.seconds * _peak_of(point, peaks)]
     if over:
@@ -123,11 +122,11 @@ def add_rows(report: Report, rows: Sequence[PairRow], ranks: int) -> None:
         if missing:
             report.line()
     report.line(
-        "[dim]time, memory: ours over PyTorch's; middle half: of the ratios of neighbours\n"
-        "memory: the most bytes of storages in a step, parameters and all\n"
+        "[dim]time, memory: ours divided by PyTorch's; middle half: range of half of the ratios\n"
+        "memory: peak bytes of tensor storages in a step, parameters included\n"
         "floor: a rank's share in plain PyTorch, without communication\n"
-        "compute: the floor's; overhead: how much longer a rank's thread has a core;\n"
-        "waiting: it has none[/]"
+        "compute: CPU time of the floor; overhead: further CPU time of a rank's thread;\n"
+        "waiting: time in which the thread uses no core[/]"
     )
 
 
@@ -154,15 +153,15 @@ def add_overlap(report: Report, points: Sequence[OverlapPoint]) -> None:
     """Add a table of the time by which each collective lengthens a step, and the share that compute hides."""
     if not points:
         return
-    table = table_of("in a step", "ranks", "size", "compute us", "it adds us", "beside us", "hidden", gap=1)
+    table = table_of("in a step", "ranks", "size", "compute us", "adds us", "both us", "hidden", gap=1)
     for point in points:
         times = (f"{each / MICRO:,.0f}" for each in (point.compute, point.communication, point.together))
         size = size_text(point.bytes) if point.bytes else "-"
         table.add_row(point.kind, str(point.ranks), size, *times, hidden_text(point.overlap))
     report.line(table)
     report.line(
-        "[dim]it adds: where it is waited for between computations; beside: computed between its start and the wait\n"
-        "hidden: of the shorter of the two; 0% is one after the other, and none is slower than that[/]\n"
+        "[dim]adds: time that the collective adds if it is awaited at once; both: compute runs before the wait\n"
+        "hidden: share of the shorter of the two; 0%: as long as one after the other; none: longer[/]\n"
     )
 
 
@@ -174,8 +173,8 @@ def hidden_text(share: float) -> str:
 def add_layers(report: Report, layers: Sequence[LayerPoint], peaks: dict[tuple[str, int], PeakPoint]) -> None:
     """Add every layer that has a forward pass, at every size."""
     report.line(
-        f"[bold]{layers[0].processes} at once[/], in microseconds, and as a share of the peak; a backward pass also in "
-        "halves, for the input and for the weight"
+        f"[bold]{layers[0].processes} at once[/], in microseconds, and as a share of the peak; input, weight: halves "
+        "of a backward pass"
     )
     heads = ("forward", "peak", "backward", "peak", "input", "weight", "update")
     table = table_of("layer", "width", "batch", *heads, gap=1)

@@ -163,7 +163,7 @@ class BenchStrategies:
         except (RankFailed, Refused, UserError) as error:
             return PairRow(pair, size, None, str(error), failed=True)
         if not compared.agrees:
-            differ = f"losses differ by {compared.loss_error:.1e} of them, so no time counts"
+            differ = f"losses differ by {compared.loss_error:.1e} (relative), so times do not count"
             return PairRow(pair, size, None, differ, failed=True)
         return PairRow(pair, size, compared)
 

@@ -98,13 +98,13 @@ class Explain:
         devices = config.devices
         if self.cluster is None:
             example = f"--cluster h100 (its number of devices is {devices:,})" if devices else "--cluster h100x64"
-            what = "the kind of its devices" if devices else "on how many devices of which kind it runs"
+            what = "the type of its devices" if devices else "the type and the number of its devices"
             raise UserError(f"{config.file} does not say {what}; give {example}")
         name = self.cluster.strip().lower()
         if name not in DEVICES and name not in ALIASES:
             return cluster_called(self.cluster, other_machine=False, memory=self.memory)
         if devices is None:
-            raise UserError(f"{config.file} does not say on how many devices it runs; give --cluster {name}x64")
+            raise UserError(f"{config.file} does not say the number of its devices; give --cluster {name}x64")
         cluster = cluster_called(f"{name}x{devices}", other_machine=False, memory=self.memory)
         per_node = config.fact("per_node")
         if per_node is not None and per_node < cluster.per_node and devices % per_node == 0:

@@ -35,14 +35,14 @@ FIGURES: dict[str, Callable[[Grades], str]] = {
     "first choice runs": lambda grades: f"{grades.first_runs} of {grades.cells}",
     "step time of good configurations": lambda grades: f"{grades.time:.1%} ({grades.time_bias:+.1%})",
     "their memory": lambda grades: f"{grades.memory:.1%} ({grades.memory_bias:+.1%})",
-    "ran, yet said not to fit": lambda grades: f"{grades.refused:.1%}",
-    "seconds a configuration": lambda grades: f"{grades.seconds:.3f}",
+    "ran, predicted not to fit": lambda grades: f"{grades.refused:.1%}",
+    "seconds per configuration": lambda grades: f"{grades.seconds:.3f}",
 }
 """Rows of the table of figures: their names, and functions that format them."""
 
 NOTE = (
-    "regret: 1 less the measured speed of the predicted fastest that ran, over the best measured; crashed ones can be "
-    "chosen first, but have no speed; good: at least half as fast as the best; errors are means of sizes (with signs)"
+    "regret: 1 - (measured speed of the first choice that ran / best measured speed); crashed runs can be chosen "
+    "first, but have no speed; good: at least half as fast as the best; errors: mean absolute (mean with sign)"
 )
 
 
@@ -122,7 +122,10 @@ def _report(cells: Sequence[GradedCell], grades: dict[str, Grades], seen: Sequen
     report.line(NOTE, "dim")
     refused = [each for each in seen if not each.legal]
     limited, wrong = ([each for each in refused if each.breaks_limit is limit] for limit in (True, False))
-    for what, some in (("break a limit of their framework", limited), ("have numbers that make no plan", wrong)):
+    for what, some in (
+        ("break a limit of their framework", limited),
+        ("have numbers that are not a valid plan", wrong),
+    ):
         if some:
             report.line(f"{len(some)} of {len(seen)} runs {what}, such as:", "dim")
             report.line(Text(f"  {some[0].id}: {some[0].reason}"), "dim", wrap=False)

@@ -149,7 +149,7 @@ def add_measured(report: Report, model: ErrorModel, top: int) -> None:
     )
     factors = ", ".join(f"{name} {factor:.2f}" for name, factor in model.factors.items())
     report.line()
-    report.fact("corrected by", f"{factors} times as long as predicted, and what alike plans took")
+    report.fact("corrected by", f"{factors} times as long as predicted, and errors of similar plans")
 
 
 def add_ran_out(report: Report, found: Results) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardlab.planner.workers import Answer, Change
 
 
-PATH_NOTE = "what the step waits for, one after the other: of a message and the compute beside it, only what ends last"
+PATH_NOTE = "ops and waits that add up to the step; of a message and compute beside it, only the last to end counts"
 """Explanation of the critical path, whose share of compute is smaller than the step's."""
 
 NODE_WIDTH = 10
@@ -322,7 +322,7 @@ def figures(choice: PlanChoice) -> list[tuple[str, str, str]]:
     free = f"{bytes_text(memory.capacity - memory.total, 1)} free"
     speed, remark = problem.tokens / best.seconds, f"of {memory_text(device_memory)} on the fullest device, {free}"
     return [
-        ("step time", seconds_text(best.seconds), str(shares or f"what it goes to is not known: {choice.unknown}")),
+        ("step time", seconds_text(best.seconds), str(shares or f"its causes are unknown: {choice.unknown}")),
         ("tokens/s", f"{speed:,.0f}", f"{speed / problem.cluster.size:,.0f} on each device"),
         ("MFU", percent_text(workload.mfu(best.seconds)), f"of {problem.cluster.device.name}'s peak"),
         ("memory", bytes_text(memory.total), "; ".join(filter(None, (remark, uncounted_memory(workload))))),
