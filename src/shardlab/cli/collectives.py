@@ -116,9 +116,9 @@ class Collectives:
             shown = run_ranks(self.ranks, show_rank, cases, self.root, Reduction(self.reduction))
         if shown is None:  # a rank of an existing world, but not the one that reports
             return 0
-        found = {each.steps: each for each in shown}
-        self._report(names, found).show(json=self.json)
-        return 0 if all(is_same(found, name) is not False for name in names) else 1
+        results = {each.steps: each for each in shown}
+        self._report(names, results).show(json=self.json)
+        return 0 if all(is_same(results, name) is not False for name in names) else 1
 
     def _names(self) -> list[str]:
         if self.name == "all":
@@ -135,30 +135,30 @@ class Collectives:
         if not 0 <= self.root < self.ranks:
             raise UserError(f"--root {self.root}: there are ranks 0-{self.ranks - 1}; give one of them")
 
-    def _report(self, names: list[str], found: dict[tuple[str, ...], Shown]) -> Report:
+    def _report(self, names: list[str], results: dict[tuple[str, ...], Shown]) -> Report:
         equal: list[dict[str, Any]] = []
         report = Report(ranks=self.ranks, root=self.root, reduction=self.reduction, collectives=[], same=equal)
         if names != ["barrier"]:
             unit = 10 if self.ranks <= 10 else 100
             report.line(f"[dim]{unit} and {unit + 1} are elements 0 and 1 of rank 1's tensor; - is no tensor[/]\n")
         for name in names:
-            shown, says = found[name,], NAMES[name].format(by=self.reduction)
+            shown, says = results[name,], NAMES[name].format(by=self.reduction)
             by = self.reduction if name in REDUCING else "sum"
             report.data["collectives"].append(
                 {"name": name, "says": says, "before": shown.before, "after": shown.after}
             )
             report.draw(partial(print_shown, shown=shown, says=says, root=self.root, by=by))
-            if (same := is_same(found, name)) is not None:
-                double = found[PAIRS[name]]
+            if (same := is_same(results, name)) is not None:
+                double = results[PAIRS[name]]
                 equal.append({"name": name, "steps": PAIRS[name], "tensors": double.tensors, "same": same})
                 report.draw(partial(print_same, name=name, double=double, same=same))
         return report
 
 
-def is_same(found: dict[tuple[str, ...], Shown], name: str) -> bool | None:
+def is_same(results: dict[tuple[str, ...], Shown], name: str) -> bool | None:
     """Return whether the pair of `PAIRS` gave the result of a collective on every rank (None: the pair was not run)."""
-    double = found.get(PAIRS.get(name, ()))
-    return None if double is None else double.after == found[name,].after
+    double = results.get(PAIRS.get(name, ()))
+    return None if double is None else double.after == results[name,].after
 
 
 def print_shown(console: Console, shown: Shown, says: str, root: int, by: str) -> None:
@@ -244,9 +244,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _column_width(console: Console, taken: int, columns: int) -> int:
+def _column_width(console: Console, used: int, columns: int) -> int:
     """Return the width in characters of one column of numbers."""
-    return max(8, (console.width - len("rank") - taken - 2 * (columns + 2)) // columns)
+    return max(8, (console.width - len("rank") - used - 2 * (columns + 2)) // columns)
 
 
 def _joint(rank: int, middle: int, ends: Collection[int], *, left: bool, right: bool) -> str:

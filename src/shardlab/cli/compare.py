@@ -98,8 +98,10 @@ class Compare:
         from shardlab.train.history import read_records, read_run
 
         alone = {"--cluster": self.cluster, "--recipe": self.recipe, "--trace": self.pictures.trace}
-        if given := [name for name, value in alone.items() if value is not None]:
-            raise UserError(f"{given[0]} is for the prediction of one run, but {len(self.folders)} runs are given")
+        if conflicting := [name for name, value in alone.items() if value is not None]:
+            raise UserError(
+                f"{conflicting[0]} is for the prediction of one run, but {len(self.folders)} runs are given"
+            )
         if len({folder.resolve() for folder in self.folders}) < len(self.folders):
             raise UserError("a run is given twice; give different runs")
         runs = [read_run(folder) for folder in self.folders]
@@ -190,9 +192,9 @@ def traced_run(folder: Path, cluster: str | None, recipe: str | None, *, other_m
     measured = trace.measured(checked)
     if cluster is None and not default_path().exists():
         return TracedRun(trace.job, job, checked, measured, None, None, "")
-    found = cluster_called(cluster or "local", other_machine=other_machine)
-    found.require(job.ranks)
-    workload = workload_of(job, found, recipe)
+    target = cluster_called(cluster or "local", other_machine=other_machine)
+    target.require(job.ranks)
+    workload = workload_of(job, target, recipe)
     estimate = estimate_of(checked, workload.prices, workload.kept_sizes)
     return TracedRun(trace.job, job, checked, measured, estimate, workload.prices, broken_limit(workload))
 

@@ -379,11 +379,11 @@ def meant_by(word: str, flags: Collection[str]) -> str:
         word: option as the user wrote it, with or without a value after =.
         flags: options of the command.
     """
-    given = word.partition("=")[0].lower().replace("_", "-")
+    option = word.partition("=")[0].lower().replace("_", "-")
     for meaning, peers in help_tables()["peers"].items():
-        if given.removeprefix("--") in peers.split() and set(re.findall(r"--[a-z-]+", meaning)) <= set(flags):
+        if option.removeprefix("--") in peers.split() and set(re.findall(r"--[a-z-]+", meaning)) <= set(flags):
             return f"did you mean {meaning}?" if meaning in flags else meaning
-    close = closest_name(given, flags)
+    close = closest_name(option, flags)
     return f"did you mean {close}?" if close else "--help lists them"
 
 

@@ -162,9 +162,9 @@ class Submit:
 
     def run(self) -> int:
         if not self.command or self.command[0] not in COMMANDS:
-            given = self.command[0] if self.command else ""
-            meant = closest_name(given, COMMANDS)
-            what = f"{given!r} does not run under a launcher" if given else "there is no command"
+            name = self.command[0] if self.command else ""
+            meant = closest_name(name, COMMANDS)
+            what = f"{name!r} does not run under a launcher" if name else "there is no command"
             raise UserError(
                 f"{what}; {f'did you mean {meant}?' if meant else 'give one after --, such as: -- train --steps 1000'}"
             )
@@ -196,8 +196,8 @@ class Submit:
         if (seconds := parse_seconds(self.time)) is None:
             raise UserError(f"--time is {self.time!r}; give {TIME_FORMATS}")
         if self.command[0] == "train":
-            given = _parse_flags(self.command)
-            out, resume = given.get("--out"), given.get("--resume")
+            flags = _parse_flags(self.command)
+            out, resume = flags.get("--out"), flags.get("--resume")
             goes_on = resume not in (None, "auto")
             run = Path(out or (resume if goes_on and resume else f"runs/{self.name}"))
             if resume is None and run.exists():
@@ -209,7 +209,7 @@ class Submit:
                 raise UserError(f"{run} does not exist; name the folder of a run with --resume")
             words += [] if out or goes_on else ["--out", str(run)]
             words += ["--resume", "auto"] if resume is None else []
-            words += [] if "--save-every" in given else ["--save-every", "10m"]
+            words += [] if "--save-every" in flags else ["--save-every", "10m"]
         return SubmittedJob(
             words,
             self.name,

@@ -437,9 +437,9 @@ def print_hardware_row(name: str, row: Mapping[str, Any], console: Console) -> N
         print_fact(console, "", f"source: {node['source']}", style="dim")
     figures = row["efficiency"]["figures"] if "efficiency" in row and "flops" in row else row["figures"]
     for figure_name, figure in figures.items():
-        found = Figure(**figure)
-        console.print(Padding(Text.assemble((figure_name, "cyan"), f" = {as_text(found.value)}"), (0, 0, 0, 2)))
-        if provenance := _provenance(found, row["source"]):
+        fitted = Figure(**figure)
+        console.print(Padding(Text.assemble((figure_name, "cyan"), f" = {as_text(fitted.value)}"), (0, 0, 0, 2)))
+        if provenance := _provenance(fitted, row["source"]):
             console.print(Padding(Text(provenance, "dim"), (0, 0, 0, 4)))
 
 

@@ -107,29 +107,29 @@ class SizeOptions:
     untied: Flag = False
     """Give the head a matrix of its own, even if the published model uses the token embedding."""
 
-    def given(self) -> dict[str, Any]:
+    def flag_values(self) -> dict[str, Any]:
         """Return the values of the given flags, by field of a model.
 
         Raises:
             UserError: if flags contradict each other.
         """
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        given |= {"bias": switch_value(self, "bias"), "tied": switch_value(self, "tied", "untied")}
-        given = {field: value for field, value in given.items() if value is not None and field not in OFF_FLAGS}
-        if given.get("capacity_factor") == math.inf:
-            given["capacity_factor"] = None
-        return given
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {"bias": switch_value(self, "bias"), "tied": switch_value(self, "tied", "untied")}
+        values = {field: value for field, value in values.items() if value is not None and field not in OFF_FLAGS}
+        if values.get("capacity_factor") == math.inf:
+            values["capacity_factor"] = None
+        return values
 
     def words(self) -> list[str]:
         """Return the given flags as words of a command."""
         switches = {"bias": ("--bias", "--no-bias"), "tied": ("--tied", "--untied")}
-        found: list[str] = []
-        for field, value in self.given().items():
+        arguments: list[str] = []
+        for field, value in self.flag_values().items():
             if field in switches:
-                found.append(switches[field][not value])
+                arguments.append(switches[field][not value])
             else:
-                found += [f"--{field.replace('_', '-')}", "none" if value is None else str(value)]
-        return found
+                arguments += [f"--{field.replace('_', '-')}", "none" if value is None else str(value)]
+        return arguments
 
 
 NO_SIZES = SizeOptions()
@@ -153,14 +153,14 @@ class ModelOptions:
 
     sizes: SizeFlags = NO_SIZES
 
-    def given(self) -> dict[str, Any]:
+    def flag_values(self) -> dict[str, Any]:
         """Return the name, and the values of the given flags by field of a model.
 
         Raises:
             UserError: if flags contradict each other.
         """
-        own = {name: getattr(self, name) for name in ("model", "layers", "seq_len")}
-        return {name: value for name, value in own.items() if value is not None} | self.sizes.given()
+        options = {name: getattr(self, name) for name in ("model", "layers", "seq_len")}
+        return {name: value for name, value in options.items() if value is not None} | self.sizes.flag_values()
 
     def make(
         self, layers: int, otherwise: str = "gpt", *, written: Mapping[str, Any] | None = None, **small: Any
@@ -178,13 +178,13 @@ class ModelOptions:
         """
         from shardlab.models.named import unsized, with_written
 
-        given = self.given()
-        given = given if "model" in given else {**(written or {}), **given}
-        name = given.pop("model", otherwise)
+        values = self.flag_values()
+        values = values if "model" in values else {**(written or {}), **values}
+        name = values.pop("model", otherwise)
         model = noted_model(name)
         free = unsized(name, model)
-        given = {field: value for field, value in ({"layers": layers} | small).items() if field in free} | given
-        return with_written(model, given, name)
+        values = {field: value for field, value in ({"layers": layers} | small).items() if field in free} | values
+        return with_written(model, values, name)
 
     def apply(self, model: Blocks, source: str) -> Blocks:
         """Return a model with the fields that the options set. If the options name a model, it replaces this one.
@@ -197,9 +197,9 @@ class ModelOptions:
         """
         from shardlab.models.named import with_fields
 
-        given = self.given()
-        name = given.pop("model", None)
-        return with_fields(noted_model(name) if name else model, given, name or source)
+        values = self.flag_values()
+        name = values.pop("model", None)
+        return with_fields(noted_model(name) if name else model, values, name or source)
 
 
 def noted_model(name: str) -> Blocks:
@@ -233,21 +233,21 @@ ModelFlags = Annotated[ModelOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(na
 class SettingOptions:
     """Settings of a training by flags. A field is None or False if its flag is not given."""
 
-    def given(self) -> dict[str, dict[str, Any]]:
+    def flag_values(self) -> dict[str, dict[str, Any]]:
         """Return the values of the given flags, by section and field.
 
         Raises:
             UserError: if flags contradict each other.
         """
-        given: dict[str, dict[str, Any]] = {}
+        values: dict[str, dict[str, Any]] = {}
         for section, kind in SECTIONS.items():
             types = field_types(kind)
             words = {
                 name: switch_value(self, name) if each.words is bool else getattr(self, name)
                 for name, each in types.items()
             }
-            given[section] = {name: types[name].of_words(value) for name, value in words.items() if value is not None}
-        return given
+            values[section] = {name: types[name].of_words(value) for name, value in words.items() if value is not None}
+        return values
 
 
 Settings = Annotated[SettingOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="")]

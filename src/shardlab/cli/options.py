@@ -254,7 +254,7 @@ def costs_of(text: str) -> Prices:
     """
     if text.strip() in NAMED_COSTS:
         return NAMED_COSTS[text.strip()]
-    given = dict.fromkeys(COST_NAMES, 0.0)
+    costs = dict.fromkeys(COST_NAMES, 0.0)
     seen: set[str] = set()
     for part in text.split(","):
         name, equals, time = (word.strip() for word in part.partition("="))
@@ -265,13 +265,13 @@ def costs_of(text: str) -> Prices:
             )
         if name == "backward":
             raise UserError("--costs: give backward_input and backward_weight; an unsplit backward costs their sum")
-        if name not in given:
+        if name not in costs:
             raise UserError(f"--costs: there is no cost {name!r}; give some of {', '.join(COST_NAMES)}")
         if name in seen:
             raise UserError(f"--costs: {name} is given twice; give it once")
         seen.add(name)
-        given[name] = _parse_time(name, time)
-    return Costs(**given, link_latency=True)
+        costs[name] = _parse_time(name, time)
+    return Costs(**costs, link_latency=True)
 
 
 def check_new_file(

@@ -79,7 +79,7 @@ class PlanOptions:
     """Keep parameters, optimizer, gradients or activations on the host or the disk instead of each rank's device, such
     as optimizer=host activations=disk."""
 
-    def given(self) -> dict[str, Any]:
+    def flag_values(self) -> dict[str, Any]:
         """Return the values of the given flags, by field.
 
         Raises:
@@ -98,9 +98,9 @@ class PlanOptions:
 
     def values(self) -> dict[str, Any]:
         """Return the sizes of axes and the values of a plan's fields that flags give."""
-        types, given = field_types(Plan), self.given()
-        given.pop("plan", None)
-        return {name: words if name in AXES else types[name].of_words(words) for name, words in given.items()}
+        types, flags = field_types(Plan), self.flag_values()
+        flags.pop("plan", None)
+        return {name: words if name in AXES else types[name].of_words(words) for name, words in flags.items()}
 
     @property
     def names_mesh(self) -> bool:
@@ -110,7 +110,7 @@ class PlanOptions:
     @property
     def names_plan(self) -> bool:
         """Whether a flag is given that applies only to plans. All flags but --passes do."""
-        return bool(self.given().keys() - {"passes"})
+        return bool(self.flag_values().keys() - {"passes"})
 
     def entry(
         self,
@@ -143,26 +143,26 @@ class PlanOptions:
                 name = None
             ranks = ranks or of_sources
         ranks = ranks or otherwise
-        given, words = self.given(), self.offload if getattr(self, "passes", None) is None else None
-        path: Path | None = given.pop("plan", None)
-        if name is None and path is None and not given:
+        flags, words = self.flag_values(), self.offload if getattr(self, "passes", None) is None else None
+        path: Path | None = flags.pop("plan", None)
+        if name is None and path is None and not flags:
             raise UserError(
                 "no strategy is given; give a name (shardlab strategies lists them), --plan FILE, or flags such "
                 "as --pp 2"
             )
         if name is not None and path is not None:
             raise UserError(f"both {name} and --plan {path} were given; give one of them")
-        if name is not None and base is None and given.keys() <= {"passes"}:
-            entry = load(name, with_offload(passes, words) if words else given.get("passes", passes))
-            if entry.plan is None or not given:
+        if name is not None and base is None and flags.keys() <= {"passes"}:
+            entry = load(name, with_offload(passes, words) if words else flags.get("passes", passes))
+            if entry.plan is None or not flags:
                 return entry, ranks or entry.ranks
-        axes = {axis: given.pop(axis) for axis in AXES if axis in given}
+        axes = {axis: flags.pop(axis) for axis in AXES if axis in flags}
         plan = base or _base_plan(name, path, None if axes else ranks)
         if words:
-            given["passes"] = with_offload(plan.passes, words)
+            flags["passes"] = with_offload(plan.passes, words)
         if axes:
             _require_all_axes(axes, plan.mesh, name or str(path))
-        changed = {name: field_types(Plan)[name].of_words(words) for name, words in given.items()}
+        changed = {name: field_types(Plan)[name].of_words(words) for name, words in flags.items()}
         plan = replace(plan, mesh=Mesh(**axes) if axes else plan.mesh, **changed)
         if follows and ranks is not None:
             plan = plan.on(ranks)
@@ -254,15 +254,15 @@ def switches_of(words: Sequence[str]) -> dict[str, str]:
     Raises:
         UserError: if a text has another form, or a switch is given twice.
     """
-    given: dict[str, str] = {}
+    switches: dict[str, str] = {}
     for word in words:
         name, equals, value = (part.strip() for part in word.partition("="))
         if not (name and equals and value):
             raise UserError(f"--switch {word} is no switch; give NAME=VALUE, such as attention=flash2")
-        if name in given:
+        if name in switches:
             raise UserError(f"--switch gives {name} twice; give it once")
-        given[name] = value
-    return given
+        switches[name] = value
+    return switches
 
 
 JobFile = Annotated[

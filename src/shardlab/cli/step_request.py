@@ -92,22 +92,22 @@ class StepRequest:
             UserError: if the file cannot be read, or has an unknown table or field.
         """
         file = job_source(getattr(command, "config", None))
-        given = {
+        flags = {
             table: {key: value for option, key in options.items() if (value := getattr(command, option, None))}
             for table, options in OPTIONS.items()
         }
         if hasattr(command, "sizes"):
-            given["model"] |= command.sizes.given()
-        if words := given["cluster"].pop("switches", None):
+            flags["model"] |= command.sizes.flag_values()
+        if words := flags["cluster"].pop("switches", None):
             in_file = file.sections.get("cluster", {}).get("switches", {})
-            given["cluster"]["switches"] = {**in_file, **switches_of(words)}
-        sources = [file, ConfigSource("flags", given)]
+            flags["cluster"]["switches"] = {**in_file, **switches_of(words)}
+        sources = [file, ConfigSource("flags", flags)]
         tables = {table: merge_fields(sources, table) for table in OPTIONS if table != "batch"}
         optimizer, others = tables["optimizer"], ("strategy", "layout", "ranks", "tokens_per_step", "as_if")
         return cls(
             model=tables["model"].pop("model", None),
             model_fields=tables["model"],
-            batch=BatchConfig(**given["batch"]).over(batch_of(file)),
+            batch=BatchConfig(**flags["batch"]).over(batch_of(file)),
             precision=tables["precision"].get("precision"),
             optimizer=optimizer.get("optimizer", "adamw"),
             ema=optimizer.get("ema") is not None,
@@ -236,16 +236,16 @@ class StepRequest:
         return None if named or (name is not None and load(name).ranks == 1) else self.found_cluster.size
 
     def _as_recipe_does(self, entry: StrategyEntry, ranks: int) -> StrategyEntry:
-        given, defaults, can = self.layout.given(), self.found_recipe.defaults, self.found_recipe.can_run
+        flags, defaults, can = self.layout.flag_values(), self.found_recipe.defaults, self.found_recipe.can_run
         from_file = self.strategy is None and not self.layout.names_mesh
-        if entry.plan is None or "plan" in given or (from_file and "mesh" in self.file.sections.get("plan", {})):
+        if entry.plan is None or "plan" in flags or (from_file and "mesh" in self.file.sections.get("plan", {})):
             return entry
         plan, changed = entry.plan(ranks), dict[str, object]()
-        sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in given)
+        sharded = bool(plan.shard_optimizer) or any(name.startswith("shard_") for name in flags)
         zero, mesh = can.conform_stage(defaults.zero_stage, plan.mesh.pp), plan.mesh
-        if "reduce_at" not in given and plan.reduce_at == "layer":
+        if "reduce_at" not in flags and plan.reduce_at == "layer":
             changed["reduce_at"] = defaults.reduction(plan.zero_stage if sharded else zero)
-        if "recompute" not in given and plan.recompute == "none":
+        if "recompute" not in flags and plan.recompute == "none":
             changed["recompute"] = defaults.recompute
         if defaults.zero_stage and zero and mesh.dp_shard > 1 and not sharded:
             axes = ("dp_shard", *(("cp",) if mesh.cp > 1 and can.shards_over_cp == "always" else ()))
@@ -253,7 +253,7 @@ class StepRequest:
             changed["shard_optimizer"] = axes
             changed["shard_gradients"] = axes if zero == 2 or (zero == 3 and not whole) else ()
             changed["shard_parameters"] = axes if zero == 3 else ()
-            if zero == 3 and "reshard_after" not in given and (ways := can.reshards(mesh.pp)):
+            if zero == 3 and "reshard_after" not in flags and (ways := can.reshards(mesh.pp)):
                 changed["reshard_after"] = ways[0]
         changed = {name: value for name, value in changed.items() if value != getattr(plan, name)}
         return entry_from_plan(replace(plan, **changed), entry.name) if changed else entry

@@ -97,9 +97,9 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _by_count(held: DeviceMemory) -> dict[str, float]:
+def _by_count(memory: DeviceMemory) -> dict[str, float]:
     """Return a GPU's memory in GiB, by the kinds of memory that `measured` distinguishes."""
-    bytes = {"allocated": held.allocated, "reserved": held.logged, "nvidia-smi": held.total}
+    bytes = {"allocated": memory.allocated, "reserved": memory.logged, "nvidia-smi": memory.total}
     return {name: each / GIB for name, each in bytes.items()}
 
 
@@ -111,8 +111,8 @@ def report_of(outcomes: Sequence[Outcome], *, assumed: bool = False) -> Report:
     """
     report = Report([as_json(outcome) for outcome in outcomes])
     for figure in FIGURES:
-        if found := errors_by_source(outcomes, figure):
-            _add_errors(report, FIGURES[figure][0], found)
+        if errors := errors_by_source(outcomes, figure):
+            _add_errors(report, FIGURES[figure][0], errors)
     for figure in FIGURES:
         if worst := worst_errors(outcomes, figure, WORST):
             _add_worst(report, figure, worst)

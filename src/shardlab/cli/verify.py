@@ -208,9 +208,9 @@ class Verify:
         from shardlab.train.verification.cases import CASES
         from shardlab.train.verification.verify import verify_all
 
-        given = self.layout.given()
-        passes = given.pop("passes", "all")
-        if given or replace(self, all=False, steps=3, json=False, layout=NO_FLAGS) != Verify():
+        flags = self.layout.flag_values()
+        passes = flags.pop("passes", "all")
+        if flags or replace(self, all=False, steps=3, json=False, layout=NO_FLAGS) != Verify():
             raise UserError(
                 "verify --all uses its own strategies and sizes; give only --steps, --passes and --json with it"
             )

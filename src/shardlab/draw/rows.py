@@ -109,8 +109,8 @@ def row_name(program: Program, row: Row) -> str:
 def rank_name(program: Program, row: int) -> str:
     """Return the name of a timeline's row: `rank 5`, or for folded ranks `ranks 0-7 (all as rank 0)`."""
     ranks = stands_for(program, row)
-    alike = [f"all as rank {rank_of(program, row)}"] if len(ranks) > 1 else []
-    return _name_with_notes(ranks, [*_shared_coordinates(program, ranks), *alike])
+    folded = [f"all as rank {rank_of(program, row)}"] if len(ranks) > 1 else []
+    return _name_with_notes(ranks, [*_shared_coordinates(program, ranks), *folded])
 
 
 class Detail(Enum):

@@ -258,8 +258,8 @@ def _folded_text(ranks: int, rows: int, drawn: int) -> str:
     """Return a note about rows that represent several ranks, and about rows that are not drawn."""
     if rows == 1 < ranks:
         return " in one row, all alike"
-    alike = f" in {rows} rows, alike ones together" if rows < ranks else ""
-    return alike + (f", {drawn} {'rows' if alike else 'of them'} drawn" if drawn < rows else "")
+    shared = f" in {rows} rows, alike ones together" if rows < ranks else ""
+    return shared + (f", {drawn} {'rows' if shared else 'of them'} drawn" if drawn < rows else "")
 
 
 def _comparison_page(timelines: Mapping[str, Timeline], title: str, color_by: ColorBy, time_unit: str) -> Page:

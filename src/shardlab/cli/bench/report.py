@@ -94,8 +94,8 @@ def add_compute(report: Report, points: Sequence[Point], verbose: bool = False) 
         add_layers(report, [p for p in groups[0] if (p.width, p.rows, p.tokens) == shape], peaks)
     for peak in peaks.values():
         threads = "" if peak.threads == 1 else f" on {peak.threads} threads"
-        found = f"{peak.flops / GIGA:,.1f} GFLOP/s each, {peak.processes} at once{threads}, in {peak.dtype}"
-        report.fact("peak", f"{found}: the fastest product of matrices, {peak.size} x {peak.size}")
+        speed = f"{peak.flops / GIGA:,.1f} GFLOP/s each, {peak.processes} at once{threads}, in {peak.dtype}"
+        report.fact("peak", f"{speed}: the fastest product of matrices, {peak.size} x {peak.size}")
     for layers in groups:
         errors = rate_errors(layers, fit_kernels(layers))
         text = f"median error {errors.median:.0%}, largest {errors.worst:.0%}, of {errors.points} timings"

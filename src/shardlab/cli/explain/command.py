@@ -72,17 +72,17 @@ class Explain:
             raise UserError(f"--changes is {self.changes}; give 0 or more")
         config = replace(read_config(self.config, self.overrides, self.framework), model=self.model or "")
         step = read_run(config, self._cluster(config))
-        found = predict(step)
-        trials = try_changes(step, found) if self.changes or self.measured else []
+        forecast = predict(step)
+        trials = try_changes(step, forecast) if self.changes or self.measured else []
         sure = step_confidence(step.workload)
         comparison = None
         if self.measured:
             figures = read_measured(self.measured)
             errors = {each.figure: each.error for each in sure}
             time, memory = errors["time"], errors.get("memory", errors["time"])
-            comparison = explain_difference(figures, step, found, trials, time, memory)
-        best = best_changes(trials, found) if self.changes else []
-        report = ExplainReport(step, found, sure, best, self.changes, comparison)
+            comparison = explain_difference(figures, step, forecast, trials, time, memory)
+        best = best_changes(trials, forecast) if self.changes else []
+        report = ExplainReport(step, forecast, sure, best, self.changes, comparison)
         report.report(verbose=self.verbose).show(json=self.json)
         return 0
 

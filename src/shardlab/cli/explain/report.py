@@ -34,7 +34,7 @@ class ExplainReport:
     """Report of a configuration.
 
     Attributes:
-        step, found: step of the configuration, and its forecast.
+        step, forecast: step of the configuration, and its prediction.
         sure: expected errors of the predicted time and memory.
         trials: changes that help, best first.
         most: largest number of changes that are shown.
@@ -42,7 +42,7 @@ class ExplainReport:
     """
 
     step: FrameworkRun
-    found: Forecast
+    forecast: Forecast
     sure: Sequence[Confidence]
     trials: Sequence[Trial]
     most: int
@@ -131,16 +131,16 @@ class ExplainReport:
         }
 
     def _add_prediction(self, report: Report) -> None:
-        workload, found, device = self.step.workload, self.found, self.step.cluster.device
-        world, speed, mfu = workload.mesh.world, workload.tokens / found.seconds, workload.mfu(found.seconds)
-        step, each = seconds_text(found.seconds), f"{speed / world:,.0f} on each device"
-        report.fact("step time", f"{speed:,.0f} tokens/s, {each}", step, step_seconds=found.seconds)
+        workload, forecast, device = self.step.workload, self.forecast, self.step.cluster.device
+        world, speed, mfu = workload.mesh.world, workload.tokens / forecast.seconds, workload.mfu(forecast.seconds)
+        step, each = seconds_text(forecast.seconds), f"{speed / world:,.0f} on each device"
+        report.fact("step time", f"{speed:,.0f} tokens/s, {each}", step, step_seconds=forecast.seconds)
         report.data["tokens_per_second"] = speed
         report.fact("MFU", f"of {device.name}'s {workload.precision.compute} peak", percent_text(mfu), mfu=mfu)
         shares = self._shares()
         report.data["time"] = shares.parts if shares else None
         report.fact("time goes to", str(shares) if shares else UNTRACED, "")
-        memory, peak = found.memory, max(found.peaks, key=lambda peak: peak.bytes)
+        memory, peak = forecast.memory, max(forecast.peaks, key=lambda peak: peak.bytes)
         total, room = memory.unlimited, memory.capacity
         doubt = may_not_fit(self.sure, memory) if memory.fits else ""
         report.data["how_sure"] = sure_as_json(self.sure, doubt)
@@ -190,7 +190,7 @@ class ExplainReport:
         if not shown:
             text = (
                 "no single key that was tried makes a token faster"
-                if self.found.memory.fits
+                if self.forecast.memory.fits
                 else ("no single key that was tried saves memory: take more devices")
             )
             report.fact("changes", text)
@@ -208,42 +208,42 @@ def _verdict(memory: DeviceMemory) -> str:
     return "fits" if memory.safe else "may not fit" if memory.fits else "does not fit"
 
 
-def _add_comparison(report: Report, found: Comparison) -> None:
+def _add_comparison(report: Report, result: Comparison) -> None:
     """Add the measured figures, their differences from the prediction, and possible explanations."""
     report.line()
-    time, memory = found.time_difference, found.memory_difference
-    if found.seconds is not None and time is not None:
-        inside = ", inside the mean error of predictions" if abs(time) <= found.error else ""
-        text = f"{time:+.1%}: {seconds_text(abs(found.seconds - found.predicted_seconds))} "
+    time, memory = result.time_difference, result.memory_difference
+    if result.seconds is not None and time is not None:
+        inside = ", inside the mean error of predictions" if abs(time) <= result.error else ""
+        text = f"{time:+.1%}: {seconds_text(abs(result.seconds - result.predicted_seconds))} "
         text += f"{'more' if time > 0 else 'less'} than predicted{inside}"
-        report.fact("measured step", text, seconds_text(found.seconds))
-    if found.memory is not None and memory is not None:
-        text = f"{memory:+.1%}, {found.kind}: predicted {bytes_text(found.predicted_memory, 1)}"
-        report.fact("memory", text, bytes_text(found.memory, 1))
-    for note in found.notes:
+        report.fact("measured step", text, seconds_text(result.seconds))
+    if result.memory is not None and memory is not None:
+        text = f"{memory:+.1%}, {result.kind}: predicted {bytes_text(result.predicted_memory, 1)}"
+        report.fact("memory", text, bytes_text(result.memory, 1))
+    for note in result.notes:
         report.fact("", note)
     report.data["measured"] = {
-        "step_seconds": found.seconds,
-        "memory": found.memory,
-        "memory_kind": found.kind,
-        "predicted_memory": found.predicted_memory,
+        "step_seconds": result.seconds,
+        "memory": result.memory,
+        "memory_kind": result.kind,
+        "predicted_memory": result.predicted_memory,
         "time_difference": time,
         "memory_difference": memory,
-        "notes": list(found.notes),
-        "could_be": [each._asdict() for each in found.hypotheses],
+        "notes": list(result.notes),
+        "could_be": [each._asdict() for each in result.hypotheses],
     }
-    for number, each in enumerate(found.hypotheses[:MOST_HYPOTHESES]):
-        left = "" if found.seconds is None else f" would take {seconds_text(each.seconds)}{_explained(found, each)}"
-        held = "" if found.memory is None else f", {bytes_text(each.memory, 1)}"
-        report.fact("could be" if not number else "", f"{each.weight:.0%}: {each.what};{left}{held}. Next: {each.next}")
-    if not found.hypotheses:
+    for number, each in enumerate(result.hypotheses[:MOST_HYPOTHESES]):
+        left = "" if result.seconds is None else f" would take {seconds_text(each.seconds)}{_explained(result, each)}"
+        size = "" if result.memory is None else f", {bytes_text(each.memory, 1)}"
+        report.fact("could be" if not number else "", f"{each.weight:.0%}: {each.what};{left}{size}. Next: {each.next}")
+    if not result.hypotheses:
         report.fact("could be", "nothing that was tried brings the prediction closer to the measurement")
 
 
-def _explained(found: Comparison, hypothesis: Hypothesis) -> str:
+def _explained(result: Comparison, hypothesis: Hypothesis) -> str:
     """Return in words how much of the difference in time a hypothesis explains ("": nothing)."""
-    whole = (found.seconds or 0.0) - found.predicted_seconds
-    part = hypothesis.seconds - found.predicted_seconds
+    whole = (result.seconds or 0.0) - result.predicted_seconds
+    part = hypothesis.seconds - result.predicted_seconds
     if part * whole <= 0:
         return ""
     return f" ({seconds_text(abs(part))} of the {seconds_text(abs(whole))})"

@@ -169,8 +169,8 @@ def _with_mesh(entry: CourseEntry, file: Path) -> Path:
     if mesh == Mesh(dp_shard=mesh.world):
         return file
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.used.items())
-    made = f"def {entry.name}_mesh(ranks):\n    return Mesh({axes})\n"
-    return _copy_with(file, f"from shardlab.language import Mesh\n\n\n{made}")
+    definition = f"def {entry.name}_mesh(ranks):\n    return Mesh({axes})\n"
+    return _copy_with(file, f"from shardlab.language import Mesh\n\n\n{definition}")
 
 
 def _schedule_name(entry: CourseEntry, file: Path) -> str:
@@ -178,8 +178,8 @@ def _schedule_name(entry: CourseEntry, file: Path) -> str:
     stages = entry.exercise.stages_per_rank
     if stages == 1 or isinstance(getattr(load_module(file), entry.name), Schedule):
         return f"{file}:{entry.name}"
-    made = f'course_schedule = Schedule("{entry.name}", {entry.name}, stages_per_rank={stages})\n'
-    copy = _copy_with(file, f"from shardlab.strategies.schedules import Schedule\n\n{made}")
+    definition = f'course_schedule = Schedule("{entry.name}", {entry.name}, stages_per_rank={stages})\n'
+    copy = _copy_with(file, f"from shardlab.strategies.schedules import Schedule\n\n{definition}")
     return f"{copy}:course_schedule"
 
 

@@ -212,15 +212,14 @@ class PlanCommand:
         assert isinstance(request.cluster, str)
         model, cluster = request.model, request.cluster
         measured = read_measured(self.measured, problem, model, cluster)
-        wanted = measured if self.measured or self.measure else None
-        choice = self.search(problem, began, wanted)
-        asked = choose_experiments(choice.error_model, self.measure) if choice.error_model and self.measure else []
-        run = commands(asked, problem, self._model_words())
-        how = self.commands_for(choice)
+        choice = self.search(problem, began, measured if self.measured or self.measure else None)
+        trials = choose_experiments(choice.error_model, self.measure) if choice.error_model and self.measure else []
+        run = commands(trials, problem, self._model_words())
+        run_commands = self.commands_for(choice)
         if self.out is not None:
             with writing("--out", self.out):
                 self.out.write_text(self.job_text(choice), encoding="utf-8")
-        report = PlanReport(choice, model, cluster, how, self.top, self.out).report(explain=self.explain)
+        report = PlanReport(choice, model, cluster, run_commands, self.top, self.out).report(explain=self.explain)
         if self.write is not None:
             add_written(report, self.write, write_files(self.write, choice, model))
         if self.search_schedule is not None:
@@ -232,7 +231,7 @@ class PlanCommand:
             report.fact("schedule", faster)
         add_ran_out(report, choice.results)
         if self.measure:
-            add_experiments(report, asked, run, choice, self._next_command(problem))
+            add_experiments(report, trials, run, choice, self._next_command(problem))
         report.show(json=self.json)
         return 0
 
@@ -259,9 +258,9 @@ class PlanCommand:
             UserError: with these options.
         """
         graded = PlanCommand(grade=runs, recipe=self.recipe, switch=self.switch, json=self.json)
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layout"}
-        given = {name: value for name, value in own.items() if value != getattr(graded, name)}
-        if wrong := as_flags(given | self.layout.given()):
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layout"}
+        changed = {name: value for name, value in options.items() if value != getattr(graded, name)}
+        if wrong := as_flags(changed | self.layout.flag_values()):
             raise UserError(f"--grade predicts the runs in its file and does not search for a plan; leave out {wrong}")
 
     def problem(self, request: StepRequest | None = None) -> Problem:
@@ -323,10 +322,10 @@ class PlanCommand:
 
     def _words_of(self, flags: Mapping[str, object]) -> list[str]:
         """Return these options as words of a command line, and --optimizer unless it is the default."""
-        given = {name: value for name, value in flags.items() if value is not None}
+        values = {name: value for name, value in flags.items() if value is not None}
         if self.optimizer not in (None, "adamw"):
-            given["optimizer"] = self.optimizer
-        return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+            values["optimizer"] = self.optimizer
+        return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
     def _model_words(self) -> str:
         """Return the options of `shardlab train` for the model and the optimizer."""
@@ -366,10 +365,10 @@ class SearchLine:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def _tell(self, found: Results, waiting: int) -> None:
+    def _tell(self, results: Results, waiting: int) -> None:
         if (now := time.monotonic()) < self._next:
             return
         self._next = now + REFRESHED
-        best = f"; best so far {seconds_text(found.best.seconds)} a step" if found.best else ""
-        text = f"{counted(len(found.outcomes), 'plan')} simulated, {waiting:,} wait{best}"
+        best = f"; best so far {seconds_text(results.best.seconds)} a step" if results.best else ""
+        text = f"{counted(len(results.outcomes), 'plan')} simulated, {waiting:,} wait{best}"
         self._progress.update(self._task, description=text, refresh=True)

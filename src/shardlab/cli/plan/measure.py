@@ -86,7 +86,7 @@ def experiments_as_json(
 
 
 def add_experiments(
-    report: Report, experiments: list[Experiment], run: list[tuple[str, Path]], choice: PlanChoice, again: str
+    report: Report, experiments: list[Experiment], run: list[tuple[str, Path]], choice: PlanChoice, read_command: str
 ) -> None:
     """Add the suggested experiments with their reasons, and the command that reads their results."""
     problem = choice.problem
@@ -103,10 +103,10 @@ def add_experiments(
         report.fact("", "nothing: no other plan that may be as fast would give new information", indent=4)
     elif run:
         paths = shlex.join(str(folder) for _, folder in run)
-        report.line(Text(f"  then: {again} {paths}"), wrap=False)
+        report.line(Text(f"  then: {read_command} {paths}"), wrap=False)
     else:
         name = problem.recipe.name
-        report.fact("  then", f"run them in {name}, and give {again} what --json prints, with measured_seconds")
+        report.fact("  then", f"run them in {name}, and give {read_command} what --json prints, with measured_seconds")
 
 
 def measured_as_json(model: ErrorModel) -> dict[str, Any]:
@@ -152,9 +152,9 @@ def add_measured(report: Report, model: ErrorModel, top: int) -> None:
     report.fact("corrected by", f"{factors} times as long as predicted, and errors of similar plans")
 
 
-def add_ran_out(report: Report, found: Results) -> None:
+def add_ran_out(report: Report, results: Results) -> None:
     """Add the plans that ran out of memory when they were measured."""
-    for each in (each for each in found.outcomes if each.ran_out):
+    for each in (each for each in results.outcomes if each.ran_out):
         report.fact("does not fit", f"{each.family}, {summary(each.candidate)}: it ran out of memory")
 
 

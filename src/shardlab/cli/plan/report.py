@@ -112,7 +112,7 @@ class PlanReport:
 
     def fields(self) -> dict[str, Any]:
         """Return the choice and its reasons for --json."""
-        problem, found, errors = self.choice.problem, self.choice.results, self.choice.error_model
+        problem, results, errors = self.choice.problem, self.choice.results, self.choice.error_model
         tokens, workload = problem.tokens, problem.workload(self.choice.best.candidate)
         return {
             "model": self.model,
@@ -125,11 +125,11 @@ class PlanReport:
             "chosen": {**_outcome(problem, self.choice.best), **_shares(self.choice.answer)},
             "commands": dict(self.commands),
             "families": [
-                {**_outcome(problem, outcome), **_shares(answer), "searched": outcome.family in found.searched}
+                {**_outcome(problem, outcome), **_shares(answer), "searched": outcome.family in results.searched}
                 for outcome, answer in self.choice.families
             ],
             "decisions": [vars(decision) for decision in explain_choice(self.choice)],
-            "runners_up": [_outcome(problem, outcome) for outcome in found.fitting[1 : self.top + 1]],
+            "runners_up": [_outcome(problem, outcome) for outcome in results.fitting[1 : self.top + 1]],
             "how_sure": sure_as_json(self.choice.confidence, self.choice.may_not_fit),
             "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
             "measured": measured_as_json(errors) if errors and errors.measured else None,
@@ -151,16 +151,16 @@ class PlanReport:
                     "bytes_too_many": bytes - problem.room,
                     **_candidate(problem, candidate),
                 }
-                for name, (bytes, candidate) in found.misses().items()
+                for name, (bytes, candidate) in results.misses().items()
             ],
             "would_help": self.choice.helps,
             "searched": {
-                "estimated": found.lines,
-                "simulated": len(found.outcomes),
-                "refused": len(found.refused),
-                "seconds": found.seconds,
-                "unimproved_seconds": found.unimproved_seconds,
-                "complete": found.complete,
+                "estimated": results.lines,
+                "simulated": len(results.outcomes),
+                "refused": len(results.refused),
+                "seconds": results.seconds,
+                "unimproved_seconds": results.unimproved_seconds,
+                "complete": results.complete,
                 "least_seconds": workload.mfu(1.0),
                 "left_out": self.choice.missed,
             },
@@ -277,13 +277,13 @@ def _schedule_text(plan: ScheduledPlan) -> str:
 
 def searched(choice: PlanChoice) -> str:
     """Return the extent of the search, and a lower bound for all plans."""
-    found, problem = choice.results, choice.problem
+    results, problem = choice.results, choice.problem
     least = problem.workload(choice.best.candidate).mfu(1.0)
-    ended = "" if found.complete else "; the time was up: more --seconds may find a faster one"
+    ended = "" if results.complete else "; the time was up: more --seconds may find a faster one"
     return (
-        f"best of {counted(len(found.outcomes), 'simulated plan')}, after {counted(found.lines, 'estimate')}, in "
-        f"{found.seconds:.1f} s, of which the last {found.unimproved_seconds:.1f} s brought no improvement{ended}; no "
-        f"plan can be faster than {seconds_text(least)}, the model's products at the peak"
+        f"best of {counted(len(results.outcomes), 'simulated plan')}, after {counted(results.lines, 'estimate')}, in "
+        f"{results.seconds:.1f} s, of which the last {results.unimproved_seconds:.1f} s brought no improvement{ended}; "
+        f"no plan can be faster than {seconds_text(least)}, the model's products at the peak"
     )
 
 

@@ -131,20 +131,20 @@ class ScheduleSearch:
                 seconds = share * self.seconds
                 return search_schedule(problem, seconds=seconds, evaluations=self.proposals, on_progress=show)
 
-            found, step = problem.search(search) if isinstance(problem, StepProblem) else (search(problem), None)
-            proof = None if self.exact is None else prove(found.timing, self.exact)
+            result, step = problem.search(search) if isinstance(problem, StepProblem) else (search(problem), None)
+            proof = None if self.exact is None else prove(result.timing, self.exact)
         if proof is not None:
-            found = replace(found, lower_bound=proof.lower_bound)
+            result = replace(result, lower_bound=proof.lower_bound)
             if proof.timing is not None:
-                proved = replace(found, timing=proof.timing, placed=None)
+                proved = replace(result, timing=proof.timing, placed=None)
                 if isinstance(problem, StepProblem) and step is not None:
-                    found, step = problem.faster((found, step), proved)
+                    result, step = problem.faster((result, step), proved)
                 else:
-                    found = proved
-        text = self._write(found)
-        report = self._report(found, proof)
+                    result = proved
+        text = self._write(result)
+        report = self._report(result, proof)
         if step is not None and self._workload is not None:
-            self._compare_steps(report, found, step, self._workload)
+            self._compare_steps(report, result, step, self._workload)
         if text is not None:
             report.line()
             report.fact("written", f"{self.csv}, for --schedule {self.csv} of simulate, verify and train")
@@ -209,11 +209,11 @@ class ScheduleSearch:
             ranks, self.microbatches or 4 * ranks, stages, message, limit, self.placement, self.objective
         )
 
-    def _write(self, found: FoundSchedule) -> str | None:
+    def _write(self, result: FoundSchedule) -> str | None:
         """Write the file of --csv, and return its text."""
         if self.csv is None:
             return None
-        files = schedule_files(found.steps)
+        files = schedule_files(result.steps)
         text = files["schedule.py" if self.csv.suffix == ".py" else "schedule-with-messages.csv"]
         check_new_file("--csv", self.csv, "schedule.csv", force=self.force, content=text.encode())
         with writing("--csv", self.csv):
@@ -226,15 +226,15 @@ class ScheduleSearch:
     def _memory_text(self, memory: float) -> str:
         return f"{memory:.4g}" if self._workload is None else bytes_text(memory)
 
-    def _report(self, found: FoundSchedule, proof: Proof | None) -> Report:
-        problem, timing, best = found.problem, found.timing, found.best_published
+    def _report(self, result: FoundSchedule, proof: Proof | None) -> Report:
+        problem, timing, best = result.problem, result.timing, result.best_published
         report = Report(
             ranks=problem.ranks,
             microbatches=problem.microbatches,
             stages_per_rank=problem.stages_per_rank,
             placement=problem.placement,
             objective=problem.objective,
-            evaluations=found.evaluations,
+            evaluations=result.evaluations,
         )
         shape = f"{counted(problem.ranks, 'rank')}, {counted(problem.stages_per_rank, 'stage')} each in a "
         shape += f"{'V' if problem.placement == 'vee' else 'loop'}, {counted(problem.microbatches, 'microbatch')}"
@@ -246,7 +246,7 @@ class ScheduleSearch:
         report.line()
         rows = [
             {"schedule": "found", "time": timing.time, "memory": max(timing.peaks), "fits": True},
-            *({"schedule": p.name, "time": p.time, "memory": p.memory, "fits": p.fits} for p in found.published),
+            *({"schedule": p.name, "time": p.time, "memory": p.memory, "fits": p.fits} for p in result.published),
         ]
         report.table(
             {
@@ -265,22 +265,24 @@ class ScheduleSearch:
             words = f"{percent_text(gain)} faster than {best.name}" if gain > 1e-6 else f"as fast as {best.name}"
             report.fact("found", f"{words}, the fastest published schedule that fits", gain=gain, best=best.name)
         else:
-            words = f"no published schedule {'fits in this memory' if found.published else 'has these stages'}"
+            words = f"no published schedule {'fits in this memory' if result.published else 'has these stages'}"
             report.fact("found", words, gain=None, best=None)
-        report.fact("quality", _quality(found, proof), lower_bound=found.lower_bound, gap=found.gap)
+        report.fact("quality", _quality(result, proof), lower_bound=result.lower_bound, gap=result.gap)
         idle = timing.idle_by_cause()
         parts = ", ".join(f"{percent_text(share)} {cause}" for cause, share in idle.items())
-        report.fact("bubble", f"{percent_text(found.bubble)} of the step on the busiest rank; mean over ranks: {parts}")
-        report.data |= {"bubble": found.bubble, "idle": idle, "memory_by_rank": timing.peaks}
+        report.fact(
+            "bubble", f"{percent_text(result.bubble)} of the step on the busiest rank; mean over ranks: {parts}"
+        )
+        report.data |= {"bubble": result.bubble, "idle": idle, "memory_by_rank": timing.peaks}
         memory = " ".join(self._memory_text(peak) for peak in timing.peaks)
         report.fact("memory by rank", memory)
         return report
 
-    def _compare_steps(self, report: Report, found: FoundSchedule, step: Estimate, workload: Workload) -> None:
+    def _compare_steps(self, report: Report, result: FoundSchedule, step: Estimate, workload: Workload) -> None:
         """Add the predicted step, updates and reductions included, with the found and the best published schedule."""
         text = f"{seconds_text(step.step)}, {bytes_text(step.peak.bytes)} of tensors on the fullest rank"
         report.fact("whole step", f"{text} (with updates and reductions)", step=step.step, tensors=step.peak.bytes)
-        if (best := found.best_published) is not None:
+        if (best := result.best_published) is not None:
             plan = workload.plan
             assert isinstance(plan, Plan)
             other = replace(workload, plan=replace(plan, schedule=best.name)).estimate()
@@ -288,8 +290,8 @@ class ScheduleSearch:
             report.fact(f"with {best.name}", text, best_step=other.step, best_tensors=other.peak.bytes)
 
 
-def _quality(found: FoundSchedule, proof: Proof | None) -> str:
-    if found.is_optimal or (proof is not None and proof.is_complete):
-        passes = "backward passes in halves" if found.problem.has_halves else "whole backward passes"
+def _quality(result: FoundSchedule, proof: Proof | None) -> str:
+    if result.is_optimal or (proof is not None and proof.is_complete):
+        passes = "backward passes in halves" if result.problem.has_halves else "whole backward passes"
         return f"optimal: no schedule with {passes} is faster"
-    return f"at most {percent_text(found.gap)} above the lower bound"
+    return f"at most {percent_text(result.gap)} above the lower bound"

@@ -68,7 +68,7 @@ class PricedStep:
         workload: simulated step: model, plan, batch, cluster and recipe.
         estimate: result of the simulation. If the step has too many ops to trace, the result for fewer microbatches.
         forecast: time and memory of a step that has too many ops to trace (None: `estimate` has them).
-        held: memory reserved on the fullest device.
+        reserved: memory reserved on the fullest device.
         names: names of the model and the cluster.
         checked: whether the tapes of all ranks were checked. Those of a large folded plan are not.
         notes: remarks for the reader of the figures.
@@ -79,7 +79,7 @@ class PricedStep:
     workload: Workload
     estimate: Estimate
     forecast: Forecast | None
-    held: DeviceMemory
+    reserved: DeviceMemory
     names: tuple[str, str]
     checked: bool
     notes: list[str]
@@ -149,17 +149,17 @@ def price(request: StepRequest) -> PricedStep:
     _require_few_ranks(entry, workload, cluster_name)
     rewritten = workload.pass_names != "none"
     traced = step_to_trace(workload)
-    made = forecast(workload) if traced is not workload else None
+    predicted = forecast(workload) if traced is not workload else None
     too_many = entry.plan is not None and not rewritten and _ops_on_all_ranks(traced) > MOST_CHECKED
     if rewritten:
         _require_backend(entry, workload.passed[-1].checked, cluster_name)
     elif entry.plan is not None and not too_many:
         trace(mesh, traced.traced.program.sizes, traced.microbatches)
     estimate = traced.estimate()
-    held = require_memory(workload, estimate.peaks if made is None else made.peaks, whole)
-    step = estimate.step if made is None else made.seconds
+    reserved = require_memory(workload, estimate.peaks if predicted is None else predicted.peaks, whole)
+    step = estimate.step if predicted is None else predicted.seconds
     notes += [*_useless_recompute(traced, estimate), *doubts(workload, estimate.traced, step, cluster_name)]
-    if made is not None:
+    if predicted is not None:
         notes.append(
             f"a step with {counted(microbatches, 'microbatch')} has more than {MAX_FOLDED_OPS:,} ops, so each kind of "
             "ops was simulated once, and shares of the step and its timeline are left out; fewer microbatches, or "
@@ -168,7 +168,9 @@ def price(request: StepRequest) -> PricedStep:
     if limit:
         notes.insert(0, f"predicted as if {workload.recipe.name} could run it: {limit}")
     passed = workload.passed if rewritten else []
-    return PricedStep(entry, workload, estimate, made, held, (model_name, cluster_name), not too_many, notes, passed)
+    return PricedStep(
+        entry, workload, estimate, predicted, reserved, (model_name, cluster_name), not too_many, notes, passed
+    )
 
 
 def traced_estimate(result: PricedStep, shown: str) -> Estimate:
@@ -221,7 +223,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     from shardlab.simulate.predict.memory_advice import assumed_figures
     from shardlab.simulate.predict.recipe import OWN
 
-    workload, estimate, entry, held = result.workload, result.estimate, result.entry, result.held
+    workload, estimate, entry, memory = result.workload, result.estimate, result.entry, result.reserved
     program, step, peaks, device = estimate.traced.program, result.step, result.peaks, workload.cluster.device
     peak = max(peaks, key=lambda peak: peak.bytes)
     world, sequences = workload.mesh.world, workload.microbatches * workload.micro_batch_size
@@ -259,9 +261,11 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     report.fact("peak memory", text, bytes_text(peak.bytes), peak_memory=peak.bytes)
     report.fact("", _parts_text(peak.bytes, peak.by_category), "")
     report.data["device_memory"] = device.memory
-    parts = f"of {memory_text(device.memory)}: {_parts_text(held.total, held.parts)}"
+    parts = f"of {memory_text(device.memory)}: {_parts_text(memory.total, memory.parts)}"
     text = "; ".join(filter(None, (parts, uncounted_memory(workload))))
-    report.fact("memory held", text, bytes_text(held.total), memory_held=held.total, memory_held_by_part=held.parts)
+    report.fact(
+        "memory held", text, bytes_text(memory.total), memory_held=memory.total, memory_held_by_part=memory.parts
+    )
     report.data["peak_memory_by_rank"] = [_peak_as_json(peak, stands_for(program, n)) for n, peak in enumerate(peaks)]
     ops = sum(map(len, program.tapes))
     if result.forecast is None:
@@ -273,7 +277,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     report.data["switch_effects"] = [asdict(each) for each in effects]
     add_network(report, workload.cluster, slower_with_few_nics(workload))
     sure = step_confidence(workload)
-    doubt = may_not_fit(sure, held)
+    doubt = may_not_fit(sure, memory)
     report.facts("how sure", [*map(str, sure), doubt])
     report.data["how_sure"] = sure_as_json(sure, doubt)
     assumed = assumed_figures(workload)

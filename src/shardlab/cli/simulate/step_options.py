@@ -149,7 +149,7 @@ class StepOptions:
             self.layout.entry(self.strategy, self.ranks, [request.file])  # refuses a wrong plan first
             missing = "--cluster, such as h100x16" if self.model else "--model, such as gpt2-xl"
             raise UserError(f"a step in seconds needs a model and a cluster; give {missing}, too")
-        sizes = self.sizes.given()
+        sizes = self.sizes.flag_values()
         for name in [*PRICED_OPTIONS, *sizes]:
             if (given := getattr(self, name, sizes.get(name, True))) and given != "muon":
                 flag = f"--{name.replace('_', '-')}"

@@ -78,7 +78,7 @@ def plan_for_this_machine(
         UserError: if the machine was not measured, no plan fits, or the ranks of a launcher do not find each other.
     """
     ranks = ranks or _cluster(None).size
-    passes = layout.given().get("passes")
+    passes = layout.flag_values().get("passes")
     config = resolve_config(sources, entry_from_plan(Plan(Mesh(dp_shard=ranks), passes=passes), "auto"), ranks)
     if config.train.batch_ramp is not None:
         raise UserError(
@@ -111,13 +111,13 @@ def plan_of_resumed_run(layout: PlanOptions, sources: Sequence[ConfigSource], ra
 
     before = [source for source in sources if source.name != "flags"]
     _, _, plan, _ = plan_settings(before)
-    train, wanted = merge_fields(before, "train"), merge_fields(sources, "train")
+    train, requested = merge_fields(before, "train"), merge_fields(sources, "train")
     cut = {name: train[name] for name in ("microbatches", "micro_batch_size")}
     if plan is None or ranks not in (None, plan.mesh.world) or not Limits(_fixed_fields(layout)).allow(plan):
         return None
-    if math.prod(cut.values()) != math.prod(wanted[name] for name in cut):
+    if math.prod(cut.values()) != math.prod(requested[name] for name in cut):
         return None
-    entry = entry_from_plan(replace(plan, passes=layout.given().get("passes", plan.passes)), "auto")
+    entry = entry_from_plan(replace(plan, passes=layout.flag_values().get("passes", plan.passes)), "auto")
     source = ConfigSource("the run before", {"train": cut})
     config = resolve_config([*sources, source], entry, plan.mesh.world)
     return PlannedRuns([PlannedRun(entry, config, source, "the plan that it had")])
@@ -213,7 +213,7 @@ def _fixed_fields(layout: PlanOptions) -> dict[str, Any]:
     Raises:
         UserError: for --freeze, which the search does not support.
     """
-    if "freeze" in layout.given():
+    if "freeze" in layout.flag_values():
         raise UserError("--plan auto plans a training of all blocks; leave out --freeze, or give a plan by flags")
     return {name: value for name, value in layout.values().items() if name != "passes"}
 

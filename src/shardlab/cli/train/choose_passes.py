@@ -143,17 +143,17 @@ def _choose_passes(entry: StrategyEntry, job: Job, others: Sequence[int], lenien
     previous one kept for it, but the layers that this pass keeps may depend on the number.
     """
     names = entry.passes_on(job.ranks, DEFAULT_PASSES)
-    asked = named_passes(names)
-    if not asked or (all(each.setting for each in asked) and not lenient):
+    named = named_passes(names)
+    if not named or (all(each.setting for each in named) and not lenient):
         return names
     try:
         passed, _ = run_passes_here(entry, job, names, lenient=lenient)
-        kept = {each.name for each in asked if each.by_name and not lenient}
+        required = {each.name for each in named if each.by_name and not lenient}
         if others:
-            passed = [each for each in passed if each.name != "fuse-steps" or each.name in kept]
+            passed = [each for each in passed if each.name != "fuse-steps" or each.name in required]
         for count in others:
             other, _ = run_passes_here(entry, replace(job, microbatches=count), helpful_names(passed), lenient=True)
-            idle = {each.name for each in other if not each.applies} - kept
+            idle = {each.name for each in other if not each.applies} - required
             passed = [each for each in passed if each.name not in idle]
     except (UserError, Refused):
         return names  # Every rank reports the error later. Raised here, it would leave the other ranks waiting.

@@ -193,7 +193,7 @@ class Train:
                 raise UserError("--resume auto resumes the run in --out, or starts it; give --out FOLDER")
             return ResumedRun.find(self.out, self.from_step, auto=True, together=RankExchange(world, self._start_limit))
         others = {"--preset": self.preset, "--config": self.config, "--depth": self.depth, "--out": self.out}
-        others["--init"] = self.settings.given()["train"].get("init")
+        others["--init"] = self.settings.flag_values()["train"].get("init")
         if given := [name for name, value in others.items() if value is not None]:
             raise UserError(
                 f"--resume and {given[0]} exclude each other, because a resumed run keeps its own; give one of them"
@@ -219,12 +219,12 @@ class Train:
 
     def _flags(self) -> ConfigSource:
         """Return the settings that flags set."""
-        plan = self.layout.given()
+        plan = self.layout.flag_values()
         if any(axis in plan for axis in AXES):
             plan["mesh"] = True
         named = {"strategy": self.strategy, "name": self.strategy, "ranks": self.ranks}
         plan |= {name: value for name, value in named.items() if value is not None}
-        return ConfigSource("flags", {"plan": plan, "model": self.model.given(), **self.settings.given()})
+        return ConfigSource("flags", {"plan": plan, "model": self.model.flag_values(), **self.settings.flag_values()})
 
     def _sources(self) -> list[ConfigSource]:
         """Return the sources of the settings. A later one overrides an earlier one."""
@@ -308,8 +308,8 @@ class Train:
         out = self.out or free_folder(Path("runs"), Path(chosen.name.rpartition(":")[2]).stem)
         out, checkpoint = (out, None) if resumed is None else (resumed.out, resumed.checkpoint)
         exists = os.path.exists(out)  # True as well for a folder that this user may not read
-        again = self.resume is not None and exists
-        if exists and not again:
+        resumes = self.resume is not None and exists
+        if exists and not resumes:
             raise UserError(
                 f"--out {out} exists; name a new folder, so that nothing is overwritten, or resume its run with "
                 f"--resume {out}"
@@ -319,11 +319,11 @@ class Train:
         peak = peak_flops(config, find_precision(config.precision.precision).compute)
         resume = None if checkpoint is None else checkpoint.folder
         callbacks, tell = ByValue(caller.callbacks), first and not self.json and not caller.in_python
-        run = TrainingRun(config, out, caller.command, peak=peak, resume=resume, continues=again, callbacks=callbacks)
+        run = TrainingRun(config, out, caller.command, peak=peak, resume=resume, continues=resumes, callbacks=callbacks)
         require_recorded_steps(config, run.tracing.steps, resumed=checkpoint is not None)
         require_loggers(config.logging)
         corpus, prompt = run.corpus(verify=True), config.logging.prompt
-        if resumed is not None and not self.settings.given()["data"]:
+        if resumed is not None and not self.settings.flag_values()["data"]:
             resumed.require_same_data(corpus.identity)
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
@@ -347,7 +347,7 @@ class Train:
         if first and resumed is not None and (change := resumed.schedule_change(config)):
             print(f"shardlab: {change}", file=sys.stderr)
         heartbeat.doing = "start of the ranks"
-        heartbeat.until = lambda: not first or (out.exists() and not again)  # rank 0 reports from here on
+        heartbeat.until = lambda: not first or (out.exists() and not resumes)  # rank 0 reports from here on
         before = record_inode(out)
         with failures_as_exit(out, exits=not caller.in_python):
             watching = WatchSettings(

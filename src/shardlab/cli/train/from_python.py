@@ -30,10 +30,10 @@ def train(
     strategy: str | Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = (), **settings: Any
 ) -> Summary | None:
     """Train as `shardlab train` does, with the options as keyword arguments. `shardlab.train` documents it."""
-    given = {**settings, "strategy": strategy_name(strategy) if callable(strategy) else strategy}
+    options = {**settings, "strategy": strategy_name(strategy) if callable(strategy) else strategy}
     _require_callbacks(callbacks)
-    command = cast(Train, command_from("train", [], given, allowed=("out", "force")))
-    call = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+    command = cast(Train, command_from("train", [], options, allowed=("out", "force")))
+    call = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
     caller = Caller(f"shardlab.train({call})", callbacks, in_python=True)
     with trace_limits(command.max_ops, command.max_seconds_per_op):
         command.train(caller)

@@ -83,15 +83,15 @@ class EditServer:
             if editor is None:
                 return _text(404, f"there is no level {level!r}")
             start = editor.start
-            found = self._context.copy().run(editor.judge, start if text is None else text).as_dict()
-        found |= {
+            answer = self._context.copy().run(editor.judge, start if text is None else text).as_dict()
+        answer |= {
             "start": start,
             "name": editor.name,
             "schedule": editor.is_schedule,
             "text": start if text is None else text,
         }
-        found["levels"] = [{"name": name, "title": level_title(entry)} for name, entry in self._levels.items()]
-        return 200, "application/json", json.dumps(found).encode()
+        answer["levels"] = [{"name": name, "title": level_title(entry)} for name, entry in self._levels.items()]
+        return 200, "application/json", json.dumps(answer).encode()
 
     def _editor(self, level: str) -> Editor | None:
         if level not in self.editors and level in self._levels:

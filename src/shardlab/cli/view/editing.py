@@ -61,13 +61,13 @@ class Judgement:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the judgement as JSON for the page."""
-        found: dict[str, Any] = {"sentence": self.sentence, "legal": self.legal, "files": self.files}
+        answer: dict[str, Any] = {"sentence": self.sentence, "legal": self.legal, "files": self.files}
         if self.step is not None:
             timeline = self.step.shown[0].timeline
             bubble = self.step.shown[0].bubble if timeline.program.mesh.sizes()["pp"] > 1 else None
-            found["figures"] = {"time": timeline.end, "memory": timeline.peak_memory, "bubble": bubble}
-            found["data"] = encode(step_tables(self.step))
-        return found
+            answer["figures"] = {"time": timeline.end, "memory": timeline.peak_memory, "bubble": bubble}
+            answer["data"] = encode(step_tables(self.step))
+        return answer
 
 
 class Editor(ABC):
@@ -185,8 +185,8 @@ class FileEditor(Editor):
 
     def judge(self, text: str) -> Judgement:
         self._path.write_text(text, encoding="utf-8")
-        found = super().judge(text)
-        return replace(found, sentence=found.sentence.replace(f"{self._folder.name}/", ""))
+        judgement = super().judge(text)
+        return replace(judgement, sentence=judgement.sentence.replace(f"{self._folder.name}/", ""))
 
 
 class ProgramEditor(FileEditor):
@@ -301,10 +301,10 @@ def _start_of(entry: CourseEntry) -> Schedule:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{entry.name}.py"
         path.write_text(entry.start_text, encoding="utf-8")
-        found = getattr(load_module(path), entry.name)
-    if isinstance(found, Schedule):
-        return found
-    return Schedule(entry.name, found, stages_per_rank=entry.exercise.stages_per_rank)
+        start = getattr(load_module(path), entry.name)
+    if isinstance(start, Schedule):
+        return start
+    return Schedule(entry.name, start, stages_per_rank=entry.exercise.stages_per_rank)
 
 
 def _step(name: str, proof: Checked, costs: Prices) -> Step:

@@ -59,7 +59,7 @@ class _PlaceTape(list[Op]):
         file = frame.f_code.co_filename
         if file not in self._names:
             parts = PurePath(file).parts
-            own = is_library_frame(frame) and "shardlab" in parts
-            place = len(parts) - 1 - parts[::-1].index("shardlab") if own else 0
-            self._names[file] = "/".join(parts[place:]) if own else display_path(file)
+            is_own = is_library_frame(frame) and "shardlab" in parts
+            place = len(parts) - 1 - parts[::-1].index("shardlab") if is_own else 0
+            self._names[file] = "/".join(parts[place:]) if is_own else display_path(file)
         return self._names[file]
