@@ -4,7 +4,7 @@
 // with every kind of colour vision. Layers and microbatches have the colours of cividis (Nuñez et al. 2018, doi
 // 10.1371/journal.pone.0199239), whose order is visible with every kind of colour vision as well.
 
-/** Colour of each name that the table of ops gives, in the light and in the dark theme. */
+/** Colours of the colour names in the table of ops, in the light and in the dark theme. */
 export const KINDS = {
   blue: ["#0072b2", "#3d9bdc"],
   "light blue": ["#56b4e9", "#8fd0f5"],
@@ -55,7 +55,7 @@ const SHADES = 64;
 /** Modes of colour, with their names. */
 export const MODES = { kind: "kind", layer: "layer", microbatch: "microbatch", difference: "difference" };
 
-/** Number of the colour of each op, for a mode: an index into `paletteOf`. */
+/** Colour of each op in a mode, as an index into `paletteOf`. */
 export function colorNumbers(model, mode, timeline = null) {
   const { kind, modelLayer, first } = model.columns;
   const numbers = new Uint16Array(kind.length);
@@ -72,12 +72,12 @@ export function colorNumbers(model, mode, timeline = null) {
   return numbers;
 }
 
-/** Place of one of several values on a scale of `SHADES` colours. */
+/** Position of one of several values on a scale of `SHADES` colours. */
 export function shadeOf(value, count) {
   return count <= 1 ? SHADES >> 1 : Math.round((value / (count - 1)) * (SHADES - 1));
 }
 
-/** Shade by how much longer an op took than in the first timeline: half as long to twice as long. */
+/** Shade of an op by its duration relative to the first timeline, from half as long to twice as long. */
 function differenceShade(model, timeline, op) {
   const [predicted, measured] = [model.timelines[0], timeline ?? model.timelines.at(-1)];
   const [one, other] = [predicted, measured].map((each) => each.ends[op] - each.starts[op]);
@@ -109,14 +109,14 @@ function shades(color) {
   return Array.from({ length: SHADES }, (_, at) => color(at / (SHADES - 1)));
 }
 
-/** Colour at a place from 0 to 1 of a scale. */
+/** Colour at a position from 0 to 1 on a scale. */
 export function scaleColor(scale, place) {
   const at = Math.min(scale.length - 1 - 1e-9, Math.max(0, place * (scale.length - 1)));
   const low = Math.floor(at);
   return mixed(scale[low], scale[low + 1], at - low);
 }
 
-/** Mix a colour with a share of another one. */
+/** Mix a colour with another one, whose share is given. */
 export function mixed(color, other, share) {
   const [one, two] = [rgbOf(color), rgbOf(other)];
   const parts = one.map((part, at) => Math.round(part * (1 - share) + two[at] * share));
@@ -140,7 +140,7 @@ export function luminance(color) {
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
 }
 
-/** Entries of the legend: colour and text of what the page shows in a mode. */
+/** Entries of the legend for a mode, each with a colour and a text. */
 export function legendOf(model, mode, theme) {
   const { css } = paletteOf(model, mode, theme);
   if (mode === "kind") {

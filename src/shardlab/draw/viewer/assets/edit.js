@@ -1,4 +1,4 @@
-// The page of `shardlab view --edit`: a schedule or a program beside its picture, which Python judges at each change.
+// The page of `shardlab view --edit`: a schedule or a program beside its picture. Python checks each change.
 
 import { unpack } from "./model.js";
 import { percent } from "./figures.js";
@@ -6,7 +6,7 @@ import { memoryText, timeText } from "./scale.js";
 import { History, actionOf, blamedCell, comparedText, linkOf, moveAction, parseRows, textOfLink, writeRows } from "./schedule.js";
 import { Viewer, byId, element } from "./viewer.js";
 
-/** Milliseconds after the last key until a text is judged. */
+/** Milliseconds from the last key press until a text is checked. */
 const PAUSE = 250;
 
 class EditPage {
@@ -40,7 +40,7 @@ class EditPage {
     });
   }
 
-  /** Open a level, with a text if a link holds one. */
+  /** Open a level, with the text of the link if there is one. */
   async open(level, text = null) {
     this.level = level;
     const answer = await this.ask(null);
@@ -60,7 +60,7 @@ class EditPage {
     if (text !== null) await this.change(text);
   }
 
-  /** Ask Python for its judgement; null if a later question has overtaken it or there is no answer. */
+  /** Ask Python to check a text. The result is null if a later request was sent meanwhile, or there is no answer. */
   async ask(text) {
     this.asked += 1;
     const number = this.asked;

@@ -1,8 +1,8 @@
-// The six figures beside a timeline, as rows of a table. Python computes them; here they become texts.
+// The six figures beside a timeline, as rows of a table. Python computes the figures; this script formats them.
 
 import { timeText } from "./scale.js";
 
-/** Rows of the table: a label, a text for each timeline, the difference of the last to the first, and an explanation. */
+/** Rows of the table: label, text for each timeline, difference between the last and the first, and explanation. */
 export function figureRows(model) {
   const all = model.timelines.map((timeline) => timeline.figures);
   const unit = model.header.unit;
@@ -12,21 +12,21 @@ export function figureRows(model) {
     const difference = values.length > 1 && known ? signed(values.at(-1) - values[0], text) : "";
     rows.push({ label, values: values.map((value) => (value == null ? "–" : text(value))), difference, about, indented });
   };
-  add("step", all.map((each) => each.end), (value) => timeText(value, unit), "From the first op to the end of the last.");
-  add("compute", all.map((each) => each.compute), percent, "Of the step, the mean over ranks.");
+  add("step", all.map((each) => each.end), (value) => timeText(value, unit), "From the start of the first op to the end of the last one.");
+  add("compute", all.map((each) => each.compute), percent, "Share of the step, mean over ranks.");
   add(
     "exposed communication",
     all.map((each) => each.exposed_communication),
     percent,
-    "A rank communicates and does not compute, of the step.",
+    "Share of the step in which a rank communicates but does not compute.",
   );
-  add("overlap", all.map((each) => each.overlap), percent, "Of the communication, the part beside compute.");
+  add("overlap", all.map((each) => each.overlap), percent, "Share of the communication that runs during compute.");
   const causes = [...new Set(all.flatMap((each) => Object.keys(each.idle)))];
   const idle = (each) => Object.values(each.idle).reduce((sum, share) => sum + share, 0);
-  add("idle", all.map(idle), percent, "A rank neither computes nor communicates, of the step.");
+  add("idle", all.map(idle), percent, "Share of the step in which a rank neither computes nor communicates.");
   for (const cause of causes) add(cause, all.map((each) => each.idle[cause] ?? 0), percent, "", true);
   if (all.some((each) => each.bubble_with_communication !== null)) {
-    const about = "Of the time from the first pass to the last, if communication took no time.";
+    const about = "Share of the time from the first to the last pass, if communication took no time.";
     if (all[0].bubble !== null) add("bubble", all.map((each) => each.bubble), percent, about);
     add("bubble with communication", all.map((each) => each.bubble_with_communication), percent);
     if (all[0].bubble_closed_form !== null) {

@@ -1,4 +1,4 @@
-// Where rows and their lanes are on the canvas, what is below the pointer, and what is worth drawing.
+// Positions of rows and lanes on the canvas, the item below the pointer, and the ops that are visible.
 //
 // A row has a track for each timeline, one below the other, and a track has a lane for compute and a flatter one for
 // communication below it.
@@ -12,16 +12,16 @@ export const AXIS = 26;
 const LOWEST = 6;
 const HIGHEST = 44;
 
-/** Share of a track's height that its compute lane has. */
+/** Height of the compute lane as a share of its track. */
 const COMPUTE = 0.62;
 
-/** Boxes for each pixel of a lane's width above which a lane is drawn as a strip of pixels. */
+/** Number of boxes per pixel above which a lane is drawn as a strip of pixels. */
 const CROWDED = 0.2;
 
-/** Pixels beside a box in which it is still hit. */
+/** Distance in pixels from a box at which the pointer still hits it. */
 const NEAR = 2;
 
-/** Places of all rows for a height of the canvas. */
+/** Positions of all rows for a height of the canvas. */
 export function layoutOf(rows, timelines, height) {
   const free = Math.max(0, height - AXIS);
   const track = Math.min(HIGHEST, Math.max(LOWEST, Math.floor((free / Math.max(1, rows) - 1) / timelines)));
@@ -30,7 +30,7 @@ export function layoutOf(rows, timelines, height) {
   return { rows, timelines, track, gap, row, height, total: rows * row + AXIS, most: Math.max(0, rows * row - free) };
 }
 
-/** Top and heights of a track, for the pixels by which the rows are scrolled. */
+/** Top and heights of a track if the rows are scrolled by some pixels. */
 export function trackBox(layout, row, timeline, scroll) {
   const top = AXIS + row * layout.row - scroll + timeline * layout.track;
   const inner = layout.track - (layout.track > 10 ? 2 : 0);
@@ -56,12 +56,12 @@ export function firstAbove(values, value) {
   return low;
 }
 
-/** Interval of a lane's ops that may be seen between two moments. */
+/** Range of a lane's ops that may be visible between two moments. */
 export function visibleRange(lane, from, to) {
   return [firstAbove(lane.reach, from), firstAbove(lane.starts, to)];
 }
 
-/** Whether a lane has too many ops in the view for a box each. */
+/** Whether a lane has too many visible ops to draw a box for each. */
 export function isCrowded(lane, view) {
   const [first, last] = visibleRange(lane, view.from, view.to);
   return last - first > CROWDED * view.width;
@@ -70,8 +70,7 @@ export function isCrowded(lane, view) {
 /**
  * Add up the colours of a lane's ops by pixel: red, green, blue and the covered share of each pixel.
  *
- * An op that is narrower than a pixel counts by its width, so that the colour of a crowded pixel is the mean of what
- * happens there.
+ * An op that is narrower than a pixel counts by its width, so that a crowded pixel has the mean colour of its ops.
  */
 export function coverPixels(lane, view, colorOf, rgb, cover) {
   cover.fill(0);
@@ -93,7 +92,7 @@ export function coverPixels(lane, view, colorOf, rgb, cover) {
   return cover;
 }
 
-/** Write covered pixels over a background into a row of RGBA bytes. */
+/** Blend covered pixels with a background, and write them into a row of RGBA bytes. */
 export function writePixels(cover, width, background, bytes, offset) {
   for (let pixel = 0; pixel < width; pixel += 1) {
     const share = cover[4 * pixel + 3];
@@ -106,7 +105,7 @@ export function writePixels(cover, width, background, bytes, offset) {
   }
 }
 
-/** What is below a pixel: row, timeline, and the op or the gap there; null outside of the rows. */
+/** Item below a pixel: its row, its timeline, and the op or the gap; null outside of the rows. */
 export function hitTest(model, view, layout, scroll, x, y) {
   const place = y - AXIS + scroll;
   const row = Math.floor(place / layout.row);
@@ -122,7 +121,7 @@ export function hitTest(model, view, layout, scroll, x, y) {
   return { row, timeline: number, op, gap, time };
 }
 
-/** The shortest op of a lane at a pixel, or very near to it; -1 if there is none. */
+/** Shortest op of a lane at or very near a pixel; -1 if there is none. */
 export function opAt(lane, view, x) {
   const time = timeAt(view, x);
   const near = timeAt(view, x + NEAR) - time;
@@ -138,7 +137,7 @@ export function opAt(lane, view, x) {
   return found;
 }
 
-/** The interval around a moment in which a row does not compute, and the op that ends it (-1: the step ends). */
+/** Interval around a moment in which a row does not compute, and the op that ends it (-1: the end of the step). */
 export function gapAt(lane, time, end) {
   if (time < 0 || time > end) return null;
   const next = firstAbove(lane.starts, time);

@@ -1,7 +1,7 @@
 // Tables of a step, as Python packed them, and the lookups that all other scripts need.
 //
-// An op is a number: its index in the columns of all tapes, one tape after the other. A row is a rank, or several ranks
-// that do the same. A lane has the ops of one row and one timeline that compute, or that communicate, by their starts.
+// An op is a number: its index in the columns, in which all tapes are concatenated. A row is a rank, or several ranks
+// that do the same. A lane has the computing or the communicating ops of one row and one timeline, sorted by start.
 
 const ARRAYS = { u8: Uint8Array, u16: Uint16Array, u32: Uint32Array, i32: Int32Array, f64: Float64Array };
 
@@ -31,7 +31,7 @@ export function parseTables(buffer) {
   return new Model(header, columns);
 }
 
-/** A step: its header, its columns, and what follows from them. */
+/** Step: its header, its columns, and data that is derived from them. */
 export class Model {
   constructor(header, columns) {
     this.header = header;
@@ -71,7 +71,7 @@ export class Model {
     return timeline;
   }
 
-  /** Ops of a row that take time, by their starts, with the latest end up to each. */
+  /** Ops of a row that take time, sorted by start, each with the latest end of any op up to it. */
   laneOf(timeline, row, communicates) {
     const found = [];
     for (let op = this.columns.rowStart[row]; op < this.columns.rowStart[row + 1]; op += 1) {
@@ -103,7 +103,7 @@ export class Model {
     return { times, live, peak, peakAt };
   }
 
-  /** The critical path, from the op that ends last back to the start, where Python gave none. */
+  /** Critical path from the op that ends last back to the start, computed if Python gave none. */
   pathByCauses(timeline) {
     let last = -1;
     for (let op = 0; op < timeline.ends.length; op += 1) {
@@ -123,7 +123,7 @@ export class Model {
     return path.reverse();
   }
 
-  /** The op that an op waits for; -1 for the first one. */
+  /** Op that an op waits for; -1 for the first op. */
   causeOf(timeline, op) {
     const row = timeline.causeRow[op];
     return row < 0 ? -1 : this.columns.rowStart[row] + timeline.causeOp[op];
@@ -137,7 +137,7 @@ export class Model {
     return this.kinds[this.columns.kind[op]];
   }
 
-  /** Members of a communication, as ops; of a message the sender, then the receiver. */
+  /** Members of a communication, as ops. For a message, the sender comes first. */
   membersOf(op) {
     const { communication, memberStart, memberRow, memberOp, rowStart } = this.columns;
     const number = communication[op];
@@ -149,7 +149,7 @@ export class Model {
     return members;
   }
 
-  /** Values that an op reads ("input") or makes ("output"), as numbers of its row. */
+  /** Values that an op reads ("input") or writes ("output"), by their numbers in the op's row. */
   valuesOf(op, which) {
     if (!this.hasProgram) return [];
     const starts = this.columns[`${which}Start`];
@@ -177,7 +177,7 @@ export class Model {
     return this.producers.get(row);
   }
 
-  /** Ops that an op needs, and ops that need it: through values of its rank, and through communication. */
+  /** Ops that an op depends on, and ops that depend on it, through values of its rank or through communication. */
   dependenciesOf(op) {
     const row = this.rowOf[op];
     const { kind, rowStart } = this.columns;
@@ -198,7 +198,7 @@ export class Model {
   }
 }
 
-/** A lane of ops by their starts. */
+/** Lane of ops, sorted by start. */
 export function laneFrom(ops, starts, ends) {
   const reach = new Float64Array(ends.length);
   let latest = -Infinity;

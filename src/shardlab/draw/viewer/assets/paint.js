@@ -4,12 +4,12 @@ import { KINDS, MEMORY, SURFACES, inkOn } from "./colors.js";
 import { AXIS, coverPixels, firstAbove, isCrowded, trackBox, visibleRange, visibleRows, writePixels } from "./layout.js";
 import { pixelAt, shortMemoryText, ticksOf, timeText } from "./scale.js";
 
-/** Width of the names of rows on the left. */
+/** Width of the column with the row names in pixels. */
 export const GUTTER = 96;
 
 const FONT = "system-ui, sans-serif";
 
-/** Draw all rows that are visible. `scene` is the state of a viewer. */
+/** Draw all visible rows. `scene` is the state of a viewer. */
 export function drawTimelines(context, scene) {
   const { view, layout, scroll, theme } = scene;
   const surface = SURFACES[theme];
@@ -47,7 +47,7 @@ function drawTracks(context, scene, first, last) {
   }
 }
 
-/** Draw crowded lanes, each as one line of pixels that is stretched to the lane's height. */
+/** Draw each crowded lane as one line of pixels, stretched to the lane's height. */
 function drawStrips(context, scene, strips) {
   if (!strips.length) return;
   const { view, palette, numbers } = scene;
@@ -96,7 +96,7 @@ function drawBoxes(context, scene, lane, top, height, talks) {
   }
 }
 
-/** Draw the critical path as a line through its ops, in the last timeline that is shown. */
+/** Draw the critical path as a line through its ops, in the last visible timeline. */
 function drawPath(context, scene) {
   const { model, view, layout, scroll, theme } = scene;
   const timeline = model.timelines[scene.timeline];
@@ -122,7 +122,7 @@ function drawPath(context, scene) {
   context.stroke();
 }
 
-/** Outline what is hovered, what is selected and what it waited for, and draw the moment that is played. */
+/** Outline the hovered op, the selected op and the op that it waited for, and draw the current moment of playback. */
 function drawMarks(context, scene) {
   const { model, view, layout, scroll, theme, hover, selected, chain, cursor } = scene;
   const surface = SURFACES[theme];

@@ -16,7 +16,7 @@ export function pixelAt(view, time) {
   return ((time - view.from) / (view.to - view.from)) * view.width;
 }
 
-/** Zoom by a factor (above 1: closer) so that the moment below pixel x stays there. */
+/** Zoom by a factor (above 1: closer). The moment below pixel x stays at its position. */
 export function zoomAt(view, x, factor) {
   const span = Math.min(view.end, Math.max(view.end / DEEPEST, (view.to - view.from) / factor));
   const fixed = timeAt(view, x);
@@ -35,7 +35,7 @@ export function showInterval(view, from, to, margin = 0.15) {
   return inside({ ...view, from: from - margin * span, to: to + margin * span });
 }
 
-/** Move the view as little as possible so that a moment is in it. */
+/** Move the view by the smallest distance that makes a moment visible. */
 export function showMoment(view, time) {
   if (time >= view.from && time <= view.to) return view;
   const span = view.to - view.from;
@@ -43,7 +43,7 @@ export function showMoment(view, time) {
   return inside({ ...view, from, to: from + span });
 }
 
-/** Keep a view inside the step. */
+/** Clamp a view to the step. */
 export function inside(view) {
   const span = view.to - view.from;
   if (span >= view.end * (1 - 1e-12)) return { ...view, from: 0, to: view.end };
@@ -61,7 +61,7 @@ export function ticksOf(view, pixels = 90) {
   return { step, ticks };
 }
 
-/** Text of a time: of seconds with a unit that fits, of units as a plain number. */
+/** Text of a time: seconds in a suitable unit, time units as a plain number. */
 export function timeText(time, unit, digits = 4) {
   if (unit !== "s") return plain(time, digits);
   const size = Math.abs(time);
@@ -70,7 +70,7 @@ export function timeText(time, unit, digits = 4) {
   return `${plain(time * 1e6, digits)} µs`;
 }
 
-/** Text of an amount of memory: elements with separators, bytes in a unit that fits. */
+/** Text of an amount of memory: elements with separators, bytes in a suitable unit. */
 export function memoryText(amount, unit) {
   if (unit !== "bytes") return `${Math.round(amount).toLocaleString("en-US")} elements`;
   for (const [size, name] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
@@ -79,7 +79,7 @@ export function memoryText(amount, unit) {
   return `${Math.round(amount)} bytes`;
 }
 
-/** Text of an amount of memory for an axis, where there is little room. */
+/** Short text of an amount of memory, for an axis. */
 export function shortMemoryText(amount, unit) {
   if (unit === "bytes") return memoryText(amount, unit);
   for (const [size, name] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
@@ -88,7 +88,7 @@ export function shortMemoryText(amount, unit) {
   return String(Math.round(amount));
 }
 
-/** A number with at most some significant digits, and without zeros at its end. */
+/** Number with a limited number of significant digits, without trailing zeros. */
 export function plain(number, digits) {
   if (Number.isInteger(number) && Math.abs(number) < 1e12) return number.toLocaleString("en-US");
   return Number(number.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 12 });

@@ -1,4 +1,4 @@
-// Schedules as rows of words, the versions of a text, and links that hold one.
+// Schedules as rows of words, versions of a text, and links that contain a text.
 //
 // A word such as `0F3` is an action: its stage, its kind (F, B, I or W) and its microbatch.
 
@@ -14,7 +14,7 @@ export function writeRows(rows) {
   return rows.map((row) => `${row.join(",")}\n`).join("");
 }
 
-/** Rows in which an action has moved to another place of its row. */
+/** Rows after an action has moved to another position in its row. */
 export function moveAction(rows, row, from, to) {
   return rows.map((words, at) => {
     if (at !== row) return words;
@@ -24,13 +24,13 @@ export function moveAction(rows, row, from, to) {
   });
 }
 
-/** Parts of an action's word; null if it is none. */
+/** Parts of the word of an action; null if the word is not an action. */
 export function actionOf(word) {
   const found = /^(\d+)([FBIW])(\d+)$/.exec(word);
   return found && { stage: Number(found[1]), kind: found[2], microbatch: Number(found[3]) };
 }
 
-/** Row and column of the cell that a sentence blames, from 0; null if it blames none. */
+/** Row and column, from 0, of the cell that an error message names; null if it names none. */
 export function blamedCell(sentence) {
   const found = /row (\d+) \(rank \d+\), column (\d+)/.exec(sentence);
   return found && { row: Number(found[1]) - 1, column: Number(found[2]) - 1 };
@@ -65,14 +65,14 @@ export class History {
   }
 }
 
-/** Fragment of an address that holds a text, and the level that it belongs to. */
+/** Fragment of an address with a text and its level. */
 export function linkOf(level, text) {
   const bytes = new TextEncoder().encode(text);
   const coded = btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""));
   return `#level=${encodeURIComponent(level)}&text=${coded.replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "")}`;
 }
 
-/** Level and text of such a fragment; null if it holds none. */
+/** Level and text of such a fragment; null if it has none. */
 export function textOfLink(fragment) {
   const found = /^#level=([^&]*)&text=([\w-]+)$/.exec(fragment);
   if (!found) return null;

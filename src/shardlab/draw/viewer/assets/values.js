@@ -1,4 +1,4 @@
-// The values that each rank holds at a moment, and their picture: a network in which the held parts are filled.
+// Values that each rank holds at a moment, and their picture: a network in which the held parts are filled.
 //
 // A value lives from the end of the op that made it (a result of communication: from its start, in flight until its
 // end) to the op that frees it. Between the layers are columns of activations and of their gradients, with a row for
@@ -6,7 +6,7 @@
 
 import { KINDS, SURFACES } from "./colors.js";
 
-/** Kinds of value in the picture: their colour, and the part of a layer's box or column. */
+/** Kinds of value in the picture, each with its colour and its part of a layer's box or column. */
 export const PARTS = {
   weights: { color: "blue", band: [0, 0.3] },
   grad_weights: { color: "red", band: [0.34, 0.78] },
@@ -15,10 +15,10 @@ export const PARTS = {
   grad_activations: { color: "orange", half: [0.52, 1] },
 };
 
-/** Microbatches up to which the rows of a column are ruled. */
+/** Largest number of microbatches for which the rows of a column are ruled. */
 const RULED = 32;
 
-/** Values of a row that are live at a moment: their numbers, and whether each is still on its way. */
+/** Values of a row that are live at a moment: their numbers, and whether each is still in flight. */
 export function liveValues(model, timeline, row, time) {
   const { kind, rowStart, input, inputStart, output, outputStart } = model.columns;
   const live = new Map();
@@ -36,7 +36,7 @@ export function liveValues(model, timeline, row, time) {
   return live;
 }
 
-/** Moments at which something begins or ends, in order: the steps of playing op by op. */
+/** Moments at which an op begins or ends, in order: the steps of playback. */
 export function momentsOf(timeline) {
   const moments = new Set([0]);
   for (let op = 0; op < timeline.ends.length; op += 1) {
@@ -58,7 +58,7 @@ export function bitsOf(hex) {
   return bits;
 }
 
-/** Parts of a value's area that it holds: columns and rows, each as [numbers, of how many]. */
+/** Parts of its area that a value holds: columns and rows, each as [numbers, total]. */
 export function heldParts(model, spec) {
   const { specForm, specCells } = model.columns;
   const form = model.header.forms[specForm[spec]];

@@ -1,4 +1,4 @@
-// The page: its state, what the pointer and the keys do, and the texts beside the canvases.
+// The page: its state, its reactions to the pointer and the keys, and the texts beside the canvases.
 
 import { MEMORY, MODES, colorNumbers, legendOf, paletteOf } from "./colors.js";
 import { figureRows } from "./figures.js";
@@ -26,10 +26,10 @@ const KEYS = [
   ["escape", "select nothing"],
 ];
 
-/** Milliseconds between two moments that are played. */
+/** Milliseconds between two moments of playback. */
 const BEAT = 350;
 
-/** Ops of each direction that a tip names. */
+/** Largest number of ops in each direction that a tooltip names. */
 const NAMED = 4;
 
 export function element(name, attributes = {}, ...children) {
@@ -64,7 +64,7 @@ export class Viewer {
     this.listen();
   }
 
-  /** Show a step, at the same interval as the one before if `keep`. */
+  /** Show a step. If `keep` is set, the visible interval does not change. */
   show(model, keep = false) {
     const { scene } = this;
     const before = keep && scene.model ? [scene.view.from / scene.view.end, scene.view.to / scene.view.end] : [0, 1];
@@ -155,7 +155,7 @@ export class Viewer {
     this.draw();
   }
 
-  /** Draw at the next frame. */
+  /** Request a redraw in the next frame. */
   draw() {
     if (this.waiting || !this.scene.model || !this.context) return;
     this.waiting = true;
@@ -188,7 +188,7 @@ export class Viewer {
     }
   }
 
-  /** What a row does at the moment that is played. */
+  /** Activity of a row at the current moment of playback. */
   doing(row) {
     const { model, cursor, timeline } = this.scene;
     const [compute, communication] = [model.timelines[timeline].compute[row], model.timelines[timeline].communication[row]];
@@ -290,7 +290,7 @@ export class Viewer {
     byId("selection").replaceChildren(...parts);
   }
 
-  /** Item of a list that selects an op. */
+  /** List item that selects an op when it is clicked. */
   linked(text, op) {
     const timeline = this.scene.model.timelines[this.scene.timeline];
     if (!(op >= 0 && timeline.ends[op] >= timeline.starts[op])) return element("li", { class: "fixed" }, text);
@@ -581,7 +581,7 @@ function scratchCanvas() {
   };
 }
 
-/** A choice of the reader; a page that is opened from a disk may have no storage. */
+/** Stored choice of the reader. A page that is opened from a disk may have no storage. */
 function stored(name) {
   try {
     return localStorage.getItem(`shardlab-${name}`);

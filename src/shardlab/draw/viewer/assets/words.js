@@ -1,4 +1,4 @@
-// Sentences about ops: what they are, what they read and make, what they waited for, and why a rank stands still.
+// Sentences about ops: their names, inputs, outputs and waits, and the causes of gaps.
 
 import { timeText } from "./scale.js";
 
@@ -23,12 +23,12 @@ export function rowName(model, row) {
   return model.header.rows[row].name;
 }
 
-/** Op with the name of its row. */
+/** Name of an op with the name of its row. */
 export function placedName(model, op) {
   return `${opName(model, op)} of ${rowName(model, model.rowOf[op])}`;
 }
 
-/** Line of the program that wrote an op, as `file:line`; empty if it is unknown. */
+/** Line of the program that issued an op, as `file:line`; empty if it is unknown. */
 export function lineOf(model, op) {
   const { file, line } = model.columns;
   return file && file[op] >= 0 ? `${model.header.files[file[op]]}:${line[op]}` : "";
@@ -96,7 +96,7 @@ function memberSentence(model, cause, there, time) {
   return `The last member to come was ${there}, at ${time}.`;
 }
 
-/** Why an op starts no earlier: links from cause to cause, back to the start of the step. */
+/** Reason why an op does not start earlier: a chain of causes back to the start of the step. */
 export function chainOf(model, timeline, op) {
   const links = [];
   const seen = new Set([op]);
@@ -110,7 +110,7 @@ export function chainOf(model, timeline, op) {
   return links;
 }
 
-/** First links of a chain that tell why a rank stands still: until another rank computed, or nothing explains it. */
+/** First links of a chain, which explain a gap: until a link where another rank computed, or without a cause. */
 export function reasonsOf(model, timeline, op) {
   const links = chainOf(model, timeline, op);
   const row = model.rowOf[op];
