@@ -98,10 +98,8 @@ class Compare:
         from shardlab.train.history import read_records, read_run
 
         alone = {"--cluster": self.cluster, "--recipe": self.recipe, "--trace": self.pictures.trace}
-        if conflicting := [name for name, value in alone.items() if value is not None]:
-            raise UserError(
-                f"{conflicting[0]} is for the prediction of one run, but {len(self.folders)} runs are given"
-            )
+        if wrong := [name for name, value in alone.items() if value is not None]:
+            raise UserError(f"{wrong[0]} is for the prediction of one run, but {len(self.folders)} runs are given")
         if len({folder.resolve() for folder in self.folders}) < len(self.folders):
             raise UserError("a run is given twice; give different runs")
         runs = [read_run(folder) for folder in self.folders]

@@ -49,8 +49,7 @@ WIDE = 132
 NOTES = (
     "sends   traffic of the rank that sends most in a step: a formula, and its value in the example below; W is the "
     "size of all weights, D that of all weights but the experts', A that of a microbatch's activation between two "
-    "layers; there are L layers (or blocks, if layers are split) and m microbatches, k for each of the d data-parallel "
-    "ranks",
+    "layers; there are L layers (blocks, if layers are split) and m microbatches, k for each of d data-parallel ranks",
     "keeps   weights W, gradients G and optimizer state O; in addition to activations and, temporarily, up to three "
     "whole layers",
     "ranks   n in all: p along the pipeline with v stages each, r along dp_replicate, s along dp_shard, t along tp, c "

@@ -42,7 +42,7 @@ def test_a_frameworks_limit_and_a_mistake_are_told_apart(runs: Path, capsys: Cap
     lines = capsys.readouterr().out.splitlines()
     limit = lines.index("1 of 4 runs break a limit of their framework, such as:")
     assert lines[limit + 1].startswith("  limited: nanotron's 1f1b needs")
-    mistake = lines.index("1 of 4 runs have numbers that are not a valid plan, such as:")
+    mistake = lines.index("1 of 4 runs are no valid plans, such as:")
     assert lines[mistake + 1] == "  wrong: has a mesh of 16 ranks on 8 GPUs"
 
 

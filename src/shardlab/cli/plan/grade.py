@@ -122,10 +122,7 @@ def _report(cells: Sequence[GradedCell], grades: dict[str, Grades], seen: Sequen
     report.line(NOTE, "dim")
     refused = [each for each in seen if not each.legal]
     limited, wrong = ([each for each in refused if each.breaks_limit is limit] for limit in (True, False))
-    for what, some in (
-        ("break a limit of their framework", limited),
-        ("have numbers that are not a valid plan", wrong),
-    ):
+    for what, some in (("break a limit of their framework", limited), ("are no valid plans", wrong)):
         if some:
             report.line(f"{len(some)} of {len(seen)} runs {what}, such as:", "dim")
             report.line(Text(f"  {some[0].id}: {some[0].reason}"), "dim", wrap=False)

@@ -270,9 +270,8 @@ class ScheduleSearch:
         report.fact("quality", _quality(result, proof), lower_bound=result.lower_bound, gap=result.gap)
         idle = timing.idle_by_cause()
         parts = ", ".join(f"{percent_text(share)} {cause}" for cause, share in idle.items())
-        report.fact(
-            "bubble", f"{percent_text(result.bubble)} of the step on the busiest rank; mean over ranks: {parts}"
-        )
+        bubble = percent_text(result.bubble)
+        report.fact("bubble", f"{bubble} of the step on the busiest rank; mean over ranks: {parts}")
         report.data |= {"bubble": result.bubble, "idle": idle, "memory_by_rank": timing.peaks}
         memory = " ".join(self._memory_text(peak) for peak in timing.peaks)
         report.fact("memory by rank", memory)

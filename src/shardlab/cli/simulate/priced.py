@@ -149,17 +149,17 @@ def price(request: StepRequest) -> PricedStep:
     _require_few_ranks(entry, workload, cluster_name)
     rewritten = workload.pass_names != "none"
     traced = step_to_trace(workload)
-    predicted = forecast(workload) if traced is not workload else None
-    too_many = entry.plan is not None and not rewritten and _ops_on_all_ranks(traced) > MOST_CHECKED
+    rough = forecast(workload) if traced is not workload else None
+    large = entry.plan is not None and not rewritten and _ops_on_all_ranks(traced) > MOST_CHECKED
     if rewritten:
         _require_backend(entry, workload.passed[-1].checked, cluster_name)
-    elif entry.plan is not None and not too_many:
+    elif entry.plan is not None and not large:
         trace(mesh, traced.traced.program.sizes, traced.microbatches)
     estimate = traced.estimate()
-    reserved = require_memory(workload, estimate.peaks if predicted is None else predicted.peaks, whole)
-    step = estimate.step if predicted is None else predicted.seconds
+    memory = require_memory(workload, estimate.peaks if rough is None else rough.peaks, whole)
+    step = estimate.step if rough is None else rough.seconds
     notes += [*_useless_recompute(traced, estimate), *doubts(workload, estimate.traced, step, cluster_name)]
-    if predicted is not None:
+    if rough is not None:
         notes.append(
             f"a step with {counted(microbatches, 'microbatch')} has more than {MAX_FOLDED_OPS:,} ops, so each kind of "
             "ops was simulated once, and shares of the step and its timeline are left out; fewer microbatches, or "
@@ -168,9 +168,7 @@ def price(request: StepRequest) -> PricedStep:
     if limit:
         notes.insert(0, f"predicted as if {workload.recipe.name} could run it: {limit}")
     passed = workload.passed if rewritten else []
-    return PricedStep(
-        entry, workload, estimate, predicted, reserved, (model_name, cluster_name), not too_many, notes, passed
-    )
+    return PricedStep(entry, workload, estimate, rough, memory, (model_name, cluster_name), not large, notes, passed)
 
 
 def traced_estimate(result: PricedStep, shown: str) -> Estimate:
@@ -263,9 +261,8 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     report.data["device_memory"] = device.memory
     parts = f"of {memory_text(device.memory)}: {_parts_text(memory.total, memory.parts)}"
     text = "; ".join(filter(None, (parts, uncounted_memory(workload))))
-    report.fact(
-        "memory held", text, bytes_text(memory.total), memory_held=memory.total, memory_held_by_part=memory.parts
-    )
+    report.fact("memory held", text, bytes_text(memory.total))
+    report.data |= {"memory_held": memory.total, "memory_held_by_part": memory.parts}
     report.data["peak_memory_by_rank"] = [_peak_as_json(peak, stands_for(program, n)) for n, peak in enumerate(peaks)]
     ops = sum(map(len, program.tapes))
     if result.forecast is None:
