@@ -266,5 +266,5 @@ def test_a_job_is_the_same_after_it_was_written_down(strategy: str | Plan) -> No
 
 def test_a_model_of_another_version_is_refused() -> None:
     words = {**job_as_dict(JOB), "model": {"kind": "Perceptron"}}
-    with pytest.raises(Exception, match="none that this version of Shardlab knows"):
+    with pytest.raises(Exception, match="this version of Shardlab cannot read the job"):
         job_from_dict(words)

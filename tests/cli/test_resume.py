@@ -108,7 +108,7 @@ def test_a_harmed_manifest_is_named(run: Path, capsys: Captured) -> None:
         ("--resume auto", "--resume auto resumes the run in --out, or starts it; give --out FOLDER"),
         ("--from-step 3", "--from-step chooses a checkpoint of the run to resume; give --resume FOLDER, too"),
         ("--resume {run} --steps 9 --hidden-size 32", "{run}/checkpoints/step-000005 has the weights of another model"),
-        ("--resume {run} --steps 9 --seed 1", "--seed: 0 before, 1 now; a run goes on as it has begun"),
+        ("--resume {run} --steps 9 --seed 1", "--seed: 0 before, 1 now; a resumed run keeps this setting"),
         ("--resume {run} --steps 9 --optimizer lion", "--optimizer: adamw before, lion now"),
         ("--resume {run} --steps 9 --microbatches 8", "sequences of the first 5 steps: 40 before, 80 now"),
         ("--resume {run} --steps 9 --data {run}/run.json --seq-len 4", "--seq-len: 8 before, 4 now"),
@@ -271,7 +271,7 @@ def test_a_record_of_no_model_is_one_sentence_and_harms_no_checkpoint(
     (run / "run.json").write_text(json.dumps({"model": model}))
     with pytest.raises(UserError) as said:
         find_checkpoint(run, auto=auto)
-    assert str(said.value).startswith(f"the model of {run} cannot be made again: {why.format(run=run)}")
+    assert str(said.value).startswith(f"the model of {run} cannot be restored: {why.format(run=run)}")
     assert not capsys.readouterr().err, "no checkpoint is passed over"
 
 

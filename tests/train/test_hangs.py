@@ -56,7 +56,7 @@ VERDICTS = {
     "killed": "rank {0} was killed (SIGKILL; out of memory?), and the run ended with it.",
     "raises": "rank {0} failed, and the run ended with it.",
     "stopped": "rank {0} is stopped (SIGSTOP, or a debugger), and the run ended after the 3 s of --timeout.",
-    "endless loop": "rank {0} does not get on: step 3, op 21 of 48 (",
+    "endless loop": "no progress on rank {0}: step 3, op 21 of 48 (",
 }
 
 
@@ -88,9 +88,9 @@ def test_a_rank_in_a_loop_shows_the_line_of_the_loop() -> None:
 @pytest.mark.skipif(not faulty.may_drop(), reason="this user may put no filter on a socket")
 def test_a_broken_network_is_distinguished_from_a_hanging_rank() -> None:
     found = failure("deaf", 1)
-    verdict = "nothing arrives between ranks 0-2, which have all come: the network drops it, and the run ended after"
+    verdict = "nothing arrives between ranks 0-2, which have all issued their part: the network drops it, and the run "
     assert str(found).startswith(verdict), found.report
-    assert "which came as well, since" in found.report
+    assert "which issued their part too, since" in found.report
 
 
 def launched(warm: WarmStarts, folder: Path, fault: str, *options: str) -> tuple[int, str]:

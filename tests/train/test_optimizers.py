@@ -338,4 +338,4 @@ def test_a_run_from_other_weights_leaves_frozen_ones_bitwise_as_they_were_also_w
             assert torch.equal(weights, after[part]) == frozen, part
     capsys.readouterr()
     assert main(["train", "--resume", str(second), "--steps", "3", "--strategy", "zero-1", "--ranks", "1"]) == 2
-    assert "--freeze: 0 1 before, none now; a run goes on as it has begun" in capsys.readouterr().err
+    assert "--freeze: 0 1 before, none now; a resumed run keeps this setting" in capsys.readouterr().err

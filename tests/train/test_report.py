@@ -44,7 +44,7 @@ def test_a_report_tells_cost_and_prediction_and_shows_its_plots(ranks: World, tm
     assert isinstance(summary, Summary)
     write_report(run, summary, 2 * summary.dt)
     text = (run.out / "report.md").read_text()
-    assert ", 2.00 of what was measured |" in text
+    assert ", 2.00 of the measured time |" in text
     assert f"| cost | {2 * summary.seconds:.4f} at 3600 a device-hour |" in text
     assert run.config.as_toml().strip() in text
     for name in ("plots.svg", "strategy.svg"):

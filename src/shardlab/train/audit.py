@@ -1,8 +1,8 @@
 """Audits of a training (`train --audit-every N`), which find ranks that compute silently wrong numbers.
 
 After every N steps an `Audit` compares the ranks in two ways. First it compares hashes of all replicas of weights. Then
-it runs the tape once more, with the same microbatch in the place of every one, and compares each result that several
-ranks have computed; this run changes no weights. `Auditing` is the callback that does so in a training.
+it runs the tape once more with the same microbatch for every microbatch number, and compares each result that several
+ranks have computed. This run changes no weights. `Auditing` is the callback that audits a training.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -34,11 +34,11 @@ from shardlab.train.steps import Callback, Training
 Value = TypeVar("Value")
 
 Fingerprints = dict[Hashable, dict[int, list[tuple[float, float]]]]
-"""Fingerprints of results: key of the result, then rank, to (random projection, tolerance) of each such result."""
+"""Fingerprints of results, by key and rank: (random projection, tolerance) of each result that has the key."""
 
 
 class RepeatedMicrobatch:
-    """Sampler that returns the first microbatch of a step in the place of every one.
+    """Sampler that returns the first microbatch of a step for every microbatch number.
 
     Args:
         batches: sampler of the training.
@@ -70,7 +70,7 @@ class Audit:
         checked = executor.state.checked
         self._replicas = replicas_of(checked)
         self._results = results_of(checked)
-        self._signs: dict[int, Tensor] = {}  # by length of a result
+        self._signs: dict[int, Tensor] = {}  # random signs, by length of the result
         self._recorded: list[tuple[float, float]] = []
         mine: dict[int, list[OpResult]] = defaultdict(list)
         for result in self._results[executor.state.rank]:
@@ -79,7 +79,7 @@ class Audit:
         self._instructions = [self._recording(run, mine[at]) if op.kind in COMPARED else run for at, (op, run) in plain]
 
     def find_fault(self) -> str:
-        """Compare the ranks, and return a sentence that names those that differ; empty if none does."""
+        """Compare the ranks, and return a clause that names the ranks that differ; empty if none does."""
         return self._compare_weights() or self._compare_results()
 
     def _compare_weights(self) -> str:
@@ -95,7 +95,7 @@ class Audit:
                 differing[groups].append(replica.layer)
         for groups, layers in differing.items():
             what = f"weights[{layers[0]}]" + (f" (and {len(layers) - 1} more)" if layers[1:] else "")
-            return f"{what}, which ranks keep bit by bit alike, differ: {describe_groups(groups)}"
+            return f"the copies of {what} are not bitwise equal: {describe_groups(groups)}"
         return ""
 
     def _compare_results(self) -> str:
@@ -104,19 +104,19 @@ class Audit:
         if difference is None:
             return ""
         key, groups = difference
-        what = f"one microbatch, computed by all, gives other results in {_op_text(key)}: "
+        what = f"one microbatch, computed by all ranks, gives different results in {_op_text(key)}: "
         if len(groups) == 1:
-            return f"{what}{rank_names(groups[0])} does not even repeat its own"
+            return f"{what}{rank_names(groups[0])} gets different results for the same input"
         if len(groups[0]) > len(groups[1]):
             return what + describe_groups(groups)
         second = self._compute_fingerprints()[key]
         changed = [rank for ranks in groups for rank in ranks if not nearly_equal(first[key][rank][0], second[rank][0])]
         if changed:
-            return f"{what}recomputed, {rank_names(changed)} sides with the others, so it erred before"
-        return f"{what}{describe_groups(groups)}; recomputed, each repeats its own"
+            return f"{what}{rank_names(changed)} agrees with the others on recomputation: its first result was wrong"
+        return f"{what}{describe_groups(groups)}; on recomputation, each repeats its result"
 
     def _compute_fingerprints(self) -> Fingerprints:
-        """Run the tape with one microbatch in the place of all, and return the fingerprints of all ranks' results."""
+        """Run the tape with the same microbatch throughout, and return the fingerprints of all ranks' results."""
         self._recorded.clear()
         self._executor.rehearse(RepeatedMicrobatch(self._executor.batches), self._instructions)
         length = max(map(len, self._results))
@@ -152,7 +152,7 @@ class Audit:
         if len(flat) not in self._signs:
             signs = torch.randint(2, (len(flat),), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
             self._signs[len(flat)] = (2 * signs - 1).to(flat.device)
-        eps = torch.finfo(value.dtype).eps ** 0.5  # far above the rounding of another order of summation
+        eps = torch.finfo(value.dtype).eps ** 0.5  # far above the difference that another order of summation makes
         return float(flat @ self._signs[len(flat)].double()), float(flat @ flat) ** 0.5 * eps
 
 
@@ -218,8 +218,8 @@ def describe_groups(groups: Sequence[tuple[int, ...]]) -> str:
     largest, *others = groups
     odd = sorted(rank for group in others for rank in group)
     if len(largest) > len(others[0]):
-        return f"{rank_names(odd)} from {rank_names(largest)}"
-    return f"{' and '.join(rank_names(group) for group in groups)} differ, and two opinions cannot tell who is right"
+        return f"{rank_names(odd)} {'differs' if len(odd) == 1 else 'differ'} from {rank_names(largest)}"
+    return f"{' and '.join(rank_names(group) for group in groups)} differ, and there is no majority"
 
 
 def advice(checked: Checked) -> str:
@@ -235,7 +235,7 @@ class Auditing(Callback):
     Args:
         audits: audit of each executor of the training.
         every: number of steps from one audit to the next.
-        saved: function that returns a sentence on what is saved by now.
+        saved: function that describes in a sentence what has been saved so far.
     """
 
     def __init__(self, audits: Sequence[Audit], every: int, saved: Callable[[], str]) -> None:
@@ -261,7 +261,7 @@ class Auditing(Callback):
 
 
 def _computation_order(item: tuple[Hashable, object]) -> tuple[int, int]:
-    """Return the sort key by which a microbatch's results follow from one another, also across ranks."""
+    """Return a sort key that orders a microbatch's results as they depend on one another, also across ranks."""
     kind, layer = cast(tuple[OpKind, int], item[0])[:2]
     if kind in (OpKind.FORWARD, OpKind.ATTEND):
         return 0, layer

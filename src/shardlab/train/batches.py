@@ -1,7 +1,7 @@
 """Microbatches of a corpus as tensors.
 
-A microbatch is a function of the seed, the step and its number. So a run's place in its data is one number, the step,
-and it does not depend on the strategy or the number of ranks.
+A microbatch is a function of the seed, the step and its number. The position of a run in its data is therefore one
+number, the step, whatever the strategy and the number of ranks.
 """
 
 # pyright: reportUnknownMemberType=false

@@ -39,20 +39,20 @@ from shardlab.train.weights import save_weights
 
 
 class ProductKernels(Callback):
-    """Choice of the kernels that compute matrix products; from the second step on all ranks use the same ones."""
+    """Callback that chooses the kernels of matrix products. From the second step on, all ranks use the same ones."""
 
     def __init__(self) -> None:
         self._chosen = False
 
     def on_step_end(self, training: Training) -> None:
-        """Choose after the first step, before it is saved. A resumed run has chosen already."""
+        """Choose after the first step, before the step is saved. A resumed run has its choice from the checkpoint."""
         if not self._chosen and choose_products(training.state.settings.device):
             training.start_clock()
         self._chosen = True
 
 
 class Validation(Callback):
-    """Validation loss before the first step, after every `validate_every` steps, and after the last step.
+    """Callback that computes the validation loss: at the beginning, after every `validate_every` steps, and at the end.
 
     Args:
         run: settings of the run.
@@ -94,7 +94,7 @@ class Validation(Callback):
 
 
 class Sampling(Callback):
-    """Continuation of a prompt by the model, after every `sample_every` steps and after the last step.
+    """Callback that continues a prompt with the model, after every `sample_every` steps and after the last step.
 
     Args:
         run: settings of the run.
@@ -137,7 +137,7 @@ class Sampling(Callback):
 
 
 class Weights(Callback):
-    """Files of the last weights, and of the trace if steps are traced.
+    """Callback that writes the last weights, and the trace if steps are traced.
 
     Args:
         run: settings of the run.
@@ -160,7 +160,7 @@ class Weights(Callback):
 
 
 class Records(Callback):
-    """Records of each step on rank 0: in the output folder, in loggers, and on the display.
+    """Callback that records each step on rank 0: in the output folder, in loggers, and on the display.
 
     Args:
         run: settings of the run.
@@ -266,7 +266,7 @@ LINES = 10
 """Lines that a fast run prints if every step is logged. A slow run prints more."""
 
 RECENT = 50
-"""Number of last steps whose mean duration gives the time left."""
+"""Number of recent steps from whose mean duration the time left is estimated."""
 
 
 def figures(
@@ -333,8 +333,8 @@ class TrainingProgress:
     Args:
         steps: number of steps of the run.
         log_every: number of steps from one logged step to the next.
-        silence: seconds after which a pipe gets a line in any case (None: `interrupt.SILENCE`). A step prints a line if
-            the last one is half as old.
+        silence: seconds without output after which a line is printed into a pipe (None: `interrupt.SILENCE`). A step
+            prints its line if the last line is older than half of this time.
         console: console to print to (None: stderr).
     """
 
@@ -395,15 +395,15 @@ class TrainingProgress:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show_validation(self, losses: Mapping[str, float]) -> None:
-        """Print validation losses that were computed beside the steps."""
+        """Print validation losses that were computed outside of the steps."""
         self.say(self._line({}, *(f"{name.replace('_', ' ')} {loss:.3f}" for name, loss in losses.items())))
 
     def show(self, metrics: dict[str, Any], user_figures: Mapping[str, float] | None = None) -> None:
-        """Show a step that has ended; the next one is under way.
+        """Show the figures of a step that has ended. The next step is running by then.
 
         Args:
             metrics: line of metrics.jsonl.
-            user_figures: those of the metrics that the user's callbacks have returned.
+            user_figures: the metrics that the user's callbacks have returned.
         """
         now = time.monotonic()
         self._user_figures = user_figures or {}

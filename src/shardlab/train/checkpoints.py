@@ -137,7 +137,7 @@ class Saver(Callback):
         return SAVE_REQUEST if late and self._state.rank == 0 and self._writing is None else self._written
 
     def on_messages(self, messages: Sequence[float]) -> None:
-        """Save after the next step if rank 0 requests it; otherwise end the checkpoint that all ranks have written."""
+        """Save after the next step if rank 0 requests it; otherwise complete the checkpoint if all have written it."""
         if messages[0] == SAVE_REQUEST:
             self._requested = True
         else:
@@ -147,7 +147,7 @@ class Saver(Callback):
         """Copy the state that this rank keeps, and start to write the copy.
 
         Returns:
-            Seconds that the copy took, for which the run stood still.
+            Seconds that the copy took. The run is paused for this time.
         """
         began = time.perf_counter()
         self.settle()
@@ -186,7 +186,7 @@ class Saver(Callback):
         return self._number if self._writing.exception() is None else -self._number
 
     def _receive(self, numbers: Sequence[int]) -> None:
-        """End the checkpoint in flight if `numbers`, the values of `_written` by rank, say that all have written."""
+        """Complete the checkpoint in flight if all ranks have written it. `numbers` has `_written` of each rank."""
         if self._writing is None or any(abs(number) != self._number for number in numbers):
             return
         error, self._writing = self._writing.exception(), None
@@ -198,7 +198,7 @@ class Saver(Callback):
             self._pool.submit(end, self._step)
 
     def _abort(self, finite: int) -> None:
-        """Drop the checkpoint in flight if it is later than the steps that were finite, and end the thread."""
+        """Drop the checkpoint in flight if it is later than step `finite`, the last finite one, and end the thread."""
         if self._writing is not None and self._step > finite:
             wait([self._writing])
             self._writing = None
@@ -211,7 +211,7 @@ class Saver(Callback):
         self.settle()
         self._pool.shutdown()
         dist.barrier()  # rank 0 has completed the last checkpoint, or dropped it
-        # The folder is left from a failed save, if hosts do not share a disk.
+        # If hosts do not share a disk, a failed save has left its folder.
         for part in (self._run.out / CHECKPOINTS).glob(f"*{PART}"):
             with suppress(OSError):
                 remove_shard(part, self._state.rank)
@@ -228,7 +228,7 @@ class Saver(Callback):
                 documents,
                 self._run.config.saving.keep,
             )
-        except Exception as error:  # nobody reads the exceptions of this thread
+        except Exception as error:  # exceptions of this thread are not read anywhere
             self._say_lost(step, error)
             self._drop(step)
         else:
@@ -380,7 +380,8 @@ class ResumedRun:
         even if the number of steps changes.
 
         Args:
-            launched: number of ranks that a launcher has started, which replaces the run's; None without a launcher.
+            launched: number of ranks that a launcher has started; it replaces the run's number. None without a
+                launcher.
             flags: settings of the optimizer that flags change. A new schedule or warm-up resets the decay.
         """
         saved = self._saved
@@ -397,10 +398,11 @@ class ResumedRun:
         return ConfigSource(str(self.checkpoint.folder), sections)
 
     def config(self, wanted: TrainingConfig) -> TrainingConfig:
-        """Return the configuration with which the run is resumed: `wanted`, with the run's own `init`.
+        """Return the configuration with which the run is resumed: the requested one, with the `init` of the run.
 
         Raises:
-            UserError: if it would be another run: another model, optimizer, seed, batch or sequence length.
+            UserError: if a setting that cannot change differs: model, optimizer, seed, earlier batches, sequence
+                length.
         """
         saved = merge_fields([preset_source("default"), self._saved], "train")
         model = model_of([self.source(None)], 0)
@@ -420,7 +422,7 @@ class ResumedRun:
         wrong = [f"{name}: {before} before, {now} now" for name, (before, now) in fixed.items() if before != now]
         if wrong:
             raise UserError(
-                f"{'; '.join(wrong)}; a run goes on as it has begun, so leave that out, or begin another with --init"
+                f"{'; '.join(wrong)}; a resumed run keeps this setting, so leave it out, or begin a new run with --init"
             )
         return replace(wanted, train=replace(wanted.train, init=saved.get("init")))
 
@@ -430,7 +432,7 @@ class ResumedRun:
         return self.checkpoint.step if self.chosen else max(self.checkpoint.step, self._finished_steps)
 
     def has_ended(self, steps: int) -> bool:
-        """Return whether a run of so many steps has nothing left to do.
+        """Return whether a run of `steps` steps has nothing left to do.
 
         A run that was killed after its last step has still to write its weights.
 
@@ -474,7 +476,7 @@ class ResumedRun:
             identity: identity of the data now (`Corpus.identity`).
 
         Raises:
-            UserError: if they have.
+            UserError: if they have changed.
         """
         if self.checkpoint.state["data"]["identity"] != identity:
             raise UserError(
@@ -518,7 +520,7 @@ def _recorded_model(run: Path) -> Blocks | None:
     try:
         return recorded_model(record, run / RECORD)
     except UserError as error:
-        raise UserError(f"the model of {run} cannot be made again: {error}") from None
+        raise UserError(f"the model of {run} cannot be restored: {error}") from None
 
 
 def _open_verified(model: Blocks | None, folder: Path, together: RankExchange) -> Checkpoint:

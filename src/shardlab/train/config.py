@@ -222,9 +222,9 @@ class StrategyConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Global batch of a step, and its division into microbatches. None stands for a value that is not given.
+    """Global batch of a step, and its division into microbatches. None means that a value is not set.
 
-    Without values, every plan gets the same batch, so that steps on one cluster can be compared.
+    If no value is set, every plan gets the same batch, so that steps on one cluster can be compared.
     """
 
     global_batch: Annotated[int | None, COUNT] = None
@@ -240,7 +240,7 @@ class BatchConfig:
         check_fields(self)
 
     def over(self, other: BatchConfig) -> BatchConfig:
-        """Return this batch, completed by values of another one as long as they cannot contradict each other.
+        """Return this batch, completed by values of another batch where they cannot contradict each other.
 
         >>> BatchConfig(microbatches=8).over(BatchConfig(global_batch=64, micro_batch_size=4))
         BatchConfig(global_batch=64, microbatches=8, micro_batch_size=None)
@@ -305,12 +305,12 @@ def _words(value: Any) -> str:
 
 
 WORDS = FieldType(str, "NAME=VALUE ...", _words)
-"""Words by name, such as switches of a recipe."""
+"""Type of a table of strings by name, such as the switches of a recipe."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Cluster on which a step is simulated or planned. None stands for a value that is not given."""
+    """Cluster on which a step is simulated or planned. None means that a value is not set."""
 
     cluster: Annotated[str | None, text("NAME", 'a cluster in quotes, such as "h100x16"')] = None
     """Name of the cluster."""
@@ -339,7 +339,7 @@ SECTIONS: dict[str, type[Any]] = {
 """Sections of the tree whose fields are flags of the same names. The sections `model` and `plan` are not among them."""
 
 JOB_SECTIONS = {**SECTIONS, "batch": BatchConfig, "cluster": ClusterConfig}
-"""Sections of a file with fields of their own. In the tree, the values of `batch` are part of `train`."""
+"""Sections of a file that describes a step. In a run's tree, the values of `batch` are part of `train`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,13 +459,13 @@ class BatchRamp:
         return sum(max(0, min(step, end) - first) * microbatches for (first, microbatches), end in each)
 
     def steps(self, microbatches: int) -> int:
-        """Return the smallest number of steps that have at least so many microbatches together."""
+        """Return the smallest number of steps that have at least this many microbatches in total."""
         reached = [first for first, _ in self.stages if self.before(first) < microbatches] or [0]
         return reached[-1] - (self.before(reached[-1]) - microbatches) // self.microbatches(reached[-1])
 
 
 def _ramp_mistake(value: object) -> str:
-    """Return what a batch ramp must look like if a value is none; empty if it is one."""
+    """Return the accepted form of a batch ramp if a value does not have it; empty if it has."""
     expected = "ascending steps from 0 on, each with its number of microbatches, such as 0:4,200:8"
     pairs = [stage.split(":") for stage in value.split(",")] if isinstance(value, str) else []
     if not pairs or any(len(pair) != 2 or not all(map(str.isdecimal, pair)) for pair in pairs):
@@ -481,4 +481,4 @@ RAMP = FieldType(
     lambda value: "" if value is None else _ramp_mistake(value),
     lambda words: None if words.lower() == "none" else words,
 )
-"""Text that `BatchRamp.parse` reads. The word none stands for None."""
+"""Type of an option that `BatchRamp.parse` reads. The text `none` means None."""

@@ -1,7 +1,7 @@
 """Sources of a configuration: presets, files and flags. A later source overrides an earlier one.
 
-A command makes a list of `ConfigSource` (the default preset, a chosen preset, a file, its flags). `merge_fields`
-combines one section, and `resolve_config` all of them to a `TrainingConfig`. Two sources are computed from others:
+A command makes a list of `ConfigSource` (the default preset, a chosen preset, a file, its flags). `merge_fields` merges
+one section, and `resolve_config` merges all sections into a `TrainingConfig`. Two sources are computed from others:
 `vocabulary_source` reads the vocabulary of prepared data, and `depth_source` derives sizes, batch, steps and learning
 rate from `--depth`.
 """
@@ -65,7 +65,7 @@ def preset_source(name: str) -> ConfigSource:
     """Return a built-in preset.
 
     Raises:
-        UserError: if there is none of this name; the nearest name is suggested.
+        UserError: if no preset has this name. The message suggests the nearest name.
     """
     tables = dict(find_by_name(load_table("train/presets.toml"), name, "preset"))
     tables.pop("source")
@@ -89,7 +89,7 @@ def batch_of(source: ConfigSource) -> BatchConfig:
 
 
 def with_divided_batch(source: ConfigSource, flags: ConfigSource) -> ConfigSource:
-    """Return a source whose global batch is divided into the microbatches of `train`, as far as flags leave it open.
+    """Return a source whose global batch is divided into the microbatches of `train`. Flags take precedence.
 
     Raises:
         UserError: if the batch does not divide.
@@ -102,7 +102,7 @@ def with_divided_batch(source: ConfigSource, flags: ConfigSource) -> ConfigSourc
 
 
 def _parse_sections(tables: Mapping[str, Any]) -> Sections:
-    """Convert the tables of a file to values of the fields, and refuse what a configuration does not have."""
+    """Convert the tables of a file to values of the fields. Unknown sections and fields are refused."""
     sections: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
         if section in _PLAN_FIELDS:
@@ -155,7 +155,7 @@ def model_of(sources: Sequence[ConfigSource], layers: int) -> Blocks:
 
     Args:
         sources: sources of the configuration.
-        layers: number of layers of an architecture, if no source sets it.
+        layers: number of layers of an architecture for which no source sets it.
 
     Raises:
         UserError: if there is no such model, or it lacks a field that a source sets.
@@ -202,7 +202,7 @@ def _model_in(folder: Path) -> Blocks:
 
 
 def plan_settings(sources: Sequence[ConfigSource]) -> tuple[str | None, int | None, Plan | None, str | None]:
-    """Return what the sources set of the section `plan`.
+    """Return the settings of the section `plan` that the sources have.
 
     Returns:
         The strategy's name, the number of ranks, the plan, and the passes of a strategy without a plan. Each is None
@@ -227,7 +227,7 @@ def plan_settings(sources: Sequence[ConfigSource]) -> tuple[str | None, int | No
 
 
 def resolve_config(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks: int) -> TrainingConfig:
-    """Return the configuration that the sources make together.
+    """Merge the sources into one configuration.
 
     Args:
         sources: sources of the configuration; their plan is ignored.
@@ -316,7 +316,7 @@ def depth_source(depth: int, earlier: Sequence[ConfigSource], flags: Sections) -
 def heads_for_width(width: int) -> int:
     """Return the number of heads whose width is even and comes nearest to 128 features.
 
-    >>> [heads_of(64 * depth) for depth in (1, 2, 3, 5, 12)]
+    >>> [heads_for_width(64 * depth) for depth in (1, 2, 3, 5, 12)]
     [1, 1, 2, 2, 6]
     """
     even = [heads for heads in range(1, width + 1) if width % (2 * heads) == 0] or [1]

@@ -39,12 +39,12 @@ from shardlab.train.launch.ranks import backend_of
 from shardlab.train.world import require_agreement
 
 MAX_EXPONENT = 700.0
-"""Number whose exponential is nearly the largest float."""
+"""Largest mean loss, in nats, whose exponential is still a finite float."""
 
 
 @dataclass(frozen=True)
 class OrderedBatches:
-    """Microbatches in a fixed order, as many as the forward passes of a step take. Missing ones have no targets.
+    """Microbatches in a fixed order, `per_step` in each step. Those that the last step lacks have no targets.
 
     Attributes:
         micro_batch_size: sequences of a microbatch.
@@ -60,7 +60,7 @@ class OrderedBatches:
 
     @property
     def steps(self) -> int:
-        """Number of steps that take all microbatches."""
+        """Number of steps in which all microbatches are evaluated."""
         return math.ceil(self.count / self.per_step)
 
     def microbatch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ from shardlab.language.rules.kinds import microbatches_text
 __all__ = ["Watch", "WatchSettings"]
 
 START = 60.0
-"""Seconds that a rank may take in addition before its first op, in which it imports packages and makes its weights."""
+"""Seconds in addition to the timeout before a rank's first op: it imports packages and initializes its weights."""
 
 LANDING = 0.5
 """Seconds after which all ranks have noticed that one has ended."""
@@ -63,7 +63,7 @@ class WatchSettings:
         timeout: seconds within which every rank must make progress; longer than any step, evaluation or save.
         checked: program whose tapes the ranks run.
         line_of: function that finds the line of the strategy that wrote an op.
-        saved: function that returns a sentence on what is saved by now; None if nobody reads it.
+        saved: function that describes in a sentence what has been saved so far; None if it is not reported.
     """
 
     timeout: float
@@ -90,13 +90,13 @@ class Watch:
 
     @property
     def interval(self) -> float:
-        """Seconds between looks."""
+        """Seconds between two calls of `look`."""
         return min(1.0, max(0.05, self._settings.timeout / 20))
 
     def look(self) -> list[int]:
         """Look at all ranks, and return those that have made no progress within the timeout."""
         now = time.monotonic()
-        passed = min(now - self._looked, 3 * self.interval)  # a longer time means that this process itself was stopped
+        passed = min(now - self._looked, 3 * self.interval)  # more time passes only if this process itself was stopped
         self._looked = now
         for rank, progress in self._progresses.items():
             position = progress.position
@@ -112,7 +112,7 @@ class Watch:
         """Return a report of where the ranks of this host are.
 
         Args:
-            fates: the ends of the ranks that have ended, in words.
+            fates: how each rank that has ended did so, such as `was killed (SIGKILL)`.
         """
         self.look()
         return report_text(self._ranks(fates, awaited=False))
@@ -159,26 +159,25 @@ class Watch:
         if here:
             what = waits[here[0]].what
             return (
-                f"{rank_names(here)} does not get on: {what}; {after}. A run whose steps, evaluations or saves take "
-                "longer wants a larger --timeout."
+                f"no progress on {rank_names(here)}: {what}; {after}. If steps, evaluations or saves of the run take "
+                "longer, give a larger --timeout."
             )
         if blamed:
-            verb = "does" if len(blamed) == 1 else "do"
-            return f"{rank_names(blamed)} on another host {verb} not get on, and {after}."
+            return f"no progress on {rank_names(blamed)} of another host, and {after}."
         return _network(waits) + f", and {after}."
 
 
 class Watchdog:
     """Watch over the ranks of a host from a thread in each of them, as a context manager.
 
-    It is used if a launcher has started the ranks, so that no process of Shardlab stands above them.
+    It is used if a launcher has started the ranks, so that their parent is no process of Shardlab.
 
     Args:
         rank: rank of this process.
         settings: settings of the watch.
         gather: function that all ranks call together; it returns the argument of each rank.
         failed: function that makes the error from a verdict and a report.
-        is_lost: function that returns whether an error only says that another rank has ended.
+        is_lost: function that returns whether an error only follows from the end of another rank.
         user_error: class of errors that are shown to the user without a report.
     """
 
@@ -205,7 +204,7 @@ class Watchdog:
                     self._ranks[other] = self._mine if other == rank else RankProgress.at(path)
         self._watch = Watch(settings, self._ranks)
         self._ended = threading.Event()
-        gather((here, ""))  # no rank may end before all have opened its progress
+        gather((here, ""))  # no rank may end before all ranks have opened its progress file
 
     def __enter__(self) -> None:
         threading.Thread(target=self._look, daemon=True).start()
@@ -248,7 +247,7 @@ class Watchdog:
                 self._end_hang()
 
     def _end_hang(self) -> None:
-        """Print the report, unless another rank of the host does, and end this process."""
+        """Print the report, unless another rank of the host prints it, and end this process."""
         if not self._reports():
             self._await_report(self._watch.interval)
         if not any(each.reported for each in self._ranks.values()):
@@ -270,7 +269,7 @@ class Watchdog:
         return self._rank == min(running or self._ranks)
 
     def _await_report(self, seconds: float) -> None:
-        """Wait until a rank of this host has reported, at most so many seconds more than its stacks may take."""
+        """Wait until a rank of this host has reported, at most `seconds` longer than its stacks may take."""
         deadline = time.monotonic() + 3 * PATIENCE + seconds
         while time.monotonic() < deadline and not any(each.reported for each in self._ranks.values()):
             time.sleep(0.02)
@@ -298,7 +297,7 @@ class RankReport:
         wait: op in which the rank is, and the ranks that it waits for.
         idle: seconds since its last progress.
         fate: what became of its process (`was killed (SIGKILL)`, `is stopped`); empty if it runs.
-        stack: frames of its stack, the innermost last; empty if it wrote none.
+        stack: frames of its Python stack, the innermost last; empty if it wrote none.
     """
 
     wait: RankWait
@@ -335,7 +334,7 @@ def report_text(ranks: Mapping[int, RankReport]) -> str:
     lines += ["", "stacks, innermost call last:"]
     stacks: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, seen in ranks.items():
-        stacks[tuple(seen.stack) or (seen.fate or "gave none in time",)].append(rank)
+        stacks[tuple(seen.stack) or (seen.fate or "wrote none in time",)].append(rank)
     for frames, members in stacks.items():
         if ranks[members[0]].stack:
             lines += [f"  {rank_names(members)}:", *(f"    {frame}" for frame in frames)]
@@ -351,7 +350,7 @@ class RankWait:
     Attributes:
         what: the op in words, such as `waits in ...` or `is in ...`.
         blockers: ranks that it waits for; empty if it computes.
-        come: whether all of them have issued their part, so that only the network can be the cause.
+        come: whether all of them have issued their part too, so that only the network can be the cause.
     """
 
     what: str
@@ -435,13 +434,13 @@ def op_text(checked: Checked, rank: int, op: Op) -> str:
 
 
 def find_culprits(waits: Mapping[int, RankWait]) -> list[int]:
-    """Return the ranks for which others wait and that wait for none themselves; empty if all wait in a circle."""
+    """Return the ranks that others wait for and that do not wait themselves; empty if all wait in a cycle."""
     wanted = {rank for wait in waits.values() if not wait.come for rank in wait.blockers}
     return sorted(rank for rank in wanted if rank not in waits or not waits[rank].blockers)
 
 
 class ProcessState(Enum):
-    """State of a process, by its name in a report."""
+    """State of a process. The values are their names in a report."""
 
     RUNS = "runs"
     STOPPED = "stopped"
@@ -459,7 +458,7 @@ _LETTERS = {
 
 
 def process_state(pid: int) -> ProcessState:
-    """Return the state of a process of this host, as its kernel tells it."""
+    """Return the state of a process of this host, as reported by the kernel."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:  # the process has gone, or the system has no /proc
@@ -473,7 +472,7 @@ def process_state(pid: int) -> ProcessState:
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _ENTERED = re.compile(r'executor\.py", line \d+ in _run$')
-"""Frame that runs a tape. The frames outside of it tell nothing of the op that a rank is in."""
+"""Pattern of the frame that runs a tape. The frames outside of it do not depend on the current op."""
 
 
 def write_stack_on_signal(progress: RankProgress) -> None:
@@ -513,7 +512,7 @@ def read_stacks(progresses: Mapping[int, RankProgress], awaited: Iterable[int]) 
 
 
 def parse_frames(text: str) -> list[str]:
-    """Return the frames of the last stack in a text, outermost first; of a rank on its tape, those in the op."""
+    """Return the frames of the last stack in a text, outermost first. If a tape runs, only those of the op."""
     last = re.split(r"^Current thread .*$", text, flags=re.MULTILINE)[-1]
     frames = [f'File "{file}", line {line} in {name}' for file, line, name in _FRAME.findall(last)][::-1]
     entered = [place for place, frame in enumerate(frames) if _ENTERED.search(frame)]
@@ -522,7 +521,8 @@ def parse_frames(text: str) -> list[str]:
 
 def _network(waits: Mapping[int, RankWait]) -> str:
     rank, wait = next(((rank, wait) for rank, wait in waits.items() if wait.come), next(iter(waits.items())))
-    return f"nothing arrives between {rank_names([rank, *wait.blockers])}, which have all come: the network drops it"
+    members = rank_names([rank, *wait.blockers])
+    return f"nothing arrives between {members}, which have all issued their part: the network drops it"
 
 
 def _namespace() -> str:
@@ -535,7 +535,7 @@ def _namespace() -> str:
 
 def _sentence(wait: RankWait, idle: float, fate: str) -> str:
     whom = f" for {rank_names(wait.blockers)}" if wait.blockers else ""
-    come = ", which came as well" if wait.come and wait.blockers else ""
+    come = ", which issued their part too" if wait.come and wait.blockers else ""
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
     return f"{wait.what}{whom}{come}, since {since} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
 

@@ -1,6 +1,6 @@
 """Folders of earlier runs: how far a run came, how it ended, and what it has saved.
 
-`find_runs` reads folders for `shardlab history`; a `PastRun` is what one folder tells. `note_end` and
+`find_runs` reads folders for `shardlab history`; a `PastRun` has the content of one folder. `note_end` and
 `remove_incomplete` change a folder: the first records the end of a run, the second removes what a killed run has left
 incomplete. `lock_metrics` makes a folder belong to one process at a time. The last functions check that files can be
 written before a run begins.
@@ -42,7 +42,7 @@ WARNED = "warned by the scheduler (SIGUSR1)"
 """Reason of an interruption by a scheduler's warning. Job scripts look for this text."""
 
 TAIL = 1 << 16
-"""Bytes at the end of the metrics that certainly hold the last line."""
+"""Number of bytes at the end of the metrics that certainly contain the whole last line."""
 
 _UNFINISHED = re.compile(r"step-\d{6,}(\.old)?\.part")
 
@@ -235,7 +235,7 @@ def lock_metrics(folder: Path) -> FileIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise UserError(f"{folder} is in use by another process; wait until that has ended, or end it first") from None
+        raise UserError(f"{folder} is in use by another process; wait until it has ended, or end it first") from None
     except OSError:  # a file system without locks
         pass
     return file
@@ -289,7 +289,7 @@ def require_writable(folder: Path) -> None:
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """Return `parent/name-1`, or the same with the first number that does not exist yet."""
+    """Return `parent/name-N` with the smallest number N >= 1 for which no file exists yet."""
     number = 1
     while os.path.exists(parent / f"{name}-{number}"):  # false instead of an error if permission is denied
         number += 1
@@ -302,7 +302,7 @@ def _last_validation(folder: Path) -> float | None:
 
 
 def _guess_end(folder: Path, complete: bool) -> str:
-    """Return how a run ended whose record does not tell.
+    """Return how a run must have ended if its record does not say it.
 
     Args:
         folder: folder of the run.
@@ -344,7 +344,7 @@ def _describe_weights(out: Path) -> str:
 
 
 def _began(out: Path) -> float:
-    """Return when a run began or was last resumed, in seconds since 1970; 0 if its record does not tell."""
+    """Return when a run began or was last resumed, in seconds since 1970; 0 if its record does not say it."""
     try:
         return datetime.fromisoformat(json.loads((out / RECORD).read_text())["began"]).timestamp()
     except (OSError, ValueError, KeyError, TypeError):

@@ -82,7 +82,7 @@ class Job:
     def checked(self) -> Checked:
         """Trace and check the strategy for this job, and rewrite the program by its passes, guided by teaching costs.
 
-        The job caches the result, and pickles it too, so that ranks which are started with the job do not trace again.
+        The job caches the result, and pickles it too, so that the ranks do not trace again.
 
         Raises:
             Refused: if the program is wrong.
@@ -135,8 +135,8 @@ class Job:
     @cached_property
     def _checked(self) -> Checked:
         entry = self.entry
-        unbounded = trace_limits(sys.maxsize, math.inf)  # the command has traced it within bounds already
-        with unbounded, contextlib.redirect_stdout(sys.stderr):  # stdout is the command's, whatever the program prints
+        unbounded = trace_limits(sys.maxsize, math.inf)  # the command has already traced it within its limits
+        with unbounded, contextlib.redirect_stdout(sys.stderr):  # stdout has the command's output only
             checked = check(trace(entry.program, entry.grid(self.ranks), self.sizes, self.microbatches))
         return apply_passes(checked, entry.passes_on(self.ranks))
 
@@ -176,7 +176,7 @@ def job_from_dict(record: Mapping[str, Any]) -> Job:
         return Job(**({field.name: record[field.name] for field in fields(Job)} | objects))
     except (KeyError, AttributeError, TypeError, UserError) as error:
         raise UserError(
-            f"the job in this trace is none that this version of Shardlab knows ({type(error).__name__}: {error}); "
+            f"this version of Shardlab cannot read the job in this trace ({type(error).__name__}: {error}); "
             "compare it with the version that recorded it"
         ) from None
 

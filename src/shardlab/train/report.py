@@ -131,7 +131,7 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder, for `tensorboard --logdir`.
+    """Logger that writes event files into the run's folder, for `tensorboard --logdir`.
 
     Args:
         folder: folder of the run.
@@ -152,12 +152,12 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases. Its environment variables apply: WANDB_MODE=offline sends nothing.
+    """Logger to a run of Weights & Biases. The variables of wandb apply: WANDB_MODE=offline sends nothing.
 
     Args:
-        folder: folder of the run, in which wandb makes a folder for each start, with its id of the run in the name.
+        folder: folder of the run. wandb makes a subfolder for each start, whose name contains wandb's id of the run.
         record: settings of the run.
-        since: step at which the run is resumed, if it is. Its history at wandb continues.
+        since: step at which the run is resumed, if it is. The run's history at wandb continues.
         rewinds: whether this or a later step was logged before. If so, the history is cut off at `since`.
     """
 
@@ -277,15 +277,15 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
 def _mfu(run: TrainingRun, summary: Summary, records: Sequence[Mapping[str, Any]]) -> str:
     """Return the model FLOPs utilization of the run's typical step, or the reason why it is not known."""
     if run.peak is None:
-        return "the device's peak is not known; shardlab bench compute measures it"
+        return "the device's peak FLOP/s are not known; shardlab bench compute measures them"
     known = [each["mfu"] * each["dt"] / summary.dt for each in records if each["mfu"] is not None]
     if not known or known[-1] > 1:
-        return "steps were faster than the peak that was measured; shardlab bench compute measures it again"
+        return "steps were faster than the measured peak FLOP/s; shardlab bench compute measures them again"
     return f"{known[-1]:.1%}"
 
 
 def _prediction(predicted: float, measured: float) -> str:
-    return f"{predicted:.4f} s, {predicted / measured:.2f} of what was measured"
+    return f"{predicted:.4f} s, {predicted / measured:.2f} of the measured time"
 
 
 def _cost(price: float | None, hours: float) -> str:

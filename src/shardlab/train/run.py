@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 WARM_UP = 3
-"""First steps that the speed of a run leaves out: they allocate memory and open connections."""
+"""Number of first steps that are left out of a run's speed, since they allocate memory and open connections."""
 
 
 class ByValue:
@@ -98,7 +98,7 @@ class TrainingRun:
         )
 
     def is_due(self, every: int | None, step: int) -> bool:
-        """Return whether an action of every `every` steps is due after a step. It never is after the last step.
+        """Return whether an action that runs every `every` steps is due after a step. After the last step, none is.
 
         Args:
             every: number of steps between two actions; None for an action that is never due.
@@ -151,7 +151,7 @@ class TrainingRun:
         }
 
     def _tokenizer(self, prepared: bool) -> Tokenizer | None:
-        """Return the tokenizer of the weights with which the run starts; None if the data have their own.
+        """Return the tokenizer of the weights with which the run starts; None if the data come with a tokenizer.
 
         Args:
             prepared: whether all data are tokens already, so that the weights need no tokenizer.
@@ -174,11 +174,11 @@ class Summary:
     Attributes:
         steps: optimizer steps taken; fewer than configured if the run was interrupted.
         epochs: passes over each source of the data.
-        interrupted, warned: whether the run was interrupted, and whether a scheduler's warning did so.
+        interrupted, warned: whether the run was interrupted, and whether by a scheduler's warning.
         saved: step of the last checkpoint, if there is one.
         validation_before, validation_after: validation loss before and after the training, in nats per token.
         validation_after_ema: validation loss of the averaged weights, if there are any.
-        warm_up: number of first steps that the speeds leave out.
+        warm_up: number of first steps that are left out of the speeds.
         dt, tps: median seconds of the other steps, and the tokens per second that follow from it.
         seconds: duration of all steps together.
         prompt: text that the trained model continued.

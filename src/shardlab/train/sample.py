@@ -36,14 +36,14 @@ from shardlab.train.data.tokenizers import Tokenizer, decode_incrementally
 from shardlab.train.launch.environment import asked_threads
 
 SAMPLE_TOKENS = 128
-"""Number of tokens that a sample has after its prompt."""
+"""Number of tokens that are generated after the prompt of a sample."""
 
 PROMPT_BYTES = 32
-"""Most bytes of a prompt that is taken from the validation text."""
+"""Largest number of bytes of a prompt that is taken from the validation text."""
 
 PER_THREAD = 2**18
-"""Elements of a model's largest matrix for each thread. A product with fewer elements ends before the threads have
-synchronized."""
+"""Elements of a model's largest matrix for each thread. With fewer, the product takes less time than the
+synchronization of threads."""
 
 _SEARCHED = 1000
 """Tokens at the beginning of the validation text in which `choose_prompt` looks for a line."""
@@ -68,7 +68,7 @@ def continue_prompt(
     """Return a prompt and its continuation by SAMPLE_TOKENS tokens.
 
     Args:
-        generate: function of a writer that yields a number of tokens after those given.
+        generate: function that takes tokens and a count, and yields that many tokens that continue them.
         prompt: text of at least one token.
         tokenizer: tokenizer of the model.
     """
@@ -78,7 +78,7 @@ def continue_prompt(
 
 
 def tokens_of(text: bytes, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a prompt, after the tokens that begin every text."""
+    """Return the tokens of a prompt, preceded by the tokens with which every text begins."""
     (found,) = tokenizer.encode([text])
     return [*tokenizer.begin, *found.tolist()]
 
@@ -121,7 +121,7 @@ def as_text(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] =
     Args:
         tokens: tokens of the text.
         tokenizer: tokenizer of the model.
-        before: tokens before them, whose text is left out.
+        before: tokens that precede `tokens`. Their text is not yielded.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for part in decode_incrementally(tokens, tokenizer, before):
@@ -144,7 +144,7 @@ class ParallelWriter(TextGenerator):
 
     Args:
         state: state of the training, whose weights are copied now.
-        whole: the model in whole blocks. Dropout is left out, and experts drop no token.
+        whole: the model, not split into the layers of a program. Dropout is off, and experts drop no token.
         choice: how tokens are drawn.
         asked: function that returns whether this rank is asked to stop.
     """
@@ -172,7 +172,7 @@ class ParallelWriter(TextGenerator):
         self._scores.zero_()
         if self._is_last:
             self._scores[:-1] = x[0, -1]
-        self._scores[-1] = float(self._asked() and time.monotonic() - self._began > HURRY)  # a request to stop
+        self._scores[-1] = float(self._asked() and time.monotonic() - self._began > HURRY)  # request to stop
         dist.all_reduce(self._scores)
         return self._scores[None, None, :-1]
 
@@ -293,7 +293,7 @@ def _whole_blocks(state: State, whole: Blocks, parts: Sequence[range]) -> list[T
 
 
 def _gather_layer(state: State, layer: int, rank: int, buffers: Mapping[tuple[int, str], Tensor]) -> None:
-    """Gather a layer on a rank, which copies the parameters into those of its buffers (by block and name)."""
+    """Gather a layer on one rank, which copies the parameters into `buffers` (by block and name)."""
     flat = gather_layer(state, state.kept, layer, rank)
     if flat is not None:
         for block, parameter, tensor in whole_parameters(state.model, layer, flat):

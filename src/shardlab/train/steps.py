@@ -1,7 +1,7 @@
 """One rank's optimizer steps, and the callbacks that observe them.
 
-`Training` runs the steps. Iterating over it gives one `StepResult` a step. `Callback` is the base class of everything
-that watches a training: validation, checkpoints, records, and what users add.
+`Training` runs the steps. Iterating over it yields a `StepResult` for each step. `Callback` is the base class of all
+observers of a training: validation, checkpoints, records, and those of users.
 
 The ranks exchange one message a step: the sum of a vector over all ranks. It holds the loss, each rank's times, memory
 and gradient norm, and whether a rank wants to stop. The sum is asynchronous, so a step's result is known while the next
@@ -95,8 +95,8 @@ class StepResult:
         metrics: number of the step, loss in nats per token, and the other figures in a line of metrics.jsonl.
         stopping: whether a rank was asked to stop.
         diverged: ranks whose loss or gradient is not finite; empty if the run skips such steps.
-        not_finite: what is not finite, in which step and on which ranks; empty if all is finite.
-        user_figures: those of the metrics that the user's callbacks have returned.
+        not_finite: the value that is not finite, its step and its ranks, as text; empty if all values are finite.
+        user_figures: the metrics that the user's callbacks have returned.
     """
 
     metrics: dict[str, Any]
@@ -109,7 +109,7 @@ class StepResult:
         """Return the figures of a user's callback as numbers.
 
         Args:
-            figures: what the callback has returned.
+            figures: figures that the callback has returned.
             callback: name of the callback, for the error message.
 
         Raises:
@@ -151,10 +151,10 @@ class Display(Protocol):
         """Print a text above the display."""
 
     def begin(self, what: str) -> None:
-        """Show what is under way beside steps."""
+        """Show an activity other than a step."""
 
     def show_validation(self, losses: Mapping[str, float]) -> None:
-        """Show validation losses that were computed beside the steps."""
+        """Show validation losses that were computed outside of the steps."""
 
 
 class Training:
@@ -227,7 +227,7 @@ class Training:
             self._display.say(text)
 
     def begin(self, what: str) -> None:
-        """Show on rank 0 what is under way beside steps."""
+        """Show an activity other than a step, on rank 0."""
         if self._display is not None:
             self._display.begin(what)
 
@@ -237,7 +237,7 @@ class Training:
             self._display.show_validation(losses)
 
     def start_clock(self) -> None:
-        """Start the time of the next step now, on all ranks together: rank 0 may have done other work before."""
+        """Start the clock of the next step now, on all ranks together, since rank 0 may have done other work before."""
         dist.barrier()
         self._ended = time.perf_counter()
 
@@ -272,7 +272,7 @@ class Training:
             yield self._result(*pending)
 
     def _step(self) -> tuple[Tensor, dist.Work]:
-        """Run a step, and start the all-reduce from whose sum `_result` reads the result of the step.
+        """Run a step, and start the all-reduce of its figures, from which `_result` reads the step's result.
 
         Returns:
             The vector that is being summed, and the handle of its all-reduce. The vector holds the loss (sum and
@@ -294,7 +294,7 @@ class Training:
         return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
 
     def _result(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:
-        """Wait for the sum over the ranks, and return the result of the step that it holds."""
+        """Wait for the sum over the ranks, and return the step's result."""
         work.wait()
         run, sums = self.run, sums.cpu()
         total, tokens, stopping, warned = (float(figure) for figure in sums[:4])
@@ -319,13 +319,13 @@ class Training:
             callback.on_messages([float(message) for message in messages])
         if stopping:
             grace = WARNED_GRACE if warned else GRACE
-            self._stop.ask(grace)  # also if another rank was asked: every rank has to end in time
+            self._stop.ask(grace)  # even if only another rank was asked: every rank has to end in time
         diverged = [rank for rank, code in enumerate(faults) if code and stops]
         return StepResult(metrics, stopping > 0, diverged, what)
 
 
 def divergence_error(run: TrainingRun, what: str) -> UserError:
-    """Return the error that says what is not finite, what is saved of the run, and what to try."""
+    """Return the error for a value that is not finite. It says what has been saved, and what to try."""
     clip = run.config.optimizer.clip
     now = "--clip 1" if run.job.checked().clips else "--clip 1 with a plan"
     limit = now if clip is None else f"a --clip of less than {clip:g}"
@@ -339,7 +339,7 @@ RANK_FIGURES = ("dt", "dtf", "dtb", "memory")
 """Figures that each rank measures. metrics.jsonl has their mean, minimum and maximum over the ranks."""
 
 DECODED_TOKENS = 100_000
-"""Tokens that are decoded to estimate the bytes per token of data that do not record them."""
+"""Number of tokens that are decoded to estimate the bytes per token of data that do not record them."""
 
 
 def peak_memory(device: torch.device) -> int:
@@ -395,8 +395,8 @@ def speeds(model: Blocks, sequences: int, dt: float, ranks: int, peak: float | N
 def flops_per_token(model: Blocks) -> float:
     """Return the FLOPs of a training step per token, 6 N + 12 L H Q T.
 
-    N is the number of parameters without position embeddings; of experts it counts those that a token is sent to. The L
-    layers have H heads of Q features each, and attend to T tokens. Formula: nanoGPT's `estimate_mfu`, after Chowdhery
+    N is the number of parameters without position embeddings, and without the experts that a token is not sent to. The
+    L layers have H heads of Q features each, and attend to T tokens. Formula: nanoGPT's `estimate_mfu`, after Chowdhery
     et al. 2022, arXiv 2204.02311, appendix B.
     """
     top_k, experts = getattr(model, "top_k", 1), getattr(model, "experts", 1)
@@ -415,7 +415,7 @@ def flops_per_token(model: Blocks) -> float:
 def bytes_per_token(corpus: Corpus) -> float:
     """Return the bytes of text per predicted token of the training data: the mean over the sources, by their shares.
 
-    Prepared data record the bytes of each part. For data that do not, the first DECODED_TOKENS tokens are decoded.
+    Prepared data record the bytes of each part. Otherwise the first DECODED_TOKENS tokens are decoded.
     """
     stream = corpus.training
     each = [_bytes_per_token(run, corpus.tokenizer) for run in stream.runs]
@@ -428,7 +428,7 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 
 
 def _non_finite_code(loss: Tensor, state: State) -> int:
-    """Return what is not finite on this rank as a number.
+    """Return a code for the value that is not finite on this rank.
 
     Returns:
         0 if all is finite, 1 for the loss, l + 2 for the gradient of layer l. If the gradient of every layer is finite

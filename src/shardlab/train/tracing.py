@@ -1,9 +1,9 @@
-"""Executors that a training puts around its own: traced, profiled, and with a batch ramp.
+"""Executors that wrap the executor of a training: traced, profiled, and with a batch ramp.
 
 `TracedExecutor` (`train --trace`) times each op in a few early steps, and then measures the memory of a few.
-`ProfiledExecutor` (`train --profile-steps`) runs torch.profiler over a few steps, in which ops have their names.
-`RampedExecutor` is the executor of a training: it chooses the program by the number of microbatches of each step, and
-the executor around it.
+`ProfiledExecutor` (`train --profile-steps`) runs torch.profiler over a few steps, and labels each op by name.
+`RampedExecutor` is the executor that a training uses: it holds one executor for each number of microbatches, wraps it
+if needed, and chooses one for each step.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -128,7 +128,7 @@ def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing:
 class ProfiledExecutor:
     """Executor that profiles some steps with torch.profiler. Each rank writes `profile-RANK.json` for Perfetto.
 
-    In other steps, an op takes as much longer as one comparison.
+    In the other steps, each op costs one comparison more.
 
     Args:
         executor: executor of the rank's steps, whose instructions are wrapped.
@@ -198,7 +198,7 @@ class ProfiledExecutor:
 
 
 KEPT_RESULTS = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 0, OpKind.UPDATE: 1}
-"""Ops that load or update what a rank keeps from step to step, and the number of that value among their outputs."""
+"""Ops that load or update a value that a rank keeps from step to step, with the index of the value in their outputs."""
 
 
 class RampedExecutor:
@@ -271,21 +271,21 @@ def require_same_slices(proofs: Mapping[int, Checked], model: Model) -> None:
             continue
         if _kept_slices(proofs[count], model, carried=False) == _kept_slices(proofs[first], model, carried=False):
             raise UserError(
-                f"with {count} microbatches other weights are carried from step to step, gathered already, than with "
+                f"with {count} microbatches, other gathered weights are carried over to the next step than with "
                 f"{first}, so they cannot follow one another in --batch-ramp; leave out the pass fuse-steps, or gather "
-                "the same layers first, whatever their number"
+                "the same layers first with every number"
             )
         raise UserError(
             f"with {count} microbatches the strategy keeps other slices of weights than with {first}, or keeps them "
-            "elsewhere, so they cannot follow one another in --batch-ramp; let it cut and offload weights alike, "
-            "whatever their number"
+            "elsewhere, so they cannot follow one another in --batch-ramp; let it cut and offload weights in "
+            "the same way with every number"
         )
 
 
 def _kept_slices(
     checked: Checked, model: Model, *, carried: bool = True
 ) -> tuple[list[int], list[set[tuple[OpKind, int, Holds, str]]]]:
-    """Return the lengths of the layers' buffers, and what each rank keeps of them from step to step, and where.
+    """Return the lengths of the layers' buffers, and the slices of them that each rank keeps from step to step.
 
     Args:
         checked: the program.

@@ -76,7 +76,7 @@ class PartialFile:
             Disk().sync(self._at)
 
     def rename(self) -> None:
-        """Give the file its final name.
+        """Rename the file to its final name.
 
         Raises:
             UserError: if it cannot be renamed.

@@ -1,6 +1,6 @@
 """Ranks of a run: their hosts and devices, and checks that all of them have the same inputs.
 
-`RunningWorld` is shown when a run starts, and recorded in run.json. `require_agreement` compares programs, data and
+`RunningWorld` is shown when a run starts, and recorded in run.json. `require_agreement` compares the programs, data and
 checkpoints of the ranks, and `ranks_without_folder` finds ranks that do not see the output folder.
 """
 
@@ -36,7 +36,7 @@ VERSIONED = ("shardlab", "torch", "numpy", "safetensors")
 """Packages whose versions run.json records."""
 
 SHOWN = 16
-"""Most ranks that the table shows. run.json has all of them."""
+"""Largest number of ranks that the table shows. run.json has all of them."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RankPlace:
         host, device: host and device on which the rank runs.
         mesh: coordinate of the rank on each mesh axis of several ranks.
         cpus: CPUs on which the rank may run, such as 0-3.
-        threads: number of threads on which the rank computes; with a GPU, threads of the host's part.
+        threads: number of threads on which the rank computes; with a GPU, of its computations on the host.
     """
 
     rank: int
@@ -98,7 +98,7 @@ class RunningWorld:
         return len(hosts) < len(pinned) == len(self.places)
 
     def print(self, console: Console) -> None:
-        """Print a row for each rank, and below them a line with what all ranks have in common."""
+        """Print a row for each rank, and below them a line with the facts that all ranks have in common."""
         table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
         axes = list(self.places[0].mesh)
         bound = ["cpus"] * self.bound
