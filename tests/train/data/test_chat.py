@@ -101,9 +101,9 @@ def test_an_answer_ends_with_any_token_that_the_folder_calls_an_end(tmp_path: Pa
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for %}", "cannot be followed"),
-        ("{{ raise_exception('turns must alternate') }}", r"cannot be followed \(turns must alternate\); mend it"),
-        ("{{ messages.__class__.__mro__ }}", "cannot be followed"),
+        ("{% for %}", "cannot be rendered"),
+        ("{{ raise_exception('turns must alternate') }}", r"cannot be rendered \(turns must alternate\); correct it"),
+        ("{{ messages.__class__.__mro__ }}", "cannot be rendered"),
     ],
 )
 def test_a_template_that_cannot_be_followed_is_one_sentence(tmp_path: Path, template: str, said: str) -> None:

@@ -215,7 +215,7 @@ def test_invalid_documents_are_refused_with_their_number(document: Any, said: st
 def test_an_iterator_is_gone_through_once_and_a_function_as_often_as_need_be() -> None:
     once, often = Documents(iter(["a"])), Documents(lambda: iter(["a"]))
     assert len(list(once.pieces())) == len(list(often.pieces())) == len(list(often.pieces())) == 1
-    with pytest.raises(UserError, match="can be gone through once; give a list, or a function"):
+    with pytest.raises(UserError, match="can be read only once; give a list, or a function"):
         list(once.pieces())
 
 

@@ -268,9 +268,9 @@ def test_sources_must_have_one_tokenizer(text: Input, tmp_path: Path) -> None:
     ("word", "sentence"),
     [
         ("a.txt:much", "'much' is no weight; give PATH:NUMBER"),
-        ("a.txt:0", "a weight of 0 cannot be"),
-        ("a.txt:-1", "a weight of -1 cannot be"),
-        ("a.txt:nan", "a weight of nan cannot be"),
+        ("a.txt:0", "the weight 0 is not allowed"),
+        ("a.txt:-1", "the weight -1 is not allowed"),
+        ("a.txt:nan", "the weight nan is not allowed"),
         ("nowhere:0.5", "nowhere does not exist"),
     ],
 )
@@ -366,7 +366,7 @@ def test_documents_of_an_iterable_are_prepared_as_a_file_is(tmp_path: Path) -> N
         assert (listed.folder / name).read_bytes() == (of_file.folder / name).read_bytes()
     again = prepare([Documents(iter(texts))], tmp_path / "again", listed.tokenizer())
     assert (again.folder / "training.bin").read_bytes() == (of_file.folder / "training.bin").read_bytes()
-    with pytest.raises(UserError, match="can be gone through once"):
+    with pytest.raises(UserError, match="can be read only once"):
         prepare([Documents(iter(texts))], tmp_path / "once", "chars")
 
 
@@ -394,7 +394,7 @@ def test_tokens_are_taken_as_they_are_and_begin_anew_after_each_end() -> None:
 
 @pytest.mark.parametrize("tokens", [[3, 257], [-1, 3]])
 def test_a_token_that_the_tokenizer_has_not_is_refused(tokens: list[int]) -> None:
-    with pytest.raises(UserError, match=r"token (257|-1) is none of the 257 of the tokenizer \(tokenizer.json\)"):
+    with pytest.raises(UserError, match=r"token (257|-1) is not in the vocabulary of 257 tokens \(tokenizer.json\)"):
         encode_in_memory(Documents([tokens], "mine"), BYTE_LEVEL)
 
 

@@ -106,7 +106,7 @@ def test_a_record_that_is_none_is_refused(tmp_path: Path, tokenizer: object) -> 
 @pytest.mark.parametrize("content", ["{}", '["ab"]', "[1]"])
 def test_a_vocabulary_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "vocabulary.json").write_text(content)
-    with pytest.raises(UserError, match=r"vocabulary\.json is no list of characters"):
+    with pytest.raises(UserError, match=r"vocabulary\.json is not a list of characters"):
         find_tokenizer(tmp_path)
 
 

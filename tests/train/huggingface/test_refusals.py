@@ -55,7 +55,7 @@ def refusal(folder: Path) -> str:
         ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop is 0.3, not 0.0 like resid_pdrop"),
         ("gpt2", {"n_layer": "two"}, "layers is 'two'; give a whole number"),
         ("gpt2", {"n_embd": 17}, "17 does not divide by 2 heads"),
-        ("gpt2", {"bias": False}, "has 7 tensors that its model has no place for: transformer.h.0.attn.c_attn.bias"),
+        ("gpt2", {"bias": False}, "has 7 tensors that its model does not have: transformer.h.0.attn.c_attn.bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
         ("llama", {"head_dim": 32}, "q_proj.weight is 16 x 16, but the model's fields make it 64 x 16"),
         ("llama", {"mlp_bias": True}, "mlp_bias is True, not False like attention_bias"),
@@ -89,13 +89,13 @@ def test_every_field_without_a_default_is_wanted(family: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (MLP(layers=1), "a model of the kind mlp has no like in Hugging Face's transformers"),
-        (GPT(**SIZES, kv_heads=1), "Hugging Face's gpt2 cannot say this model: kv_heads is 1, not 2 like heads"),
+        (MLP(layers=1), "Hugging Face's transformers has no model of the kind mlp"),
+        (GPT(**SIZES, kv_heads=1), "Hugging Face's gpt2 cannot express this model: kv_heads is 1, not 2 like heads"),
         (GPT(**SIZES, activation="swiglu"), "activation is 'swiglu', not squared_relu, gelu or gelu_tanh"),
         (GPT(**SIZES, norm="rms"), "norm is 'rms', not 'layer'"),
-        (GPT(**SIZES, rope_theta=1e4), "llama cannot say this model: norm is 'layer', not 'rms'; activation is 'gelu'"),
-        (MoE(**SIZES), "mixtral cannot say this model: norm is 'layer', not 'rms'; activation is 'gelu', not 'swiglu'"),
-        (Mixtral(**SIZES), "cannot say this model: capacity_factor is 1.25, not None"),
+        (GPT(**SIZES, rope_theta=1e4), "llama cannot express this model: norm is 'layer', not 'rms'; activation"),
+        (MoE(**SIZES), "cannot express this model: norm is 'layer', not 'rms'; activation is 'gelu', not 'swiglu'"),
+        (Mixtral(**SIZES), "cannot express this model: capacity_factor is 1.25, not None"),
         (Mixtral(**SIZES, capacity_factor=None, top_k=1), "with one expert for a token"),
     ],
     ids=str,
@@ -123,7 +123,7 @@ def rewritten(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
         ("model.norm.weight", None, "lacks 1 tensor of its model's 12: model.norm.weight"),
         ("model.norm.weight", torch.ones(4), "model.norm.weight is 4, but the model's fields make it 16"),
         ("model.norm.weight", torch.ones(16, dtype=torch.int8), "tensor model.norm.weight is in I8; weights are"),
-        ("model.layers.0.self_attn.q_norm.weight", torch.ones(8), "has 1 tensor that its model has no place for"),
+        ("model.layers.0.self_attn.q_norm.weight", torch.ones(8), "has 1 tensor that its model does not have"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(name: str, tensor: torch.Tensor | None, said: str, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_stored_head_must_be_the_embedding_that_it_is_tied_to(
     other = head.clone()
     other[-1, -1] += 1
     save_file(tensors | {"lm_head.weight": other}, folder / "model.safetensors")
-    assert "its lm_head.weight is another matrix" in refusal(folder)
+    assert "its lm_head.weight differs from " in refusal(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     assert not open_source(folder).model.has_tied_head

@@ -1,9 +1,9 @@
 """Contents of a checkpoint: the state that ranks keep from step to step, as ranges of the layers' flat buffers.
 
-`kept_ranges` lists everything that a rank keeps. `Snapshot` copies those ranges that this rank writes: if several ranks
+`kept_ranges` lists everything that a rank keeps. `Snapshot` copies the ranges that this rank writes: if several ranks
 keep the same range, one of them writes it. `describe_layers` records where each parameter of the whole model lies in
-the buffers of the plan's layers; `parse_pieces` reads that record. So a reader need not construct the layers of the
-plan that wrote the checkpoint. The last functions convert tensors to the bytes of a safetensors file.
+the buffers of the plan's layers; `parse_pieces` reads that record. A reader therefore need not construct the layers of
+the plan that wrote the checkpoint. The last functions convert tensors to the bytes of a safetensors file.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -33,7 +33,7 @@ from shardlab.models.layout import Cut
 from shardlab.models.tensors.weights import DTYPES, cut_positions, cuts_of
 
 Key = tuple[int, Holds]
-"""(layer, slices)."""
+"""Key of a flat buffer: (layer, slices)."""
 
 WEIGHTS, EXACT = "weights", "exact"
 """Kinds of tensors: weights in the precision of the computation, and their exact copies (master weights)."""
@@ -46,9 +46,9 @@ class KeptRange(NamedTuple):
         kind: WEIGHTS, EXACT, or the optimizer's name of a moment.
         layer: number of the layer.
         start: first element of the range.
-        tensor: (elements,), a view of the memory itself.
+        tensor: view of the memory, (elements,).
         key: slices to which the range belongs.
-        place: place of the memory, such as the host or the disk; empty for the device.
+        place: where the memory is, such as on the host or the disk; empty for the device.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class KeptRange(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Element after the last one."""
+        """Index after the last element of the range."""
         return self.start + len(self.tensor)
 
 
@@ -113,7 +113,7 @@ class Snapshot:
 
 
 def weight_keys(checked: Checked, rank: int) -> list[Key]:
-    """Return the slices of weights that a rank keeps: those that it loads, and those that only its optimizer has."""
+    """Return the slices of weights that a rank keeps: slices that it loads, and slices that only its optimizer has."""
     tape = checked.program.tapes[rank]
     loaded = [(op.layer, op.holds) for op in tape if op.kind is OpKind.LOAD_WEIGHT and op.holds is not None]
     kept = KeptWeights(tape, checked.specs[rank])
@@ -121,7 +121,7 @@ def weight_keys(checked: Checked, rank: int) -> list[Key]:
 
 
 def updated_keys(checked: Checked, rank: int) -> list[Key]:
-    """Return the slices that a rank's updates change. Each has an optimizer of its own."""
+    """Return the slices that a rank updates. Each slice has a separate optimizer."""
     specs = checked.specs[rank]
     updates = (op for op in checked.program.tapes[rank] if op.kind is OpKind.UPDATE)
     return list(dict.fromkeys((op.layer, specs[op.inputs[2]].holds) for op in updates))
@@ -137,7 +137,7 @@ def optimizer_of(state: State, key: Key) -> Slice:
 
 
 def make_moments(state: State, updates: int) -> None:
-    """Make the moments of this rank's optimizers, as they are after so many updates. Their values are still to come."""
+    """Allocate the moments of this rank's optimizers as after `updates` updates. Their values are filled in later."""
     for key in updated_keys(state.checked, state.rank):
         optimizer_of(state, key)
         state.make_moments(key, updates)
@@ -161,12 +161,12 @@ def describe_layers(model: Model, lengths: Sequence[int]) -> list[dict[str, Any]
 
 
 class ParameterPiece(NamedTuple):
-    """Part of a parameter in a layer's buffer, row after row.
+    """Part of a parameter in a layer's flat buffer, stored row by row.
 
     Attributes:
         layer, start: number of the layer, and the element of its buffer at which the part begins.
         rows, columns: rows and columns of each matrix in this part, including padding.
-        numbers: numbers of the matrices, rows and columns of the whole parameter that are in this part, ascending.
+        numbers: indices of the matrices, rows and columns of the whole parameter that this part has, ascending.
     """
 
     layer: int
@@ -194,14 +194,14 @@ def parse_pieces(layers: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], l
 
 
 ALIGNMENT = 8
-"""Bytes to a multiple of which a header is padded with spaces, so that the tensors of a mapped file are aligned."""
+"""Alignment of tensors in bytes. A header is padded with spaces, so that the tensors of a mapped file are aligned."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Names of data types in a safetensors file."""
 
 
 PIECE_BYTES = 2**24
-"""About the most bytes of an `OutputTensor` that are read at once."""
+"""Approximate number of bytes of an `OutputTensor` that are read at once."""
 
 
 class OutputTensor(NamedTuple):
@@ -212,7 +212,7 @@ class OutputTensor(NamedTuple):
         shape: its shape.
         dtype: data type of its elements.
         read: function that reads rows `start` to `stop` (indices of its first dim).
-        together: number of rows that are read together: pieces begin at its multiples.
+        together: number of rows that must be read together. The first row of a piece is a multiple of it.
     """
 
     name: str
@@ -232,7 +232,7 @@ class OutputTensor(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Yield the rows `start` to `stop`, contiguous pieces of about PIECE_BYTES one after the other."""
+        """Yield the rows from `start` to `stop` in contiguous pieces of about PIECE_BYTES."""
         row = max(1, self.nbytes // max(1, self.shape[0]))
         step = max(1, PIECE_BYTES // (row * self.together)) * self.together
         while start < stop:
@@ -272,7 +272,7 @@ def header_of(
 
     Args:
         tensors: data type and shape of each tensor, by name.
-        metadata: further texts by name. transformers wants "format" to be "pt".
+        metadata: further texts by name. transformers requires that "format" is "pt".
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -291,7 +291,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _split(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: str = "") -> Iterator[KeptRange]:
-    """Split tensors, which hold the elements of some slices one after the other, into the ranges of these slices."""
+    """Split tensors, which hold the elements of some slices in order, into the contiguous ranges of these slices."""
     ranges = iter(state.shapes.ranges(*key))
     for tensor in tensors:
         while len(tensor):
@@ -313,7 +313,7 @@ def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRa
 def _ranges_to_write(state: State, keys: list[list[Key]]) -> dict[Key, list[tuple[int, int]]]:
     """Return the ranges that this rank writes, by the slices to which they belong.
 
-    If several ranks have a piece, they take turns, by the numbers of layer and piece.
+    If several ranks have a piece, its writer follows from the numbers of layer and piece, so that they share the work.
 
     Args:
         state: this rank's tensors.

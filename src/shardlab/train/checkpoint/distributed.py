@@ -1,10 +1,10 @@
 """Folders of torch.distributed.checkpoint (DCP), read and written by parts of tensors in one process.
 
 torch's own reader, writer and resharding do the work. `DistributedFiles` reads any part of a tensor, and keeps two
-stored chunks in memory, since parts of two tensors often make up one of ours. `write_distributed` writes as many files
-as ranks of FSDP would, each with its rows of every tensor. Two properties of torch 2.13 are worked around: its reader
-unpickles `.metadata` with any class, which could run any code, and its writer keeps every tensor of a file until the
-file is complete.
+stored chunks in memory, since one of our tensors often consists of parts of two tensors. `write_distributed` writes
+files as the ranks of FSDP would, each with its rows of every tensor. Two properties of torch 2.13 are worked around:
+its reader unpickles any class in `.metadata`, so a file could run any code, and its writer keeps every tensor of a file
+until the file is complete.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -62,12 +62,12 @@ class DistributedFiles:
 
     Args:
         folder: the folder.
-        others: beginnings of names that are not read, such as "optimizer.".
+        others: prefixes of names that are not read, such as "optimizer.".
 
     Attributes:
-        left_out: beginnings among `others` of which the folder has entries, without the dot.
+        left_out: prefixes in `others` that occur in the folder, without the dot.
         names: names of the tensors that are read.
-        all_names: names of all entries, also of those that begin like `others`.
+        all_names: names of all entries, including those with a prefix in `others`.
     """
 
     def __init__(self, folder: Path, others: Sequence[str] = ()) -> None:
@@ -100,7 +100,7 @@ class DistributedFiles:
         return dtype
 
     def read(self, name: str, *where: slice | int) -> Tensor:
-        """Read the part `where` of a tensor, one slice or number for each of its first dims."""
+        """Read the part `where` of a tensor: a slice or an index for each of its first dims."""
         entry = self._entries[name]
         given = [each if isinstance(each, slice) else slice(each, each + 1) for each in where]
         given += [slice(None) for _ in entry.size[len(where) :]]
@@ -113,10 +113,10 @@ class DistributedFiles:
         return part[tuple(0 if isinstance(each, int) else slice(None) for each in where)]
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
-        """Return a stored chunk, the last two from memory."""
+        """Return a stored chunk. The last two chunks are cached."""
         if index not in self._stored:
             for old in [*self._stored][: 1 - KEPT_CHUNKS]:
-                del self._stored[old]  # its memory is free before the next chunk is read
+                del self._stored[old]  # frees its memory before the next chunk is read
             entry = self._entries[index.fqn]
             sizes = next(each.sizes for each in entry.chunks if each.offsets == index.offset)
             chunk, zeros = torch.empty(sizes, dtype=entry.properties.dtype), torch.Size([0] * len(sizes))
@@ -130,7 +130,7 @@ class DistributedFiles:
         return self._stored[index]
 
     def value(self, name: str) -> Any:
-        """Return a number, or another plain value, of the folder.
+        """Return an entry that is a number or another plain value.
 
         Raises:
             UserError: if it cannot be read.
@@ -161,7 +161,7 @@ class DistributedFiles:
             if stored != math.prod(entry.size):
                 raise UserError(
                     f"{self._folder} has {stored:,} of the {math.prod(entry.size):,} elements of {name}; "
-                    "it was written by a part of the ranks, or by another program"
+                    "it was written by only some of the ranks, or by another program"
                 )
             for chunk in entry.chunks:
                 place = self._reader.storage_data.get(MetadataIndex(name, chunk.offsets))
@@ -190,9 +190,9 @@ def write_distributed(
     Args:
         folder: an existing folder.
         tensors: the tensors, which are read while they are written.
-        shard_bytes: about the most bytes of a file.
+        shard_bytes: approximate size of a file in bytes.
         follow: wraps the iterator over the files, to show progress.
-        values: small tensors and plain values by name, such as "train_state.step", which the first file has.
+        values: small tensors and plain values by name, such as "train_state.step". They are in the first file.
     """
     values = values or {}
     files = max(1, math.ceil(sum(each.nbytes for each in tensors) / shard_bytes))
@@ -223,7 +223,7 @@ def _item(name: str, value: Any) -> WriteItem:
 
 
 def _items(tensor: OutputTensor, file: int, files: int) -> list[WriteItem]:
-    """Return the item for the rows of a tensor that a file has; none if the tensor has fewer rows than files."""
+    """Return the items of a tensor in a file. There is none if the tensor has fewer rows than files."""
     rows, *rest = tensor.shape
     each = math.ceil(rows / files)
     start, stop = min(file * each, rows), min((file + 1) * each, rows)
@@ -238,7 +238,7 @@ def _items(tensor: OutputTensor, file: int, files: int) -> list[WriteItem]:
 class _Rows(DefaultSavePlanner):
     """Planner that reads the rows of an item when the writer asks for them.
 
-    The writer keeps a reference to every tensor of a file. So the storage of the last one is freed here.
+    The writer keeps a reference to every tensor of a file, so this class frees the storage of the previous tensor.
     """
 
     def __init__(self, tensors: Mapping[str, OutputTensor], values: Mapping[str, Any]) -> None:
@@ -266,7 +266,7 @@ class _Rows(DefaultSavePlanner):
 
 
 class _Destination(DefaultLoadPlanner):
-    """Planner whose only tensor is the given one."""
+    """Planner that loads into one given tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -287,12 +287,12 @@ class _Value(DefaultLoadPlanner):
     value: Any = None
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take the value of an item."""
+        """Store the value of an item."""
         self.value = torch.load(value, weights_only=True)
 
 
 class _Reader(FileSystemReader):
-    """Reader that loads no other classes from `.metadata` than those that describe tensors."""
+    """Reader that unpickles only classes that describe tensors from `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read `.metadata`.
@@ -327,7 +327,7 @@ class _Unpickler(pickle.Unpickler):
     """Unpickler of `.metadata` that cannot run code of the file."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return a class that describes tensors or their place, or a constant of torch."""
+        """Return a class that describes tensors or their location in files, or a constant of torch."""
         package = module_name.partition(".")[0]
         if package == "pathlib" and global_name.endswith("Path"):
             return PurePath

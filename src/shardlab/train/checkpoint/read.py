@@ -1,7 +1,7 @@
 """Reading a checkpoint under any plan.
 
 `Checkpoint.open` checks the files of a folder, and `Checkpoint.restore` fills in the state of a rank. A rank reads only
-the ranges that it needs. `CheckpointTensors` finds them: it gives rows and columns of the whole model's parameters,
+the ranges that it needs. `CheckpointTensors` finds them: it reads rows and columns of the whole model's parameters,
 whatever plan wrote them.
 """
 
@@ -50,7 +50,7 @@ class Checkpoint:
 
     Attributes:
         folder: folder of the checkpoint.
-        files: entries of the manifest by file: size, checksum, and for files with tensors the lengths of these.
+        files: entries of the manifest by file: size, checksum, and the lengths of the tensors if it has any.
         state: state of the run besides tensors.
     """
 
@@ -69,10 +69,10 @@ class Checkpoint:
         if manifest.get("version") != VERSION:
             raise UserError(
                 f"{folder} was written in version {manifest.get('version')!r} of the format, and this Shardlab reads "
-                f"version {VERSION}; read it with the Shardlab that wrote it"
+                f"version {VERSION}; read it with the version of Shardlab that wrote it"
             )
         if manifest.pop("sha256", None) != checksum_of(manifest):
-            raise UserError(f"{folder / MANIFEST} has changed: its SHA-256 is not the one in it")
+            raise UserError(f"{folder / MANIFEST} has changed: it does not match the SHA-256 in it")
         files = manifest.get("files")
         if not isinstance(files, dict) or not {STATE, CONFIG} <= files.keys():
             raise UserError(f"{folder / MANIFEST} does not name the checkpoint's files")
@@ -165,7 +165,7 @@ class Checkpoint:
         return CheckpointTensors(self, kind)
 
     def restore(self, state: State) -> int:
-        """Fill in everything that a rank keeps. Its plan and data types may differ from those of the checkpoint.
+        """Fill in the state that a rank keeps. Its plan and data types may differ from those of the checkpoint.
 
         Returns:
             Number of bytes that were read from tensors.
@@ -184,7 +184,7 @@ class Checkpoint:
         return sum(source.bytes_read for source in sources.values())
 
     def _source(self, kind: str, dtype: torch.dtype, sources: Mapping[str, CheckpointTensors]) -> CheckpointTensors:
-        """Return the tensors from which a kind is restored: weights of another data type come from the exact copy."""
+        """Return the tensors from which a kind is restored: the exact copy, for weights of another data type."""
         if kind == EXACT and EXACT not in sources:
             return sources[WEIGHTS]
         if kind == WEIGHTS and EXACT in sources and sources[WEIGHTS].stored_dtype != dtype:
@@ -222,9 +222,9 @@ class CheckpointTensors:
         Args:
             block: number of the block.
             parameter: the parameter.
-            matrix: number of the matrix, of a parameter with several.
-            rows: numbers of the rows, ascending.
-            columns: numbers of the columns, consecutive.
+            matrix: index of the matrix, if the parameter has several.
+            rows: indices of the rows, ascending.
+            columns: indices of the columns, consecutive.
 
         Returns:
             The elements, (rows, columns).
@@ -254,7 +254,7 @@ class CheckpointTensors:
             yield from self._range(piece.layer, first + low, first + (len(run) - 1) * width + high)
 
     def _range(self, layer: int, start: int, stop: int) -> Iterator[Tensor]:
-        """Yield a range of a layer's flat buffer, from all files that have a part of it."""
+        """Yield the parts of a range of a layer's flat buffer, from all files that have one."""
         ranges: Sequence[tuple[int, int, str, str]] = self._checkpoint.ranges.get((self._kind, layer), ())
         at = bisect_right(ranges, start, key=lambda each: each[0]) - 1
         while start < stop:
@@ -276,7 +276,7 @@ def _compare(path: Path, entry: Mapping[str, Any]) -> None:
     """Check that a file still has the checksum with which it was written.
 
     Raises:
-        UserError: if it has another one, or cannot be read.
+        UserError: if the checksum differs, or the file cannot be read.
     """
     hashed = hashlib.sha256()
     try:

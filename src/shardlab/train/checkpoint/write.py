@@ -1,15 +1,15 @@
-"""Writing a checkpoint: all of it or none of it, whenever the machine stops.
+"""Writing a checkpoint, which is complete or absent even if the machine crashes.
 
 The order of operations guarantees that:
 
 1. Each rank writes its file into `step-000100.part`, and waits until it is on the disk (`write_shard`).
-2. Once all ranks have, rank 0 writes the documents and then the manifest, which has the checksum of every file. It
-   waits until these files and the names in the folder are on the disk (`commit`).
+2. Once all ranks have done so, rank 0 writes the documents and then the manifest, which has the checksum of every file.
+   It waits until these files and the names in the folder are on the disk (`commit`).
 3. Rank 0 renames the folder to `step-000100`, and waits until that name is on the disk.
 4. Only then are older checkpoints removed. They are renamed too, and their files are removed once the new names are on
    the disk.
 
-So a folder with the name of a checkpoint is complete, and after the first `commit` there always is one.
+A folder with the name of a checkpoint is therefore complete, and after the first `commit` there is always one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after so many steps."""
+    """Return the folder of the checkpoint after `step` steps."""
     return checkpoints / f"step-{step:06}"
 
 
@@ -82,7 +82,7 @@ def write_shard(
         folder: folder of the checkpoint once it is complete.
         rank: number of the rank.
         chunks: content of the file.
-        note: further fields of the entry.
+        note: further fields of its entry.
     """
     part = part_of(folder)
     disk.make_folder(part)
@@ -93,7 +93,7 @@ def write_shard(
 
 
 def remove_shard(part: Path, rank: int) -> None:
-    """Remove the files that a rank has written for an incomplete checkpoint, and its folder if it is empty then.
+    """Remove the files that a rank has written for an incomplete checkpoint, and then its folder if that is empty.
 
     Raises:
         OSError: if the disk fails, or other files remain in the folder.
@@ -104,7 +104,7 @@ def remove_shard(part: Path, rank: int) -> None:
 
 
 def checksum_of(manifest: Mapping[str, Any]) -> str:
-    """Return the checksum of a manifest. It stands in the manifest itself, since no other file has it."""
+    """Return the checksum of a manifest. The manifest itself records it, since no other file does."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -115,7 +115,7 @@ def commit(disk: Disk, folder: Path, ranks: int, documents: Mapping[str, str], k
         disk: disk to write to.
         folder: folder of the checkpoint, inside the folder of all checkpoints of the run.
         ranks: number of ranks.
-        documents: texts of further files, by name.
+        documents: contents of further files, by name.
         keep: number of checkpoints to keep, including this one. Checkpoints of later steps are always removed: they are
             from before the run was resumed at an earlier step.
 

@@ -1,4 +1,4 @@
-"""Training data: documents become tokens, tokens lie in memory or in memory-mapped files, and a seed gives their order.
+"""Training data: documents become tokens, in memory or in memory-mapped files, and a seed determines their order.
 
 Nothing here needs torch. Read documents.py (text, JSONL, Parquet and token files), tokenizers.py (text to tokens and
 back), prepare.py (documents to a folder of tokens), prepared_folder.py (the format of that folder), stream.py (the

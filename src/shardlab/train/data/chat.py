@@ -1,7 +1,7 @@
-"""Conversations as text that a model continues, by the chat template in its folder or by a plain one.
+"""Conversations as text that a model continues, formatted by the chat template in its folder or by a plain one.
 
-`chat_template` finds the template. `ChatTemplate.render` turns messages into a prompt, and `ends` are the tokens at
-which an answer is over.
+`chat_template` finds the template. `ChatTemplate.render` turns messages into a prompt, and `ends` has the tokens that
+end an answer.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class ChatTemplate:
     """Format of a conversation.
 
     Attributes:
-        render: turns messages into text, up to the beginning of the model's answer.
+        render: function that formats messages as text, up to the beginning of the model's answer.
         ends: tokens that end an answer.
         stop: text that ends an answer (empty: none does).
-        begin: tokens before that text. A folder's own template spells them out instead.
+        begin: tokens before the rendered text; empty for the template of a folder, which contains them.
     """
 
     render: Callable[[Sequence[Message]], str]
@@ -71,7 +71,7 @@ def _render_plain(messages: Sequence[Message]) -> str:
 
 
 def _read_template(path: Path, config: dict[str, Any]) -> str | None:
-    """Return the template of a folder; of several, the one named default."""
+    """Return the template of a folder. If it has several, return the one named `default`."""
     if path.is_file():
         return path.read_text(encoding="utf-8")
     found: Any = config.get("chat_template")
@@ -85,7 +85,7 @@ def _compile_template(written: str, special: dict[str, str], folder: Path) -> Ca
     """Return a function that renders a Jinja template, in the sandbox and with the functions that transformers
     provides.
     """
-    from jinja2 import TemplateError  # it comes with torch, and takes a while to be imported
+    from jinja2 import TemplateError  # torch depends on it; its import is slow
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message: str) -> None:
@@ -102,13 +102,13 @@ def _compile_template(written: str, special: dict[str, str], folder: Path) -> Ca
             template = environment.from_string(_remove_generation_marks(written))
             return template.render(messages=list(messages), **ABSENT_VARIABLES, add_generation_prompt=True, **variables)
         except TemplateError as error:
-            raise UserError(f"the chat template in {folder} cannot be followed ({error}); mend it") from None
+            raise UserError(f"the chat template in {folder} cannot be rendered ({error}); correct it") from None
 
     return render
 
 
 def _remove_generation_marks(written: str) -> str:
-    """Remove the marks around what a model is trained to say, which plain Jinja does not know."""
+    """Remove the `generation` tags around assistant messages, which plain Jinja does not know."""
     mark = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
     return mark.sub(lambda m: f"{m[1]}{'endif' if m[2] else 'if true'}{m[3]}", written)
 

@@ -1,10 +1,10 @@
 """Corpus of a run: a text, documents, a prepared folder, or several of them mixed by weight.
 
 `Corpus.open` takes the sources that a user names (`parse_sources`) and returns a training and a validation stream of
-sequences. A text whose tokens are its bytes stays in its file. Other files are encoded when they are opened, by every
-rank, and so must be small: `shardlab data prepare` encodes large ones once.
+sequences. A text whose tokens are its bytes stays in its file. Every rank encodes other files when it opens them, so
+they must be small: `shardlab data prepare` encodes large files once.
 
-Every corpus has an identity, which all ranks compare, and a record, with which the data can be found again.
+Every corpus has an identity, which the ranks compare, and a record, which says where the data come from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardlab.train.data.stream import FINEST, SequenceStream, TokenRun, shares_
 from shardlab.train.data.tokenizers import ByteTokenizer, Tokenizer, same_tokens
 
 MOST_BYTES_ENCODED = 100_000_000
-"""Largest file, in bytes, that every rank encodes by itself."""
+"""Largest size in bytes of a file that every rank encodes when it starts."""
 
 DEFAULT_NAME = "the source of Python's standard library"
 
@@ -39,8 +39,8 @@ class Origin:
 
     Attributes:
         name: name of the text or path of the folder.
-        identity: string that is equal for equal data; every rank compares it with the others'.
-        record: function that returns the fields with which anybody can find the data again. One rank calls it.
+        identity: string that is equal for equal data. The ranks compare it.
+        record: function that returns the fields by which the data can be found again. One rank calls it.
     """
 
     name: str
@@ -50,14 +50,13 @@ class Origin:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens in two parts: a model is trained on one and evaluated on the other.
+    """Tokens of the training and the validation data, with their tokenizer.
 
     Attributes:
-        training, validation: the parts.
+        training, validation: sequences on which a model is trained, and sequences on which it is evaluated.
         tokenizer: maps the tokens to text.
-        origins: one for each source.
-        notes: sentences on texts that were encoded when the corpus was opened: the tokenizer, and characters without a
-            token.
+        origins: origin of each source.
+        notes: sentences about the texts that were encoded: their tokenizer, and characters without a token.
     """
 
     training: SequenceStream
@@ -78,7 +77,7 @@ class Corpus:
         Raises:
             UserError: if the text is too short.
         """
-        needed = seq_len + 1  # a sequence and the byte that comes next
+        needed = seq_len + 1  # a sequence and the next byte
         if len(text) < 2 * needed:
             raise UserError(
                 f"{source} has {len(text)} bytes but {2 * needed} are needed: {needed} in the training part and "
@@ -101,11 +100,11 @@ class Corpus:
         """Encode the documents of a file (`Input`) or of a Python iterable (`Documents`) in memory.
 
         Args:
-            documents: read once.
-            tokenizer: encodes the documents.
-            seq_len: tokens of a sequence. The training data and the validation data each have at least one sequence.
-            validation: share of the tokens that is held out, from the end. If a document ends near the cut, the cut is
-                moved there.
+            documents: the documents, which are read once.
+            tokenizer: tokenizer that encodes the documents.
+            seq_len: tokens of a sequence. Each part needs at least one sequence.
+            validation: share of the tokens that is held out, from the end. The cut is moved to the end of a document if
+                one is near.
 
         Raises:
             UserError: if the documents cannot be read or encoded, or are too short.
@@ -146,12 +145,12 @@ class Corpus:
         """Map a prepared folder into memory.
 
         Args:
-            folder: made by `shardlab data prepare`.
+            folder: folder that `shardlab data prepare` has written.
             seq_len: tokens of a sequence.
             verify: compare all checksums, if the folder is small enough for that to take no longer than a second.
 
         Raises:
-            UserError: if the folder is torn, or a part of it is shorter than a sequence.
+            UserError: if the folder is incomplete, or one of the parts is shorter than a sequence.
         """
         prepared = PreparedFolder.open(folder)
         if verify and prepared.bytes <= MOST_RECORDED:
@@ -186,7 +185,7 @@ class Corpus:
             seq_len: tokens of a sequence.
             tokenizer: encodes files, and must be the tokenizer of folders (None: files are bytes, and folders have
                 their own).
-            of: owner of the tokenizer, for errors.
+            of: owner of the tokenizer, for error messages.
             verify: as in `from_folder`.
 
         Raises:
@@ -223,7 +222,7 @@ class Corpus:
         return repr([(origin.identity, share) for origin, share in zip(self.origins, shares, strict=True)])
 
     def record(self) -> list[dict[str, Any]]:
-        """Return the fields of each source with which it can be found again, and its share of the sequences."""
+        """Return the record of each source, with its share of the sequences."""
         total = sum(self.training.shares)
         each = zip(self.origins, self.training.shares, strict=True)
         return [{**origin.record(), "share": share / total} for origin, share in each]
@@ -236,7 +235,7 @@ class Corpus:
             of: folder from which the model's weights come (None: they are random). Their vocabulary cannot grow.
 
         Raises:
-            UserError: with the largest token, and the remedy.
+            UserError: if the vocabulary is too small. The message has the largest token and the remedy.
         """
         if vocab_size >= self.tokenizer.vocab_size:
             return
@@ -295,7 +294,7 @@ class DataSource:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
-            raise UserError(f"{self.path}: a weight of {self.weight:g} cannot be; give a number greater than 0")
+            raise UserError(f"{self.path}: the weight {self.weight:g} is not allowed; give a number greater than 0")
         if self.path.is_dir():
             PreparedFolder.open(self.path)
         else:
@@ -305,7 +304,7 @@ class DataSource:
 def parse_sources(words: Sequence[str] | Mapping[str, float]) -> tuple[DataSource, ...]:
     """Parse sources that are given as `PATH` or `PATH:WEIGHT`, or as a table of paths and weights.
 
-    A path that exists is taken as it is, even with a colon in it.
+    If the whole text is an existing path, it is not split at a colon.
 
     Raises:
         UserError: if a path does not exist, or a weight is not a positive number.

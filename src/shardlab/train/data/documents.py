@@ -27,7 +27,7 @@ from shardlab.common.errors import UserError, suggest_name
 from shardlab.common.files import require_regular_file
 
 PIECE_BYTES = 1 << 20
-"""Bytes of a long text that are tokenized at once, up to the end of a line."""
+"""Approximate bytes of a long text that are tokenized at once. Pieces end at the end of a line."""
 
 Format = Literal["text", "jsonl", "parquet", "tokens"]
 
@@ -54,10 +54,10 @@ TOKEN = np.dtype("<u2")
 
 
 UTF8_MARK = b"\xef\xbb\xbf"
-"""Mark that some editors on Windows write at the beginning of UTF-8; it is not part of the text."""
+"""Byte order mark of UTF-8, which some editors on Windows write. It is not part of the text."""
 
 DEFAULT_BYTES = 4_000_000
-"""Most bytes of the default text: enough for minutes of training, and read in an instant."""
+"""Largest size in bytes of the default text: enough for minutes of training, and quick to read."""
 
 Text = bytes | mmap.mmap | memoryview
 """Text as bytes. A user's file is mapped into memory, so that no rank reads more than it trains on."""
@@ -67,10 +67,10 @@ class Piece(NamedTuple):
     """A document, or a part of one.
 
     Attributes:
-        text: in UTF-8, if the file is.
+        text: the text, in UTF-8 if the file is.
         begins, ends: whether the document begins and ends with this piece.
-        done: bytes of the input that have been read, over all files.
-        tokens: the tokens, for a document that has tokens instead of a text.
+        done: bytes read so far, over all files.
+        tokens: the tokens, if the document consists of tokens instead of text.
     """
 
     text: bytes
@@ -95,14 +95,14 @@ class DocumentSource(Protocol):
 
     @property
     def ends(self) -> bool:
-        """Whether the token that ends a document follows each document."""
+        """Whether the tokenizer's end token is added after each document."""
         ...
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield all documents; `done` counts the bytes of this source alone.
+        """Yield all documents. Their `done` counts the bytes of this source alone.
 
         Raises:
-            UserError: if the source cannot be read; the message has the place.
+            UserError: if the source cannot be read. The message says where.
         """
         ...
 
@@ -115,7 +115,7 @@ Document = str | bytes | Iterable[int]
 class Documents:
     """Documents of a Python iterable: texts, bytes, or arrays of tokens.
 
-    Tokens are taken as they are. After each token that ends a document, another document begins.
+    Arrays of tokens are not encoded again. A new document begins after each token that ends one.
 
     Attributes:
         documents: an iterable, or a function that returns one. An iterator can be read only once, which is not enough
@@ -143,7 +143,7 @@ class Documents:
         if not callable(self.documents) and isinstance(documents, Iterator):
             if self._gone:
                 raise UserError(
-                    f"{self.name} can be gone through once; give a list, or a function that returns an iterable"
+                    f"{self.name} can be read only once; give a list, or a function that returns an iterable"
                 )
             self._gone = True
         for number, each in enumerate(documents, 1):
@@ -173,7 +173,7 @@ class Input:
 
     @classmethod
     def from_path(cls, path: Path, format: str | None, field: str) -> Input:
-        """Return the file with a given format, or with the format that its name tells.
+        """Return the file with a given format, or with the format of its suffix.
 
         Raises:
             UserError: if there is no such file or format.
@@ -195,10 +195,10 @@ class Input:
 
     @classmethod
     def guess(cls, path: Path, field: str = "text") -> Input:
-        """Return the file with the format that its name tells, or as a text if the name tells none.
+        """Return the file with the format of its suffix. A file with another suffix is a text.
 
         Raises:
-            UserError: if there is no such file, or it begins as no text does.
+            UserError: if there is no such file, or its first bytes are those of another format.
         """
         require_regular_file(path)
         found = SUFFIXES.get(path.suffix.lower())
@@ -207,7 +207,7 @@ class Input:
                 first = file.read(8)
             for mark, what in NOT_TEXT.items():
                 if first.startswith(mark):
-                    raise UserError(f"{path} is {what}, not a text; give the text in it, or a file whose name tells")
+                    raise UserError(f"{path} is {what}, not a text; give the text in it, or rename the file")
         return cls(path, found or "text", field)
 
     @property
@@ -308,7 +308,7 @@ class Input:
 
 
 def default_text() -> bytes:
-    """Return a text that every machine has: the source of Python's standard library, module after module by name."""
+    """Return a text that every machine has: the source of Python's standard library, modules in alphabetical order."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for file in sorted(folder.glob("*.py"), key=lambda file: file.name):
@@ -324,7 +324,7 @@ def map_text(path: Path) -> Text:
     """Map a user's text into memory, without a UTF-8 mark at its beginning.
 
     Raises:
-        UserError: if it is no file, or cannot be read or mapped.
+        UserError: if it is not a file, or cannot be read or mapped.
     """
     require_regular_file(path)
     try:
@@ -342,7 +342,7 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 
 
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-"""Checksum of the 1,115,394 bytes at that address."""
+"""SHA-256 of the 1,115,394 bytes at that address."""
 
 DOWNLOAD_TIMEOUT = 30
 """Seconds without data after which a download fails."""
@@ -350,10 +350,10 @@ DOWNLOAD_TIMEOUT = 30
 
 @contextmanager
 def tiny_shakespeare(file: Path | None) -> Generator[Path, None, None]:
-    """Yield tiny Shakespeare, a million characters from his plays, as a file.
+    """Yield the path of tiny Shakespeare, a million characters from Shakespeare's plays.
 
     Args:
-        file: the user's copy (None: it is downloaded, and removed when the block ends).
+        file: the user's copy (None: download one, and remove it at the end of the block).
 
     Raises:
         UserError: if it cannot be downloaded, or is another text.
@@ -381,11 +381,11 @@ def tiny_shakespeare(file: Path | None) -> Generator[Path, None, None]:
 
 
 def import_extra(name: str, purpose: str) -> Any:
-    """Import a module of the extra `data` when it is first needed.
+    """Import a module that the extra `data` installs.
 
     Args:
         name: the module.
-        purpose: what needs it, such as "a Parquet file".
+        purpose: the input that needs it, such as "a Parquet file", for the error message.
 
     Raises:
         UserError: if it is not installed.
@@ -417,8 +417,8 @@ def encode_utf8(text: str | bytes, where: str) -> bytes:
     """Return a text in UTF-8.
 
     Args:
-        text: characters, or bytes that are checked.
-        where: place of the text, for the error.
+        text: string, or bytes, which are checked.
+        where: where the text is, for the error message.
 
     Raises:
         UserError: if the text cannot be encoded, or the bytes are not UTF-8.
@@ -469,7 +469,7 @@ def _detect_encoding(text: bytes) -> str | None:
 
 
 def _parse_json(line: bytes) -> Any:
-    """Parse a line of JSON. Numbers of any length are read, since none of them is text."""
+    """Parse a line of JSON. Numbers may have any length, since they are not used."""
     try:
         return json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -479,7 +479,7 @@ def _parse_json(line: bytes) -> Any:
 
 
 def _read_lines(file: BinaryIO) -> bytes:
-    """Read the next piece of a text, up to the end of a line, or in a very long line to the end of a character."""
+    """Read the next piece of a text. It ends with a line, or with a character if the line is very long."""
     piece = file.read(PIECE_BYTES)
     if len(piece) < PIECE_BYTES:
         return piece

@@ -1,8 +1,8 @@
-"""Texts that a model is evaluated on, each document cut into sequences of its own.
+"""Texts on which a model is evaluated. No sequence contains parts of two documents.
 
 `read_eval_text` opens the validation part of a prepared folder, or any file of documents. Unlike in training, every
-token but the first of a document is predicted exactly once, and no sequence continues into the next document. The bytes
-behind the tokens are counted, so that models with different tokenizers can be compared in bits per byte.
+token but the first of a document is predicted exactly once. The bytes of text that the tokens represent are counted, so
+that models with different tokenizers can be compared in bits per byte.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from shardlab.train.data.tokenizers import ByteTokenizer, Tokenizer, same_tokens
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """Text as sequences. The first token of a document is not predicted, and no sequence continues into the next
-    document.
+    """Text as sequences of single documents. The first token of a document is not predicted.
 
     Attributes:
         run: the tokens of all documents.
         tokenizer: maps the tokens to text.
-        seq_len: most tokens of a sequence.
+        seq_len: largest number of tokens of a sequence.
         lost: characters or words without a token, and how often they occur.
     """
 
@@ -44,7 +43,7 @@ class EvaluationText:
         return len(self._spans[0])
 
     def lengths(self, sequences: int) -> Numbers:
-        """Return how many tokens each of the first sequences predicts: (sequences,)."""
+        """Return the number of targets of each of the first `sequences` sequences: (sequences,)."""
         starts, ends = self._spans
         return (ends - starts)[:sequences]
 
@@ -53,7 +52,7 @@ class EvaluationText:
 
         Args:
             numbers: indices of sequences; an index beyond the last gives an empty sequence.
-            width: at least the length of the longest of them (None: `seq_len`).
+            width: width of the result, at least the length of the longest sequence (None: `seq_len`).
         """
         shape = len(numbers), self.seq_len if width is None else width
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, -1)
@@ -66,9 +65,9 @@ class EvaluationText:
         return tokens, targets
 
     def bytes(self, sequences: int) -> int:
-        """Count the bytes of text that the first sequences predict. The token that ends a document stands for no bytes.
+        """Count the bytes of text of the targets of the first `sequences` sequences. An end token has no bytes.
 
-        The bytes of a whole document are those of the text that was encoded, less those of its first token.
+        A whole document counts with the bytes of its text minus the bytes of its first token.
         """
         first, last, counts = self._documents
         judged = np.clip(sequences - (np.cumsum(counts) - counts), 0, counts)
@@ -111,12 +110,12 @@ def read_eval_text(
     """Open a text to evaluate a model on.
 
     Args:
-        path: a prepared folder, whose validation part is taken, or a file.
-        tokenizer: the model's (None: unknown; a folder has its own).
-        seq_len: most tokens of a sequence.
-        format: text, jsonl, parquet or tokens (None: by the file's name, or else text).
+        path: a prepared folder, whose validation part is used, or a file.
+        tokenizer: the model's tokenizer (None: unknown; a folder then uses its own).
+        seq_len: largest number of tokens of a sequence.
+        format: text, jsonl, parquet or tokens (None: by the file's suffix; text for an unknown suffix).
         field: field of a line, or column, that has the text.
-        at_most: number of sequences that are enough.
+        at_most: number of sequences after which reading may stop (None: read everything).
 
     Raises:
         UserError: if the text cannot be read or encoded, has another tokenizer, or has no token to predict.
@@ -127,7 +126,7 @@ def read_eval_text(
         if tokenizer is not None and not same_tokens(own, tokenizer):
             raise UserError(
                 f"{path} has another tokenizer ({own.kind}, {own.vocab_size:,} tokens) than the model "
-                f"({tokenizer.kind}, {tokenizer.vocab_size:,} tokens); give the text itself, or prepare it alike"
+                f"({tokenizer.kind}, {tokenizer.vocab_size:,} tokens); give the text, or prepare it for the model"
             )
         found = EvaluationText(prepared.run("validation"), own, seq_len, prepared.manifest.lost)
     else:
@@ -142,7 +141,7 @@ def read_eval_text(
 
 
 def count_first_token_bytes(run: TokenRun, tokenizer: Tokenizer) -> int:
-    """Count the bytes of the first token of each document, which nothing predicts."""
+    """Count the bytes of the first token of each document, which is not predicted."""
     firsts = np.append(np.asarray(run.tokens[:1]), np.asarray(run.tokens)[run.starts])
     each, counts = np.unique(firsts, return_counts=True)
     sizes = [tokenizer.count_bytes(token[None]) for token in each]
@@ -150,7 +149,7 @@ def count_first_token_bytes(run: TokenRun, tokenizer: Tokenizer) -> int:
 
 
 def _read_file(given: Input, tokenizer: Tokenizer, seq_len: int, at_most: int | None) -> EvaluationText:
-    """Encode a file as `shardlab data prepare` does. Bytes of a text stay in their file."""
+    """Encode a file as `shardlab data prepare` does. If bytes are tokens, the text is mapped instead."""
     if given.format == "text" and isinstance(tokenizer, ByteTokenizer):
         text = map_text(given.path)
         run = TokenRun(np.frombuffer(text, np.uint8), sizes=np.array([len(text)]))

@@ -1,9 +1,9 @@
 """Documents to tokens, in memory or in a prepared folder.
 
-`prepare` writes the folder: training.bin and validation.bin with the tokens, where documents begin, how long their
-texts are, the tokenizer's files, and a manifest with checksums (see prepared_folder.py). `encode_in_memory` encodes
+`prepare` writes the folder: training.bin and validation.bin with the tokens, the beginnings and text lengths of
+documents, the tokenizer's files, and a manifest with checksums (see prepared_folder.py). `encode_in_memory` encodes
 small inputs when a run starts. Both read their documents with `encode_documents`, in batches, and record in
-`PieceBoundaries` how many bytes of text the tokens stand for.
+`PieceBoundaries` how many bytes of text the tokens represent.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shardlab.train.data.tokenizers import END, ByteTokenizer, Characters, Gpt2,
 TRAINING = "training.bin"
 
 MOST_LOST_NAMED = 100
-"""Most characters without a token that a manifest names."""
+"""Largest number of characters without a token that a manifest lists."""
 
 SMALLEST_BPE = 257
-"""Vocabulary size of byte pair encoding without any pair: all bytes, and the end of a document."""
+"""Smallest vocabulary of byte pair encoding: all bytes and the end token, without any pair."""
 
 
 MAX_BATCH = 1024
-"""Most documents that are tokenized in one batch."""
+"""Largest number of documents that are tokenized in one batch."""
 
 
 Progress = Callable[[str, int], None]
@@ -54,18 +54,18 @@ def prepare(
     progress: Progress = lambda doing, done: None,
     sources: Sequence[str] | None = None,
 ) -> PreparedFolder:
-    """Encode files, or documents of an iterable, into a folder, which appears whole or not at all.
+    """Encode files, or documents of an iterable, into a new folder. If that fails, there is no folder.
 
     Args:
         inputs: files (`Input`) and iterables (`Documents`), in this order.
         out: the new folder.
         tokenizer, train_bpe: a tokenizer, or its name; see `make_tokenizer`.
-        validation: share of the tokens, at the end, that is held out.
+        validation: share of the tokens that is held out, from the end.
         progress: called with the activity and the bytes of input that have been read.
-        sources: names of the inputs in the manifest (None: their own names, of files without their folders).
+        sources: names of the inputs in the manifest (None: names of the iterables, and file names without folders).
 
     Raises:
-        UserError: if an input cannot be read or tokenized, or the folder cannot be written; nothing is left of it.
+        UserError: if an input cannot be read or tokenized, or the folder cannot be written. Nothing is left behind.
     """
     if not 0 < validation < 1:
         raise UserError(f"--validation {validation:g}: a part of the tokens was expected; give 0.1, or less than 1")
@@ -109,7 +109,7 @@ def make_tokenizer(name: str, train_bpe: int | None, documents: DocumentReader) 
         documents: the text for training, or for the vocabulary of characters.
 
     Raises:
-        UserError: if the name is unknown, or the tokenizer cannot be made.
+        UserError: if the name is unknown, or the tokenizer cannot be built.
     """
     if train_bpe is not None:
         if train_bpe < SMALLEST_BPE:
@@ -151,7 +151,7 @@ class EncodedPiece(NamedTuple):
 
     Attributes:
         tokens: the tokens, with those that begin and end the document.
-        size: bytes of text that they stand for.
+        size: bytes of text that they represent.
         ends: whether the document ends with them.
     """
 
@@ -185,7 +185,7 @@ def encode_in_memory(
 
 
 def lost_text(lost: Mapping[str, int]) -> str:
-    """Describe in a sentence how much of a text has no token; empty if everything has one."""
+    """Return a sentence that says how much of a text has no token; empty if everything has one."""
     if not lost:
         return ""
     total, names = sum(lost.values()), [repr(each) for each, _ in Counter(lost).most_common(5)]
@@ -206,10 +206,10 @@ def encode_documents(
         reading: the documents.
         tokenizer: encodes them.
         lost: counter to which characters without a token are added; see `Tokenizer.count_lost`.
-        batch: most documents that are tokenized at once.
+        batch: largest number of documents that are tokenized at once.
 
     Raises:
-        UserError: if a document cannot be read or encoded; the message names its source.
+        UserError: if a document cannot be read or encoded. The message names its source.
     """
     for pieces in reading.batches(batch):
         source = pieces[0][0]
@@ -237,7 +237,7 @@ class DocumentReader:
         """Yield every piece with its source.
 
         Args:
-            doing: the current activity, for the progress.
+            doing: the current activity, for the progress display.
         """
         before = 0
         for each in self._sources:
@@ -250,7 +250,7 @@ class DocumentReader:
         """Yield the text of every piece.
 
         Raises:
-            UserError: if a source has tokens, on which no tokenizer can be trained.
+            UserError: if a source consists of tokens, since a tokenizer is trained on text.
         """
         for each, piece in self.pieces(doing):
             with name_source_in_errors(each):
@@ -297,14 +297,14 @@ class PieceBoundaries:
     documents: array[int] = field(default_factory=lambda: array("q", [0]))
 
     def add(self, piece: EncodedPiece) -> None:
-        """Append a piece. Its end is the end of a document if the piece ends one that has any tokens."""
+        """Append a piece. A document ends with it if the piece is a document's last and the document is not empty."""
         self.tokens.append(self.tokens[-1] + len(piece.tokens))
         self.bytes.append(self.bytes[-1] + piece.size)
         if piece.ends and self.tokens[-1] > self.tokens[self.documents[-1]]:
             self.documents.append(len(self.tokens) - 1)
 
     def split(self, validation: float) -> int:
-        """Return the boundary of the validation part: at the requested share, or at the end of a document nearby."""
+        """Return the first token of the validation part: at the requested share, or at the end of a document nearby."""
         total = self.tokens[-1]
         cut = min(max(1, int(total * (1 - validation))), total - 1)
         ends = np.frombuffer(self.tokens, np.int64)[np.frombuffer(self.documents, np.int64)]
@@ -322,7 +322,7 @@ class PieceBoundaries:
         return TokenRun(tokens[start:stop], starts - start, np.diff(bytes_at))
 
     def _bytes_before(self, place: int, tokens: Tokens, tokenizer: Tokenizer) -> int:
-        """Count the bytes of text before a token. Inside of a piece, its tokens are decoded."""
+        """Count the bytes of text before a token. If the token is inside of a piece, the piece is decoded up to it."""
         piece = int(np.searchsorted(np.frombuffer(self.tokens, np.int64), place))
         if self.tokens[piece] == place:
             return self.bytes[piece]
@@ -343,7 +343,7 @@ def _write_tokens(
             largest = max(largest, int(piece.tokens.max(initial=0)))
             if largest >= tokenizer.vocab_size:
                 size = tokenizer.vocab_size
-                raise UserError(f"the tokenizer gives token {largest}, but its vocabulary is {size}; mend it")
+                raise UserError(f"the tokenizer returned token {largest} of a vocabulary of {size}; use another one")
             file.write(piece.tokens.astype(dtype).tobytes())
     if (written := ends.tokens[-1]) < 2:
         raise UserError(
@@ -358,7 +358,7 @@ def _write_tokens(
 def _split(
     folder: Path, dtype: np.dtype[np.void], ends: PieceBoundaries, tokenizer: Tokenizer, validation: float
 ) -> list[TokenCount]:
-    """Move the last tokens into a file of their own, and write where documents begin and how long their texts are."""
+    """Move the validation tokens into another file, and write the beginnings and the text lengths of documents."""
     cut, total = ends.split(validation), ends.tokens[-1]
     counts: list[TokenCount] = []
     whole = cast(Tokens, np.memmap(folder / TRAINING, dtype, "r"))
@@ -391,8 +391,8 @@ def _split_token_document(tokens: NDArray[np.integer], ends: bool, tokenizer: To
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
         wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
         raise UserError(
-            f"token {wrong:,} is none of the {tokenizer.vocab_size:,} of the tokenizer ({tokenizer.kind}); say which "
-            "tokenizer they are of"
+            f"token {wrong:,} is not in the vocabulary of {tokenizer.vocab_size:,} tokens ({tokenizer.kind}); name the "
+            "tokenizer of these tokens"
         )
     after = np.flatnonzero(tokens == tokenizer.end) + 1 if tokenizer.end is not None else np.empty(0, np.int64)
     parts = np.split(tokens.astype(np.int64), after)

@@ -1,7 +1,7 @@
 """The format of a prepared folder: token files, the tokenizer, and a manifest that describes them.
 
 `PreparedFolder` opens a folder and maps its tokens into memory; prepare.py writes one. Its manifest has the size and
-the SHA-256 of every file, so that a torn copy is noticed.
+the SHA-256 of every file, so that an incomplete copy is noticed.
 
 The second half finds the tokenizer of a model, which a run keeps beside its weights: `find_tokenizer` and
 `require_tokenizer`.
@@ -38,28 +38,28 @@ MANIFEST = "manifest.json"
 FORMAT = "shardlab data 1"
 
 PARTS = ("training", "validation")
-"""Parts of the data: a model is trained on the first and evaluated on the second."""
+"""Names of the parts of the data. A model is trained on the first and evaluated on the second."""
 
 
 RECORD = "run.json"
-"""File in which a run records its tokenizer. A folder in Hugging Face's format has only the tokenizer's files."""
+"""File in which a run records its tokenizer. Folders in Hugging Face's format do not have it."""
 
 FILES_BY_KIND: dict[str, tuple[str, ...]] = {
     Characters.kind: (Characters.FILE,),
     HuggingFace.kind: ("tokenizer.json",),
     Gpt2.kind: tuple(GPT2_FILES),
 }
-"""Files that tell the kind of a tokenizer if no record does."""
+"""Files of each kind of tokenizer, by which the kind is recognized if there is no record."""
 
 
 HASHED_PIECES = 64
 """Number of pieces of a large text that are hashed."""
 
 MOST_RECORDED = 256 * 2**20
-"""Most bytes that one rank hashes for the record of a run, which takes a second or less."""
+"""Largest number of bytes that one rank hashes for the record of a run. It takes a second or less."""
 
 MOST_COMPARED = 4 * 2**20
-"""Most bytes that every rank hashes, to compare its text with the others': some milliseconds."""
+"""Largest number of bytes that every rank hashes to compare its text with other ranks. It takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class Manifest:
     """Description of a prepared folder.
 
     Attributes:
-        sources: names of the files that were read, or of their origins.
+        sources: names of the inputs.
         tokenizer: kind of the tokenizer: chars, bytes, gpt2 or tokenizer.json.
-        vocab_size: number of tokens that the tokenizer knows.
+        vocab_size: number of tokens in the tokenizer's vocabulary.
         end: token that ends a document (None: no token does).
         dtype: data type of a token in its file: uint8, uint16 or uint32, little-endian.
         training, validation: sizes of the parts.
-        files: every other file of the folder by name.
+        files: size and checksum of every other file of the folder, by name.
         largest: largest token that occurs (None: unknown).
         lost: the most frequent characters or words without a token, and how often they occur.
     """
@@ -99,7 +99,7 @@ class Manifest:
         """Read the manifest of a folder.
 
         Raises:
-            UserError: if there is none, or it has another format.
+            UserError: if there is no manifest, or it has another format.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -112,12 +112,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class PreparedFolder:
-    """Prepared folder that was opened.
+    """Opened prepared folder.
 
     Attributes:
         folder: path of the folder.
         manifest: its description.
-        sha256: checksum of the manifest, and so of all files.
+        sha256: checksum of the manifest, which contains the checksums of all files.
     """
 
     folder: Path
@@ -126,7 +126,7 @@ class PreparedFolder:
 
     @classmethod
     def open(cls, folder: Path) -> PreparedFolder:
-        """Open a folder. Of its files only the sizes are compared with the manifest.
+        """Open a folder. The sizes of its files are compared with the manifest, but not their checksums.
 
         Raises:
             UserError: if there is no manifest, or a file is missing or has another size.
@@ -149,7 +149,7 @@ class PreparedFolder:
         """Read every file and compare its checksum.
 
         Raises:
-            UserError: with the first file that differs.
+            UserError: if a file differs. The message has the first one.
         """
         for name, wanted in self.manifest.files.items():
             if FileHash.of_file(self.folder / name) != wanted:
@@ -211,7 +211,7 @@ class FileHash:
 def find_tokenizer(folder: Path) -> Tokenizer | None:
     """Find the tokenizer in a folder of weights, of a run or in Hugging Face's format; None if there is none.
 
-    The tokenizer of a checkpoint, or of a file of weights, is that of its run.
+    For a checkpoint or a file of weights, it is the tokenizer of the run.
 
     Raises:
         UserError: if its files are missing or have changed.
@@ -276,9 +276,9 @@ def restore(kind: str, files: dict[str, bytes], end: int | None = None) -> Token
     """Create a tokenizer from its kind and its files.
 
     Args:
-        kind: as in a manifest.
+        kind: kind of the tokenizer, as in a manifest.
         files: content of the tokenizer's files by name.
-        end: token that ends a document, if a record names it.
+        end: token that ends a document, if it is recorded.
     """
     makers: dict[str, Callable[[dict[str, bytes]], Tokenizer]] = {
         ByteTokenizer.kind: lambda files: ByteTokenizer(),
@@ -290,7 +290,7 @@ def restore(kind: str, files: dict[str, bytes], end: int | None = None) -> Token
 
 
 def run_folder(folder: Path) -> Path:
-    """Return the folder with the files beside some weights: the run's, for a checkpoint or a file of weights."""
+    """Return the folder with the tokenizer of some weights: the run's, for a checkpoint or a file of weights."""
     if folder.suffix == ".safetensors":
         return folder.parent
     return folder.parents[1] if folder.parent.name == "checkpoints" else folder
@@ -303,7 +303,7 @@ class Checksum:
     Attributes:
         bytes: length of the text.
         sha256: the checksum, in hexadecimal.
-        of: description of the bytes that were hashed, with which anybody can compute it again.
+        of: description of the bytes that were hashed, so that anybody can compute the checksum again.
     """
 
     bytes: int

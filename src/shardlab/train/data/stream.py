@@ -1,8 +1,8 @@
-"""Sequences of tokens from one source or several, in an order that is a function of the seed alone.
+"""Sequences of tokens from one or more sources, in an order that depends only on the seed.
 
-The sequences of a run are numbered over all steps, microbatches and ranks. Which sequence has which number depends only
-on the seed and the number, not on the strategy and not on how many ranks there are. So the position of a run in its
-data is a single number.
+The sequences of a run are numbered over all steps, microbatches and ranks. The sequence with a given number depends
+only on the seed, not on the strategy or the number of ranks. The position of a run in its data is therefore a single
+number.
 
 `SequenceStream` interleaves sources; `TokenRun` cuts one source into sequences. The order of an epoch is a permutation
 that is computed number by number (`shuffle`), so no table of the whole data is ever built.
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.unsignedinteger]
-"""(tokens,) of one byte, two or four each, mostly mapped from a file."""
+"""Array (tokens,) of 1, 2 or 4 bytes each, usually memory-mapped."""
 
 Numbers = NDArray[np.int64]
 
@@ -33,9 +33,9 @@ class TokenRun:
     Attributes:
         tokens: (tokens,).
         starts: (documents - 1,), ascending: index of the first token of every document but the first. A target that
-            begins a document is not counted, since nothing before it predicts it.
+            begins a document is not counted, since the text before it is of another document.
         sizes: (documents,): bytes of the text of each document (None: not counted).
-        at_most: upper bound of the tokens (None: unknown).
+        at_most: upper bound of the token numbers (None: unknown).
     """
 
     tokens: Tokens
@@ -45,7 +45,7 @@ class TokenRun:
 
     @property
     def largest(self) -> int:
-        """Largest token, or an upper bound of it."""
+        """Largest token number, or an upper bound of it."""
         return int(self.tokens.max(initial=0)) if self.at_most is None else self.at_most
 
     @property
@@ -81,9 +81,9 @@ class SequenceStream:
     """Sequences of several sources, interleaved.
 
     Attributes:
-        runs: one for each source.
-        shares: sequences of each source in every turn, which is `sum(shares)` consecutive sequences. Within a turn they
-            are shuffled, also where an epoch ends and the next one begins.
+        runs: tokens of each source.
+        shares: number of sequences of each source in every group of `sum(shares)` consecutive sequences. Each group is
+            shuffled, even if an epoch ends within it.
     """
 
     runs: tuple[TokenRun, ...]
@@ -101,10 +101,10 @@ class SequenceStream:
         does not count.
 
         Args:
-            numbers: (n,), each 0 or more, without an upper limit.
+            numbers: numbers of sequences, (n,), each 0 or more, without an upper limit.
             seq_len: tokens of a sequence.
-            seed: seed of the shuffles. Every epoch of a source contains each of its sequences once, in an order of its
-                own. None: the order of the text.
+            seed: seed of the shuffles. Every epoch of a source contains each of its sequences once, in a new order.
+                None: the order of the text.
         """
         sources, places = self._locate(numbers, seq_len, seed)
         tokens, targets = np.empty((2, numbers.size, seq_len), np.int64)
@@ -114,12 +114,12 @@ class SequenceStream:
         return tokens, targets
 
     def epochs(self, sequences: int, seq_len: int) -> list[float]:
-        """Return how many epochs of each source a number of sequences takes."""
+        """Return the number of epochs of each source in the first `sequences` sequences."""
         each = zip(self.runs, self.shares, strict=True)
         return [sequences * share / sum(self.shares) / run.sequences(seq_len) for run, share in each]
 
     def sequences_before_repeat(self, seq_len: int) -> int:
-        """Return the most consecutive sequences in which no source repeats one."""
+        """Return the number of sequences before a source repeats one."""
         each = zip(self.runs, self.shares, strict=True)
         return sum(self.shares) * min(run.sequences(seq_len) // share for run, share in each)
 
@@ -132,7 +132,7 @@ class SequenceStream:
         ends = np.cumsum(self.shares)
         sources = np.searchsorted(ends, slots, "right")
         shares = np.array(self.shares)[sources]
-        drawn = turns * shares + slots - (ends[sources] - shares)  # sequences of this source before
+        drawn = turns * shares + slots - (ends[sources] - shares)  # number of earlier sequences of this source
         places = np.empty_like(drawn)
         for source, run in enumerate(self.runs):
             mine, size = sources == source, run.sequences(seq_len)
@@ -142,7 +142,7 @@ class SequenceStream:
 
 
 FINEST = 1000
-"""Weights of sources are rounded to a thousandth of their sum."""
+"""Denominator to which weights of sources are rounded: a thousandth of their sum."""
 
 
 def shares_from_weights(weights: Sequence[float]) -> tuple[int, ...]:
@@ -154,25 +154,25 @@ def shares_from_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 ROUNDS = 6
-"""Four make a pseudorandom permutation if the round function is random (Luby and Rackoff 1988); two more for ours."""
+"""Rounds of the network. Four give a pseudorandom permutation if the round function is random (Luby and Rackoff 1988).
+Two more make up for a round function that is not."""
 
 
 def shuffle(numbers: Numbers, size: int, purpose: str, seed: int, epochs: Numbers) -> Numbers:
-    """Return the position of each of some numbers in the shuffle of its epoch.
+    """Return the position of each number in the shuffle of its epoch.
 
-    A Feistel network permutes the numbers of an even count of bits. Numbers that come out too large are sent through it
-    again until they are not ("cycle walking"), so it permutes any range (Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains", sections 4 and 5). Its round function is the finalizer of SplitMix64 (Steele, Lea and
-    Flood 2014).
+    A Feistel network permutes the numbers of an even number of bits. A result that is too large is permuted again until
+    it is not ("cycle walking"), so any range is permuted (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains", sections 4 and 5). Its round function is the finalizer of SplitMix64 (Steele, Lea and Flood 2014).
 
     Args:
-        numbers: (n,), each from 0 to size - 1.
+        numbers: numbers from 0 to size - 1, (n,).
         size: length of the range that is permuted.
-        purpose, seed: shuffles with another purpose or seed are independent.
-        epochs: (n,), the epoch of each number. Every epoch has its own permutation.
+        purpose, seed: name and seed of the shuffle. Shuffles that differ in one of them are independent.
+        epochs: epoch of each number, (n,). Every epoch has another permutation.
 
     Returns:
-        (n,). The numbers 0 to size - 1 of one epoch give each of 0 to size - 1 once.
+        Positions, (n,). Over the numbers 0 to size - 1 of one epoch, each position occurs once.
     """
     base = int.from_bytes(hashlib.blake2b(repr((purpose, seed)).encode(), digest_size=8).digest(), "little")
     keys = _mix(epochs.astype(np.uint64) ^ np.uint64(base))

@@ -1,6 +1,6 @@
 """Tokenizers: bytes, characters, GPT-2's, and any `tokenizer.json` of Hugging Face's library.
 
-Read `Tokenizer`, the interface, and `ByteTokenizer` and `Characters`, which need no library. `Gpt2` uses tiktoken, and
+Read `Tokenizer`, the interface, first. `ByteTokenizer` and `Characters` need no library. `Gpt2` uses tiktoken, and
 `HuggingFace` uses tokenizers; both libraries are loaded only when they are needed. `export_tokenizer` turns any of them
 into files for Hugging Face's library. The last section finds the tokens that begin and end a text.
 """
@@ -26,7 +26,7 @@ from shardlab.common.errors import UserError
 from shardlab.train.data.documents import decode_utf8, import_extra
 
 NO_LOSSES: Mapping[str, int] = {}
-"""Losses of a tokenizer that has a token for everything."""
+"""Lost characters of a tokenizer that has a token for everything: none."""
 
 
 class Tokenizer(ABC):
@@ -51,7 +51,7 @@ class Tokenizer(ABC):
         """Return the tokens of each text, without those that begin and end a document.
 
         Raises:
-            UserError: if a text has no tokens.
+            UserError: if a text cannot be encoded.
         """
 
     def encode_spelled(self, text: str) -> list[int]:
@@ -64,48 +64,45 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
-        """Return the bytes that a run of tokens stands for. They may begin and end within a character.
+        """Return the text of consecutive tokens as bytes. It may begin and end within a character.
 
-        The texts of two runs, joined, can differ from the text of the joined runs: many tokenizers drop a space where a
-        text begins. `decode_incrementally` decodes tokens as they come.
+        decode(a) + decode(b) can differ from decode(a + b), since many tokenizers drop a space at the beginning of a
+        text. `decode_incrementally` decodes tokens one by one.
         """
 
     def count_lost(self, text: bytes, tokens: NDArray[np.integer]) -> Mapping[str, int]:
         """Count the characters or words of a text that have no token: they are dropped, or become an unknown token.
 
         Args:
-            text: in UTF-8.
+            text: the text, in UTF-8.
             tokens: the tokens of this text.
         """
         return NO_LOSSES
 
     @abstractmethod
     def token_texts(self) -> list[bytes]:
-        """Return the text of each token on its own."""
+        """Return the text of each token of the vocabulary."""
 
     def count_bytes(self, tokens: NDArray[np.integer]) -> int:
-        """Count the bytes of text of a document's tokens. Tokens that begin and end it stand for none."""
+        """Count the bytes of text of a document's tokens. Tokens that begin and end the document have none."""
         marks = [*self.begin, *([] if self.end is None else [self.end])]
         return len(self.decode(tokens[~np.isin(tokens, marks)] if marks else tokens))
 
     def files(self) -> dict[str, bytes]:
-        """Return names and contents of the files from which the tokenizer can be restored, and of files that belong to
-        it.
-        """
+        """Return the contents of files by name: files from which the tokenizer is restored, and companion files."""
         return {}
 
 
 def decode_incrementally(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> Iterator[bytes]:
-    """Yield the bytes that each token adds to the text of the tokens before it. Joined, they are the text of the whole
-    run.
+    """Yield the bytes that each token adds to the text of the tokens before it.
 
-    Each token is decoded in a run that begins with the last token that was more than space, because tokenizers decode
-    the beginning of a run differently.
+    Each token is decoded together with the last token that is not only space and those after it, because tokenizers
+    decode the first token of a text differently.
 
     Args:
-        tokens: the tokens, as they come.
-        tokenizer: decodes them.
-        before: earlier tokens, whose text is left out.
+        tokens: the tokens, as they arrive.
+        tokenizer: tokenizer that decodes them.
+        before: earlier tokens, whose text is not yielded.
     """
     run = list(before)
     known = tokenizer.decode(np.array(run, np.int64)) if run else b""
@@ -120,7 +117,7 @@ def decode_incrementally(tokens: Iterable[int], tokenizer: Tokenizer, before: Se
 
 
 def same_tokens(a: Tokenizer, b: Tokenizer) -> bool:
-    """Return whether tokens of two tokenizers mean the same text, except for tokens that were added to one of them."""
+    """Return whether two tokenizers have the same text for each token, except for added tokens."""
     if a.kind == b.kind and a.files() == b.files():
         return True
     few, many = sorted((a, b), key=lambda each: each.vocab_size)
@@ -129,7 +126,7 @@ def same_tokens(a: Tokenizer, b: Tokenizer) -> bool:
 
 
 class ByteTokenizer(Tokenizer):
-    """Tokenizer in which every byte is a token: it reads any file, and has no files of its own."""
+    """Tokenizer in which every byte is a token. It encodes any file, and needs no files."""
 
     kind = "bytes"
     vocab_size = 256
@@ -172,12 +169,12 @@ class Characters(Tokenizer):
         """Restore the tokenizer from its file.
 
         Raises:
-            UserError: if the file is no list of characters.
+            UserError: if the file is not a list of characters.
         """
         found: Any = json.loads(files[cls.FILE])
         characters = cast(list[Any], found if isinstance(found, list) else [None])
         if not all(isinstance(each, str) and len(each) == 1 for each in characters):
-            raise UserError(f"{cls.FILE} is no list of characters; copy the folder that it belongs to anew")
+            raise UserError(f"{cls.FILE} is not a list of characters; copy its folder again")
         return cls(characters)
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
@@ -218,14 +215,14 @@ GPT2_FILES = {
 """SHA-256 of GPT-2's files, as in tiktoken_ext/openai_public.py of tiktoken 0.14."""
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-"""Pattern of the words into which GPT-2 cuts a text; tiktoken's `r50k_pat_str`."""
+"""Pattern by which GPT-2 splits a text into words; tiktoken's `r50k_pat_str`."""
 
 
 class Gpt2(Tokenizer):
     """GPT-2's tokenizer.
 
     Args:
-        files: its two files, by name.
+        files: contents of its two files, by name.
     """
 
     kind = "gpt2"
@@ -281,14 +278,14 @@ class HuggingFace(Tokenizer):
     """Tokenizer of Hugging Face's library `tokenizers`.
 
     Args:
-        content: content of its file, a `tokenizer.json`.
-        name: its name in errors.
+        content: content of a `tokenizer.json`.
+        name: name of the tokenizer in error messages.
         beside: contents of files beside it, by name; tokenizer_config.json names the tokens that begin and end a
             document.
         end: token that ends a document (None: as the files say).
 
     Raises:
-        UserError: if the file is no tokenizer.
+        UserError: if the file is not a tokenizer.
     """
 
     kind = "tokenizer.json"
@@ -305,8 +302,8 @@ class HuggingFace(Tokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises no more specific exception
-            raise UserError(f"{name} is not a tokenizer of Hugging Face ({error}); give a whole one") from None
-        self._tokenizer.encode_special_tokens = True  # a special token that is spelled out in a text is text
+            raise UserError(f"{name} is not a tokenizer of Hugging Face ({error}); give a complete file") from None
+        self._tokenizer.encode_special_tokens = True  # a text that spells a special token is encoded as text
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         parts: dict[str, Any] = json.loads(content)
@@ -329,12 +326,11 @@ class HuggingFace(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> HuggingFace:
-        """Train byte pair encoding on some texts. Its pairs are of bytes as GPT-2's, so any text is encoded without
-        loss.
+        """Train byte pair encoding on some texts. As in GPT-2, it merges bytes, so it encodes any text without loss.
 
         Args:
             texts: the training texts.
-            vocab_size: most tokens: all 256 bytes, the token that ends a document, and merged pairs.
+            vocab_size: largest size of the vocabulary: all 256 bytes, the end token, and merged pairs.
         """
         tokenizers = import_extra("tokenizers", "--train-bpe")
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -355,7 +351,7 @@ class HuggingFace(Tokenizer):
             found: list[Any] = self._tokenizer.encode_batch_fast(words, add_special_tokens=False)
         except Exception as error:  # as above
             raise UserError(
-                f"{self._name} cannot encode this text ({error}); take a tokenizer that fits it, or --train-bpe"
+                f"{self._name} cannot encode this text ({error}); use another tokenizer, or --train-bpe"
             ) from None
         return [np.array(each.ids, np.int64) for each in found]
 
@@ -372,7 +368,7 @@ class HuggingFace(Tokenizer):
         return _unescape_bytes(" ".join(spelled) if decoder is None else decoder.decode(spelled))
 
     def token(self, number: int) -> str:
-        """Return a token as it is written in the file."""
+        """Return the text of a token in the file."""
         return self._tokenizer.id_to_token(number) or ""
 
     def count_lost(self, text: bytes, tokens: NDArray[np.integer]) -> Mapping[str, int]:
@@ -405,7 +401,7 @@ class HuggingFace(Tokenizer):
                 self._tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False, special=True)])
 
     def _spelled(self, token: int) -> str:
-        """Return a token as its decoder takes it, except that bytes which are part of a character are escaped.
+        """Return a token as the input of its decoder. Bytes that are a part of a character are escaped.
 
         The library's own decoders turn such bytes into U+FFFD.
         """
@@ -421,7 +417,7 @@ class HuggingFace(Tokenizer):
         return word
 
     def _knows(self, character: str) -> bool:
-        """Return whether a character has a token. Spaces have: some tokenizers take them only as ends of words."""
+        """Return whether a character has a token. A space counts as known, since some encode it only after a word."""
         if character not in self._known:
             there = character.isspace() or bool(self._tokenizer.encode(character, add_special_tokens=False).ids)
             self._known[character] = there
@@ -432,7 +428,7 @@ BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 """Token of a byte of a character that has no token of its own (SentencePiece's byte_fallback)."""
 
 ESCAPE_BASE = 0x10F000
-"""Code point, in a plane for private use, from which on bytes above 127 are escaped while a decoder handles them."""
+"""First of the private code points that stand for the bytes from 128 while a decoder works on a text."""
 
 _ESCAPES = {ESCAPE_BASE + byte: 0xDC00 + byte for byte in range(128, 256)}
 
@@ -442,10 +438,10 @@ def read_tokenizer(path: Path, config: Mapping[str, Any] | None = None) -> Huggi
 
     Args:
         path: the file.
-        config: configuration of the model that it belongs to, if config.json is not beside it.
+        config: configuration of the tokenizer's model, if its folder has no config.json.
 
     Raises:
-        UserError: if it is no tokenizer.
+        UserError: if it is not a tokenizer.
     """
     try:
         content = path.read_bytes()
@@ -488,7 +484,7 @@ def export_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
         case Characters():
             each = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
             vocabulary = {character: token for token, character in enumerate(tokenizer.characters)}
-            # "[UNK]" is not in the vocabulary, so an unknown token raises.
+            # "[UNK]" is not in the vocabulary, so that an unknown token raises an error.
             model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
             return _files(each, {"type": "Fuse"}, model)
         case Gpt2():
@@ -521,7 +517,7 @@ class SpecialTokens(NamedTuple):
     Attributes:
         roles: text of each token by its role, such as eos_token.
         added: tokens that are listed with their numbers.
-        adds_begin: whether bos_token begins every text (None: the post-processor tells).
+        adds_begin: whether bos_token begins every text (None: decided by the post-processor).
         end: number of the token that ends a text, from the model's configuration.
     """
 
@@ -550,7 +546,7 @@ def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
 
 
 def token_text(token: Any) -> str:
-    """Return the text of a special token, which some files have in a table."""
+    """Return the text of a special token, which some files store in a table."""
     text: Any = cast(dict[str, Any], token).get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
@@ -574,7 +570,7 @@ def find_begin_tokens(post_processor: Any, config: SpecialTokens, vocabulary: Ma
 
 
 def find_end_token(config: SpecialTokens, vocabulary: Mapping[str, int], special: set[str]) -> int | None:
-    """Return the token that ends a document: the one that companion files name, or else one with a usual name.
+    """Return the token that ends a document: the one in companion files, or else one with a usual name.
 
     Among the usual names, special tokens come first.
     """
@@ -587,13 +583,13 @@ def find_end_token(config: SpecialTokens, vocabulary: Mapping[str, int], special
 
 
 def _load_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
-    """Return byte pairs with their ranks, read by tiktoken itself."""
+    """Return the ranks of byte pairs, as tiktoken reads them."""
     load = import_extra("tiktoken.load", "the tokenizer gpt2")
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
         before = os.environ.get("TIKTOKEN_CACHE_DIR")
-        os.environ["TIKTOKEN_CACHE_DIR"] = ""  # otherwise tiktoken would copy the files into its cache
+        os.environ["TIKTOKEN_CACHE_DIR"] = ""  # keeps tiktoken from copying the files into its cache
         try:
             return load.data_gym_to_mergeable_bpe_ranks(*(str(Path(folder, name)) for name in GPT2_FILES))
         finally:
@@ -603,12 +599,12 @@ def _load_ranks(files: dict[str, bytes]) -> dict[bytes, int]:
 
 
 def _escape_bytes(text: bytes) -> str:
-    """Turn bytes into characters that no decoder changes. Those below 128 are characters already."""
+    """Convert bytes to characters that no decoder changes. Bytes below 128 are ASCII characters already."""
     return "".join(chr(byte if byte < 128 else ESCAPE_BASE + byte) for byte in text)
 
 
 def _unescape_bytes(text: str) -> bytes:
-    """Turn a text with escaped bytes into bytes."""
+    """Convert a text with escaped bytes to bytes."""
     return text.translate(_ESCAPES).encode(errors="surrogateescape")
 
 
@@ -662,7 +658,7 @@ def _table(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         found: Any = json.loads(files.get(name, b"{}"))
     except ValueError as error:
-        raise UserError(f"{name} beside the tokenizer is not JSON ({error}); copy the folder anew") from None
+        raise UserError(f"{name} beside the tokenizer is not JSON ({error}); copy the folder again") from None
     return cast(dict[str, Any], found) if isinstance(found, dict) else {}
 
 

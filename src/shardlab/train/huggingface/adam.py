@@ -1,4 +1,4 @@
-"""State of AdamW beside the weights: from a run's checkpoint to torchtitan's, and back to a run that goes on.
+"""State of AdamW, converted with the weights: from a run's checkpoint to torchtitan's, and back to a run that goes on.
 
 `AdamState.of` finds the state in a source. `torchtitan_state` lists it under the names of torchtitan's checkpoints, and
 `write_checkpoint` writes it, with the weights, as a checkpoint of a run. Both are read and written in pieces.
@@ -51,7 +51,7 @@ OPTIMIZER = "optimizer."
 
 @dataclass(frozen=True)
 class AdamState:
-    """State of AdamW beside the weights.
+    """Weights, and the state of AdamW that belongs to them.
 
     Attributes:
         weights: the exact weights.
@@ -67,7 +67,7 @@ class AdamState:
 
     @classmethod
     def of(cls, source: Source) -> AdamState | str:
-        """Return the state that lies beside a source's weights, or why there is none that can be exchanged."""
+        """Return the state in a source, or the reason why there is none that can be converted."""
         model = source.model
         if isinstance(model, GPT) and model.qk_norm:
             return "each head's norm has its own moments here, and torchtitan has one norm for all heads"
@@ -112,7 +112,7 @@ def _in_torchtitan(source: WeightSource) -> AdamState | str:
 
 
 def _moment_source(source: WeightSource, moment: str) -> WeightSource:
-    """Return a source that reads a moment in place of each weight."""
+    """Return a source whose weights are one of the moments."""
 
     def parts(block: int, parameter: Any) -> Any:
         found = source.parts(block, parameter)
@@ -130,7 +130,7 @@ def torchtitan_state(state: AdamState, tensors: Tensors, folder: Path) -> tuple[
 
     Args:
         state: the state.
-        tensors: lists the parameters of a source.
+        tensors: function that lists the parameters of a source.
         folder: folder of the checkpoint, which has the settings of the optimizer.
     """
     moments = [
@@ -180,24 +180,24 @@ def _group(config: OptimizerConfig, state: AdamState, decays: bool) -> dict[str,
 def write_checkpoint(
     state: AdamState, out: Path, settings: Path, shard_bytes: int, follow: Callable[[list[Any]], Iterable[Any]]
 ) -> list[OutputTensor]:
-    """Write a checkpoint of a run that goes on with other settings' data, learning rate and plan.
+    """Write a checkpoint of a run that goes on with the data, learning rate and plan of given settings.
 
     Args:
         state: weights and moments.
         out: folder of the run.
         settings: folder with the settings and the state of a run: a checkpoint, or one that was exported.
-        shard_bytes: most bytes of a file.
-        follow: wraps the iterator over the tensors, to show progress.
+        shard_bytes: largest size of a file in bytes.
+        follow: function that wraps the iterator over the tensors, to show progress.
 
     Returns:
         The tensors.
 
     Raises:
-        UserError: if the settings are of another optimizer, or their batch changes between the two steps.
+        UserError: if the settings have another optimizer, or their batch size changes between the two steps.
     """
     model, config = state.weights.model, read_table(read_file(settings / CONFIG, "TOML"), str(settings / CONFIG))
     if (name := cast(dict[str, Any], config.get("optimizer", {})).get("optimizer", "adamw")) != "adamw":
-        raise UserError(f"{settings}: the optimizer is {name}, and these are moments of adamw; name other settings")
+        raise UserError(f"{settings}: the optimizer is {name}, but these are moments of adamw; name other settings")
     lengths = [model.layout(block).numel for block in range(model.layers)]
     planned = [
         each
@@ -242,12 +242,12 @@ def _read_flat(
 def _run_state(
     state: AdamState, model: Blocks, lengths: Sequence[int], settings: Path, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the state of a run besides tensors: that of the settings, with the step of the weights."""
+    """Return the state of a run besides tensors: the state in `settings`, at the step of the weights."""
     base = read_table(read_file(settings / STATE, "JSON"), str(settings / STATE))
     before, sequences = int(base["step"]), int(base["data"]["sequence"])
     if before != state.step and (config.get("train", {}).get("batch_ramp") or sequences % max(1, before)):
         raise UserError(
-            f"the weights are those after step {state.step}, and {settings} is of step {before}, between which its "
+            f"the weights are those after step {state.step} and {settings} is of step {before}, and between them its "
             "batch changes; name the settings of a run without batch_ramp"
         )
     sequence = sequences if before == state.step else sequences // before * state.step

@@ -2,7 +2,7 @@
 
 `convert_weights` first lists the tensors of the new folder (`_plan`), and then reads and writes them piece by piece.
 Memory never holds more than a piece, and the chunk of a tensor that torch.distributed.checkpoint reads or writes at
-once. Every number stays as it is.
+once. All values stay bitwise equal.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -92,21 +92,22 @@ def convert_weights(
     follow: Track = iter,
     settings: Path | None = None,
 ) -> Converted:
-    """Write the weights of a source into a new folder, which appears whole or not at all.
+    """Write the weights of a source into a new folder. If that fails, there is no folder.
 
-    The state of AdamW goes with the weights of a run's checkpoint to torchtitan's format, and back if `settings` names
-    a run.
+    From a run's checkpoint to torchtitan's format, the state of AdamW is converted too, and back if `settings` is
+    given.
 
     Args:
         source: the weights.
         out: the new folder.
         form: format of the new folder.
-        shard_bytes: most bytes of a file. If there are several safetensors files, an index is written beside them.
-        beside: further files by name, such as a tokenizer's. Files beside the source's weights take precedence.
+        shard_bytes: largest size of a file in bytes. If there are several safetensors files, an index is written as
+            well.
+        beside: contents of further files by name, such as a tokenizer's. Files of the source's folder take precedence.
         special: special tokens such as eos_token_id, for a config.json that lacks them.
-        follow: wraps the iterator over the tensors or files, to show progress.
-        settings: folder with the settings and the state of a run, as a checkpoint has them. The new folder is then that
-            of a run which has them, and which is resumed from its only checkpoint.
+        follow: function that wraps the iterator over the tensors or files, to show progress.
+        settings: folder with the settings and the state of a run, such as a checkpoint. The new folder is then a run
+            with these settings and one checkpoint, from which it can be resumed.
 
     Raises:
         UserError: if the format cannot express the model, or the folder cannot be written.
@@ -214,7 +215,7 @@ def _torchtitan_parameters(source: Source) -> list[OutputTensor]:
 
 
 def _torchtitan_tensors(source: Source) -> list[OutputTensor]:
-    """List the weights in torchtitan's layout, with a tied head a second time and the routers' zero biases."""
+    """List the weights in torchtitan's layout, with a copy of a tied embedding as head, and zero biases of routers."""
     planned, model = _torchtitan_parameters(source), source.model
     for block, parameter in source.parameters():
         if model.has_tied_head and parameter.name == EMBEDDING:
@@ -228,7 +229,7 @@ def _torchtitan_tensors(source: Source) -> list[OutputTensor]:
 def _tensors_of(
     source: Source, block: int, parameter: Parameter, parts: Sequence[Sequence[Part]]
 ) -> list[OutputTensor]:
-    """List the tensors in which a parameter lies. Several parts of it, or its experts, may make up one."""
+    """List the tensors that store a parameter. One tensor may store several of its parts, or all its experts."""
     places: dict[str, list[tuple[int, Part]]] = {}
     for matrix, each in enumerate(parts):
         for part in each:
@@ -267,7 +268,7 @@ def _read_experts(
 def _read_parts(
     source: Source, block: int, parameter: Parameter, matrix: int, parts: Sequence[Part], start: int, stop: int
 ) -> Tensor:
-    """Read some rows of the tensor that parts of a parameter make up, as the new file stores it."""
+    """Read some rows of the tensor that consists of parts of a parameter, as the new file stores it."""
     part = parts[0]
     across = torch.arange(part.columns)
     if part.transposed:
@@ -295,7 +296,7 @@ def _write_config(
 ) -> None:
     """Write the description of the model. Fields of config.json that have no equivalent in a run are kept.
 
-    A checkpoint of torchtitan that is of no model of transformers has the description of a run beside it.
+    For a checkpoint of torchtitan whose model transformers does not have, the description is that of a run.
     """
     if form == "shardlab" or (form == "dcp" and not _has_family(source)):
         model = source.model

@@ -1,9 +1,9 @@
 """Families of models that Hugging Face's transformers also has: GPT-2, Llama, Mistral, Qwen2 and Mixtral.
 
-A `Family` has the names of tensors, beside the fields of config.json (`shardlab.models.from_config`). `read_model`
-reads a config.json, and `write_config` writes one. A model that the other format cannot express is refused, with every
-field that differs. `Naming.parts` returns the tensors of a file in which the rows of a parameter lie: a parameter is a
-matrix (rows, columns), a vector has one column, and each expert of a mixture has a matrix.
+A `Family` has the names of tensors; `shardlab.models.from_config` has the fields of config.json. `read_model` reads a
+config.json, and `write_config` writes one. A model that the other format cannot express is refused, with every field
+that differs. `Naming.parts` returns the tensors of a file in which the rows of a parameter lie: a parameter is a matrix
+(rows, columns), a vector has one column, and each expert of a mixture has a matrix.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_model(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
     """Return the family and the model that a config.json describes.
 
     Raises:
-        UserError: if Shardlab has no such model, with every field that differs.
+        UserError: if Shardlab has no such model. The message lists every field that differs.
     """
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -59,12 +59,10 @@ def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
     """Return the family of a model, and the model.
 
     Raises:
-        UserError: if it belongs to none, with what differs.
+        UserError: if it belongs to none. The message lists every field that differs.
     """
     if type(model) not in (GPT, MoE, Llama, Mixtral):
-        raise UserError(
-            f"{source}: a model of the kind {name_of(type(model))} has no like in Hugging Face's transformers"
-        )
+        raise UserError(f"{source}: Hugging Face's transformers has no model of the kind {name_of(type(model))}")
     assert isinstance(model, GPT)
     dense = QWEN2 if model.qkv_bias and not model.bias else LLAMA
     family = MIXTRAL if isinstance(model, MoE) else GPT2 if model.rope_theta is None else dense
@@ -82,7 +80,7 @@ def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:
     if family is not GPT2 and model.rope_theta is None:
         wrong.append("positions are learned (rope_theta is None), not rotary")
     if wrong:
-        raise UserError(f"{source}: Hugging Face's {family.model_type} cannot say this model: {'; '.join(wrong)}")
+        raise UserError(f"{source}: Hugging Face's {family.model_type} cannot express this model: {'; '.join(wrong)}")
     _check_experts(model, source)
     return family, model
 
@@ -107,13 +105,13 @@ def write_config(family: Family, model: GPT) -> dict[str, Any]:
 
 
 class HeadOrder(NamedTuple):
-    """Order of the rows of heads in a tensor, if it is not that of our matrix.
+    """Order of the rows of heads in a tensor of a file, if it differs from the order in our matrix.
 
     Attributes:
         size: rows of a head in our matrix.
-        stride: rows of a head in the tensor, among which ours are some (0: all our heads are the same rows).
-        offset: first of our rows among those of a head in the tensor.
-        shift: places by which our rows are rotated within the head.
+        stride: rows of a head in the tensor, which include our rows (0: all our heads are the same rows).
+        offset: index of our first row among the rows of a head in the tensor.
+        shift: number of rows by which our rows are rotated within the head.
         halves: whether the tensor stores the rotary pairs (2i, 2i + 1) of a head as (i, i + size / 2).
 
     >>> import torch
@@ -132,7 +130,7 @@ class HeadOrder(NamedTuple):
     halves: bool = False
 
     def places(self, rows: Tensor) -> Tensor:
-        """Return the rows of the tensor for some rows of our matrix."""
+        """Return the indices of rows of our matrix in the tensor."""
         head, feature = rows // self.size, (rows % self.size + self.shift) % self.size
         if self.halves:
             feature = feature // 2 + feature % 2 * (self.size // 2)
@@ -170,12 +168,12 @@ class Part(NamedTuple):
         return (self.columns, rows) if self.transposed else (rows, self.columns)
 
     def theirs(self, rows: Tensor) -> Tensor:
-        """Return the rows of the tensor for some rows of ours, the latter counted from the part's first row."""
+        """Return the indices of our rows in the tensor. Ours are counted from the part's first row."""
         return rows if self.heads is None else self.heads.places(rows)
 
 
 QKV = "attn.c_attn"
-"""Parameter of ours with queries, keys and values."""
+"""Name of our parameter with queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -183,12 +181,12 @@ class Naming:
     """Names and layouts of a family's tensors.
 
     Attributes:
-        tensors: for each parameter of ours, without "weight" or "bias", the tensors with its sections, in order;
-            {block} and {expert} stand for numbers.
-        transposed: parameters of ours whose tensors are (inputs, outputs), as in GPT-2's Conv1D.
+        tensors: names of the tensors with the sections of each of our parameters, in order, without "weight" or "bias".
+            {block} and {expert} are replaced by numbers.
+        transposed: names of our parameters whose tensors are (inputs, outputs), as in GPT-2's Conv1D.
         rotary: whether queries and keys store the rotary pairs of a head in two halves.
-        heads: order of heads by the parameter of ours and the number of its section.
-        stacked: parameters of ours whose experts lie in one tensor, whose name has no ending.
+        heads: order of heads by the name of our parameter and the number of its section.
+        stacked: names of our parameters whose experts are one tensor, whose name has no ending.
     """
 
     tensors: Mapping[str, Sequence[str]]
@@ -198,7 +196,7 @@ class Naming:
     stacked: frozenset[str] = frozenset()
 
     def parts(self, model: GPT, block: int, parameter: Parameter) -> list[list[Part]]:
-        """Return the parts in which each matrix of a parameter lies."""
+        """Return the parts of each matrix of a parameter."""
         stem, _, end = parameter.name.rpartition(".")
         names, (experts, rows, columns) = self.tensors[stem], matrix_of(parameter)
         lengths = parameter.sections if len(names) > 1 else (rows,)
@@ -241,7 +239,7 @@ class Family:
         config: its fields in config.json.
         architecture: name of the family's class in config.json.
         prefix: prefix of the names of tensors, which is missing if they were saved without the head.
-        wants: fields of our model that must have one value, and that config.json does not have.
+        wants: fields of our model that config.json does not have, with the only value that is accepted.
         naming: names of the tensors.
         ignored: endings of the names of tensors that are not read.
     """
@@ -309,7 +307,7 @@ LLAMA = Family(
 QWEN2 = replace(LLAMA, config=QWEN2_CONFIG, architecture="Qwen2ForCausalLM", wants={**LLAMA.wants, "qkv_bias": True})
 
 MISTRAL = replace(LLAMA, config=MISTRAL_CONFIG, architecture="MistralForCausalLM")
-"""Only read: our model of it is one of Llama's family, as which it is written."""
+"""Only read. The model that results is a Llama of ours, and is written as one."""
 
 _EXPERT = "model.layers.{block}.block_sparse_moe.experts.{expert}"
 

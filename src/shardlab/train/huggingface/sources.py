@@ -1,4 +1,4 @@
-"""Folders with the weights of a model, in any format that is exchanged, of which any rows can be read.
+"""Folders with the weights of a model, in any supported format. Any rows of a tensor can be read.
 
 `open_source` recognizes the format and checks the names and shapes of all tensors, but reads none. `initial_from`
 returns the function with which each rank of a training reads only the first weights that it holds.
@@ -37,10 +37,10 @@ class CheckpointSource:
         folder: path of the checkpoint.
         model: model of the weights.
         checkpoint: the checkpoint.
-        kind: kind of its tensors that is read: the weights, their exact copies, or a moment.
+        kind: kind of tensors that is read: the weights, their exact copies, or a moment.
         form: format of the weights, that of a run.
         config: config.json; a checkpoint has none.
-        left_out: as that of `WeightSource`, always empty: a run resumes from the checkpoint itself.
+        left_out: states that are not converted; always empty, since a run resumes from the checkpoint itself.
     """
 
     folder: Path
@@ -89,7 +89,7 @@ HEADS = frozenset({HEAD, f"{OLD_HEAD}.weight"})
 """Names of a head in the files of all formats."""
 
 COMPARED = 1 << 24
-"""Elements of two matrices that are compared in one piece."""
+"""Number of elements of two matrices that are compared at once."""
 
 Parts = Callable[[int, Parameter], list[list[Part]]]
 """Function that returns the parts of each matrix of a block's parameter."""
@@ -125,7 +125,7 @@ class WeightSource:
         form: format of the weights.
         model: model of the weights.
         tensors: tensors of the files.
-        parts: function that returns where each parameter lies in them.
+        parts: function that returns the parts of the tensors that store each parameter.
         prefix: prefix that the names in the files lack, because they were saved without the head.
         config: the config.json of the weights, or of those from which they were converted.
         left_out: states in the folder that are not weights, such as the optimizer's.
@@ -153,7 +153,7 @@ class WeightSource:
         return wide
 
     def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
-        """Read some rows and columns of a parameter's matrix, (rows, columns). Hardly anything else is read.
+        """Read some rows and columns of a parameter's matrix: (rows, columns). Little else is read from the disk.
 
         Args:
             block: block of the parameter.
@@ -176,7 +176,7 @@ class WeightSource:
         """Require that the files have every tensor of the model in its shape, and no other.
 
         Raises:
-            UserError: with what is missing, has another shape, or is superfluous.
+            UserError: if not. The message names the tensors that are missing, superfluous, or of another shape.
         """
         wanted: dict[str, tuple[int, ...]] = {}
         for block, parameter in self.parameters():
@@ -209,14 +209,12 @@ class WeightSource:
             self._want_tied(head)
         if extra:
             raise UserError(
-                f"{self.folder} has {counted(len(extra), 'tensor')} that its model has no place for: {_some(extra)}"
+                f"{self.folder} has {counted(len(extra), 'tensor')} that its model does not have: {_some(extra)}"
             )
         return self
 
     def _read(self, part: Part, rows: Tensor, columns: Tensor) -> Tensor:
-        """Read consecutive rows of a part. Where rows lie in another order, all between the first and the last are
-        read.
-        """
+        """Read consecutive rows of a part. If their order differs in the file, all rows in between are read."""
         name, theirs = self.name(part), part.theirs(rows)
         first, across = int(theirs.min()), _slice(columns)
         down = slice(first, int(theirs.max()) + 1)
@@ -244,8 +242,8 @@ class WeightSource:
             if same_shape and torch.equal(self.tensors.read(head, part), self.tensors.read(name, part)):
                 continue
             raise UserError(
-                f"{self.folder} ties the head to the embedding, but its {head} is another matrix than {name}; say "
-                f"tie_word_embeddings false in {CONFIG} to take that head, or remove it from the files"
+                f"{self.folder} ties the head to the embedding, but its {head} differs from {name}; set "
+                f"tie_word_embeddings to false in {CONFIG} to use that head, or remove it from the files"
             )
 
 
@@ -256,11 +254,11 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     """Open the weights in a folder. All names and shapes are checked, and no tensor is read.
 
     Args:
-        folder: of a run (run.json and weights.safetensors), of one of its checkpoints, in Hugging Face's form
+        folder: folder of a run (run.json and weights.safetensors), of a checkpoint, in Hugging Face's format
             (config.json and safetensors), or of torch.distributed.checkpoint as torchtitan writes it; or another file
-            of weights in a run's folder, such as its ema.safetensors.
-        change: function from the folder's model, and the name of the file that describes it, to the model of the
-            weights.
+            of weights in a run's folder, such as ema.safetensors.
+        change: function that returns the model to use. It takes the folder's model, and the name of the file that
+            describes it.
 
     Raises:
         UserError: if there are no weights in these formats, Shardlab has no such model, or they do not fit it.
@@ -327,7 +325,7 @@ def _open_distributed(folder: Path, change: Callable[[Blocks, str], Blocks]) -> 
     model = change(described, str(folder))
     if isinstance(model, _Unknown):
         raise UserError(
-            f"{folder} does not say of which model its weights are; name it, as by shardlab convert --model llama3-8b, "
+            f"{folder} does not describe the model of its weights; name it, as by shardlab convert --model llama3-8b, "
             f"or put the model's {CONFIG} of Hugging Face into the folder"
         )
     tensors = DistributedFiles(folder, OTHER_STATES)
@@ -341,7 +339,7 @@ def recorded_model(record: Any, path: Path) -> Blocks:
     record's folder.
 
     Raises:
-        UserError: if the record has no model, or an invalid one; with the path.
+        UserError: if the record has no model, or an invalid one. The message has the path.
     """
     written = cast(dict[str, Any], record).get("model") if isinstance(record, dict) else None
     written = dict(cast(dict[str, Any], written)) if isinstance(written, dict) else {}
@@ -361,8 +359,8 @@ def initial_from(folder: Path, model: Model) -> Initial:
     """Return a function that reads parts of a layer's flat buffer from a folder.
 
     Args:
-        folder: of a run, of a checkpoint, or in Hugging Face's format.
-        model: the model that is trained, whole or cut.
+        folder: folder of a run, of a checkpoint, or in Hugging Face's format.
+        model: the model that is trained, split into layers or not.
 
     Raises:
         UserError: if the folder has no weights of such a model.
@@ -380,7 +378,7 @@ def require_same(given: Blocks, wanted: Model, folder: Path) -> None:
     """Refuse the weights of another model. Dropout and the load of experts may differ, and sequences may be shorter.
 
     Raises:
-        UserError: with every field that differs.
+        UserError: if the models differ. The message lists every field that does.
     """
     have, want = _shared_fields(given), _shared_fields(wanted)
     wrong = [

@@ -1,13 +1,13 @@
 """Names of tensors in torchtitan's checkpoints, which torch.distributed.checkpoint writes.
 
 Source: pytorch/torchtitan at b5bcd76c66d0acb1a08b176d9639425bc55e0b2a. `models/llama3/state_dict_adapter.py`, and those
-of qwen3 and deepseek_v3, have the names. Our models are read by these:
+of qwen3 and deepseek_v3, have the names. The models of torchtitan that can read ours:
 
-- a Llama by llama3, which rotates neighbouring features (`ComplexRoPE`), as we do;
-- a Llama whose queries and keys are normalised, and a mixture without latents, by qwen3, which rotates a feature with
-  that half a head away (`CosSinRoPE`). One weight normalises all heads there, and each head has its own here. So only
-  equal ones are written;
-- a mixture with latent attention by deepseek_v3, whose heads lie in another order (`models/deepseek_v3/model.py`).
+- llama3 reads a Llama; both rotate neighbouring features (`ComplexRoPE`);
+- qwen3 reads a Llama whose queries and keys are normalised, and a mixture without latent attention. It rotates a
+  feature with the one half a head away (`CosSinRoPE`). It has one norm weight for all heads and we have one for each
+  head, so only equal weights are written;
+- deepseek_v3 reads a mixture with latent attention, and has the heads in another order (`models/deepseek_v3/model.py`).
 
 `ModelWrapper` in `components/checkpointer/base.py` puts these names at the top level; `optimizer.`, `lr_scheduler.`,
 `dataloader.` and `train_state.` begin the names of all other states. A tied head is the embedding under a second name
@@ -41,7 +41,7 @@ OLD_EXPERTS, OLD_EXPERTS_OUT = ("moe.experts.w1", "moe.experts.w3"), "moe.expert
 
 EXPERT_BIAS = "moe.expert_bias_E"
 EXPERT_BIASES = (f".{EXPERT_BIAS}", ".moe.expert_bias")
-"""Ends of the names of what routers add to their scores, the newest first. It is zero in our models."""
+"""Name endings of the bias that routers add to their scores, the newest first. It is zero in our models."""
 
 OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 """Beginnings of the names of states that are not weights."""
@@ -107,7 +107,7 @@ def _require_known(model: Blocks, source: str) -> GPT:
     if not known or different:
         kind = f"a {name_of(type(model))}{' with ' if different else ''}{', '.join(different)}"
         raise UserError(
-            f"{source}: {kind} has no like in torchtitan, whose checkpoints are exchanged for models such as llama3, "
+            f"{source}: torchtitan has no model like {kind}; its checkpoints are exchanged for models such as llama3, "
             "qwen3 and deepseek_v3; name another --model, or give --to hf for Hugging Face's format"
         )
     return cast(GPT, model)
@@ -128,8 +128,8 @@ def _latent_names(model: GPT) -> dict[str, list[str]]:
 def _latent_heads(model: GPT) -> dict[tuple[str, int], HeadOrder]:
     """Return the orders of heads of latent attention.
 
-    The rotated features of a query are first here and last there. Keys and values of all heads lie one after the other
-    here, and those of each head together there.
+    In our queries, the rotated features come first; in torchtitan's, last. We store all keys and then all values;
+    torchtitan stores the key and the value of each head together.
     """
     plain, rotated = model.head_size, model.rope_dim
     return {

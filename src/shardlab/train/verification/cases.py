@@ -1,8 +1,8 @@
 """Cases and verdicts of `shardlab verify`.
 
-`CASES` are those of `--all`: every strategy by name, and every sharding with every pipeline schedule. `verify` starts
-the ranks of one job and returns their `Verdict`. The comparison itself is in `verify.py`, which imports torch; the
-process that starts the ranks does not need it.
+`CASES` has the cases of `--all`: every strategy by name, and every sharding with every pipeline schedule. `verify`
+starts the ranks of one job and returns their `Verdict`. The comparison itself is in `verify.py`, which imports torch;
+the process that starts the ranks does not need it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SHARDINGS = {
     "ep": Plan(Mesh(ep=2)),
     "ep+fsdp": replace(FSDP, mesh=Mesh(dp_shard=2, ep=2)),
 }
-"""Columns of the table: shardings, each of which runs with every pipeline. A new one is one line here."""
+"""Shardings, the columns of the table. Each runs with every pipeline. A new sharding is one line here."""
 
 WIDE = 16384
-"""Hidden features with which both products of a feed-forward layer are large, even in two slices."""
+"""Number of hidden features at which both products of a feed-forward layer are large, even in two slices."""
 
 NO_PIPELINE = "none"
 PIPELINES = (NO_PIPELINE, *SCHEDULES)
@@ -58,7 +58,7 @@ class Case:
     """Strategy to verify, on a small model.
 
     Attributes:
-        row, column: place in the table.
+        row, column: position in the table.
         strategy: a name or a plan.
         ranks: number of processes.
         layers: layers of the model.
@@ -126,14 +126,14 @@ CASES = [*named_cases(), *paired_cases()]
 """All cases."""
 
 TOLERANCE = 1e-12
-"""Largest error that is accepted in float64, whose rounding is 1e-16.
+"""Largest accepted error in float64, whose rounding error is 1e-16.
 
 Another order of summation changes gradients by some 1e-15 of their largest element. `EPS` of `verify.py` keeps AdamW
 from amplifying that.
 """
 
 SMALL_NORM = 0.1
-"""Norm so small that it clips every gradient, for programs that clip."""
+"""Largest norm of gradients in programs that clip. It is so small that every gradient is clipped."""
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,13 @@ class Errors:
 
 @dataclass(frozen=True)
 class Verdict(Errors):
-    """Differences between a strategy and one device that trains in the same precision.
+    """Differences between a strategy and one device that trains in the same precision, and the verdict on them.
 
     Attributes:
         exact: differences between the strategy and one device that trains in float64, as lengths of vectors (None: the
             precision is float64 itself).
         one_device: differences between one device in this precision and one device in float64.
-        rounding: distance from 1 to the next number of the data type that layers compute in.
+        rounding: machine epsilon of the data type in which layers compute.
     """
 
     exact: Errors | None = None
@@ -211,6 +211,6 @@ def verify(job: Job, steps: int, clip: float | None = None, compile: bool = Fals
         RankFailed: if a rank fails.
         UserError: if the job cannot run here.
     """
-    job.checked()  # in this process first: a refusal needs no ranks
+    job.checked()  # first in this process, so that a wrong program is refused before ranks start
     verdict_on_rank = LazyFunction[Verdict | None]("shardlab.train.verification.verify", "verdict_on_rank")
     return run_ranks(job.ranks, verdict_on_rank, job, steps, clip, compile, joining=Rendezvous(dynamo=compile))

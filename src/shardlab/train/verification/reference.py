@@ -1,4 +1,4 @@
-"""Training on one device, written as one would without Shardlab. Every strategy must agree with it."""
+"""Training on one device, written in plain PyTorch. Every strategy must agree with it."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -36,9 +36,9 @@ class Reference:
 
     Attributes:
         losses: mean loss of each step.
-        gradients: for each step and layer the flat gradient.
-        weights: for each layer the flat weights after the last step.
-        averages: for each layer the moving average of the flat weights; empty without `ema`.
+        gradients: flat gradient of each layer, by step.
+        weights: flat weights of each layer after the last step.
+        averages: moving average of the flat weights of each layer; empty without `ema`.
     """
 
     losses: list[float]
@@ -65,13 +65,13 @@ def train_reference(
     """Train a model on one device: autograd through all layers, one microbatch after the other.
 
     Args:
-        model: model in whole blocks.
+        model: model, not split into the layers of a program.
         batches: training data.
         microbatches: number of microbatches of each step.
         seed: seed of weights and dropout.
         precision: data types of the parameters, their gradients, and the optimizer's copy of the parameters.
         config: settings of the optimizer.
-        trained: for each layer a vector like its flat weights: 1 for parameters that are trained, 0 for frozen ones
+        trained: mask of each layer, in the shape of its flat weights: 1 for trained parameters, 0 for frozen ones
             (None: all are trained).
         device: device that computes.
 

@@ -1,6 +1,6 @@
 """Comparison of a strategy on many ranks with plain training on one device.
 
-`verify_rank` is one rank's part: it trains a few steps, and compares every slice that it holds with the reference.
+`verify_rank` runs on each rank: it trains a few steps, and compares every slice that the rank holds with the reference.
 `verify_all` runs many cases on ranks that are started once for each number of ranks.
 """
 
@@ -60,7 +60,7 @@ SAFE_SCALE = 2.0**8
 def verdict_on_rank(
     rank: int, device: torch.device, job: Job, steps: int, clip: float | None, compile: bool
 ) -> Verdict | None:
-    """Verify one rank's part, and return the verdict on rank 0 alone."""
+    """Call `verify_rank`, and return the verdict on rank 0 and None on the others."""
     verdict = verify_rank(rank, device, job, steps, None, clip, compile)
     return verdict if rank == 0 else None
 
@@ -75,7 +75,7 @@ def verify_rank(
     compile: bool = False,
     trained: Callable[[State], object] | None = None,
 ) -> Verdict:
-    """Verify one rank's part. It compares every slice that it holds, so that replicas are compared as well.
+    """Train on one rank, and compare every slice that it holds with one device. All replicas are thus compared.
 
     Args:
         rank, device: number of the rank, and the device on which it computes.
@@ -106,8 +106,8 @@ def verify_rank(
     def one_device(numbers: Precision) -> Reference:
         """Train the reference on rank 0 alone, so that the cores of the other ranks are free. Every rank calls this.
 
-        Float64 is computed on the CPU, lower precision on a device like that of the ranks. If the scores of a router
-        are nearly equal, the rounding of other kernels would choose another expert, which is no fault of the strategy.
+        Float64 is computed on the CPU, lower precision on a device of the ranks' type. If the scores of a router are
+        nearly equal, the rounding of other kernels would choose another expert, which is no fault of the strategy.
         """
         arguments = job.model, batches, [job.microbatches] * steps, job.seed, numbers, settings.optimizer
         where = CPU if numbers is FP64 else device
@@ -133,7 +133,7 @@ def verify_rank(
             kept.append({key: weight.clone() for key, weight in state.kept.items()})
 
     def errors(expected: Reference, other: Reference | None = None) -> Errors:
-        """Compare this rank's slices, or the same slices of another reference, with those that are expected."""
+        """Compare this rank's slices, or the same slices of another reference, with the expected ones."""
         pairs = zip(other.losses if other else losses, expected.losses, strict=True)
         loss_errors = [abs(a - b) / abs(b) for a, b in pairs]
         slices = [*gradients, *kept]
@@ -214,13 +214,13 @@ def verify_all(cases: Sequence[Case], steps: int, results: list[CaseResult]) -> 
 def verify_cases(
     rank: int, device: torch.device, cases: Sequence[Case], steps: int, send: Callable[[CaseResult], object]
 ) -> None:
-    """Verify one rank's part of cases that take as many ranks as there are. Rank 0 sends each result."""
+    """Run this rank's part of cases whose number of ranks is the size of this world. Rank 0 sends each result."""
     groups: Groups = {}
     for case in cases:
         try:
             verdict = verify_rank(rank, device, case.job(), steps, groups)
             result = CaseResult(case, max(verdict.all))
-        except (Refused, UserError) as error:  # all ranks trace the same program, so all come here or none
+        except (Refused, UserError) as error:  # all ranks trace the same program, so all of them raise or none
             result = CaseResult(case, math.inf, str(error))
         if rank == 0:
             send(result)
@@ -298,7 +298,7 @@ def _as_cut(model: Model, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _trained_mask(job: Job, checked: Checked) -> Sequence[Tensor]:
-    """Return for each block a vector like its flat buffer: 1 for parameters that are trained, 0 for frozen ones."""
+    """Return the mask of each block, in the shape of its flat buffer: 1 for trained parameters, 0 for frozen ones."""
     blocks = [torch.ones(job.model.layout(layer).numel) for layer in range(job.model.layers)]
     model = job.cut
     layers = _as_cut(model, blocks)
