@@ -232,7 +232,7 @@ def test_two_ranks_of_a_host_on_one_gpu_are_refused_when_they_meet() -> None:
     ]
     launch.require_own_devices(places)
     launch.require_own_devices([json.dumps(("cpu", "n1", ""))] * 3)
-    with pytest.raises(UserError, match="ranks 1 and 3 compute on the same GPU of n2; show each rank one of its own"):
+    with pytest.raises(UserError, match="ranks 1 and 3 compute on the same GPU of n2; show each rank a different GPU"):
         launch.require_own_devices([*places, places[1]])
     with pytest.raises(UserError, match=r"different kinds of device: rank 0 \(n1\) on cuda and rank 3 \(n3\) on cpu"):
         launch.require_own_devices([*places, json.dumps(("cpu", "n3", ""))])

@@ -53,7 +53,7 @@ def test_a_full_temporary_folder_is_reported_in_one_sentence(folder: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    told = r"cannot be written \(.*: No space left on device\); make room there, or name another folder"
+    told = r"cannot be written \(.*: No space left on device\); free some space there, or name another folder"
     with pytest.raises(UserError, match=told), rendezvous_file():
         pass
     assert left(folder) == 0

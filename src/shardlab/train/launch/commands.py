@@ -1,8 +1,8 @@
-"""Any command as ranks on this machine, and the store at which the ranks of a launcher meet.
+"""Ranks of any command on this machine, and the store through which the ranks of a launcher find each other.
 
-`run_command` is `shardlab launch`: it starts a command once per rank, prefixes the lines of each, and ends all when one
-fails. `store_of` finds the store of a launcher's world. By `RankExchange` its ranks agree on settings before they
-compute.
+`run_command` is `shardlab launch`: it starts a command once per rank, prefixes the output of each rank, and ends all
+ranks when one fails. `store_of` finds the store of a launcher's world. With `RankExchange`, its ranks agree on settings
+before they compute.
 """
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
@@ -37,10 +37,10 @@ from shardlab.train.launch.interrupt import SILENCE, STOP_SIGNALS, say_waiting
 from shardlab.train.launch.processes import REPEAT_SECONDS, REPORT_SECONDS, sounds_lost
 
 KILL_SECONDS = 30.0
-"""Seconds from a request to stop to the kill: as SLURM's KillWait, since a script may save for a while."""
+"""Seconds from a request to stop until ranks are killed: SLURM's default of KillWait, so that a script can save."""
 
 LAST_LINES = 40
-"""Last lines of the first failing rank that are repeated at the end."""
+"""Number of last lines of the first failing rank that are repeated at the end."""
 
 
 def _last_lines() -> deque[bytes]:
@@ -66,7 +66,7 @@ class _CommandRank:
         readers = [asyncio.ensure_future(self._read(ours, to.buffer, last)) for ours, to, last in streams if ours]
         await self.process.wait()
         self.ended = time.monotonic()
-        await asyncio.wait(readers, timeout=1)  # children that it left running may hold its pipes
+        await asyncio.wait(readers, timeout=1)  # children that are still running may hold its pipes
         for reader in readers:
             reader.cancel()
 
@@ -84,7 +84,7 @@ class _CommandRank:
 
     def _print(self, lines: Sequence[bytes], to: BinaryIO, last: deque[bytes]) -> None:
         last.extend(lines)
-        with suppress(OSError):  # no one reads the output any more: the ranks continue
+        with suppress(OSError):  # the output has no reader any more; the ranks continue
             to.write(b"".join(b"[%d] %s\n" % (self.number, line) for line in lines))
             to.flush()
 
@@ -94,10 +94,10 @@ class Outcome:
     """Outcome of an attempt to run a command.
 
     Attributes:
-        asked: signal with which this process was asked to stop; 0 if it was not.
+        asked: number of the signal that asked this process to stop; 0 if there was none.
         rank: rank that failed first; None if none did.
-        code: its exit code, or minus the signal that ended it.
-        output: its last lines.
+        code: exit code of this rank, or minus the signal that ended it.
+        output: last lines of this rank.
     """
 
     asked: int = 0
@@ -109,13 +109,13 @@ class Outcome:
 def run_command(command: Sequence[str], ranks: int, *, bound: bool, restarts: int = 0) -> Outcome:
     """Run a command in several processes of this machine, and prefix their lines with the rank.
 
-    If one fails, all end, after some seconds in which the others may report. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are
-    sent on to all; a second SIGINT or SIGTERM kills them.
+    If one process fails, all are ended, after some seconds in which the others may report. SIGINT, SIGTERM, SIGHUP and
+    SIGUSR1 are forwarded to all. A second SIGINT or SIGTERM kills them.
 
     Args:
         command: the program and its arguments.
-        bound: give each rank CPUs of its own.
-        restarts: most restarts of all ranks after a failure.
+        bound: bind each rank to separate CPUs.
+        restarts: largest number of restarts of all ranks after failures.
     """
     for attempt in range(restarts + 1):
         ending = asyncio.run(_attempt(command, ranks, bound, attempt, restarts))
@@ -128,27 +128,27 @@ def run_command(command: Sequence[str], ranks: int, *, bound: bool, restarts: in
 Result = TypeVar("Result")
 
 ANSWER_SECONDS = 5.0
-"""Seconds in which rank 0's store must answer; torch itself would wait for ever for another program on that port."""
+"""Seconds in which rank 0's store must answer. If another program has the port, torch itself would wait for ever."""
 
 PAUSE, LONGEST_PAUSE = 0.02, 0.25
-"""Seconds between two queries of a store, at first and later."""
+"""Seconds between two queries of a store: at first, and later."""
 
 CLOSE_SECONDS = 0.05
-"""Seconds in which a listener that is about to end closes a connection."""
+"""Seconds within which a listener that is about to end closes a connection."""
 
 SAY_SECONDS = SILENCE - 1
-"""Seconds after which a rank reports for which ranks it waits: just before a heartbeat would, which knows less."""
+"""Seconds after which a rank reports for which ranks it waits. It precedes the heartbeat, which says less."""
 
 _STORES: dict[LaunchEnvironment, tuple[dist.Store, Iterator[int]]] = {}
 
 
 def store_of(environment: LaunchEnvironment, timeout: timedelta = dist.default_pg_timeout) -> dist.Store:
-    """Return the store of this world, torchrun's or rank 0's. Every call gets a namespace of its own.
+    """Return the store of this world: torchrun's, or rank 0's. Every call returns a new namespace.
 
     All ranks call this equally often.
 
     Raises:
-        UserError: when its port is in use, or ranks do not come in time.
+        UserError: if its port is in use, or ranks do not connect in time.
     """
     if environment not in _STORES:
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -176,10 +176,10 @@ class RankExchange:
         self._round = 0
 
     def exchange(self, word: str) -> list[str]:
-        """Send the string of this rank, and return the strings of all ranks when all have sent theirs.
+        """Send the string of this rank, wait for the strings of all ranks, and return them by rank.
 
         Raises:
-            UserError: if others do not come in time, or have ended.
+            UserError: if other ranks do not send theirs in time, or have ended.
         """
         self._round += 1
         store = dist.PrefixStore(str(self._round), self._store)
@@ -194,7 +194,7 @@ class RankExchange:
             self._wait(store, everyone, "")
             words = [store.get(other).decode() for other in everyone]
             store.set("words", json.dumps(words))
-            # The store of rank 0 ends with rank 0.
+            # The store of rank 0 is closed when rank 0 ends.
             self._wait(store, [f"heard {other}" for other in everyone[1:]], "heard ")
             return words
         except dist.DistError as error:
@@ -205,10 +205,10 @@ class RankExchange:
             ) from None
 
     def all(self, act: Callable[[], Result]) -> Result:
-        """Call a function on every rank, and return its result here when it has succeeded everywhere.
+        """Call a function on every rank, and return this rank's result once all ranks have succeeded.
 
         Raises:
-            UserError: on every rank, that of the first rank on which the function raised one.
+            UserError: on every rank, if the function raised one on any rank; that of the first such rank.
         """
         found: list[Result] = []
         wrong = ""
@@ -222,7 +222,7 @@ class RankExchange:
         return found[0]
 
     def _wait(self, store: dist.Store, keys: list[str], prefix: str) -> None:
-        """Wait for keys of a store. A rank without a key of this prefix is missing."""
+        """Wait for keys of a store. Ranks whose key `prefix` + rank is absent are reported as missing."""
 
         def missing() -> list[int]:
             others = [rank for rank in range(self.world) if rank != self.rank]
@@ -243,7 +243,7 @@ def restarts_in(environment: LaunchEnvironment | None, timeout: timedelta = dist
 
 @contextmanager
 def default_ctrl_c() -> Generator[None]:
-    """Let Ctrl-C end this process while it waits for other ranks inside of torch, where Python handles no signal."""
+    """Let Ctrl-C end this process while it waits in torch for other ranks, where Python does not handle signals."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
@@ -255,7 +255,7 @@ def default_ctrl_c() -> Generator[None]:
 
 
 async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int, restarts: int) -> Outcome:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives every rank
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it exists longer than any rank
     words = [sys.executable, "-m", "shardlab.train.launch.worker", *["--bind"] * bound, *command]
     pipe = subprocess.PIPE
     ranks: list[_CommandRank] = []
@@ -270,11 +270,11 @@ async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int
         return await _watch(ranks)
     finally:
         for rank in ranks:
-            rank.send(signal.SIGKILL)  # also children that a command left running
+            rank.send(signal.SIGKILL)  # including children that a command left running
 
 
 def _as_torchrun(attempt: int, restarts: int) -> dict[str, str]:
-    """Return variables that tell torch that the launcher holds the store, and a program the number of its restart."""
+    """Return variables by which torch finds the launcher's store, and a program the number of restarts."""
     return {
         "TORCHELASTIC_RUN_ID": "shardlab",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -284,7 +284,7 @@ def _as_torchrun(attempt: int, restarts: int) -> dict[str, str]:
 
 
 async def _watch(ranks: Sequence[_CommandRank]) -> Outcome:
-    asked: list[tuple[int, float]] = []  # the signal by which this process was asked to end, and when
+    asked: list[tuple[int, float]] = []  # signals that asked this process to end, with their times
     loop = asyncio.get_running_loop()
 
     def send(number: int) -> None:
@@ -337,13 +337,13 @@ def _wait(
     """Wait for other ranks. The first rank of each host reports which ranks are missing, and how long it will wait.
 
     Args:
-        limit: seconds.
-        arrived: returns whether all are there.
-        missing: returns the ranks that are missing.
-        why: returns the reason, if it is known, after a space.
+        limit: time limit in seconds.
+        arrived: function that returns whether all ranks have arrived.
+        missing: function that returns the ranks that are missing.
+        why: function that returns the reason after a space, or an empty string if it is not known.
 
     Raises:
-        UserError: when they do not come in time, naming them.
+        UserError: if they do not arrive in time. The message names them.
     """
     began = reported = time.monotonic()
     while not arrived():
@@ -421,7 +421,7 @@ def _client(environment: LaunchEnvironment) -> dist.Store:
 
 
 def _wait_for_listener(environment: LaunchEnvironment, limit: float) -> None:
-    """Wait until a program listens at the meeting point, and stays: rank 0 tries the port before it imports torch."""
+    """Wait until a program keeps listening at the meeting point. Rank 0 also tests the port before it imports torch."""
 
     why = ""
 

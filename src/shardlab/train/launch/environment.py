@@ -1,4 +1,4 @@
-"""World of this process under torchrun, SLURM, PBS or mpiexec, and its CPUs.
+"""World of this process under torchrun, SLURM, PBS or mpiexec, and the CPUs of its host.
 
 `find_launch_environment` returns rank, world size and meeting point from the variables that launchers.py reads, or an
 error about variables that are missing or contradict each other (`_Hosts`). `require_port` checks the meeting point
@@ -29,7 +29,7 @@ PORT = 29500
 """Default port of the meeting point, as under torchrun."""
 
 CONNECT_SECONDS = 5.0
-"""Seconds in which rank 0 must reach itself at the address that the others know."""
+"""Seconds in which rank 0 must be able to connect to itself at the address that the others use."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LaunchEnvironment:
 
     Attributes:
         rank, world: number of this process, and number of processes.
-        local_rank: number of this process on its host, and so of its device.
+        local_rank: number of this process on its host, which is also the number of its device.
         address, port: meeting point of the processes.
         local_world: processes on this host; None if the launcher does not say.
     """
@@ -76,8 +76,8 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
     127.0.0.1, under SLURM on the first host of the step, and under PBS on the first of the job's hosts.
 
     Raises:
-        UserError: when variables contradict each other, or leave open which rank of its host this is, or where the
-            ranks meet; with those that were read, and the one to set.
+        UserError: if variables contradict each other, or do not determine the local rank or the meeting point. The
+            message has the variables that were read, and the variable to set.
     """
     worlds = innermost(environment)
     if not worlds:
@@ -99,12 +99,12 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
 
 @dataclass(frozen=True)
 class _Hosts:
-    """Hosts of a world, derived from what the variables tell.
+    """Hosts of a world, derived from the launchers' variables.
 
     Attributes:
-        environment: all variables.
+        environment: all environment variables.
         worlds: facts of each launcher.
-        rank, world: facts on which the launchers agree.
+        rank, world: rank and world size, on which the launchers agree.
         own_rank, own_world: rank and number of ranks on this host, if they are known.
     """
 
@@ -117,7 +117,7 @@ class _Hosts:
 
     @property
     def read(self) -> str:
-        """Text of the variables that were read, for a sentence."""
+        """Variables that were read, as text for a message."""
         own = [fact for fact in (self.own_rank, self.own_world) if fact is not None]
         return ", ".join(map(str, (self.rank, self.world, *own)))
 
@@ -167,7 +167,7 @@ class _Hosts:
             here: number of ranks on the host, if it is known.
 
         Raises:
-            UserError: if it is not known.
+            UserError: if it cannot be determined.
         """
         own, alone = self.own_rank, self.rank.value if self.one_host else 0 if here == 1 else None
         if own is None:
@@ -189,7 +189,7 @@ class _Hosts:
         """Return the address of the meeting point.
 
         Raises:
-            UserError: when that is not known.
+            UserError: if it is not known.
         """
         one_host = self.one_host  # this refuses contradictory variables
         if address := self.environment.get("MASTER_ADDR"):
@@ -220,12 +220,12 @@ def launcher_of(environment: Mapping[str, str]) -> str:
 
 
 def require_port(environment: Mapping[str, str]) -> None:
-    """Refuse a port that is in use, and an address of another host, on the rank that will listen there.
+    """Check on rank 0, which will listen there, that the port is free and the address is that of this host.
 
-    This takes place before the seconds that importing torch takes. Under torchrun its agent listens.
+    The check runs before torch is imported, which takes seconds. Under torchrun, the agent listens.
 
     Raises:
-        UserError: with the variable to change.
+        UserError: if not. The message names the variable to change.
     """
     found = find_launch_environment(environment)
     if found is None or found.rank or found.world == 1 or from_torchrun(environment):
@@ -240,7 +240,7 @@ def require_port(environment: Mapping[str, str]) -> None:
 
 
 def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
-    """Return the error of rank 0 if it cannot listen."""
+    """Return the error for a port at which rank 0 cannot listen."""
     return UserError(
         f"rank 0 could not meet the others at {environment.where}: is the port in use? "
         f"Choose another in MASTER_PORT ({reason})"
@@ -261,20 +261,20 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def usable_cpus(process: int = 0) -> list[int]:
-    """Return CPUs on which a process (0: this one) may run; CPUs of a core, and cores of a socket are neighbours."""
+    """Return the CPUs on which a process (0: this one) may run, sorted by socket and core."""
     if sys.platform != "linux":
         return list(range(os.cpu_count() or 1))
     return sorted(os.sched_getaffinity(process), key=_position)
 
 
 def divide_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
-    """Divide CPUs among ranks as evenly as possible. Each rank gets neighbours.
+    """Divide CPUs among ranks as evenly as possible. Each rank gets consecutive CPUs.
 
     >>> divide_cpus([0, 1, 2, 3, 4], 2)
     [[0, 1], [2, 3, 4]]
 
     Raises:
-        UserError: when there are fewer CPUs than ranks.
+        UserError: if there are fewer CPUs than ranks.
     """
     if len(cpus) < ranks:
         raise UserError(
@@ -288,11 +288,10 @@ def divide_cpus(cpus: Sequence[int], ranks: int) -> list[list[int]]:
 def bind(environment: LaunchEnvironment) -> None:
     """Bind this process, and the threads that it starts from now on, to CPUs that no other rank of this host has.
 
-    If the launcher has already bound its ranks, so that this one may use fewer CPUs than its parent, that binding
-    stands.
+    A rank that may use fewer CPUs than its parent was bound by its launcher; that binding is kept.
 
     Raises:
-        UserError: when there are too few CPUs, or the launcher does not say how many ranks are on this host.
+        UserError: if there are too few CPUs, or the launcher does not say how many ranks are on this host.
     """
     if sys.platform != "linux":
         raise UserError("--bind works on Linux; leave it out here")
@@ -311,8 +310,8 @@ class CpuShare:
     Attributes:
         host: name of its host.
         cpus: numbers of the CPUs on which it may run.
-        quota: CPUs whose time all processes of its container get together (None: no quota).
-        asked: threads set by OMP_NUM_THREADS (None: not set).
+        quota: CPU time of all processes of its container, in CPUs (None: no quota).
+        asked: value of OMP_NUM_THREADS (None: not set).
     """
 
     host: str
@@ -327,13 +326,14 @@ class CpuShare:
 
 
 def threads_of(shares: Sequence[CpuShare]) -> int:
-    """Return the number of threads on which each rank computes: as many as the rank with the fewest CPUs can use.
+    """Return the number of threads on which every rank computes: the CPUs of the rank with the fewest.
 
-    Ranks of a host that may run on the same CPUs share them evenly. OMP_NUM_THREADS has precedence. The number is equal
-    on all ranks, because results of other numbers of threads differ in their last bits, and replicas are to be equal.
+    Ranks of a host that may run on the same CPUs share them evenly. OMP_NUM_THREADS takes precedence. The number is
+    equal on all ranks, because results differ in their last bits with the number of threads, but replicas must be
+    equal.
 
     Args:
-        shares: of all ranks.
+        shares: CPUs of all ranks.
 
     >>> eight = frozenset(range(8))
     >>> threads_of([CpuShare("a", eight, None, None)] * 2), threads_of([CpuShare("a", eight, None, 3)] * 2)
@@ -346,15 +346,15 @@ def threads_of(shares: Sequence[CpuShare]) -> int:
 
 
 def asked_threads(environ: Mapping[str, str]) -> int | None:
-    """Return the threads that OMP_NUM_THREADS sets: of a list, as nested regions have one, its first number."""
+    """Return the number of threads in OMP_NUM_THREADS. Of a list (for nested regions) it is the first number."""
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
 def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the CPUs whose time the control groups of this process allow, as for a container; None without a limit.
+    """Return the CPU time, in CPUs, that the control groups of this process allow; None without a limit.
 
-    Reads cpu.max of version 2 (the kernel's Documentation/admin-guide/cgroup-v2.rst), of the group and those above it.
+    Reads cpu.max (version 2; the kernel's Documentation/admin-guide/cgroup-v2.rst) of the group and its ancestors.
     """
     try:
         lines = groups.read_text().splitlines()
@@ -366,14 +366,14 @@ def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
             folder = root / line.removeprefix("0::").strip().lstrip("/")
             for each in (folder, *folder.parents):
                 if each.is_relative_to(root):
-                    with suppress(OSError, ValueError):  # the topmost has no such file, nor has one "max"imum a number
+                    with suppress(OSError, ValueError):  # the root group has no such file, and "max" is not a number
                         quota, period = (each / "cpu.max").read_text().split()
                         found.append(int(quota) / int(period))
     return min(found, default=None)
 
 
 def as_ranges(cpus: Iterable[int]) -> str:
-    """Write numbers of CPUs as `taskset` does.
+    """Format numbers of CPUs as `taskset` does.
 
     >>> as_ranges([0, 1, 2, 8])
     '0-2,8'
@@ -391,16 +391,16 @@ def _agree(facts: list[Fact | None]) -> Fact | None: ...
 
 
 def _agree(facts: Sequence[Fact | None]) -> Fact | None:
-    """Return the first known fact, which all others must equal.
+    """Return the first known fact. All other known facts must be equal to it.
 
     Raises:
-        UserError: when they are not.
+        UserError: if one differs.
     """
     known = [fact for fact in facts if fact is not None]
     for other in known[1:]:
         if other.value != known[0].value:
             raise UserError(
-                f"{known[0]} but {other}, and they are to agree; unset those that do not belong to what started the "
+                f"{known[0]} but {other}, and they must agree; unset those that do not belong to what started the "
                 "ranks, or set them for each rank"
             )
     return known[0] if known else None
@@ -424,7 +424,7 @@ def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
 
 
 def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
-    """Refuse an address at which rank 0 does not reach itself: the others would not, either."""
+    """Refuse an address at which rank 0 cannot connect to itself, since the others could not connect either."""
     token, why = secrets.token_bytes(16), "something else answers there"
     deadline = time.monotonic() + CONNECT_SECONDS
     try:
@@ -433,7 +433,7 @@ def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
             client.shutdown(socket.SHUT_WR)
             while (left := deadline - time.monotonic()) > 0:
                 server.settimeout(left)
-                accepted = server.accept()[0]  # other ranks may test already whether rank 0 listens
+                accepted = server.accept()[0]  # other ranks may already test whether rank 0 listens
                 with accepted:
                     accepted.settimeout(left)
                     if accepted.recv(len(token)) == token:
@@ -443,8 +443,8 @@ def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
     except OSError as error:
         why = error.strerror or str(error)
     raise UserError(
-        f"rank 0 runs on {socket.gethostname()} and does not reach itself at {found.where}, where the others look for "
-        f"it ({why}); set MASTER_ADDR to the host of rank 0"
+        f"rank 0 runs on {socket.gethostname()} and cannot connect to itself at {found.where}, where the others look "
+        f"for it ({why}); set MASTER_ADDR to the host of rank 0"
     )
 
 
@@ -458,6 +458,6 @@ def _position(cpu: int) -> tuple[int, int, int]:
 
 
 def _threads_beside(mine: CpuShare, here: Sequence[CpuShare]) -> int:
-    """Return the threads for the CPUs of one rank, which it may share with other ranks of its host."""
+    """Return the number of threads for the CPUs of one rank, some of which other ranks of its host may share."""
     cpus = len(mine.cpus) / sum(not mine.cpus.isdisjoint(share.cpus) for share in here)
     return max(1, int(cpus if mine.quota is None else min(cpus, mine.quota / len(here))))

@@ -1,4 +1,4 @@
-"""Requests to stop: by a signal, or because the process that started this one is gone.
+"""Requests to stop: by a signal, or because the process that started this one has ended.
 
 `catch_signals` turns signals into bytes of a socket, and `StopRequest` turns these into a request to stop after
 the current step. `TolerantStream` survives a terminal or pipe that closes. `Heartbeat` prints a line after each long
@@ -21,16 +21,16 @@ from types import FrameType, TracebackType
 from typing import Any, ClassVar, TextIO, cast
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Ctrl-C; the signal of schedulers and torchrun; that of a closed terminal; the warning of schedulers."""
+"""Signals that ask a run to stop: Ctrl-C; schedulers and torchrun; a closed terminal; a scheduler's warning."""
 
 KILL_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a run at once when they come a second time."""
+"""Signals that end a run at once if they arrive a second time."""
 
 GRACE = 7
-"""Seconds from a request to the end, finished or not: less than the 10 s of `docker stop`."""
+"""Seconds from a request to stop until the run is killed: less than the 10 s of `docker stop`."""
 
 WARNED_GRACE = 100
-"""Seconds from a scheduler's warning to the end; it warns earlier than others ask (see `job_script.WARNING`)."""
+"""Seconds from a scheduler's warning until the run is killed, since it comes early (see `job_script.WARNING`)."""
 
 
 def grace_of(number: int) -> int:
@@ -42,9 +42,9 @@ def grace_of(number: int) -> int:
 def catch_signals() -> Generator[socket.socket]:
     """Turn signals that ask this process to stop into bytes of a socket, each the number of the signal.
 
-    They arrive at once, even while the main thread waits in a collective, where Python's handlers would wait too. A
-    signal that is ignored (after nohup, or in the background of a script) stays ignored. Outside of the main thread
-    nothing comes, because signals go to the main thread.
+    The bytes arrive at once, even while the main thread waits in a collective, in which Python runs no handlers. A
+    signal that is ignored (after nohup, or in the background of a script) stays ignored. Outside of the main thread no
+    bytes arrive, because signals go to the main thread.
     """
     reader, writer = socket.socketpair()
     with reader, writer:
@@ -74,10 +74,11 @@ class StopRequest:
     """Connection on which a rank passes a request on to the process that started it, and so to all other ranks."""
 
     def __init__(self, saved: Callable[[], str] | None) -> None:
-        """Wait for `with`.
+        """Create the request; signals are caught inside of `with`.
 
         Args:
-            saved: what is saved by now, in a sentence, for the rank that says it; None for the others.
+            saved: function that describes in a sentence what has been saved so far, on the rank that reports it; None
+                on the others.
         """
         self.asked = False
         self._grace = 0
@@ -91,7 +92,7 @@ class StopRequest:
         return self._grace == WARNED_GRACE
 
     def __enter__(self) -> StopRequest:
-        # A socket of the thread's own, which it may still read when `with` has ended.
+        # The thread gets a copy of the socket, which it may still read after `with` has ended.
         signals = self._catching.__enter__().dup()
         threading.Thread(target=self._listen, args=(signals,), daemon=True).start()
         return self
@@ -107,16 +108,17 @@ class StopRequest:
         self._catching.__exit__(kind, error, trace)
 
     def ask(self, grace: int = GRACE) -> None:
-        """Request the end of this rank, and through its starter of all ranks. A later request counts if it leaves more
-        time.
+        """Ask this rank to stop, and all other ranks through the process that started it.
+
+        A later request counts if it leaves more time.
 
         Args:
-            grace: seconds until the end.
+            grace: seconds until the rank is killed.
         """
         if grace <= self._grace:
             return
         self.asked, self._grace = True, grace
-        signal.alarm(grace)  # the kernel ends this process, also in a collective that never returns
+        signal.alarm(grace)  # the kernel ends this process, even in a collective that never returns
         if StopRequest.starter is not None:
             with suppress(BrokenPipeError):
                 StopRequest.starter.send_bytes(str(grace).encode())
@@ -126,10 +128,10 @@ class StopRequest:
     def _listen(self, signals: socket.socket) -> None:
         with signals:
             number = signals.recv(1)
-            if not number:  # this byte is the end of `with`
+            if not number:  # this byte says that `with` has ended
                 return
             self.ask(grace_of(number[0]))
-        # The process that started this one says it, if it is there.
+        # The process that started this one reports it, if it still runs.
         alone = multiprocessing.parent_process() is None or _orphaned()
         if not self._over.wait(self._grace - 0.5) and alone:
             self._say(f"the step did not end within {self._grace} s")
@@ -140,20 +142,18 @@ class StopRequest:
 
 
 def end_with_starter(at_once: bool = False) -> None:
-    """Send SIGTERM to this process when the process that started it is gone, even if that was killed.
+    """Let the kernel send SIGTERM to this process when the process that started it ends, even if it is killed.
 
     Args:
-        at_once: send SIGKILL instead. It is for ranks that a launcher starts again: after SIGTERM they would save, and
-            stop the ranks of the other hosts.
+        at_once: send SIGKILL instead, for ranks that a launcher restarts. After SIGTERM they would save, and stop the
+            ranks of the other hosts.
     """
     number = signal.SIGKILL if at_once else signal.SIGTERM
     threading.Thread(target=_follow, args=(os.getppid(), number), daemon=True).start()
 
 
 class TolerantStream:
-    """Text stream that drops its output if nobody can read it any more: a closed terminal, or a `tee` that Ctrl-C
-    ended.
-    """
+    """Text stream that drops its output if its reader is gone: a closed terminal, or a `tee` that Ctrl-C ended."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -182,7 +182,7 @@ class TolerantStream:
 
 
 def ignore_errors(file: TextIO) -> TextIO:
-    """Return a stream that never raises if it has no reader."""
+    """Return a stream that does not raise if its reader is gone."""
     return cast(TextIO, TolerantStream(file))
 
 
@@ -191,14 +191,14 @@ SILENCE = 9.0
 
 
 class Heartbeat:
-    """Printer of lines on stderr about the current activity and its duration, after each silence. Use it in `with`.
+    """Context manager that prints a line on stderr with the current activity and its duration after each silence.
 
     Args:
-        silence: seconds, by default SILENCE.
+        silence: seconds without output before a line is printed (None: SILENCE).
 
     Attributes:
-        doing: current activity; setting it restarts its clock.
-        until: whether another printer has taken over.
+        doing: current activity. Setting it restarts the clock.
+        until: function that returns whether another display has taken over.
     """
 
     def __init__(self, doing: str, silence: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
@@ -224,7 +224,7 @@ class Heartbeat:
             self._print(line)
 
     active: ClassVar[Heartbeat | None] = None
-    """Heartbeat inside of `with`. A line of `say_waiting` counts as its own."""
+    """Heartbeat whose `with` block is active. Lines of `say_waiting` count as output of it."""
 
     def __enter__(self) -> Heartbeat:
         self._thread.start()
@@ -253,7 +253,7 @@ class Heartbeat:
 
 
 def say_waiting(line: str) -> None:
-    """Print a line about what this process waits for. It counts as a line of the heartbeat."""
+    """Print a line about what this process waits for. It counts as output of the heartbeat."""
     (say if Heartbeat.active is None else Heartbeat.active.say)(line)
 
 
@@ -266,7 +266,7 @@ def say(line: str) -> None:
 def stop_signals(signals: socket.socket, most: int) -> list[int] | None:
     """Read up to `most` signals, and return those that ask to stop (None: the socket is closed).
 
-    Python writes every signal that it handles into the socket, also the timer of another thread's user.
+    Python writes every signal that it handles into the socket, including timers that other code has set.
     """
     numbers = signals.recv(most)
     return [number for number in numbers if number in STOP_SIGNALS] if numbers else None

@@ -1,7 +1,7 @@
 """Job scripts for SLURM and PBS, and their submission.
 
-A script starts the command again from its newest checkpoint after a failure, and asks for more time if the run was
-warned that its time is over and has saved.
+After a failure, a script restarts the command from its newest checkpoint. If the run was warned that its time is nearly
+over and has saved, the script submits itself again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shardlab.train.history import RECORD, WARNED, writing
 Scheduler = Literal["slurm", "pbs"]
 
 WARNING = 120
-"""Seconds before the end of its time at which a job gets SIGUSR1, so that it saves."""
+"""Seconds before the time limit of a job at which it receives SIGUSR1, so that it saves."""
 
 RESTARTS = 3
-"""Most restarts of a job that fails."""
+"""Largest number of restarts of a job that fails."""
 
 SCRIPT = "job.sh"
-"""Name of the job's script in the folder of its run."""
+"""Name of the job script in the folder of its run."""
 
 SHARDLAB = (sys.executable, "-m", "shardlab")
 
@@ -42,7 +42,7 @@ class SubmittedJob:
     """Request for a scheduler.
 
     Attributes:
-        command: command of every rank. It finds its world by the launcher's variables.
+        command: command of every rank, which reads its rank and world from the launcher's variables.
         name: name of the job.
         nodes, ranks_per_node: number of hosts, and of ranks on each.
         cpus_per_rank, gpus_per_node: CPUs of each rank, and GPUs of each host (None: the scheduler's default).
@@ -69,7 +69,7 @@ class SubmittedJob:
         """Refuse names that a scheduler would misread.
 
         Raises:
-            UserError: with the name.
+            UserError: if a name has other characters than are allowed.
         """
         names = {"--name": self.name, self.queue_option: self.queue, "--account": self.account}
         for option, value in names.items():
@@ -100,12 +100,12 @@ class SubmittedJob:
 
     @property
     def warned(self) -> str:
-        """Shell condition: the run has saved in this job after the warning that its time was nearly over."""
+        """Shell condition that the run has saved in this job after the warning that its time was nearly over."""
         return self._says(WARNED)
 
     @property
     def interrupted(self) -> str:
-        """Shell condition: the run was asked to stop in this job, by anybody, and has saved."""
+        """Shell condition that the run was asked to stop in this job, by whatever signal, and has saved."""
         return self._says('"interrupted"')
 
     def _says(self, words: str) -> str:
@@ -136,9 +136,9 @@ def submit(script: str, scheduler: Scheduler) -> str:
 
 @contextmanager
 def keep_script(script: str, run: Path) -> Generator[None]:
-    """Store the script of a job in the folder of its run, which belongs to the run from then on.
+    """Store the script of a job in the folder of its run, as a context manager.
 
-    If the block raises, the script of an earlier job stays, and a folder that was made for this one goes.
+    If the block raises, the script of an earlier job is kept, and a new folder is removed.
 
     Raises:
         UserError: when it cannot be written.
@@ -245,7 +245,7 @@ def _pbs(job: SubmittedJob) -> str:
 
 
 def _goes_on_under_pbs(job: SubmittedJob) -> list[str]:
-    """Return lines with which a job submits its own script again: under PBS only operators may requeue a job."""
+    """Return lines by which a job submits its script again, since under PBS only operators may requeue a job."""
     if job.run is None:
         return []
     script = shlex.quote(str(job.run / SCRIPT))
@@ -258,5 +258,5 @@ def _goes_on_under_pbs(job: SubmittedJob) -> list[str]:
 
 
 def _port(identity: str) -> str:
-    """Return the line that sets a port of the job's own, since several jobs may share a host."""
+    """Return the line that sets a port for this job, since several jobs may share a host."""
     return f'export MASTER_PORT=$((20000 + 10#0$(echo "${identity}" | tr -dc 0-9 | tail -c 5) % 20000))'

@@ -1,6 +1,6 @@
-"""Facts about a process's world from the environment variables of launchers.
+"""Rank, world size and hosts of a process, read from the environment variables of launchers.
 
-Variables of several launchers can be present at once. `srun --mpi=pmi2` sets PMI's beside its own, and a process of
+Variables of several launchers can be present at once. `srun --mpi=pmi2` also sets those of PMI, and a process of
 torchrun or mpiexec inherits those of the SLURM step in which its launcher runs. `innermost` ignores an outer step.
 """
 
@@ -19,11 +19,11 @@ from shardlab.common.errors import UserError
 from shardlab.common.text import counted
 
 MOST_HOSTS = 1 << 17
-"""Most hosts of a list, more than any cluster has: a damaged list is refused before it fills the memory."""
+"""Largest number of hosts in a list, more than any cluster has. A longer, damaged list is refused."""
 
 
 class Fact(NamedTuple):
-    """Number that a variable gives."""
+    """Value of an environment variable that is a number."""
 
     variable: str
     value: int
@@ -48,11 +48,11 @@ class LauncherFacts:
 
     Attributes:
         name: name of the launcher.
-        rank, world: rank of this process, and how many processes there are.
-        local_rank, local_world: the same numbers on its host (None: no variable has them).
+        rank, world: rank of this process, and number of processes.
+        local_rank, local_world: rank and number of processes on its host (None: no variable has them).
         hosts: number of hosts (None: no variable has it).
         first_host: name of rank 0's host (None: no variable has it).
-        unsure: how the variables contradict each other about `first_host` (empty: they do not).
+        unsure: contradiction between the variables about `first_host`, as text (empty: there is none).
     """
 
     name: str
@@ -82,7 +82,7 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
     """Read the facts of the innermost launchers, the most complete ones first; empty if none started this process.
 
     Raises:
-        UserError: if a variable has no number, or those of SLURM contradict each other.
+        UserError: if the value of a variable is not a number, or variables of SLURM contradict each other.
     """
     by_torchrun = _facts_of(TORCHRUN, environment)
     if by_torchrun is not None and from_torchrun(environment):
@@ -104,15 +104,15 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
 
 
 def from_torchrun(environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun, or `shardlab launch` in its place, has started this process and so set all variables."""
+    """Return whether torchrun or `shardlab launch` has started this process. They set all variables."""
     return "TORCHELASTIC_RUN_ID" in environment
 
 
 def number(environment: Mapping[str, str], variable: str) -> Fact | None:
-    """Read the number that a variable gives; None if it is not set.
+    """Read a variable whose value is a number; None if it is not set.
 
     Raises:
-        UserError: if it is no number.
+        UserError: if the value is not a number.
     """
     text = environment.get(variable)
     if text is None:
@@ -129,7 +129,7 @@ def slurm_step(environment: Mapping[str, str]) -> LauncherFacts | None:
     of the step's list.
 
     Raises:
-        UserError: when its variables contradict each other.
+        UserError: if its variables contradict each other.
     """
     rank, world = number(environment, "SLURM_PROCID"), number(environment, "SLURM_STEP_NUM_TASKS")
     if rank is None or world is None:
@@ -162,7 +162,7 @@ _HOST = rf"(?:[^\s,\[\]]|{_NUMBERS})+"
 
 
 def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
-    """Expand SLURM's list of hosts as `scontrol show hostnames` does, which a compute node may lack.
+    """Expand SLURM's list of hosts as `scontrol show hostnames` does. (Compute nodes may not have scontrol.)
 
     >>> expand_hosts("n[3-4,07],login")
     ['n3', 'n4', 'n07', 'login']
@@ -170,10 +170,10 @@ def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
     ['r1n09', 'r1n10', 'r2n09', 'r2n10']
 
     Args:
-        variable: the variable of this list.
+        variable: name of the variable that has the list, for messages.
 
     Raises:
-        UserError: when it is no such list, or names more than `MOST_HOSTS`.
+        UserError: if it is not such a list, or names more than `MOST_HOSTS` hosts.
     """
     if not re.fullmatch(rf"{_HOST}(?:,{_HOST})*", text):
         raise UserError(f"{variable} is {text!r}, which is no list of hosts such as n[3-4,07]; set MASTER_ADDR")
@@ -193,7 +193,7 @@ def expand_counts(text: str, variable: str) -> list[int]:
     """Expand SLURM's list of the tasks of each host, such as `2(x3),1`.
 
     Raises:
-        UserError: when it is no such list.
+        UserError: if it is not such a list.
     """
     counts: list[int] = []
     for words in text.split(","):
@@ -230,9 +230,9 @@ def _is_shell(environment: Mapping[str, str]) -> bool:
         return False
     task = environment.get("SLURM_TASK_PID", "")
     if task == str(os.getpid()):
-        return False  # the command itself was started by srun, and all tasks run it
+        return False  # srun started the command itself, and all tasks run it
     with suppress(OSError, ValueError, IndexError):
-        # The number of the terminal.
+        # Number of the terminal.
         return Path("/proc", task, "stat").read_text().rpartition(")")[2].split()[4] != "0"
     return True
 

@@ -1,7 +1,7 @@
 """Processes of this machine that begin together and end together.
 
-`run_processes` calls a function in several processes and waits for them: `RankProcesses` collects what they report,
-passes requests to stop on to all, kills those that do not end in time, and at last decides which failure is the cause.
+`run_processes` calls a function in several processes and waits for them: `RankProcesses` collects their reports,
+forwards requests to stop to all, kills those that do not end in time, and finally decides which failure is the cause.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ REPORT_SECONDS = 3.0
 """Seconds in which the other ranks may still report after one has failed."""
 
 REPEAT_SECONDS = 0.5
-"""Seconds in which a second signal counts as the first: `timeout` sends it to the process and to its group."""
+"""Seconds in which a second signal counts as the first, since `timeout` signals the process and then its group."""
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL error", "Broken pipe", "Timed out waiting")
-"""Messages of torch.distributed about another rank that has gone, or hangs."""
+"""Messages of torch.distributed about another rank that has ended or hangs."""
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether a rank failed only because another rank has gone."""
+    """Return whether a rank failed only because another rank has ended."""
     return isinstance(error, RuntimeError) and sounds_lost(str(error))
 
 
 def sounds_lost(text: str) -> bool:
-    """Return whether a rank's message is about another rank that has gone."""
+    """Return whether a message of a rank is about another rank that has ended."""
     return any(word in text for word in _LOST)
 
 
 class RankFailed(Exception):
-    """Failure of a rank, or a hang of all. The message ends with the traceback of that rank, if it raised.
+    """Failure of a rank, or a hang. If a rank raised an error, the message ends with its traceback.
 
     Attributes:
-        report: places of all ranks, if they were watched.
+        report: report of where all ranks were, if they were watched.
     """
 
     def __init__(self, message: str, report: str = "") -> None:
@@ -78,8 +78,8 @@ class _Report:
     Attributes:
         result: result of its function.
         time: time of its failure, in nanoseconds of a monotonic clock; 0 if it did not fail.
-        lost: whether it failed because another rank had gone.
-        sentence: message of a user's mistake.
+        lost: whether it failed because another rank had ended.
+        sentence: message of a `UserError`; empty for other errors.
         trace: the traceback.
     """
 
@@ -99,18 +99,19 @@ def run_processes(
 ) -> Result:
     """Call `function(rank, *arguments)` in `count` processes, and return rank 0's result.
 
-    If one fails, all end. If one of them, or this process, gets SIGINT, SIGTERM or SIGHUP, all get SIGTERM. A second
-    SIGINT or SIGTERM to this process ends them at once. When this process is killed, they get SIGTERM.
+    If one process fails, all are ended. If one of them, or this process, receives SIGINT, SIGTERM or SIGHUP, all
+    receive SIGTERM. A second SIGINT or SIGTERM to this process ends them at once. If this process is killed, they
+    receive SIGTERM.
 
     Args:
-        preload: modules that are imported once for all processes.
+        preload: names of modules that are imported once for all processes.
         function: function that is importable by name.
         watching: settings of the watch for hangs (None: no watch).
 
     Raises:
         RankFailed: if a rank raised, was killed, or made no progress in time.
         UserError: if a rank raised one.
-        KeyboardInterrupt: if the processes were asked to end and gave no result. The message has the reason if they
+        KeyboardInterrupt: if the processes were asked to end and returned no result. The message has the reason if they
             were killed.
     """
     context = multiprocessing.get_context("forkserver")
@@ -146,7 +147,7 @@ def run_processes(
 
 
 class RankProcesses:
-    """Processes of the ranks, as the process that started them sees them."""
+    """Started processes of the ranks, their reports and their ends."""
 
     def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch
@@ -155,8 +156,8 @@ class RankProcesses:
         self._pipes: dict[Connection, int] = {}
         self._answers: dict[int, _Report] = {}
         self._ended: dict[int, int] = {}  # exit codes, in the order in which they ended
-        self._killed: set[int] = set()  # ranks that had not ended by themselves
-        self._asked = self._end = float("inf")  # times of the request, and of the kill of the remaining ranks
+        self._killed: set[int] = set()  # ranks that did not end by themselves
+        self._asked = self._end = float("inf")  # times of the request to end, and of the kill of the remaining ranks
         self._grace = GRACE
         self._late = ""
 
@@ -168,7 +169,7 @@ class RankProcesses:
         return len(self._ended) < len(self._processes)
 
     def wait(self, others: Sequence[Any]) -> list[Any]:
-        """Wait for the next event, record what has happened to the ranks, and return the connections that are ready."""
+        """Wait for the next event, record reports and ends of ranks, and return the connections that are ready."""
         left = None if self._end == float("inf") else max(0.0, self._end - time.monotonic())
         looks = left is None and self._watch is not None
         ready: list[Any] = wait([*others, *self._pipes], self._watch.interval if looks and self._watch else left)
@@ -241,7 +242,7 @@ class RankProcesses:
         for rank in silent:
             if -self._ended[rank] in STOP_SIGNALS:
                 raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
-        if silent:  # later errors of the other ranks are only consequences
+        if silent:  # later errors of other ranks are only consequences
             code = next((self._ended[rank] for rank in silent if self._ended[rank] < 0), self._ended[silent[0]])
             alike = [rank for rank in silent if self._ended[rank] == code]
             raise self._failure(describe_end(alike, how_ended(code)))
@@ -249,12 +250,12 @@ class RankProcesses:
         raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
 
     def _note_end(self, rank: int) -> None:
-        """Record the end of a rank, and give the others REPORT_SECONDS to end too if it failed.
+        """Record the end of a rank. If it failed, the others have REPORT_SECONDS to end too.
 
-        The kernel closes the pipe of a rank that ends, even if the fork server is gone.
+        The kernel closes the pipe of a rank that ends, even if the fork server has ended.
         """
         process = self._processes[rank]
-        process.join(REPORT_SECONDS)  # wait for the exit code from the server that forked it, if the server still runs
+        process.join(REPORT_SECONDS)  # the exit code comes from the server that forked it, if the server still runs
         self._ended[rank] = process.exitcode or 0
         if self._ended[rank] or rank not in self._answers:
             self._look_at_others()
@@ -266,7 +267,7 @@ class RankProcesses:
             self._watch.ask_for_stacks()
 
     def _failure(self, verdict: str) -> RankFailed:
-        """Return a failure with a report on all ranks."""
+        """Return the error for a failure, with a report on all ranks."""
         if self._watch is None:
             return RankFailed(verdict)
         fates = {rank: how_ended(code) for rank, code in self._ended.items() if rank not in self._answers and code}
@@ -284,9 +285,9 @@ def how_ended(code: int) -> str:
 
 @contextmanager
 def _without_main(*objects: object) -> Generator[None]:
-    """Keep processes that are started in the block from importing the main module, unless an object is from there.
+    """Keep processes that are started in the block from importing the main module, unless an object comes from it.
 
-    Otherwise a script that trains without `if __name__ == "__main__":` would train in every rank.
+    Otherwise, a script that trains without `if __name__ == "__main__":` would start a training in every rank.
     """
     main = sys.modules["__main__"]
     if any(getattr(each, "__module__", "") == "__main__" for each in objects):
@@ -300,9 +301,7 @@ def _without_main(*objects: object) -> Generator[None]:
 
 
 def _start_forkserver() -> None:
-    """Start the server that forks the ranks. It ignores signals to its process group, because it reports how the ranks
-    ended.
-    """
+    """Start the server that forks the ranks. It ignores signals to its process group, so that it reports exit codes."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()
@@ -321,11 +320,11 @@ def _run_rank(
     arguments: Sequence[Any],
 ) -> None:
     """Call the function in a started process, and report its result."""
-    gc.freeze()  # a collection would visit all modules, and so copy the memory that is shared with the server
+    gc.freeze()  # a garbage collection would write to, and so copy, the memory that is shared with the server
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)  # no traceback of each rank: the process that started them reports
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # these were the server's settings
+            signal.signal(number, signal.SIG_DFL)  # ranks print no tracebacks: the process that started them reports
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the server's settings are inherited
     end_with_starter()
     StopRequest.starter = starter
     if progress is not None:

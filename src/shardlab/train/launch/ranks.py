@@ -8,7 +8,7 @@ sets up the device, the process group, and the threads of the rank. Further func
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
 # torch does not mark its stores as exported, and leaves some of its annotations out. Its import takes seconds, and the
-# process that starts ranks needs none.
+# process that starts the ranks does not need it.
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class LazyFunction(Generic[Result]):
-    """Function of a module that only the ranks import.
+    """Reference to a function whose module only the ranks import.
 
     Attributes:
         module: name of the module.
@@ -79,9 +79,9 @@ class Rendezvous:
     """Options of the rendezvous of ranks.
 
     Attributes:
-        bound: give each rank CPUs of its own.
+        bound: bind each rank to separate CPUs.
         timeout: time after which a rank that waits for another fails.
-        start: the same limit until all ranks of a launcher are connected.
+        start: the same limit while the ranks of a launcher connect.
         dynamo: import torch._dynamo once for all ranks that are started here; torch.compile and the classes of
             torch.optim need it.
     """
@@ -108,7 +108,7 @@ def device_of(local_rank: int, local_ranks: int) -> torch.device:
 
 
 def pick_device(ranks: int = 1) -> torch.device:
-    """Return the device of this process, or of the first of `ranks` that it will start.
+    """Return the device of this process, or of the first of `ranks` ranks if it will start them.
 
     Raises:
         UserError: if a launcher has started more ranks on this host than it has GPUs.
@@ -120,16 +120,16 @@ def pick_device(ranks: int = 1) -> torch.device:
 
 
 def device_type(ranks: int) -> str:
-    """Return the type of the device that `pick_device` picks, cuda or cpu. Without a GPU, torch is not imported."""
+    """Return the type of the device that `pick_device` returns, cuda or cpu. Without a GPU, torch is not imported."""
     return pick_device(ranks).type if gpu_count() else "cpu"
 
 
 ONE_GPU = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables with which a launcher shows each rank a single GPU, as `srun --gpus-per-task=1` does."""
+"""Variables by which a launcher makes a single GPU visible to each rank, as `srun --gpus-per-task=1` does."""
 
 
 def launched_ranks(otherwise: int) -> int:
-    """Return the number of processes that a launcher started; `otherwise` if none did."""
+    """Return the number of processes that a launcher has started; `otherwise` without a launcher."""
     environment = find_launch_environment(os.environ)
     return otherwise if environment is None or environment.world == 1 else environment.world
 
@@ -152,19 +152,19 @@ def run_ranks(
         watching: settings of the watch for hangs (None: no watch).
 
     Returns:
-        The result of this process's call, or of rank 0's if the ranks were started here.
+        The result of the call on this rank, or on rank 0 if the ranks were started here.
 
     Raises:
         RankFailed: if a rank that was started here failed, with the traceback of the first one, or hung. In the world
             of a launcher, a watch raises it on one rank of each host.
-        UserError: if a rank raised one, the launcher's world has another size, or its port is taken.
-        KeyboardInterrupt: if ranks that were started here were asked to end by a signal, and gave no result.
+        UserError: if a rank raised one, the launcher's world has another size, or its port is in use.
+        KeyboardInterrupt: if ranks that were started here were asked to end by a signal, and returned no result.
     """
     environment = find_launch_environment(os.environ)
-    # An interactive shell under srun is a world of one.
+    # An interactive shell under srun is a world of one rank.
     if environment is None or environment.world == 1 < ranks:
         if joining.bound:
-            divide_cpus(usable_cpus(), ranks)  # a refusal needs no ranks
+            divide_cpus(usable_cpus(), ranks)  # refuses too few CPUs before ranks start
         return _start_local(ranks, joining, watching, function, *arguments)
     if environment.world != ranks:
         raise UserError(
@@ -176,7 +176,7 @@ def run_ranks(
     from shardlab.train.launch.commands import RankExchange, default_ctrl_c, store_of
 
     if _elastic():
-        end_with_starter(_others_go_on())  # a launcher that was killed has ended none of its ranks
+        end_with_starter(_others_go_on())  # a launcher that is killed does not end its ranks
     device = _launched_device(environment)
     if environment.world > 1:
         require_own_devices(RankExchange(environment, joining.start).exchange(_identify(device)))
@@ -201,7 +201,7 @@ def require_own_devices(places: Sequence[str]) -> None:
     """Refuse ranks on different types of devices, which use different backends, and several ranks on one GPU.
 
     Raises:
-        UserError: with the ranks.
+        UserError: if there are such ranks. The message names them.
     """
     seen: dict[str, int] = {}
     kinds: dict[str, tuple[int, str]] = {}
@@ -210,7 +210,7 @@ def require_own_devices(places: Sequence[str]) -> None:
         kinds.setdefault(kind, (rank, host))
         if gpu and (first := seen.setdefault(place, rank)) != rank:
             raise UserError(
-                f"ranks {first} and {rank} compute on the same GPU of {host}; show each rank one of its own by "
+                f"ranks {first} and {rank} compute on the same GPU of {host}; show each rank a different GPU by "
                 "CUDA_VISIBLE_DEVICES (srun --gpus-per-task=1), or show all GPUs to all ranks"
             )
     if len(kinds) > 1:
@@ -222,7 +222,7 @@ def require_own_devices(places: Sequence[str]) -> None:
 
 
 LONGEST = 1e8
-"""Longest wait in seconds, three years: torch counts in nanoseconds."""
+"""Longest timeout in seconds, three years, since torch counts in nanoseconds."""
 
 
 def start_limit(timeout: float) -> timedelta:
@@ -231,19 +231,17 @@ def start_limit(timeout: float) -> timedelta:
 
 
 def torch_limit(timeout: float) -> timedelta:
-    """Return the time limit after which torch itself fails: later than the watchdog, which first reports which rank
-    hangs.
-    """
+    """Return the timeout of torch itself. It is longer than that of the watchdog, which reports which rank hangs."""
     return start_limit(timeout + 2 * START)
 
 
 PREFIX = "shardlab-ranks-"
 
 LOCK = "held"
-"""File in the folder of a rendezvous that its process keeps locked while it lives."""
+"""File in the folder of a rendezvous that its process keeps locked until it ends."""
 
 RESERVED_BYTES = 1 << 15
-"""Most bytes that ranks write there while they meet; reserved in advance, so that a full disk is noticed first."""
+"""Largest number of bytes that ranks write into the file. They are reserved first, so that a full disk is noticed."""
 
 
 @contextmanager
@@ -270,14 +268,14 @@ def rendezvous_file() -> Generator[Path]:
 
 
 def set_wakeups() -> bool:
-    """Set this thread, and those that it starts later, to take no core from another thread when they wake up.
+    """Keep this thread, and threads that it starts later, from preempting other threads when they wake up.
 
     gloo's own thread wakes up when a message arrives. Often the computing thread then holds the lock of the message's
-    connection, because it has just written there. If the waking thread takes the core, it finds the lock held and polls
-    it (`Pair::handleEvents` of gloo's `transport/tcp/pair.cc`) until its time slice is over: milliseconds for a message
-    of microseconds. Under SCHED_BATCH (sched(7)) a waking thread does not preempt a running one.
+    connection, because it has just written there. If the waking thread preempts it, it finds the lock held and polls it
+    (`Pair::handleEvents` of gloo's `transport/tcp/pair.cc`) until its time slice is over. A message of microseconds
+    then takes milliseconds. Under SCHED_BATCH (sched(7)) a waking thread does not preempt a running one.
 
-    A policy that the user has chosen stays. On other systems than Linux nothing changes.
+    A policy that the user has chosen is kept. On other systems than Linux, the function does nothing.
 
     Returns:
         Whether the policy was changed.
@@ -286,18 +284,18 @@ def set_wakeups() -> bool:
 
 
 def restore_wakeups() -> None:
-    """Set this thread, and those that it starts later, to take a core when they wake up, as is Linux's default.
+    """Let this thread, and threads that it starts later, preempt others when they wake up, as is Linux's default.
 
     Threads that compute an op together wait for each other at its end. If one of them has slept and has to wait for a
-    core that another process uses, all of them wait. Threads that were started before keep their policy.
+    core that another process uses, all of them wait. Threads that are already running keep their policy.
     """
     _change_policy("SCHED_BATCH", "SCHED_OTHER")
 
 
 _REQUESTED = re.compile(r"(?:[Tt]ried to allocate|unable to mmap) (\d+ bytes|[\d.]+ [KMG]iB)")
-"""Text of torch about the requested memory."""
+"""Pattern of torch's message about the requested memory."""
 
-_THREAD = "can't start new thread"  # an error without a stack
+_THREAD = "can't start new thread"  # raised without a traceback
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -309,7 +307,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(rank: int, device: torch.device, error: BaseException) -> UserError:
-    """Return the error of a rank without memory: what it asked for, what it had, and the remedy."""
+    """Return the error of a rank that is out of memory, with the requested and the available memory and the remedy."""
     found = _REQUESTED.search(str(error))
     asked = found[1] if found else "memory"
     if asked.endswith(" bytes"):
@@ -333,7 +331,7 @@ _LARGEST = 32 * 2**20  # the most that glibc takes: HEAP_MAX_SIZE / 2 of its mal
 
 
 def memory_limit() -> int | None:
-    """Return the bytes of private memory that this process may take by `ulimit -d` and `-v`; None without a limit."""
+    """Return the limit of this process's private memory in bytes (`ulimit -d` and `-v`); None without a limit."""
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
     return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)
 
@@ -341,15 +339,15 @@ def memory_limit() -> int | None:
 def set_heap() -> None:
     """Make glibc keep freed memory for the next step, or return every large block if the process has a memory limit.
 
-    A training step takes and frees the same memory again and again. By default glibc returns the free end of the heap
-    to the system (mallopt(3), M_TRIM_THRESHOLD) and asks for large blocks one by one (M_MMAP_THRESHOLD), so every step
-    touches new pages, which the system fills with zeros.
+    Every training step allocates and frees the same memory. By default glibc returns the free end of the heap to the
+    system (mallopt(3), M_TRIM_THRESHOLD) and asks for large blocks one by one (M_MMAP_THRESHOLD), so every step touches
+    new pages, which the system fills with zeros.
 
     Freed memory is not always reused: torch asks for aligned blocks, and glibc before 2.38 seldom returns one from
-    where it was freed, so a heap can grow to several times of what lives in it. A process with a memory limit is
-    therefore slower instead.
+    where it was freed, so a heap can grow to several times the memory in use. With a memory limit, large blocks are
+    therefore returned, which is slower.
 
-    On other systems than glibc nothing changes.
+    Without glibc, the function does nothing.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -373,7 +371,7 @@ def _launched_device(environment: LaunchEnvironment) -> torch.device:
     ranks = environment.local_world or local_rank + 1
     shown = next((f"{name} is {os.environ[name]!r}" for name in ONE_GPU if name in os.environ), "")
     if gpus == 1 and shown:
-        return device_of(0, 1)  # the rendezvous checks that no other rank has this GPU
+        return device_of(0, 1)  # the rendezvous checks that no other rank has the same GPU
     if 0 < gpus < ranks:
         raise UserError(
             f"rank {environment.rank} is number {local_rank} of {ranks} on its host and sees {counted(gpus, 'GPU')} "
@@ -384,14 +382,12 @@ def _launched_device(environment: LaunchEnvironment) -> torch.device:
 
 
 def _identify(device: torch.device) -> str:
-    """Return a string, in JSON, that tells the device of a rank from all others: its type, the host, and the GPU's
-    identity.
-    """
+    """Return the identity of a rank's device as JSON: its type, the host, and the GPU's UUID."""
     import torch
 
     found: Any = cast(Any, torch.cuda).get_device_properties(device) if device.type == "cuda" else None
     gpu = "" if found is None else str(getattr(found, "uuid", ""))
-    slices = any("MIG" in os.environ.get(name, "") for name in ONE_GPU)  # slices of one GPU may have its identity
+    slices = any("MIG" in os.environ.get(name, "") for name in ONE_GPU)  # slices of one GPU may have the same UUID
     return json.dumps((device.type, socket.gethostname(), "" if slices else gpu))
 
 
@@ -435,12 +431,12 @@ def _rendezvous(
     from shardlab.execute.transport.neighbours import connect_neighbours
 
     if joining.bound:
-        bind(environment)  # this must precede the threads of the process group
+        bind(environment)  # must run before the threads of the process group start
     changed = False
     if device.type == "cpu":
-        torch.set_num_threads(1)  # until all ranks have exchanged their CPUs
+        torch.set_num_threads(1)  # until the ranks have exchanged their CPUs
         set_heap()
-        changed = set_wakeups()  # this must precede these threads as well
+        changed = set_wakeups()  # must run before these threads start as well
     else:
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -461,7 +457,7 @@ def _rendezvous(
         dist.all_gather_object(shares, mine)
         torch.set_num_threads(threads := threads_of(shares))
         if changed and threads > 1:
-            restore_wakeups()  # this is for the compute threads, which are started later
+            restore_wakeups()  # for the compute threads, which start later
 
 
 def _call(rank: int, device: torch.device, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -491,7 +487,7 @@ def _elastic() -> bool:
 
 
 def _create_lock(folder: Path) -> FileIO:
-    """Create the locked file of a folder. It gets its name after it is locked, so that nobody finds it unlocked."""
+    """Create the locked file of a folder. It is renamed after it is locked, so that no process finds it unlocked."""
     new = folder / "new"
     new.write_bytes(bytes(RESERVED_BYTES))
     held = FileIO(new, "ab")
@@ -504,13 +500,13 @@ def _lock(file: FileIO) -> bool:
     """Lock a file and return True, unless another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # on a file system without locks, no process removes stale folders
+    except OSError:  # without locks, no process removes stale folders
         return False
     return True
 
 
 def _remove_stale(temporary: Path) -> None:
-    """Remove folders of processes that were killed before they could do so."""
+    """Remove folders of processes that were killed before they could remove them."""
     for held in temporary.glob(f"{PREFIX}*/{LOCK}"):
         try:
             file = FileIO(held, "ab")
@@ -525,7 +521,7 @@ def _disk_error(error: OSError) -> UserError:
     why = error.strerror or str(error)
     return UserError(
         f"ranks meet at a file in the folder for temporary files, which cannot be written ({error.filename}: {why}); "
-        "make room there, or name another folder in the environment variable TMPDIR"
+        "free some space there, or name another folder in the environment variable TMPDIR"
     )
 
 

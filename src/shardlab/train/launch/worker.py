@@ -1,5 +1,4 @@
-"""Program that becomes a rank of `shardlab launch`: it sets the variables of the rank and replaces itself by the
-command.
+"""Program that becomes a rank of `shardlab launch`: it sets the rank's variables and replaces itself by the command.
 
 `python -m shardlab.train.launch.worker [--bind] COMMAND ...`
 """
@@ -21,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def as_program(command: Sequence[str]) -> list[str]:
-    """Return the words with which a command is started. A Python file is run by this Python.
+    """Return the arguments with which a command is started. A Python file is run by this Python interpreter.
 
     Raises:
         UserError: if there is no such program.
@@ -40,10 +39,10 @@ def become(environment: LaunchEnvironment, command: Sequence[str], *, bound: boo
     """Replace this process by a command, with the environment variables of its rank.
 
     Args:
-        bound: keep it on CPUs that no other rank of this host has.
+        bound: bind it to CPUs that no other rank of this host uses.
 
     Raises:
-        UserError: when it cannot be bound, or the command cannot be started.
+        UserError: if it cannot be bound, or the command cannot be started.
     """
     if bound:
         bind(environment)
@@ -57,7 +56,7 @@ def become(environment: LaunchEnvironment, command: Sequence[str], *, bound: boo
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    """Become the command, in the world that the launcher's variables describe."""
+    """Become the command of a rank in the world of the launcher's variables."""
     end_with_parent()
     environment = find_launch_environment(os.environ)
     assert environment is not None, "the agent sets the variables"
@@ -69,7 +68,7 @@ def main(words: Sequence[str]) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to send SIGTERM to this process, or to what replaces it, when its parent is gone."""
+    """Ask the kernel to send SIGTERM to this process, or to the program that replaces it, when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
