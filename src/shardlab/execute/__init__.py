@@ -3,8 +3,8 @@
 Read `executor` first: it turns each op of a rank's tape into one call. `state` has the rank's tensors, and
 `tape_analysis` the facts of the tape that are known before it runs. `compute_ops`, `update_ops` and `communication_ops`
 have the call of each kind of op. `optimizers` updates slices of parameters, `transport` moves tensors between ranks,
-and `recording` measures real steps. Torch is imported with the first of the names below, because some modules need
-none.
+and `recording` measures real steps. Torch is imported when one of the names below is first used, because some modules
+do not need it.
 """
 
 from typing import TYPE_CHECKING

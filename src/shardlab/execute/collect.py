@@ -1,4 +1,4 @@
-"""Weights across ranks: one layer gathered on one rank, and averages in place of the weights.
+"""Weights across ranks: gather a layer on one rank, and replace weights by their averages.
 
 `gather_layer` serves checkpoints and sampling. `averaged_weights` serves evaluation with an exponential moving average
 (EMA): each rank keeps the averages of the slices that it updates, and sends them to the ranks that keep the same
@@ -33,7 +33,7 @@ def gather_layer(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer
 
     Args:
         state: this rank's tensors.
-        slices: for each (layer, slices held) that this rank loads, the tensor of these slices.
+        slices: tensors that this rank loads, by (layer, slices held).
         layer: number of the layer.
         to: rank that receives the buffer.
 
@@ -49,7 +49,7 @@ def gather_layer(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer
             if source == state.rank:
                 part = slices[layer, holds][at : at + stop - start]
                 if flat is None:
-                    dist.send(part.to(device), to)  # it may be kept on the host, where NCCL sends nothing
+                    dist.send(part.to(device), to)  # it may be on the host, from which NCCL cannot send
                 else:
                     flat[start:stop] = part
             elif flat is not None:
@@ -64,10 +64,10 @@ def gather_layer(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer
 
 @contextmanager
 def averaged_weights(state: State) -> Generator[None, None, None]:
-    """Replace the weights that this rank keeps by their averages, for as long as the block takes.
+    """Replace the weights that this rank keeps by their averages inside of the context.
 
     Each rank has the averages of the slices that it updates, and receives those of the other slices that it keeps. All
-    ranks enter together.
+    ranks enter the context together.
     """
     places, device = state.analysis.kept.place_of, state.settings.device
     weights = {
@@ -101,7 +101,7 @@ def _owners(program: Program, layer: int) -> list[tuple[int, Holds]]:
 
 
 def _write_averages(state: State) -> None:
-    """Write every average where its slices are kept: a rank that has it sends it to the ranks that lack it."""
+    """Write every average over its weights. Ranks that lack it receive it from a rank that has it."""
     shapes, ranks = state.shapes, range(dist.get_world_size())
     updated = [_slices_of(state, rank, OpKind.UPDATE) for rank in ranks]
     loaded = [_slices_of(state, rank, OpKind.LOAD_WEIGHT) for rank in ranks]
@@ -127,9 +127,9 @@ def _write_averages(state: State) -> None:
 
 
 def _average_of(state: State, layer: int, holds: Holds) -> Tensor:
-    """Return the average of slices that this rank updates, on the device; before the first step, the weights."""
+    """Return the average of slices that this rank updates, on the device. Before the first step it is the weights."""
     optimizer, owner = state.opt_states[layer, holds], state.analysis.kept.memory_of(layer, holds)
-    if owner is not None:  # updates get copies of weights that are kept elsewhere, and these copies are gone
+    if owner is not None:  # updates use copies of weights that are kept elsewhere, and these copies are freed
         kept = state.kept[owner]
         optimizer.carry([kept[start:stop] for start, stop in state.shapes.places(layer, owner[1], holds)])
     return optimizer.average.to(state.settings.device)
@@ -146,8 +146,8 @@ def _overlaps(a: Ranges, b: Ranges) -> list[tuple[int, int, int]]:
     """Return (start in the first tensor, start in the second, length) of each run that two tensors share.
 
     Args:
-        a: ranges of the flat buffer that lie one after the other in the first tensor.
-        b: those of the second tensor.
+        a: ranges of the flat buffer that the first tensor stores, in order.
+        b: ranges that the second tensor stores, in order.
     """
     overlaps: list[tuple[int, int, int]] = []
     here = 0

@@ -1,4 +1,8 @@
-"""Communication ops of a tape: each starts at once and returns a function that waits for its result."""
+"""Communication ops of a tape.
+
+For each kind, a function prepares the op once and returns the call of each step. The call starts the communication, and
+returns a function that waits for its result.
+"""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.
@@ -21,19 +25,20 @@ from shardlab.language import Kind, Op, OpKind, Spec
 from shardlab.language.rules.kinds import ROW_KINDS, bits
 from shardlab.models.tensors.attention import index_tensor
 
-# ALL_TO_ALL on tensors: each member sends every other one what it holds of that one's result.
+# ALL_TO_ALL of tensors: each member sends to every other member the part of its tensor that the other's result has.
 
 
 Places = tuple[Tensor, ...]
-"""Indices of some of a tensor's elements, a grid for each dim that is chosen from."""
+"""Indices of elements of a tensor: an index grid for each of its first dims."""
 
 
 def all_to_all_pieces(
     state: State, links: Communicator, at: int, op: Op, members: Sequence[Spec], received: Sequence[Spec]
 ) -> Callable[[], Wait]:
-    """Start the exchange; `members` are the specs that the group's ranks give, `received` those that they receive.
+    """Prepare an exchange of pieces. `members` has the spec of each member's input, `received` that of its output.
 
-    Equal parts go to all members: the cells and the pieces of an index that both sides hold.
+    A member sends each other member the cells and pieces that both its input and the other's output hold. All these
+    parts have the same size.
     """
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
@@ -63,18 +68,18 @@ def all_to_all_pieces(
 
 
 def _common(one: Spec, other: Spec) -> Spec:
-    """Return the part of a tensor that two of its values both hold."""
+    """Return the spec of the part that two values of one tensor have in common."""
     names = {index for index, _ in (*one.form.slices, *other.form.slices)}
     slices = tuple(sorted((index, one.pieces(index) & other.pieces(index)) for index in names))
     return one._replace(form=one.form.but(slices=slices), cells=one.cells & other.cells)
 
 
 def _places(state: State, spec: Spec, part: Spec) -> Places:
-    """Where the elements of a part lie in the tensor of a value that holds it."""
+    """Return the indices of a part's elements in the tensor of a value that contains it."""
     shapes, device = state.shapes, state.settings.device
     held = list(bits(spec.microbatches))
     rows = [held.index(m) for m in bits(part.microbatches)]
-    if shapes.model.is_buffers(spec.layer):  # experts' buffers: of each microbatch, one expert's after the other's
+    if shapes.model.is_buffers(spec.layer):  # buffers of experts: by microbatch, then by expert
         of = spec.form.space.count("expert")
         experts = shapes.model.activation_shape(spec.layer)[0] // of
         here = list(bits(spec.pieces("expert")))
@@ -86,9 +91,9 @@ def _places(state: State, spec: Spec, part: Spec) -> Places:
 
 
 def _features(shapes: Shapes, spec: Spec, part: Spec) -> list[int]:
-    """Where the features of some pieces of heads lie among those of the pieces that a value holds.
+    """Return the indices of the features of some pieces of heads among the features of a value.
 
-    Both hold runs of whole heads; a piece alone may be finer than a head.
+    Both consist of consecutive whole heads, although a single piece may be smaller than a head.
     """
     of = spec.form.space.count("head")
     held, wanted = (list(bits(each.pieces("head"))) for each in (spec, part))
@@ -107,9 +112,9 @@ Start = Callable[[], Wait]
 
 
 def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """In place where nobody reads the input any more, but weights into their buffer.
+    """Prepare an ALL_REDUCE or REDUCE: in place if no op reads the input later; weights are reduced in their buffer.
 
-    A REDUCE as well: it writes over its tensor on all ranks, also where the root alone receives.
+    A REDUCE overwrites its tensor on all ranks, although only the root receives the result.
     """
     (given,), values, group = op.inputs, state.values, op.group
     in_place = at in state.analysis.in_place.first_input
@@ -133,7 +138,7 @@ def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 
 def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """Weights into their buffer, other values into new room; a GATHER does the same on the root alone."""
+    """Prepare an ALL_GATHER, or a GATHER on the root: weights into their buffer, other values into new memory."""
     (given,), values, group = op.inputs, state.values, op.group
     assert group is not None
     transport = links.transports[group]
@@ -170,14 +175,14 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 
 def _received(state: State, op: Op) -> list[Spec]:
-    """Return the descriptions of the values that the members of a collective receive, in the group's order."""
+    """Return the spec of each member's output of a collective, in group order."""
     checked = state.checked
     members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
     return [checked.specs[rank][checked.program.tapes[rank][at].outputs[0]] for rank, _, at in members]
 
 
 def _given(state: State, op: Op) -> list[Spec]:
-    """Return the descriptions of the values that the members of a collective give, in the group's order."""
+    """Return the spec of each member's input of a collective, in group order."""
     checked = state.checked
     members = checked.communications[checked.communication_of[state.rank][op.handle]].participants
     return [checked.specs[rank][checked.program.tapes[rank][at].inputs[0]] for rank, _, at in members]
@@ -186,7 +191,7 @@ def _given(state: State, op: Op) -> list[Spec]:
 def _gather_apart(
     state: State, gather: Callable[[Sequence[torch.Tensor], torch.Tensor], Wait], op: Op, join: Join
 ) -> Start:
-    """Pieces that lie apart in the whole: they are copied there once all have come."""
+    """Prepare a gather whose pieces are not contiguous in the result. They are copied there once all have arrived."""
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
 
@@ -205,7 +210,7 @@ def _gather_apart(
 
 
 def places_of(state: State, op: Op) -> list[int]:
-    """For each piece of a gather, in the order in which the members give them, its place in the whole."""
+    """Return the index in the result of each piece of a gather, in the order in which the members send the pieces."""
     members, whole = _given(state, op), state.specs[op.outputs[0]]
     of = math.lcm(whole.holds.of, *(member.holds.of for member in members))
     given = [list(bits(_pieces(member, of))) for member in members]
@@ -214,14 +219,14 @@ def places_of(state: State, op: Op) -> list[int]:
 
 
 def _pieces(member: Spec, of: int) -> int:
-    """Return the pieces that a member gives as a bit set: microbatches, or some of the `of` slices of a layer."""
+    """Return the pieces of a member's input as a bit set: its microbatches, or its slices out of `of` of a layer."""
     if member.kind in ROW_KINDS:
         return member.microbatches
     return member.holds.refined(of).mask
 
 
 def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """This member's slice of the sum; of rows and tokens, in pieces that are first laid one after the other."""
+    """Prepare a REDUCE_SCATTER. For rows and tokens, the pieces of the input are first copied into group order."""
     (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
     assert group is not None
     spec = state.specs[given]
@@ -243,7 +248,7 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 
 def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """The root's own tensor, into new room on the others."""
+    """Prepare a BROADCAST of the root's tensor, into new memory on the other ranks."""
     values, group = state.values, op.group
     assert group is not None
     transport, root = links.transports[group], group.ranks.index(op.root)
@@ -259,7 +264,7 @@ def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 
 def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """Equal parts of the root's tensor, by their first dim, into new room."""
+    """Prepare a SCATTER of equal parts of the root's tensor along its first dim, into new memory."""
     (output,), values, group = op.outputs, state.values, op.group
     assert group is not None
     transport, root = links.transports[group], group.ranks.index(op.root)
@@ -280,18 +285,18 @@ def barrier(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 
 def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """Experts' buffers, into new room."""
+    """Prepare an ALL_TO_ALL of the buffers of experts, into new memory."""
     return all_to_all_pieces(state, links, at, op, _given(state, op), _received(state, op))
 
 
 def send(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """The value's tensor, which the tape keeps unchanged until the wait."""
+    """Prepare a SEND. The tape does not change the value's tensor before the wait."""
     given, values, to, batch = op.inputs[0], state.values, op.peer, op.batch
     return lambda: links.send(values[given].contiguous(), to, batch)
 
 
 def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """Into new room of the shape that the message has."""
+    """Prepare a RECV, into new memory."""
     output, values, source, batch = op.outputs[0], state.values, op.peer, op.batch
 
     def start() -> Wait:
@@ -302,7 +307,7 @@ def recv(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 
 def copied(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """Into room elsewhere or on the device; what an optimizer keeps moves there with all that refers to it."""
+    """Prepare a copy between device, host and disk. An optimizer state is moved instead, together with its views."""
     (given,), (output,), values = op.inputs, op.outputs, state.values
 
     def start() -> Wait:
@@ -332,14 +337,14 @@ START: dict[OpKind, Callable[[State, Communicator, int, Op], Start]] = {
 }
 
 
-# Collectives of one batch on torch.distributed: they run as one, on one tensor.
+# Collectives of one batch run as a single collective of torch.distributed, on one tensor.
 
 
 StartTogether = Callable[[State, Communicator, Sequence[Op]], Start]
 
 
 def once(wait: Wait) -> Wait:
-    """Wait at the first call; later ones have nothing to wait for."""
+    """Return a function that calls `wait` the first time it is called, and later does nothing."""
     waits = [wait]
 
     def first() -> None:
@@ -350,7 +355,7 @@ def once(wait: Wait) -> Wait:
 
 
 def all_reduce_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
-    """Where backward passes have put the gradients side by side, there; otherwise in a copy."""
+    """Prepare several ALL_REDUCEs as one: in place if the gradients are adjacent in memory, else in a copy."""
     values, group, reduction = state.values, ops[0].group, ops[0].reduction
     assert group is not None
     lengths = _lengths(state, [op.inputs[0] for op in ops])
@@ -368,7 +373,7 @@ def all_reduce_together(state: State, links: Communicator, ops: Sequence[Op]) ->
 
 
 def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
-    """Each member's pieces one after the other; they are put together where they belong once all have come."""
+    """Prepare several ALL_GATHERs as one. Received pieces are copied into the results once all have arrived."""
     values, group = state.values, ops[0].group
     assert group is not None
     lengths = _lengths(state, [op.inputs[0] for op in ops])
@@ -399,7 +404,7 @@ def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) ->
 
 
 def reduce_scatter_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
-    """Start several reduce_scatters as one. The parts for each member lie side by side in a copy."""
+    """Prepare several REDUCE_SCATTERs as one. The parts for each member are concatenated in a copy."""
     values, group = state.values, ops[0].group
     assert group is not None
     lengths = _lengths(state, [op.outputs[0] for op in ops])
@@ -413,7 +418,7 @@ def reduce_scatter_together(state: State, links: Communicator, ops: Sequence[Op]
         wait = links.wait_of(links.transports[group].reduce_scatter([mine], [given]))
         delivered = _delivered(state, ops, torch.split(mine, lengths), wait)
 
-        def finish(_: Tensor = given) -> None:  # which stays as long as it is sent
+        def finish(_: Tensor = given) -> None:  # keeps the tensor alive while it is sent
             delivered()
 
         return finish
@@ -426,7 +431,7 @@ def _lengths(state: State, numbers: Sequence[int]) -> list[int]:
 
 
 def _delivered(state: State, ops: Sequence[Op], results: Sequence[Tensor], wait: Wait) -> Wait:
-    """Give each op its result; weights have rooms of their own, to which they are copied when they have come."""
+    """Store the result of each op. Weights are copied into their own buffers once they have arrived."""
     analysis, values = state.analysis, state.values
     elsewhere: list[tuple[Tensor, Tensor]] = []
     for op, result in zip(ops, results, strict=True):
@@ -449,4 +454,4 @@ START_TOGETHER: dict[OpKind, StartTogether] = {
     OpKind.ALL_GATHER: all_gather_together,
     OpKind.REDUCE_SCATTER: reduce_scatter_together,
 }
-"""By the kind of a batch's collectives."""
+"""Functions that prepare a batch of collectives, by the kind of the collectives."""

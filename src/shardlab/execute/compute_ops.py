@@ -1,8 +1,8 @@
 """Compute ops: for each kind, a function that prepares the op once and returns the call that each step makes.
 
-`COMPUTE` lists them. A call reads and writes `State.values`, the tensors by value number. A forward pass keeps what its
-backward pass reads, and the backward pass empties it. A backward pass looks its weight up anew, because a gathered
-weight may lie elsewhere by then.
+`COMPUTE` lists them. A call reads and writes `State.values`, the tensors by value number. A forward pass saves the
+tensors that its backward pass reads, and the backward pass frees them. A backward pass looks up its weight again,
+because a gathered weight may be in another buffer by then.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -35,13 +35,13 @@ Waiting = list[tuple[AddGradients, Tensor, Tensor]]
 
 
 def forward(state: State, at: int, op: Op) -> Instruction:
-    """Run a layer, and keep what its backward pass reads if the tape saves it. A RECOMPUTE makes only the latter."""
+    """Run a layer, and save the tensors that its backward pass reads if the tape says so. A RECOMPUTE only saves."""
     (x, weight, *carried), values, passes = op.inputs, state.values, state.passes[op.layer]
     saves = state.specs[op.outputs[-1]].kind is Kind.SAVED
     outputs, saved = op.outputs[: len(op.outputs) - saves], op.outputs[-1]
     share, run_of_layer = state.share(op), state.model.run(op.layer)
     factor = state.analysis.gradient_factor.get(saved) if run_of_layer.affine else None
-    # The input stays for the second half of a split backward pass, as the model counts it.
+    # The second half of a split backward pass reads the input, and the memory model counts it.
     stays = at in state.analysis.halved and run_of_layer.keeps_input
     over = at in state.analysis.last_reads and not stays
 
@@ -54,7 +54,7 @@ def forward(state: State, at: int, op: Op) -> Instruction:
         if saves:
             values[saved] = kept
             if over:
-                values[x] = None  # the kept tensors hold what is still needed
+                values[x] = None  # the saved tensors include what is still needed
 
     return run
 
@@ -118,7 +118,7 @@ def attend(state: State, at: int, op: Op) -> Instruction:
 
 
 def attend_backward(state: State, at: int, op: Op) -> Instruction:
-    """Compute what one part of the keys and values adds to the queries' gradient, and the gradient of that part."""
+    """Compute the gradients of one part of the keys and values, and its contribution to the queries' gradient."""
     (queries, keys_values, attention_output, gradient), outputs, values = op.inputs, op.outputs, state.values
     part, mask = _heads(state, op.layer, state.specs[queries]), _mask(state, op)
     tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
@@ -139,21 +139,21 @@ def merge(state: State, op: Op) -> Instruction:
 
 
 def load_weight(state: State, at: int, op: Op) -> Instruction:
-    """Bind the slice of weights that the rank keeps."""
+    """Store the slice of weights that the rank keeps as a value of the tape."""
     assert op.holds is not None
     kept, (weight,), values = state.kept[op.layer, op.holds], op.outputs, state.values
     return lambda: values.__setitem__(weight, kept)
 
 
 def load_opt_state(state: State, at: int, op: Op) -> Instruction:
-    """Bind the optimizer state that the rank keeps."""
+    """Store the optimizer state that the rank keeps as a value of the tape."""
     assert op.holds is not None
     kept, (opt_state,), values = state.opt_states[op.layer, op.holds], op.outputs, state.values
     return lambda: values.__setitem__(opt_state, kept)
 
 
 def scale(state: State, at: int, op: Op) -> Instruction:
-    """Multiply a gradient by a number that depends on the step's tokens; in place if nobody else reads it."""
+    """Multiply a gradient by a factor that depends on the step's tokens; in place if no other op reads it."""
     (given,), (output,), values, factor = op.inputs, op.outputs, state.values, op.factor
     in_place = at in state.analysis.in_place.first_input
     assert factor is not None
@@ -166,7 +166,7 @@ def scale(state: State, at: int, op: Op) -> Instruction:
 
 
 def cast(state: State, at: int, op: Op) -> Instruction:
-    """Cast a value to another dtype, always in memory of its own; a weight goes into a buffer."""
+    """Cast a value to another dtype, always in new memory, or in a buffer for a weight."""
     (given,), (output,), values = op.inputs, op.outputs, state.values
     dtype, slot = state.dtype(state.specs[output]), state.analysis.slot.get(output)
 
@@ -185,7 +185,7 @@ def zero_gradient(state: State, at: int, op: Op) -> Instruction:
 
 
 def load_batch(state: State, at: int, op: Op) -> Instruction:
-    """Load the tokens of some microbatches, one after the other."""
+    """Load the tokens of some microbatches, concatenated."""
     assert op.holds is not None
     output, values = op.outputs[0], state.values
 
@@ -207,7 +207,7 @@ def loss_stats(state: State, at: int, op: Op) -> Instruction:
 
 
 def loss(state: State, at: int, op: Op) -> Instruction:
-    """Compute the cross-entropy, each token weighted by 1 / tokens of the step, so that sums over ranks are means.
+    """Compute the cross-entropy. Each token has the weight 1 / (tokens of the step), so that sums over ranks are means.
 
     Without an output on the tape, no gradient is computed.
     """
@@ -215,9 +215,9 @@ def loss(state: State, at: int, op: Op) -> Instruction:
     spec = state.specs[x]
     microbatches = spec.microbatches.bit_count()
     owned = [state.loss_owners[cell] == (state.rank, at) for cell in bits(spec.cells)]
-    slices = len(owned) // microbatches  # pieces of each sequence, which are summed one by one
+    slices = len(owned) // microbatches  # slices of each sequence, whose losses are summed separately
     if spec.whole_sequences and owned == [mine for mine in owned[::slices] for _ in range(slices)]:
-        owned, slices = owned[::slices], 1  # no other rank reports a part of the batch
+        owned, slices = owned[::slices], 1  # no other rank reports any part of the batch
     first = state.first_token(spec) if stats else 0
 
     def apart(whole: Tensor, dim: int = 0) -> list[Tensor]:
@@ -258,7 +258,7 @@ def loss(state: State, at: int, op: Op) -> Instruction:
 
 
 def add(state: State, at: int, op: Op) -> Instruction:
-    """Add two gradients; in place if nobody else reads the first one."""
+    """Add two gradients; in place if no other op reads the first one."""
     term = state.specs[op.inputs[0]].form.term
     if term is not None and term.merged:
         return merge(state, op)
@@ -266,7 +266,7 @@ def add(state: State, at: int, op: Op) -> Instruction:
     fused, in_place = at in state.analysis.in_place.fused, at in state.analysis.in_place.first_input
 
     def run() -> None:
-        if fused:  # BACKWARD has added its gradient to the older one: both values are that buffer
+        if fused:  # BACKWARD has already added its gradient to the older one, so both values are one buffer
             values[output] = values[a]
         else:
             values[output] = values[a].add_(values[b]) if in_place else values[a] + values[b]
@@ -275,7 +275,7 @@ def add(state: State, at: int, op: Op) -> Instruction:
 
 
 def free(state: State, at: int, op: Op) -> Instruction:
-    """Drop a value; for an activation also what its layer keeps for the backward pass."""
+    """Drop a value. With an activation, the tensors that its layer has saved for the backward pass are dropped too."""
     number, values = op.inputs[0], state.values
     saved, slot = state.analysis.saved_of[number], state.analysis.empties.get(at)
     kept = state.analysis.leaves_room.get(at)
@@ -319,7 +319,7 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
 
 
 def gradient_buffer(state: State, at: int, op: Op) -> Callable[[], Tensor]:
-    """Prepare the buffer for a layer's gradient: zeros, or the older gradient to which it is added."""
+    """Prepare the buffer of a layer's gradient: zeros, or the older gradient to which it is added."""
     total = state.analysis.in_place.accumulates.get(at)
     number, values = op.outputs[0], state.values
     spec = state.specs[number]
@@ -338,12 +338,12 @@ def gradient_views(gradient: Tensor, layout: LayerLayout) -> Sequence[Tensor]:
     """Return the views of a layer's gradient. They are made once and stored with the gradient."""
     kept = vars(gradient)
     if "views" not in kept:
-        kept["views"] = parameter_views(layout, gradient.data)  # views of the tensor itself would keep it, and it them
+        kept["views"] = parameter_views(layout, gradient.data)  # views of the tensor would form a reference cycle
     return kept["views"]
 
 
 def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
-    """Prepare to cut a slice's part out of an output's complete gradient, if the layer takes its own part."""
+    """Prepare to cut a slice's part out of an output's complete gradient, if the layer needs only its part."""
     gradient, saved = state.specs[op.inputs[1]], state.specs[op.inputs[3]]
     if not takes_own(state, op.layer) or gradient.form.slices or not saved.form.slices:
         return lambda whole: whole
@@ -352,14 +352,14 @@ def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
 
 
 def takes_own(state: State, layer: int) -> bool:
-    """Return whether a slice of the layer cuts its own part out of the output's complete gradient."""
+    """Return whether slices of the layer need only their part of the output's complete gradient."""
     return any(node.takes_own for node in state.signatures[layer].nodes)
 
 
 def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Waiting], None]:
-    """Prepare a backward pass to the inputs' gradients, whose parameter gradients are accumulated now or later.
+    """Prepare a backward pass that computes the inputs' gradients, and accumulates the parameters' now or later.
 
-    Each gradient gets memory of its own, because other ops write over it.
+    No two gradients share memory, because other ops overwrite them.
     """
     (_, gradient, weight, saved, *carried), values = op.inputs, state.values
     own, passes = own_columns(state, op), state.passes[op.layer]
@@ -379,13 +379,13 @@ def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Wai
 
 
 def _heads(state: State, layer: int, spec: Spec) -> Attend:
-    """Return the attention primitive with the heads of a value alone."""
+    """Return the attention primitive, restricted to the heads of a value."""
     share = fraction_held(spec.form)
     return state.model.attention_after(layer).heads_of(share.denominator // share.numerator)
 
 
 def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
-    """Prepare the dropout mask of these queries and keys: drawn whole, as on one device, then cut."""
+    """Prepare the dropout mask of some queries and keys. The whole mask is drawn as on one device, and then sliced."""
     queries, keys_values = (state.specs[number] for number in op.inputs[:2])
     whole, step = state.model.attention_after(op.layer), state.model.run(op.layer).attend
     assert step is not None

@@ -1,6 +1,6 @@
-"""Executor of one rank's tape: every op becomes one call, which is prepared once and repeated every step.
+"""Executor of one rank's tape. Every op becomes a call that is prepared once and repeated in every step.
 
-There is no code for any strategy here. The tape that was checked is the tape that runs: communication starts in tape
+No code here depends on the strategy. The tape that was checked is the tape that runs: communication starts in tape
 order and is waited for at the tape's WAIT, and a value is dropped at its FREE. `Executor` runs the calls one by one;
 `StepGraph` captures a whole step as one CUDA graph and replays it.
 """
@@ -37,16 +37,16 @@ class Executor:
     """Executor of one rank's tape, on a default process group that already exists.
 
     Args:
-        checked: the checked program; its rank numbers are those of the processes.
+        checked: the checked program. Its rank r runs in the process of rank r.
         rank: number of this rank.
         model: the model.
         batches: source of the batches.
         settings: seed, dtype, device, optimizer.
         backend: backend of the process group, such as "gloo". The program must be able to run on it.
-        observer: called with every gradient before its update.
+        observer: function that is called with every gradient before its update.
         groups: process groups that exist already; new ones are added (see `Communicator`).
-        of: state of another program, to share its weights and optimizer states. This program is its forward half, or
-            has other microbatches.
+        of: state of another program whose weights and optimizer states this program shares. This program is its forward
+            half, or has another number of microbatches.
 
     Attributes:
         state: the rank's tensors.
@@ -113,7 +113,7 @@ class Executor:
 
         Args:
             batches: source of the batches.
-            instructions: calls to run instead of the executor's own, one for each op.
+            instructions: calls that replace those of the executor, one for each op.
         """
         state = self.state
         before = state.loss, state.finite, state.not_finite
@@ -154,7 +154,7 @@ class Executor:
         return lambda: waits.__setitem__(handle, start())
 
     def _prepare_together(self, at: int, op: Op) -> Instruction:
-        """Prepare one of several collectives that run as one: all of them start with the last op of the batch."""
+        """Prepare one of several collectives that run as one. The last op of the batch starts it."""
         waits, together = self._waits, self.state.analysis.buckets.batches[op.batch]
         if at != together[-1]:
             return lambda: None
@@ -169,8 +169,8 @@ class Executor:
 
 
 FIRST_STEPS = 3
-"""Steps with an update that run op by op before the capture: they make connections, optimizer states and lasting memory
-of the device."""
+"""Number of steps with an update that run op by op before the capture. They open connections, and allocate optimizer
+states and memory that is reused."""
 
 
 class DeviceGraph(Protocol):
@@ -195,7 +195,7 @@ class CudaGraph:
         """Record the operations of a call without running them."""
         with torch.cuda.graph(
             self._graph, capture_error_mode="thread_local"
-        ):  # NCCL's watchdog thread queries events meanwhile
+        ):  # NCCL's watchdog thread queries events during the capture
             ops()
 
     def replay(self) -> None:
@@ -208,7 +208,7 @@ GRAPHS: dict[str, Callable[[], DeviceGraph]] = {"cuda": CudaGraph}
 
 
 class StepInputs:
-    """Inputs of a captured step, in device memory that stays the same from step to step.
+    """Inputs of a captured step. Their device memory does not change from step to step.
 
     Attributes:
         batch: tokens and targets, by microbatch.
@@ -223,7 +223,7 @@ class StepInputs:
             for m, (tokens, targets) in state.batch.items()
         }
         self.tokens = torch.zeros((), dtype=state.exact, device=device)
-        self.rate = torch.zeros((), dtype=torch.float32, device=device)  # as AdamW's fused kernel reads it
+        self.rate = torch.zeros((), dtype=torch.float32, device=device)  # AdamW's fused kernel reads this dtype
 
     def fill(self, state: State) -> None:
         """Copy the inputs of a step from the host."""
@@ -235,7 +235,7 @@ class StepInputs:
 
 
 class StepGraph:
-    """Runner of an executor's steps: the first few run op by op, the next is captured, and all further are replays.
+    """Runner of an executor's steps. The first few run op by op, the next one is captured, and all later ones replayed.
 
     Args:
         state: the rank's tensors. In a captured step, numbers such as the norm stay on the device.
@@ -258,7 +258,7 @@ class StepGraph:
         state = self._state
         if self._left:
             ops()
-            self._left -= state.finite  # an overflow skips the update, which makes the optimizer state
+            self._left -= state.finite  # only an update allocates the optimizer state, and an overflow skips it
             return
         if self._inputs is None:
             self._inputs = StepInputs(state)

@@ -1,8 +1,9 @@
 """Choice of kernels for products: the same on all ranks of a run, and in the next run on this machine.
 
-After the first step, rank 0 measures the products of that step (`shardlab.models.tensors.compute`), unless an earlier
-run on this machine has. Two kernels round differently, so replicas and resumed runs are bitwise equal only if all use
-the same choices. Therefore all ranks get the choices of rank 0, and checkpoints contain them.
+After the first step, rank 0 times both kernels on the matrix products of that step (`shardlab.models.tensors.compute`),
+unless an earlier run on this machine has done so. The kernels round differently, so replicas and resumed runs are
+bitwise equal only if all use the same choices. Therefore all ranks use the choices of rank 0, and checkpoints contain
+them.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -44,7 +45,7 @@ class KeptChoices:
         return self._table().get(threads, {})
 
     def add(self, threads: int, chosen: Choices) -> dict[Product, bool]:
-        """Add choices to the file, if it can be written. Choices that it already has take precedence.
+        """Add choices to the file, if it can be written. Choices that are already in the file take precedence.
 
         Returns:
             All choices for this number of threads.
@@ -73,11 +74,11 @@ def choose_products(device: torch.device, kept: KeptChoices | None = None, *, al
 
     Args:
         device: device of this rank. There is a choice only on CPUs.
-        kept: choices of earlier runs (None: this machine's).
-        alone: whether this rank calls it without the others, and chooses only for itself.
+        kept: file with the choices of earlier runs (None: this machine's).
+        alone: whether only this rank calls the function, and chooses for itself.
 
     Returns:
-        Whether there was a choice to make.
+        Whether kernels were chosen.
     """
     if device.type != "cpu":
         return False
@@ -96,7 +97,7 @@ def choose_products(device: torch.device, kept: KeptChoices | None = None, *, al
 
 
 def kept_by_rank_0(kept: KeptChoices | None = None) -> Choices:
-    """Return the choices of earlier runs that rank 0 has. All ranks call this together."""
+    """Return rank 0's choices from earlier runs. All ranks call this together."""
     found: list[Choices] = [{}]
     if dist.get_rank() == 0:
         found = [(kept or KeptChoices()).read(torch.get_num_threads())]

@@ -19,13 +19,13 @@ from shardlab.execute.transport.collectives import Wait
 from shardlab.language.rules.refusals import DISK
 
 SMALL = 2**16
-"""Largest bytes of a copy that is faster than waking a thread."""
+"""Largest size in bytes of a copy that takes less time than waking a thread."""
 
 
 def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStorage:
-    """Allocate `size` bytes in a place: "" is the device, else the host's memory (pinned if there is a GPU), or a file.
+    """Allocate `size` bytes on the device (`place` ""), in the host's memory (pinned if there is a GPU), or in a file.
 
-    The file is temporary, in the folder that TMPDIR names, and is deleted with the storage.
+    The file is temporary, in the folder TMPDIR, and is deleted with the storage.
 
     Raises:
         OSError: if the file cannot be made, or the disk is full.
@@ -37,7 +37,7 @@ def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStor
             return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(name, shared=True, nbytes=size))
         finally:
             os.close(number)
-            os.unlink(name)  # the file stays as long as it is mapped
+            os.unlink(name)  # the file exists as long as it is mapped
     if not place:
         return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").untyped_storage()
@@ -50,7 +50,7 @@ def tensor_at(place: str, shape: Sequence[int], dtype: torch.dtype, device: torc
 
 
 def copy(into: Tensor, given: Tensor) -> Wait:
-    """Start to copy a tensor to another place: on a GPU in a stream of its own, else in a thread."""
+    """Start to copy a tensor between device, host and disk: on a GPU in a separate stream, else in a thread."""
     device = into.device if into.is_cuda else given.device
     if device.type != "cuda":
         if into.nbytes < SMALL:
@@ -71,9 +71,9 @@ def copy(into: Tensor, given: Tensor) -> Wait:
 
 
 class Parked:
-    """Tensors whose memory can be moved elsewhere and back, while the tensors and their views stay valid.
+    """Tensors whose memory can be offloaded and reloaded, while the tensors and their views stay valid.
 
-    The memory elsewhere is kept, because files and pinned memory take long to allocate.
+    Memory on the host or disk is kept after a reload, because files and pinned memory are slow to allocate.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Parked:
         self._away = False
 
     def offload(self, tensors: Sequence[Tensor], allocate: Callable[[int], torch.UntypedStorage]) -> Wait:
-        """Start to copy some tensors elsewhere; their memory here is freed by the wait."""
+        """Start to copy some tensors to memory from `allocate`. The wait frees their memory on the device."""
         if self._away:
             return _nothing
         for here in (tensor.untyped_storage() for tensor in tensors):
@@ -114,7 +114,7 @@ class Parked:
         return wait
 
     def current(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in its current place: itself, or a view of its copy elsewhere."""
+        """Return a tensor where it is now: the tensor itself, or a view of its offloaded copy."""
         there = self._copies.get(tensor.untyped_storage()) if self._away else None
         if there is None:
             return tensor
@@ -122,11 +122,11 @@ class Parked:
 
 
 def _reserve(number: int, size: int) -> None:
-    """Reserve a file's space on the disk now, because a full disk would kill the process later."""
+    """Reserve a file's disk space, because a full disk would otherwise kill the process later."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(number, 0, size)
         return
-    zeros = memoryview(bytes(min(size, 2**20)))  # macOS has no such call, and holes take no space, so zeros are written
+    zeros = memoryview(bytes(min(size, 2**20)))  # macOS lacks the call, and sparse files reserve nothing
     while size:
         size -= os.write(number, zeros[:size])
 
@@ -151,4 +151,4 @@ def _copy_thread() -> ThreadPoolExecutor:
 
 
 def _nothing() -> None:
-    """Wait function of a copy that has ended already."""
+    """Do nothing: the wait of a copy that has already ended."""

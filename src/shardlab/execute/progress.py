@@ -1,7 +1,7 @@
-"""Progress of a rank, in shared memory that other processes can read even if the rank hangs or is dead.
+"""Progress of a rank, in shared memory that other processes can read even if the rank hangs or has died.
 
 A rank writes the number of each op before it runs it, which takes far less than a microsecond. It does not read a
-clock: a process that watches it reads the memory from time to time, and so knows how long nothing has changed.
+clock: a watching process polls the memory, and measures how long it has not changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 OP_BITS = 24
-"""Bits of the first word for the number of the op. The bits above count the tapes that the rank has begun."""
+"""Number of low bits of the first word that have the index of the op. The higher bits count the tapes begun."""
 
 _WHERE, _STEP, _EVALUATES, _LENGTH, _PID, _ENDED, _FAILED, _LOST, _REPORTED = range(9)
 
@@ -23,8 +23,8 @@ class TapePosition(NamedTuple):
     """Position of a rank on its tape.
 
     Attributes:
-        round: number of tapes that it has begun. All ranks begin the same tapes, so this number orders them.
-        op: index of the op that it runs or waits in; after the last op, the length of the tape.
+        round: number of tapes that it has begun. All ranks run the same sequence of tapes, so rounds are comparable.
+        op: index of the op that it runs or waits for; after the last op, the length of the tape.
         step: number of the optimizer step, from 0; in an evaluation, number of the evaluation's step.
         evaluates: whether the tape is the forward half.
         length: number of ops of the tape.
@@ -40,11 +40,11 @@ class TapePosition(NamedTuple):
 class RankProgress:
     """Progress of one rank as words in shared memory, followed by the text of requested stacks.
 
-    The memory is a file without a name, so nothing of it remains when a process is killed. A started process gets it
-    from its starter. Processes of one host find each other's by `path`.
+    The memory is an anonymous file, so nothing remains when a process is killed. A started process receives it from the
+    process that starts it. Other processes of the host open it by `path`.
 
     Attributes:
-        words: the words of this process. Each write is one aligned word.
+        words: the words of this process, written one aligned word at a time.
     """
 
     words: ClassVar[Any] = array("q", bytes(72))
@@ -56,7 +56,7 @@ class RankProgress:
             with tempfile.TemporaryFile(dir=memory if os.access(memory, os.W_OK) else None) as new:
                 file = os.dup(new.fileno())
             os.ftruncate(file, mmap.PAGESIZE)
-            os.lseek(file, mmap.PAGESIZE, os.SEEK_SET)  # where text begins
+            os.lseek(file, mmap.PAGESIZE, os.SEEK_SET)  # the text begins here
         self.file = file
         self._memory = mmap.mmap(file, mmap.PAGESIZE)
         self._words = memoryview(self._memory).cast("q")
@@ -74,7 +74,7 @@ class RankProgress:
 
     @property
     def path(self) -> str:
-        """Path of the file for processes of this host, while this process lives."""
+        """Path by which processes of this host can open the file while this process runs."""
         return f"/proc/{os.getpid()}/fd/{self.file}"
 
     @classmethod
@@ -87,13 +87,13 @@ class RankProgress:
         return cls(os.open(path, os.O_RDWR))
 
     def take(self) -> None:
-        """Make these the words of this process."""
+        """Let this process record its progress here."""
         RankProgress.words = self._words
         self._words[_PID] = os.getpid()
 
     @property
     def pid(self) -> int:
-        """Process whose words these are; 0 until it has taken them."""
+        """ID of the process that records its progress here; 0 before it does."""
         return self._words[_PID]
 
     @property
@@ -108,7 +108,7 @@ class RankProgress:
 
     @property
     def ended(self) -> bool:
-        """Whether the rank has done all it had to."""
+        """Whether the rank has completed its work."""
         return bool(self._words[_ENDED])
 
     @ended.setter
@@ -117,12 +117,12 @@ class RankProgress:
 
     @property
     def failed(self) -> int:
-        """Time at which the rank failed, in nanoseconds of a clock that cannot be set; 0 if it did not fail."""
+        """Time at which the rank failed, in nanoseconds of a monotonic clock; 0 if it did not fail."""
         return self._words[_FAILED]
 
     @property
     def lost(self) -> bool:
-        """Whether it failed because of another rank."""
+        """Whether the rank failed because of another rank."""
         return bool(self._words[_LOST])
 
     def fail(self, time: int, lost: bool, stack: str) -> None:
@@ -132,7 +132,7 @@ class RankProgress:
 
     @property
     def reported(self) -> bool:
-        """Whether this rank has said what went wrong, so that the others need not."""
+        """Whether this rank has reported the failure, so that the others need not."""
         return bool(self._words[_REPORTED])
 
     @reported.setter
@@ -141,7 +141,7 @@ class RankProgress:
 
     @property
     def text(self) -> str:
-        """Return the text behind the words."""
+        """Return the text of the stack."""
         length = os.fstat(self.file).st_size - mmap.PAGESIZE
         return os.pread(self.file, length, mmap.PAGESIZE).decode(errors="replace")
 
@@ -149,7 +149,7 @@ class RankProgress:
 def begin_tape(step: int, length: int, *, evaluates: bool) -> tuple[Any, int]:
     """Record the start of a tape.
 
-    Return the words, and the number to which the index of each op is added for the first word.
+    Returns the words, and the value of the first word for op 0. For op i it is larger by i.
     """
     words = RankProgress.words
     base = ((words[_WHERE] >> OP_BITS) + 1) << OP_BITS

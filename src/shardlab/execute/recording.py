@@ -2,8 +2,8 @@
 
 An executor that is not recorded has no overhead. The parts, in the order to read them:
 
-- `Stopwatch`: a clock for the begin and the end of an op, and for the completion of a communication. `HostStopwatch`
-  and `DeviceStopwatch` implement it for a CPU and a GPU.
+- `Stopwatch`: a clock for the beginning and the end of an op, and for the completion of a communication.
+  `HostStopwatch` and `DeviceStopwatch` implement it for a CPU and a GPU.
 - `OpTimer` runs steps and records each op; `ComputeClock` only sums the seconds of forward and backward passes.
 - `clock_offset` estimates the offset of another process's clock from rank 0's.
 - `step_with_memory` runs one step and records the live bytes before each op. Tracking memory slows a step down, so a
@@ -39,7 +39,7 @@ from shardlab.language.ops import COMMUNICATION
 from shardlab.language.tape import MemoryRecord, OpTimes, StepRecord
 
 Read = Callable[[], float | None]
-"""Function that returns a moment in seconds of this process's clock (None: not reached). It may be called after the
+"""Function that returns a time in seconds of this process's clock (None: not reached). It may be called after the
 step."""
 
 
@@ -51,11 +51,11 @@ class Stopwatch(Protocol):
         ...
 
     def now(self) -> Read:
-        """Mark this moment, in the order of the computation."""
+        """Mark the current position in the computation, and return a function that reads its time."""
         ...
 
     def watch(self, work: Any, *, batched: bool) -> tuple[Wait, Read]:
-        """Return a function that waits for a communication that has started, and the moment at which it was complete.
+        """Return a function that waits for a communication in flight, and one that reads the time of its completion.
 
         Args:
             batched: whether the work is a batch of several messages.
@@ -66,9 +66,9 @@ class Stopwatch(Protocol):
 class HostStopwatch:
     """Clock of the host, which all its processes share (time.perf_counter, CLOCK_MONOTONIC on Linux).
 
-    Torch's own collectives on gloo have a future, which says at once when the work is over. Sends and receives have
-    none, nor have the collectives that are made of them (see `torch_transport`), and a second `wait` for such a work
-    would never return. So a thread waits for each of them, and the rank waits for that thread.
+    Works of torch's collectives on gloo have a future with a callback at completion. Works of sends and receives have
+    none, nor do collectives that consist of them (see `torch_transport`), and a second `wait` for such a work would
+    never return. Therefore a thread waits for each of them, and the rank waits for that thread.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class HostStopwatch:
         over: Future[float] = Future()
 
         def note(future: Any) -> None:
-            with suppress(Exception):  # the rank gets the error when it waits
+            with suppress(Exception):  # the rank receives the error when it waits
                 future.value()
                 over.set_result(time.perf_counter())
 
@@ -98,7 +98,7 @@ class HostStopwatch:
         return wait, lambda: over.result() if over.done() and over.exception() is None else None
 
     def _waiter(self) -> SimpleQueue[tuple[Any, Future[float]]]:
-        """Return the queue of a waiting thread that is idle."""
+        """Return the queue of an idle thread that waits for works."""
         if self._waiters:
             return self._waiters.pop()
         box: SimpleQueue[tuple[Any, Future[float]]] = SimpleQueue()
@@ -114,13 +114,13 @@ class HostStopwatch:
                 del work
                 self._waiters.append(box)
 
-        # A daemon thread: if this rank fails, its process must end although other ranks' parts never arrive.
+        # A daemon thread, since the process of a rank that fails must end although messages never arrive.
         threading.Thread(target=run, daemon=True).start()
         return box
 
 
 class DeviceStopwatch:
-    """Clock of a GPU, by events on its streams, converted to seconds of the host's clock.
+    """Clock of a GPU: events on its streams, converted to seconds of the host's clock.
 
     The step begins on an idle device, so that both clocks can be read at the same moment.
     """
@@ -148,15 +148,13 @@ class DeviceStopwatch:
         def note(_: Any) -> None:
             event.record()
 
-        # NCCL's future has its result at once. Its callback runs on a stream that waits for the communication. A wait
-        # on such a stream is not enough, because it releases tensors that the communication still uses.
+        # NCCL's future has its result at once, and its callback runs on a stream that waits for the communication. Such
+        # a stream wait is not enough, because it releases tensors that the communication still uses.
         work.get_future().add_done_callback(note)
         return work.wait, lambda: self._read(event)
 
     def _watch_wait(self, work: Any) -> tuple[Wait, Read]:
-        """Return the wait of an NCCL batch, which has no future (ProcessGroupNCCL::endCoalescing), and the moment after
-        it.
-        """
+        """Return the wait of an NCCL batch, and the time after it. A batch has no future (endCoalescing)."""
         over: list[Read] = []
 
         def wait() -> None:
@@ -175,17 +173,17 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
 
 
 FORWARD = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND, OpKind.LOSS_STATS, OpKind.LOSS})
-"""Ops that count as forward pass. The loss includes its own gradient."""
+"""Ops that count as forward pass. LOSS also computes the gradient of the logits."""
 
 BACKWARD = frozenset({OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, OpKind.ATTEND_BACKWARD})
 
 
 class ComputeClock:
-    """Clock of the forward and backward ops of an executor's later steps.
+    """Clock of the forward and backward ops of an executor's steps.
 
-    Each run of consecutive such ops is between two readings: of the host's clock, or of a GPU's events, which are read
-    after the step. Steps that are replayed as a CUDA graph share the graph's events, so the last of them counts for all
-    since the previous reading.
+    Consecutive ops of one kind are timed together, by the host's clock or by a GPU's events, which are read after the
+    step. Steps that are replayed as a CUDA graph share the graph's events, so the last step counts for all steps since
+    the previous call of `read`.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -203,7 +201,7 @@ class ComputeClock:
                 around(executor.instructions, run[0], run[-1], direction)
 
     def read(self) -> tuple[float, float]:
-        """Return the seconds of forward and of backward passes since the last reading."""
+        """Return the seconds of forward and of backward passes since the last call."""
         if self._events:
             torch.cuda.synchronize(self._device)
             for direction, began, ended in self._events:
@@ -295,14 +293,14 @@ class OpTimer:
         return run
 
     def _watched(self, work: Any) -> Wait:
-        """Replace the executor's wait. The works of a batch come in the order of its ops."""
+        """Replace the executor's wait. The works of a batch arrive in the order of its ops."""
         at = next(self._issuing)
         wait, over = self._watch.watch(work, batched=at in self._batched)
         self._over[at].append(over)
         return wait
 
     def _keep(self, began: Read, ended: Read | None) -> None:
-        for ops in self._batches.values():  # one work may be a whole batch
+        for ops in self._batches.values():  # a single work may be a whole batch
             for at in ops[1:]:
                 if at in self._began:
                     self._over[at] = self._over[at] or self._over[ops[0]]
@@ -327,8 +325,8 @@ class ClockOffset(NamedTuple):
     """Offset of a process's clock (time.perf_counter) from rank 0's, in seconds.
 
     Attributes:
-        seconds: the offset; 0 if it is within the bound, as processes of one host share a clock.
-        bound: largest error of the estimate: half of the shortest round trip.
+        seconds: the offset; 0 if it is smaller than the bound, since processes of one host share a clock.
+        bound: largest error of the estimate: half of the shortest round-trip time.
     """
 
     seconds: float
@@ -336,9 +334,9 @@ class ClockOffset(NamedTuple):
 
 
 def clock_offset(rank: int, ranks: int, device: torch.device) -> ClockOffset:
-    """Return this rank's offset. All ranks of the default process group call it together.
+    """Return the offset of this rank's clock. All ranks of the default process group call this together.
 
-    The fastest of several round trips counts, since its two directions can differ least (Mills 1991, "Internet time
+    The fastest of several round trips is used, since its two directions differ least (Mills 1991, "Internet time
     synchronization: the Network Time Protocol").
     """
     if rank:
@@ -359,21 +357,21 @@ def clock_offset(rank: int, ranks: int, device: torch.device) -> ClockOffset:
 
 
 def estimate(rounds: list[tuple[float, float]]) -> ClockOffset:
-    """Return the offset from several (round trip time, lead of the other clock over the middle of the trip)."""
+    """Return the offset from pairs (round-trip time, other clock minus the middle of the trip)."""
     way, lead = min(rounds)
     bound = way / 2
     return ClockOffset(lead if abs(lead) > bound else 0.0, bound)
 
 
 NAMED = ("parameters", "optimizer", "arena", "gathered", "gradients")
-"""Categories with known tensors. All other bytes are activations, with the tensors that layers keep."""
+"""Categories whose tensors are known. All other bytes are activations, including tensors saved by layers."""
 
 
 class Account(Protocol):
     """Interface of a counter of live bytes."""
 
     def tracking(self) -> AbstractContextManager[object]:
-        """Return a context in which bytes are counted."""
+        """Return a context manager inside of which bytes are counted."""
         ...
 
     def live(self) -> int:
@@ -386,13 +384,14 @@ class Account(Protocol):
 
 
 class TrackedStorages:
-    """Counter of all storages that torch makes while it tracks, and of those that the rank already had.
+    """Counter of all storages that torch creates while it tracks, and of those that the rank already had.
 
-    The buffers of small sums do not count: they stay, and torch's tracker sees them in some steps only.
+    The receive buffers of small sums are not counted: they are reused, and torch's tracker sees them only in some
+    steps.
     """
 
     def __init__(self, state: State) -> None:
-        from torch.distributed._tools.mem_tracker import MemTracker  # a second import, of torch's compiler
+        from torch.distributed._tools.mem_tracker import MemTracker  # imports torch's compiler, which is slow
 
         self._tracker = MemTracker()
         self._device = state.settings.device
@@ -416,7 +415,7 @@ class TrackedStorages:
 
 
 class Allocator:
-    """Counter of a GPU's allocator."""
+    """Counter of live bytes by a GPU's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -513,7 +512,7 @@ def _kept(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
 
 
 def _passing(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """Yield the values of the tape that are no activations, by category."""
+    """Yield the values of the tape that are not activations, by category."""
     for number, value in enumerate(state.values):
         if isinstance(value, Tensor) and number in state.specs:
             kind = state.specs[number].kind

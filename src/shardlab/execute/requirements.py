@@ -1,8 +1,8 @@
 """Requirements of GPUs, CUDA graphs and torch.compile: on this machine, and on a program.
 
-`gpu_count` finds the GPUs of this machine. `want_step_graph` refuses to capture steps as CUDA graphs if the host has a
-part in them. `want_compilable` refuses to compile layers without a compiler, or for a program that needs tensors which
-compiled layers hide.
+`gpu_count` finds the GPUs of this machine. `want_step_graph` refuses to capture steps as CUDA graphs if the host
+computes a part of them. `want_compilable` refuses to compile layers if there is no compiler, or if the program needs
+tensors that compiled layers hide.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from shardlab.models.mixture import Routing
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that torch finds. Without a driver torch is not asked, since its import takes
-    seconds.
-    """
+    """Return the number of GPUs that torch finds. Without a driver, torch is not imported, since that takes seconds."""
     if "torch" not in sys.modules and not has_driver():
         return 0
     import torch
@@ -57,14 +55,14 @@ def want_step_graph(
     *,
     traced: bool = False,
 ) -> None:
-    """Refuse to capture a step in which the host has a part.
+    """Refuse to capture a step of which the host computes a part.
 
     Args:
         device: type of the device that computes layers, cuda or cpu.
         traced: whether the ops of steps are timed.
 
     Raises:
-        UserError: with the host's part, and what to do.
+        UserError: if so. The message has the host's part and the remedy.
     """
     why = _part_of_the_host(checked, model, precision, optimizer, device)
     if not why and traced:
@@ -102,7 +100,7 @@ def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> N
 def _part_of_the_host(
     checked: Checked, model: Model, precision: Precision, optimizer: OptimizerConfig, device: str
 ) -> str:
-    """Return the host's part in a step and how to avoid it; "" if there is none."""
+    """Return the host's part in a step, and how to avoid it; empty if there is none."""
     ops = [op for tape in checked.program.tapes for op in tape]
     if device not in CAPTURING:
         return "ranks compute on the CPU here; leave it out, or take a machine with a GPU for each rank"
@@ -122,7 +120,7 @@ def _part_of_the_host(
 
 
 def _lacking(device: str) -> str:
-    """Return what torch.compile lacks on this machine, and where it looks for it; "" if nothing is missing."""
+    """Return the requirement of torch.compile that this machine lacks, and the remedy; empty if it lacks none."""
     if device == "cuda":
         if find_spec("triton") is None:
             return "the package triton, which is not installed here; install it"

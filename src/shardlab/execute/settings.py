@@ -1,4 +1,4 @@
-"""Settings of an execution: seed, precision, device, optimizer, and the interface of the batches."""
+"""Settings with which a program is executed, and the interface of its batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardlab.models.tensors import Initial
 
 
 class Sampler(Protocol):
-    """Source of the batches. Every rank can ask for every microbatch."""
+    """Source of the batches. Every rank can load every microbatch."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -37,13 +37,13 @@ class Settings:
     """Settings with which a program runs.
 
     Attributes:
-        seed: seed of the first weights and of dropout.
-        precision: dtypes of weights, gradients, activations and optimizer states. In float64, casts of the program are
-            to float64 as well, so that a comparison with one device does not see their rounding.
+        seed: seed of the initial weights and of dropout.
+        precision: dtypes of weights, gradients, activations and optimizer states. In float64, casts of the program also
+            keep float64, so that they do not round in a comparison with one device.
         device: device of the tensors.
         optimizer: settings of the optimizer.
-        initial: reads the first weights (None: they are drawn from the seed).
-        loss_scale: first loss scale, in float16.
+        initial: function that reads the initial weights (None: draw them from the seed).
+        loss_scale: initial loss scale, in float16.
         compile: whether layers are compiled. Layers of one kind share a graph.
         cuda_graph: whether a step is captured as one CUDA graph, and replayed from then on.
     """
@@ -59,9 +59,9 @@ class Settings:
 
 
 GradientObserver = Callable[[int, Holds, Tensor], None]
-"""Called before every update with (layer, slices held, gradient of these slices)."""
+"""Function that is called before every update with (layer, slices held, gradient of these slices)."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name, such as "float32"."""
+    """Return the torch dtype with a name such as "float32"."""
     return getattr(torch, name)

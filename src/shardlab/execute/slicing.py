@@ -1,4 +1,4 @@
-"""Slices of tensors and their concatenation, on one rank and on both ends of a collective."""
+"""Slicing and concatenation of tensors, as ops of a tape and for collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Join = Callable[[Sequence[Tensor]], Tensor]
 
 
 def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
-    """Prepare a view of the value's tensor, or for an optimizer state the optimizer of these elements."""
+    """Prepare a view of the value's tensor. For an optimizer state, return the optimizer of these elements."""
     (given,), (output,), values = op.inputs, op.outputs, state.values
     whole, part = state.specs[given], state.specs[output]
     if part.kind is Kind.OPT_STATE:
@@ -30,7 +30,7 @@ def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
 
 
 def concatenate(state: State, at: int, op: Op) -> Callable[[], None]:
-    """Prepare to put pieces side by side in new memory. A weight goes into a buffer."""
+    """Prepare to concatenate pieces in new memory, or in a buffer for a weight."""
     given, (output,), values = op.inputs, op.outputs, state.values
     whole = state.specs[output]
     if whole.kind is Kind.OPT_STATE:
@@ -46,7 +46,7 @@ def concatenate(state: State, at: int, op: Op) -> Callable[[], None]:
 
 
 def cut_of(shapes: Shapes, whole: Spec, part: Spec) -> Cut:
-    """Return how a part is cut out of a value's tensor: as a view, if it is contiguous."""
+    """Return a function that cuts a part out of a value's tensor, as a view if the part is contiguous."""
     if whole.kind not in ROW_KINDS:
         places = shapes.places(whole.layer, whole.holds, part.holds)
         start, stop = places[0][0], places[-1][1]
@@ -65,7 +65,7 @@ def cut_of(shapes: Shapes, whole: Spec, part: Spec) -> Cut:
 
 
 def join_of(shapes: Shapes, members: Sequence[Spec]) -> Join:
-    """Return how the tensors of pieces are joined: as parameters, features, slices of sequences, or microbatches."""
+    """Return a function that joins the tensors of pieces: of parameters, features, sequences or microbatches."""
     first = members[0]
     if first.kind not in ROW_KINDS:
         return _of_parameters(shapes, members)
@@ -77,13 +77,13 @@ def join_of(shapes: Shapes, members: Sequence[Spec]) -> Join:
 
 
 def index_apart(members: Sequence[Spec]) -> str | None:
-    """Return the index along which pieces differ, whose features lie side by side (None: pieces of rows)."""
+    """Return the index of the features in which pieces differ (None: they differ in rows)."""
     indices = {index for member in members for index, _ in member.form.slices}
     return next((index for index in indices if len({member.pieces(index) for member in members}) > 1), None)
 
 
 def along_sequence(members: Sequence[Spec]) -> bool:
-    """Return whether pieces are slices of the same sequences. The check ensures that they are of no others."""
+    """Return whether pieces are slices of sequences. The check ensures that they are of the same sequences."""
     first = members[0]
     if first.kind not in ROW_KINDS or first.whole_sequences:
         return False
@@ -91,7 +91,7 @@ def along_sequence(members: Sequence[Spec]) -> bool:
 
 
 def _of_pieces(numbers: Sequence[Sequence[int]], dim: int) -> Join:
-    """Return the join of equal pieces in a dim, by their numbers."""
+    """Return a function that joins pieces of equal size along a dim, by their numbers."""
     order = _ascending(list(chain(*numbers)))
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
@@ -112,7 +112,7 @@ def _of_tokens(tokens: Sequence[Sequence[int]]) -> Join:
 
 
 def _of_parameters(shapes: Shapes, members: Sequence[Spec]) -> Join:
-    """Return the join of runs of the flat buffer, which may differ in length."""
+    """Return a function that joins ranges of the flat buffer, which may differ in length."""
     runs = [(*run, number) for number, spec in enumerate(members) for run in shapes.ranges(spec.layer, spec.holds)]
 
     def join(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors of one rank while its tape runs: the values of the tape, and what is kept from step to step."""
+"""Tensors of one rank while its tape runs: the values of the tape, and the state that is kept from step to step."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from shardlab.models.tensors import (
 
 
 class State:
-    """State of one rank: a tensor for every live value of the tape, and everything that outlives the step.
+    """State of one rank: a tensor for every live value of the tape, and all tensors that outlive the step.
 
     Attributes:
         values: tensors by value number; None for a value that is not live.
         kept: weights that this rank keeps from step to step, by (layer, slices).
         opt_states: optimizer states of these weights, or of smaller slices of them.
-        buffers: buffers of gathered weights, each used by one weight after another.
+        buffers: buffers of gathered weights. Each is reused by weights that are not live at the same time.
         arena: tensors of the values that lie in the arena.
         step: number of the optimizer step, from 0.
         microbatches: microbatches whose tokens or targets this rank reads.
         batch: this step's tokens and targets, by microbatch.
         tokens: number of this step's targets that count, in all microbatches.
         rate: this step's learning rate.
-        captured: whether the step is being captured (see `StepGraph`). Its numbers are then device tensors, ().
+        captured: whether the step is being captured (see `StepGraph`). Scalars of the step are then device tensors, ().
         loss_owners: for each piece of the batch, (rank, op) of the LOSS that reports it.
-        stepping: slices that have their gradients and wait to be updated together.
+        stepping: slices whose gradients are set and which will be updated together.
         loss_scale: factor of the losses, in float16.
-        finite: whether all norms of the step's gradient were finite so far.
+        finite: whether all norms of the step's gradients have been finite so far.
         not_finite: first layer of the step whose gradient on this rank is not finite.
         squared_norm: squared norm of the step's whole gradient; NaN if the program computes none.
-        passes: both passes of each layer that this rank computes, by layer.
-        loss: (2,) float64, on the device: the loss summed over the tokens that this rank reports, and their number.
-        rehearses: whether the tape runs without dropout and without changing what outlives the step.
+        passes: forward and backward pass of each layer that this rank computes, by layer.
+        loss: sum of the losses of the tokens that this rank reports, and their number: (2,) float64, on the device.
+        rehearses: whether the tape runs without dropout and without changes to tensors that outlive the step.
     """
 
     rehearses = False
@@ -121,11 +121,11 @@ class State:
         self._weights: dict[tuple[int, int, int], list[Tensor]] = {}
         self._last_weights: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
         self.stepping: list[Slice] = []
-        self._given_back: dict[tuple[int, Holds], int] = {}  # bytes of kept weights without memory
+        self._given_back: dict[tuple[int, Holds], int] = {}  # sizes in bytes of kept weights whose memory is freed
         self._side_by_side: dict[int, Tensor] = {}
 
     def make_moments(self, key: tuple[int, Holds], updates: int) -> None:
-        """Allocate an optimizer's moments as after `updates` updates, where they lie between steps, to be filled in."""
+        """Allocate an optimizer's moments as after `updates` updates, where they are kept. The caller fills them in."""
         part = self.opt_states[key]
         part.reload()()
         part.make_moments(updates)
@@ -134,14 +134,14 @@ class State:
                 self.put_opt_state(spec)()
 
     def put_opt_state(self, spec: Spec) -> Wait:
-        """Start to move an optimizer's moments to the place of a value: where they are updated, or offloaded."""
+        """Start to move an optimizer's moments to the device, host or disk, as a value says."""
         part, place = self.opt_states[spec.layer, spec.holds], spec.form.place
         if place == self.analysis.stepped_at.get((spec.layer, spec.holds), place):
             return part.reload()
         return part.offload(partial(storage_at, place, device=self.settings.device))
 
     def optimizer(self, spec: Spec) -> Slice:
-        """Return the optimizer of some slices. Each element is always updated by the same optimizer."""
+        """Return the optimizer of some slices. Every element belongs to one optimizer."""
         key = spec.layer, spec.holds
         if key not in self.opt_states:
             self.opt_states[key] = self._optimizer(*key)
@@ -172,7 +172,7 @@ class State:
         return number
 
     def scaled(self, share: Share, factor: Factor) -> Share:
-        """Return the share with its gradient scale: the factor of its gradients times this step's loss scale."""
+        """Return the share with the scale of its gradients: their factor times this step's loss scale."""
         scale = self.loss_scale.scale * self.value_of(factor)
         return share if scale == 1 else replace(share, gradient_scale=scale)
 
@@ -196,7 +196,7 @@ class State:
         self._numbers.clear()
 
     def number(self, scalar: int) -> float | Tensor:
-        """Return a scalar on the host, read from the device once a step; in a captured step a device tensor, ()."""
+        """Return a scalar as a number, read from the device once a step. A captured step has a device tensor."""
         if self.captured:
             return self.values[scalar].reshape(())
         if scalar not in self._numbers:
@@ -204,13 +204,13 @@ class State:
         return self._numbers[scalar]
 
     def keep(self) -> None:
-        """Copy the step's final weights into the kept ones, at the end of a step."""
+        """Copy the final weights of a step into the kept weights."""
         for number, key in self.analysis.kept.final.items():
             if self.values[number].data_ptr() != self.kept[key].data_ptr():
                 self.kept[key].copy_(self.values[number])
 
     def dtype(self, spec: Spec) -> torch.dtype:
-        """Return the dtype of a value: the one it was cast to, or that of its kind.
+        """Return the dtype of a value: the dtype it was cast to, or the dtype of its kind.
 
         Scalars are in float64. Outputs of attention that are merged are in float32 or float64.
         """
@@ -226,11 +226,11 @@ class State:
 
     @property
     def exact(self) -> torch.dtype:
-        """Dtype of activations that need at least 32 bits."""
+        """Dtype of activations, but with at least 32 bits."""
         return torch.promote_types(torch_dtype(self.settings.precision.activations), torch.float32)
 
     def memory_for(self, number: int) -> Tensor:
-        """Return memory for a value: that of a kept weight, part of the arena, a buffer for weights, or new memory."""
+        """Return memory for a value: that of a kept weight, a part of the arena, a buffer of weights, or new memory."""
         spec = self.specs[number]
         if number in self.analysis.kept.arriving:
             return self.kept_memory(number)
@@ -247,7 +247,7 @@ class State:
         return torch.empty(self.shapes.shape(spec), dtype=self.dtype(spec), device=self.settings.device)
 
     def memory_beside(self, number: int) -> Callable[[], Tensor]:
-        """Prepare the memory of a gradient beside those with which it is all-reduced; each step calls the result."""
+        """Return a function that returns memory for a gradient, adjacent to those that are all-reduced with it."""
         buckets, rooms, device = self.analysis.buckets, self._side_by_side, self.settings.device
         first = buckets.first[number]
         numbers = buckets.buffers[first]
@@ -265,7 +265,7 @@ class State:
         return make
 
     def take_side_by_side(self, number: int) -> Tensor | None:
-        """Return a gradient and those beside it as one tensor, once a step; None if it lies alone."""
+        """Return a gradient and those adjacent to it as one tensor, once in a step; None if there are none."""
         return self._side_by_side.pop(self.analysis.buckets.first.get(number, -1), None)
 
     def fill_buffer(self, slot: int, length: int) -> Tensor:
@@ -275,28 +275,28 @@ class State:
         return buffer[:length]
 
     def give_back(self, number: int) -> None:
-        """Free the memory of a kept weight until a new one arrives there."""
+        """Free the memory of a kept weight until a new weight arrives there."""
         key = self.analysis.kept.loaded[number]
         memory = self.kept[key].untyped_storage()
         self._given_back[key] = memory.nbytes()
         memory.resize_(0)
 
     def kept_memory(self, number: int) -> Tensor:
-        """Return the memory of a kept weight that arrives, allocated again if it was freed."""
+        """Return the memory for a kept weight that arrives. It is allocated again if it was freed."""
         key = self.analysis.kept.final[number]
         if size := self._given_back.pop(key, 0):
             self.kept[key].untyped_storage().resize_(size)
         return self.kept[key]
 
     def empty_buffer(self, slot: int) -> None:
-        """Free a buffer's memory, although views of it stay."""
+        """Free a buffer's memory. Views of it become invalid."""
         self.buffers[slot].untyped_storage().resize_(0)
 
     def weights_of(self, layer: int, number: int) -> list[Tensor]:
-        """Return views of a layer's parameters in a weight value; made once for each buffer and layer."""
+        """Return views of a layer's parameters in a weight value. They are created once for each buffer and layer."""
         flat: Tensor = self.values[number]
         before = self._last_weights.get((layer, number))
-        if before is not None and before[0] is flat:  # the memory of kept weights and of a whole buffer stays
+        if before is not None and before[0] is flat:  # kept weights and whole buffers keep their memory
             return before[1]
         root = self.analysis.homes.get(number, number)
         slot = self.analysis.slot.get(root)
@@ -309,7 +309,7 @@ class State:
         return self._weights[key]
 
     def _passes(self) -> dict[int, PreparedLayer | CompiledPasses]:
-        """Prepare both passes of the layers that this rank computes."""
+        """Prepare the forward and backward passes of the layers that this rank computes."""
         model = self.model
         numbers = {op.layer for op in self.tape if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE)}
         if self.settings.compile:
@@ -323,12 +323,12 @@ class State:
         }
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
-        """Return the first weights of some slices, where they are kept."""
+        """Return the initial weights of some slices, on the device, host or disk as they are kept."""
         first = self._first(layer, holds, torch_dtype(self.settings.precision.parameters))
         return self._at(self.analysis.kept.place_of.get((layer, holds), ""), first)
 
     def _first(self, layer: int, holds: Holds, dtype: torch.dtype) -> Tensor:
-        """Return the first weights of some slices: read from files, or drawn from the seed."""
+        """Return the initial weights of some slices: read from files, or drawn from the seed."""
         ranges = self.shapes.ranges(layer, holds)
         if self.settings.initial is not None:
             return self.settings.initial(layer, self.shapes.flat[layer], ranges, dtype)
@@ -337,15 +337,15 @@ class State:
         return torch.cat([padded[a:b] for a, b in ranges])
 
     def _at(self, place: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor to a place ("": the device)."""
+        """Copy a tensor to a place: "" for the device, or the host or disk."""
         if not place:
             return tensor.to(self.settings.device)
         return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device).copy_(tensor)
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
-        """Make the optimizer of some slices: on the kept weights that contain them, or else on weights of its own.
+        """Create the optimizer of some slices: on the kept weights that contain them, or else on separate weights.
 
-        If the weights are kept elsewhere than they are updated, each update receives a copy of them.
+        If the weights are not kept where they are updated, each update receives a copy of them.
         """
         owner = self.analysis.kept.memory_of(layer, holds)
         place = self.analysis.stepped_at.get((layer, holds), "")
@@ -368,7 +368,7 @@ class State:
         return made
 
     def _make_buffers(self) -> list[Tensor]:
-        """Make a buffer for each slot of arriving weights, without memory until a weight arrives."""
+        """Create a buffer for each slot of arriving weights. It has no memory until a weight arrives."""
         largest: dict[int, Spec] = {}
         for number, slot in self.analysis.slot.items():
             largest[slot] = max(largest.get(slot, self.specs[number]), self.specs[number], key=self.shapes.shape)

@@ -1,8 +1,8 @@
 """Facts of a tape that the executor needs before it runs: memory of values, ops in place, and shapes of tensors.
 
-`Analysis` finds the ops that write in place, and the buffers in which gathered weights live. `ArenaTensors` allocates
-the arena of a step, with a tensor in it for each value that lies there. `Shapes` gives the length of each layer's flat
-buffer, and the shape of each value's tensor.
+`Analysis` finds the ops that write in place, and assigns buffers to gathered weights. `ArenaTensors` allocates the
+arena of a step, and the tensors of the values in it. `Shapes` gives the length of each layer's flat buffer, and the
+shape of each value's tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardlab.language.rules.spec import fraction_held, fraction_of_pieces
 from shardlab.models import LayerLayout, Model
 
 _BUFFERED = COMMUNICATION | {OpKind.CONCATENATE, OpKind.CAST}
-"""Ops that make weights whose memory is allocated and freed repeatedly."""
+"""Ops whose outputs are weights with memory that is allocated and freed repeatedly."""
 
 
 class Analysis:
@@ -34,22 +34,22 @@ class Analysis:
 
     Attributes:
         in_place: the ops that overwrite their input.
-        buckets: the memory of batches of collectives.
-        halved: indices of FORWARDs and RECOMPUTEs whose backward pass is split.
-        saved_of: number of an activation to the numbers of the values that its layer keeps of forward passes.
-        gradient_factor: number of a value that a layer keeps of a forward pass to the factor of the gradients of the
-            backward pass.
-        kept: the weights that outlive the step, and the weights that are received into their memory.
-        homes: number of a slice, or of a weight that an update writes, to the number of the value in whose memory it
-            lies.
-        stepped_at: (layer, slices) of each optimizer state to the place where its update is computed.
-        slot: number of a gathered or received weight to its buffer. `slots` is the number of buffers.
-        consecutive_updates: indices of UPDATEs that another one follows immediately.
-        last_reads: index of a FORWARD or RECOMPUTE to the activation of which it is the last reader.
-        last_copies: indices of collectives that send a copy of rows of which they are the last reader.
-        empties: index of the op at which the memory of such a weight ends to the buffer.
-        leaves_room: index of the FREE after which the memory of a kept weight is unused to the weight. A new weight
-            arrives there later.
+        buckets: memory of the tensors of batched collectives.
+        halved: indices of FORWARD and RECOMPUTE ops whose backward pass is split.
+        saved_of: numbers of the values that a layer saves in forward passes, by the number of its activation.
+        gradient_factor: factor of the gradients of a backward pass, by the number of the value saved in the forward
+            pass.
+        kept: weights that outlive the step, and weights that are received into their memory.
+        homes: number of the value whose memory a slice, or a weight written by an update, is in; by the number of the
+            latter.
+        stepped_at: where an update is computed (device or host), by the (layer, slices) of its optimizer state.
+        slot: buffer of a gathered or received weight, by its number. `slots` is the number of buffers.
+        consecutive_updates: indices of UPDATE ops that another UPDATE follows immediately.
+        last_reads: activation that a FORWARD or RECOMPUTE reads as its last reader, by the index of the op.
+        last_copies: indices of collectives that send a copy of rows and are the last reader of these rows.
+        empties: buffer that is freed after an op, by the index of the op.
+        leaves_room: kept weight whose memory is unused after a FREE until a new weight arrives there, by the index of
+            the FREE.
     """
 
     def __init__(self, checked: Checked, rank: int) -> None:
@@ -101,9 +101,7 @@ class Analysis:
         return {made[op.inputs[3]] for op in self.tape if op.kind is OpKind.BACKWARD_INPUT}
 
     def _share_buffers(self) -> int:
-        """Give each weight that arrives the first buffer that is free during its lifetime, and return the number of
-        buffers.
-        """
+        """Assign each arriving weight the first buffer that is free in its lifetime. Returns the number of buffers."""
         free_from: list[int] = []
         dtypes: list[str] = []
         for at, op in enumerate(self.tape):
@@ -124,7 +122,7 @@ class Analysis:
 
 
 def loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
-    """Return (rank, op) of the LOSS that counts for each piece of the batch: the first one of several."""
+    """Return (rank, op) of the LOSS that reports each piece of the batch: the first one if there are several."""
     owners: dict[int, tuple[int, int]] = {}
     for rank, tape in enumerate(checked.program.tapes):
         for at, op in enumerate(tape):
@@ -135,16 +133,16 @@ def loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
 
 
 def consecutive_updates(tape: Sequence[Op], barriers: Collection[int] = ()) -> set[int]:
-    """Find the UPDATEs that another UPDATE follows with nothing but FREEs between them.
+    """Find the UPDATE ops that another UPDATE follows with only FREE ops between them.
 
-    One call can make such updates together. Most of the time of a small update is overhead of the call.
+    Such updates run in one call, because a small update consists mostly of call overhead.
 
     Args:
         tape: the ops of one rank.
-        barriers: indices of FREEs before which the updates must have been made.
+        barriers: indices of FREE ops before which the updates must have run.
 
     Returns:
-        Indices of all UPDATEs of each such run except the last one.
+        Indices of all UPDATE ops of each such sequence except the last one.
     """
     found: set[int] = set()
     last = -1
@@ -162,13 +160,13 @@ class ArenaTensors:
     """Arena of one rank: one allocation for a whole step, and the tensors in it.
 
     Args:
-        of: arena of another program, to share its memory, since the two never run at the same time. The memory grows if
-            necessary.
+        of: arena of another program whose memory is shared, since the two never run at the same time. The memory grows
+            if necessary.
 
     Attributes:
-        whole: the memory, (bytes,) uint8.
-        tensors: tensors by number of the value. Every step overwrites them.
-        side_by_side: number of each value that lies beside others to one tensor of all of them.
+        whole: memory of the arena, (bytes,) uint8.
+        tensors: tensors by number of the value. They are reused in every step.
+        side_by_side: tensor of adjacent values together, by the number of each of these values.
     """
 
     def __init__(
@@ -182,11 +180,11 @@ class ArenaTensors:
     ) -> None:
         specs, arena = checked.specs[rank], arenas_of(checked.program, checked.specs)[rank]
         size = BufferBytes(checked.program, checked.specs)
-        # In float64, casts are to float64 as well (see `Settings`), so values that are cast are wider than on the tape.
+        # In float64, casts keep float64 (see `Settings`), so values that are cast are wider than on the tape.
         wider = 1
         for room, _ in arena.buffers:
             for spec in (specs[number] for number in room.values):
-                if size(spec):  # a bucket may have layers without parameters among others
+                if size(spec):  # some layers of a bucket may have no parameters
                     wider = max(wider, -(-math.prod(shapes.shape(spec)) * dtype(spec).itemsize // size(spec)))
         bytes = wider * arena.bytes
         self.whole = torch.empty(bytes, dtype=torch.uint8, device=device) if of is None else of.whole
@@ -196,7 +194,7 @@ class ArenaTensors:
         self.side_by_side: dict[int, Tensor] = {}
         for room, begin in arena.buffers:
             at = wider * begin
-            for number in room.values:  # adjacent by their real bytes: `wider` is too large for some buffers
+            for number in room.values:  # adjacent by their real sizes: `wider` is too large for some buffers
                 self.tensors[number] = self._at(at, shapes.shape(specs[number]), dtype(specs[number]))
                 at += self.tensors[number].nbytes
             if len(room.values) > 1:
@@ -207,14 +205,14 @@ class ArenaTensors:
     def _at(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor that begins at a byte.
 
-        It is no view of `whole`: autograd would take writes to other tensors for changes of this one.
+        It is not a view of `whole`, because autograd would count writes to other tensors as changes of this one.
         """
         empty: Any = torch.empty(0, dtype=dtype, device=self.whole.device)
         return empty.set_(self.whole.untyped_storage(), offset // dtype.itemsize, shape)
 
 
 OF_GRADIENT = {gradient: kind for kind, gradient in GRADIENT_OF.items()}
-"""Kind of value of each kind of gradient. Both have the same shape."""
+"""Kind of the value to which a kind of gradient belongs. Both have the same shape."""
 
 
 class Shapes:
@@ -224,7 +222,7 @@ class Shapes:
     """
 
     def __init__(self, checked: Checked, model: Model, rows: int, flat: list[int] | None = None) -> None:
-        """Compute the lengths of all layers' flat buffers, unless they are given."""
+        """Compute the lengths of all layers' flat buffers, unless `flat` has them."""
         cuts = fewest_slices(checked.specs)
         self.model = model
         self.rows = rows
@@ -237,7 +235,7 @@ class Shapes:
         return self.layouts[self._sizes.weight_of(layer)]
 
     def shape(self, spec: Spec) -> tuple[int, ...]:
-        """Return the shape of a value's tensor: its slices, or the rows of its microbatches, one after the other."""
+        """Return the shape of a value's tensor: its slices, or the rows of its microbatches, concatenated."""
         if spec.kind in ROW_KINDS:
             return self._row_shape(spec)
         if spec.kind is Kind.SCALAR:
@@ -245,9 +243,7 @@ class Shapes:
         return (self.flat[spec.layer] // spec.holds.of * spec.holds.pieces,)
 
     def sections(self, spec: Spec) -> tuple[int, ...]:
-        """Return the features of each section of a value that is cut by heads. Each section has a part of every
-        head.
-        """
+        """Return the features of each section of a value that is split by heads. A head has a part of each section."""
         attend = self.model.attention_after(spec.layer - (spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)))
         if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
             return attend.kv_width, attend.values_width

@@ -18,11 +18,11 @@ from shardlab.language import Kind, Op
 Instruction = Callable[[], None]
 
 MOST_COPIED = 2**20
-"""Most bytes of copied gradients (clipped, or in a wider dtype) that may wait for updates in one call."""
+"""Largest number of bytes of copied gradients (clipped, or in a wider dtype) that may wait for an update."""
 
 
 def norm(state: State, at: int, op: Op) -> Instruction:
-    """Compute the sum of a gradient's squares in float64; the gaps of the buffer are zero."""
+    """Compute the sum of a gradient's squares in float64. The padding of the buffer is zero."""
     (gradient,), (output,), values = op.inputs, op.outputs, state.values
 
     def run() -> None:
@@ -32,12 +32,12 @@ def norm(state: State, at: int, op: Op) -> Instruction:
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    """Return the sum of squares in float64, (1,). A norm needs no memory for the squares, and less time."""
+    """Return the sum of squares in float64, (1,), as the square of a norm, which takes less memory and time."""
     return torch.linalg.vector_norm(gradient, dtype=torch.float64).square().reshape(1)
 
 
 def direction(state: State, at: int, op: Op) -> Instruction:
-    """Compute the update direction of the rank's slice without changing it."""
+    """Compute the update direction of the rank's slice without updating it."""
     (gradient, opt_state, *norms), (output,), values = op.inputs, op.outputs, state.values
     own = _own_gradient(state, op, gradient, opt_state)
 
@@ -93,7 +93,7 @@ def update(state: State, at: int, op: Op) -> Instruction:
                 step_together(stepping)
         values[weight] = values[opt_state] = None
         values[new_weight], values[new_opt_state] = kept.flat, kept
-        if slot is not None:  # the weight was received; the rank's own slice takes its place
+        if slot is not None:  # the weight was received, and the rank's slice replaces it
             state.empty_buffer(slot)
 
     return run

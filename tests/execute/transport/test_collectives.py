@@ -212,5 +212,7 @@ def test_a_torch_that_sorts_ranks_makes_no_group_in_another_order(monkeypatch: p
         raise AssertionError("no group is made")
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    with pytest.raises(UserError, match=r"the ranks 1, 0 meet in this order, but torch .* ascending order alone"):
+    with pytest.raises(
+        UserError, match=r"a group has the ranks 1, 0 in this order, but torch .* only supports ascending ranks"
+    ):
         make_groups(meeting({group_among((1, 0))}, 2), 0, {})

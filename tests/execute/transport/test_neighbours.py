@@ -534,13 +534,13 @@ def late(rank: int) -> None:
     connect_neighbours(timedelta(seconds=0.2))
     try:
         if rank == 0:
-            said = "Timed out waiting for rank 1: nothing came within 0.2 s"
+            said = "Timed out waiting for rank 1: nothing arrived within 0.2 s"
             with pytest.raises(RuntimeError, match=said) as caught:
                 recv(torch.empty(1), 1).wait()
             assert is_lost(caught.value)
             for _ in range(neighbours.WINDOW_MESSAGES):
                 send(torch.ones(2 * LARGE), 1).wait()
-            said = "Timed out waiting for rank 1: it took nothing for 0.2 s"
+            said = "Timed out waiting for rank 1: it read nothing for 0.2 s"
             with pytest.raises(RuntimeError, match=said) as caught:
                 send(torch.ones(2 * LARGE), 1).wait()
             assert is_lost(caught.value)
@@ -612,7 +612,9 @@ def test_tensors_in_flight_beyond_the_memory_raise_an_error() -> None:
     first = outbox.put([torch.zeros(5)], [0])
     outbox.put([torch.zeros(5)], [0])
     for _ in range(2):
-        with pytest.raises(MemoryError, match=r"a message of 64 bytes finds no room in [0-9,]+ bytes"):
+        with pytest.raises(
+            MemoryError, match=r"a message of 64 bytes does not fit into the [0-9,]+ bytes of shared memory"
+        ):
             outbox.put([torch.zeros(5)], [0])
     outbox.flags[first] = 1
     assert outbox.put([torch.zeros(5)], [0]) == first

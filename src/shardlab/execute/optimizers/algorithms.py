@@ -1,7 +1,7 @@
 """Optimizers of tensors: AdamW, SGD, Lion, Muon, and an exponential moving average (EMA) of weights.
 
 AdamW and SGD call the functions of torch.optim. Its classes are not used, because they import torch._dynamo, which
-takes a rank a second at its start.
+takes a second at the start of a rank.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
@@ -24,15 +24,15 @@ from shardlab.models.matrices import ITERATIONS
 
 
 class TensorOptimizer(ABC):
-    """Optimizer of tensors in groups, with the layout of torch.optim.Optimizer, without its hooks and closures.
+    """Optimizer of groups of tensors, like torch.optim.Optimizer but without hooks and closures.
 
     Attributes:
-        param_groups: settings of each group, and under "params" its tensors.
+        param_groups: settings of each group. "params" has its tensors.
         state: the optimizer state of each tensor, by name; empty before the tensor's first step.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
-        """Make an optimizer of groups. The defaults fill in settings that a group does not have."""
+        """Create an optimizer of groups. Settings that a group lacks have the values in `defaults`."""
         self.param_groups: list[dict[str, Any]] = [
             {**defaults, **group, "params": list(group["params"])} for group in groups
         ]
@@ -80,10 +80,10 @@ def update_by_adamw(
     fused: bool,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Update weights by the settings of a group, given their AdamW states.
+    """Update weights by AdamW with the settings of a group and the states of the weights.
 
     Args:
-        found_inf: (), 1 if the fused kernel shall skip the update.
+        found_inf: tensor (), 1 if the fused kernel must skip the update.
     """
     adamw(
         weights,
@@ -174,7 +174,7 @@ class Lion(OneMoment):
         self._betas = betas
 
     def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
-        """Return the sign of the mixture by the first decay. The moment becomes the mixture by the second decay."""
+        """Return the sign of the mixture with the first decay rate. The moment is mixed with the second decay rate."""
         assert weight.grad is not None
         by, kept = self._betas
         sign = torch.lerp(weight.grad, moment, by).sign_()
@@ -187,15 +187,15 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(OneMoment):
-    """Muon: momentum, made nearly orthogonal by Newton-Schulz iterations (Jordan 2024).
+    """Muon: momentum that is orthogonalized by Newton-Schulz iterations (Jordan 2024).
 
     The factor 0.2 sqrt(max(rows, columns)) makes updates about as long as AdamW's, so that one learning rate fits both
     (Liu et al. 2025, arXiv 2502.16982, eq. 4). The result is bitwise equal to torch.optim.Muon's, except that float64
     weights stay in float64.
 
     Attributes:
-        part_updates: next update of each weight that is only a part of a matrix: its part of the orthogonal matrix, and
-            the length.
+        part_updates: next update of each weight that is only a part of a matrix: its part of the orthogonalized matrix,
+            and the length.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float, momentum: float) -> None:
@@ -204,7 +204,7 @@ class Muon(OneMoment):
         self.part_updates: dict[Tensor, tuple[Tensor, float]] = {}
 
     def direction(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Return Nesterov's mixture of a gradient and its new moment, without changing the moment."""
+        """Return the Nesterov momentum for a gradient, without changing the moment."""
         return gradient.lerp(self.moment(weight).lerp(gradient, 1 - self._momentum), self._momentum)
 
     def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
@@ -237,15 +237,15 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def iterated_in(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which a matrix is made orthogonal: float64 for float64, else bfloat16."""
+    """Return the dtype in which a matrix is orthogonalized: float64 for float64, else bfloat16."""
     return torch.float64 if tensor.dtype is torch.float64 else torch.bfloat16
 
 
 class Average(TensorOptimizer):
     """Exponential moving average (EMA) of tensors over their steps.
 
-    The tensor of n steps ago has the weight decay ** n. The bias of the first steps is corrected as in Adam (Kingma and
-    Ba 2015, arXiv 1412.6980, section 3), so the first weights of a run do not count.
+    The tensor n steps ago has the weight decay ** n. The bias towards zero is corrected as in Adam (Kingma and Ba 2015,
+    arXiv 1412.6980, section 3), so the initial weights are not part of the average.
     """
 
     def __init__(self, params: Sequence[Tensor], decay: float) -> None:

@@ -1,7 +1,7 @@
 """Optimizer of a slice of a layer's flat weights (`Slice`), and updates of several slices in one call.
 
-Muon updates whole matrices, but a slice may have only parts of them. It then receives the direction of the whole matrix
-(`Direction`), which the program has gathered.
+Muon orthogonalizes whole matrices, but a slice may have only parts of a matrix. It then receives the direction of the
+whole matrix (`Direction`), which the program has gathered.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -45,9 +45,9 @@ def torch_optimizers(
     *,
     fused: bool = True,
 ) -> list[TensorOptimizer]:
-    """Return the optimizers of some tensors: of Muon's `matrices`, which decay, of the rest, and last an average.
+    """Return the optimizers of some tensors: one of Muon's `matrices`, one of the others, and last the moving average.
 
-    Without tensors, as in a layer without parameters, there are no optimizers.
+    `matrices` and `decayed` have weight decay, `others` do not. Without any tensors, the list is empty.
     """
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},
@@ -69,13 +69,13 @@ def torch_optimizers(
 
 
 class SteppedRun(NamedTuple):
-    """Run of a slice's elements with the same treatment in an update.
+    """Contiguous elements of a slice that are updated in the same way.
 
     Attributes:
-        leaf: view of its weights.
-        begin, end: its elements in the slice.
-        matrix: the matrix of which it is a part, if the optimizer updates whole matrices.
-        piece, start: piece of the matrix, and the element of that piece at which the run begins.
+        leaf: view of the weights.
+        begin, end: range of the elements in the slice.
+        matrix: the matrix to which the elements belong, if the optimizer updates whole matrices.
+        piece, start: index of the matrix's piece with these elements, and the first element in that piece.
     """
 
     leaf: Tensor
@@ -87,7 +87,7 @@ class SteppedRun(NamedTuple):
 
 
 class Slice:
-    """Optimizer of a slice of a layer's flat weights, with its state, which lasts from step to step."""
+    """Optimizer of a slice of a layer's flat weights, with the state that it keeps from step to step."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Slice:
         self._ranges = [(start, start + len(run)) for run, start in zip(weights, starts, strict=True)]
         runs = [(start, start + m.size, m, piece) for m in matrices for piece, start in enumerate(m.starts)]
         edges = {place for run in (*decayed, *(run[:2] for run in runs)) for place in run}
-        self.leaves: list[tuple[int, Tensor]] = []  # the updated tensors, each with its first element in the buffer
+        self.leaves: list[tuple[int, Tensor]] = []  # (first element in the buffer, updated tensor)
         self._parts: list[SteppedRun] = []
         self._matrices: dict[WholeMatrix, list[SteppedRun]] = defaultdict(list)
         roles: list[list[Tensor]] = [[], [], []]
@@ -133,11 +133,11 @@ class Slice:
             at += len(run)
         self.optimizers = torch_optimizers(config, *roles)
         self._muon = next((each for each in self.optimizers if isinstance(each, Muon)), None)
-        self.dropped: Tensor | None = None  # (), 1 if the taken gradient is not finite; None: it is finite
-        self.copied = 0  # bytes of copies of the taken gradient
+        self.dropped: Tensor | None = None  # (), 1 if the gradient in `take` is not finite; None: it is finite
+        self.copied = 0  # bytes of copies of the gradient in `take`
 
     def carry(self, weights: list[Tensor]) -> None:
-        """Update these tensors, of the same runs, from now on: copies of weights that are kept elsewhere."""
+        """Update other tensors of the same runs from now on: copies of weights that are kept on the host or disk."""
         self.weights = weights
         if self.exact:
             return
@@ -147,23 +147,23 @@ class Slice:
             part.leaf.data = weights[run][part.begin - flat_places[run] : part.end - flat_places[run]]
 
     def offload(self, room: Callable[[int], torch.UntypedStorage]) -> Wait:
-        """Start to copy the optimizer state to new memory. Its old memory is freed at the end of the copy."""
+        """Start to copy the optimizer state to new memory. The wait frees its old memory."""
         return self._parked.offload([kept for kept in (*self.moments, *self.exact) if kept.numel() > 1], room)
 
     def reload(self) -> Wait:
-        """Start to copy the optimizer state back to where it is updated."""
+        """Start to copy the optimizer state back to the memory in which it is updated."""
         return self._parked.reload()
 
     def current(self, kept: Tensor) -> Tensor:
-        """Return a tensor of the optimizer state in its current place."""
+        """Return a tensor of the optimizer state where it is now, offloaded or not."""
         return self._parked.current(kept)
 
     def make_moments(self, updates: int) -> None:
-        """Allocate the optimizer state after some updates, to be filled in, by an update with a zero gradient.
+        """Allocate the optimizer state as after `updates` updates, by an update with a zero gradient.
 
-        It is allocated where updates are computed.
+        It is allocated where updates are computed, and the caller fills it in.
         """
-        gone = [run for run in self.weights if not run.untyped_storage().nbytes()]  # an update gets a copy
+        gone = [run for run in self.weights if not run.untyped_storage().nbytes()]  # each update gets a copy
         for run in gone:
             memory, end = run.untyped_storage(), (int(run.storage_offset()) + len(run)) * run.itemsize
             memory.resize_(max(memory.nbytes(), end))
@@ -171,7 +171,7 @@ class Slice:
         for part in self._parts:
             part.leaf.grad = torch.zeros_like(part.leaf)
         for optimizer in self.optimizers:
-            if isinstance(optimizer, Muon):  # the slice may have parts of matrices, and Muon updates whole ones
+            if isinstance(optimizer, Muon):  # Muon updates whole matrices, of which the slice may have parts
                 for part in chain(*self._matrices.values()):
                     optimizer.moment(part.leaf)
             else:
@@ -192,7 +192,7 @@ class Slice:
 
     @property
     def average(self) -> Tensor:
-        """Return the average of the slice's weights over the steps, (elements,), in its current place."""
+        """Return the moving average of the slice's weights, (elements,), offloaded or not."""
         kept = self.optimizers[-1]
         assert isinstance(kept, Average), "an average was asked for"
         return torch.cat([self.current(kept.average_of(part.leaf)) for part in self._parts])
@@ -220,15 +220,15 @@ class Slice:
         scale: float = 1.0,
         direction: Direction | None = None,
     ) -> bool:
-        """Take a gradient of the same length for the next update (see `step_together`). Return False if it is dropped.
+        """Set the gradient, (elements,), of the next update (see `step_together`). Return False if it is dropped.
 
         Args:
-            rate: the learning rate; in a captured step a tensor on the device, (), float32.
+            rate: learning rate; in a captured step a float32 tensor () on the device.
             squared_norm: squared norm of the whole model's gradient. It clips the gradient (Pascanu et al. 2013, arXiv
                 1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_). If it is not finite, the gradient is
-                dropped: by the host, or by the update if the norm is on the device, ().
-            scale: factor of the gradient, which the norm does not have.
-            direction: direction of all matrices of which the slice has parts (None: it has whole matrices).
+                dropped: now, or by the update if the norm is a tensor () on the device.
+            scale: factor of the gradient. The norm does not include it.
+            direction: direction of all matrices of which the slice has parts (None: the slice has only whole matrices).
         """
         self.dropped = None
         if isinstance(squared_norm, Tensor):
@@ -249,11 +249,11 @@ class Slice:
 
     @property
     def may_wait(self) -> bool:
-        """Return whether its update may be delayed to run with the next ones, as AdamW's may."""
+        """Return whether the update may be delayed to run together with later ones. AdamW's may."""
         return len(self.weights) == 1 and all(isinstance(each, AdamW) for each in self.optimizers[:1])
 
     def finish(self) -> None:
-        """End an update of the leaves: drop the gradient, and round the weights from their exact copy."""
+        """Finish an update of the leaves: drop the gradient, and round the weights from their exact copy."""
         for part in self._parts:
             part.leaf.grad = None
         if self.exact:
@@ -269,7 +269,7 @@ class Slice:
         return gradient
 
     def _direction(self, gradient: Tensor) -> Tensor:
-        """Return the direction in the dtype in which matrices are made orthogonal."""
+        """Return the direction in the dtype in which matrices are orthogonalized."""
         made = torch.zeros_like(gradient, dtype=iterated_in(gradient))
         for part in chain(*self._matrices.values()):
             assert self._muon is not None
@@ -278,7 +278,7 @@ class Slice:
         return made
 
     def _part_updates(self, direction: Direction) -> dict[Tensor, tuple[Tensor, float]]:
-        """Return the update of each part of a matrix, and its length. Each matrix is made orthogonal once."""
+        """Return the update of each part of a matrix, and its length. Each matrix is orthogonalized once."""
         updates: dict[Tensor, tuple[Tensor, float]] = {}
         for matrix, parts in self._matrices.items():
             pieces = orthogonal(direction.whole(matrix)).chunk(len(matrix.starts), matrix.dim)
@@ -292,15 +292,15 @@ class Direction(NamedTuple):
     """Direction of an optimizer's update.
 
     Attributes:
-        flat: (elements,), for some runs of a layer's flat buffer, one after the other.
-        ranges: (start, stop) of each run.
+        flat: direction of some ranges of a layer's flat buffer, concatenated, (elements,).
+        ranges: (start, stop) of each range in the buffer.
     """
 
     flat: Tensor
     ranges: Sequence[tuple[int, int]]
 
     def whole(self, matrix: WholeMatrix) -> Tensor:
-        """Return a matrix, put together from its pieces."""
+        """Return the direction of a whole matrix, assembled from its pieces."""
         pieces: list[Tensor] = []
         for begin in matrix.starts:
             at = 0
@@ -313,13 +313,13 @@ class Direction(NamedTuple):
 
 
 def step_together(slices: Sequence[Slice]) -> None:
-    """Update all slices by the gradients that they have taken (see `Slice.take`).
+    """Update all slices by the gradients that were set with `Slice.take`.
 
-    AdamW makes one call for the leaves with weight decay, and one for those without.
+    AdamW updates all leaves with weight decay in one call, and all others in another.
     """
     calls: dict[float, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
     settings: dict[str, Any] = {}
-    dropped = next((each.dropped for each in slices if each.dropped is not None), None)  # one norm clips all
+    dropped = next((each.dropped for each in slices if each.dropped is not None), None)  # one norm clips all slices
     alone: list[TensorOptimizer] = []
     for each in slices:
         for optimizer in each.optimizers:
@@ -328,7 +328,7 @@ def step_together(slices: Sequence[Slice]) -> None:
                 for group in optimizer.param_groups:
                     settings = group
                     calls[group["weight_decay"]] += [(leaf, optimizer.state[leaf]) for leaf in group["params"]]
-            else:  # the first update makes the state
+            else:  # the first update allocates the state
                 alone.append(optimizer)
     with torch.no_grad():
         for decay, leaves in calls.items():

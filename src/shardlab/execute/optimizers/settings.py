@@ -25,7 +25,8 @@ Schedule = Literal["cosine", "linear", "wsd", "constant"]
 def rate_factor(schedule: Schedule, step: int, steps: int, warmup: int, decay: int, least: float) -> float:
     """Return the learning rate of a step, as a fraction of the peak.
 
-    It rises linearly over `warmup` steps, stays constant, and decays to `least` over the last `decay` of `steps` steps:
+    The rate rises linearly over `warmup` steps, stays constant, and decays to `least` over the last `decay` of `steps`
+    steps:
 
     - cosine: along half a cosine (Loshchilov and Hutter 2017, SGDR, arXiv 1608.03983, eq. 5; as in nanoGPT);
     - linear: along a line;
@@ -37,7 +38,7 @@ def rate_factor(schedule: Schedule, step: int, steps: int, warmup: int, decay: i
 
     Args:
         step: number of the step, from 0. After `steps` the rate stays constant.
-        least: the fraction at the end, unless `decay` is 0. It must be above 0 for wsd.
+        least: final rate as a fraction of the peak, unless `decay` is 0. It must be above 0 for wsd.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -51,18 +52,18 @@ def rate_factor(schedule: Schedule, step: int, steps: int, warmup: int, decay: i
 
 
 FIRST = 2.0**16
-"""First loss scale of a run, as in torch.amp.GradScaler."""
+"""Initial loss scale of a run, as in torch.amp.GradScaler."""
 
 CALM = 2000
-"""Steps without an overflow after which the scale doubles, as in torch.amp.GradScaler."""
+"""Number of steps without an overflow after which the scale is doubled, as in torch.amp.GradScaler."""
 
 
 class LossScale:
     """Loss scale of float16, by which losses are multiplied so that small gradients do not underflow.
 
-    Updates divide by it. It is the same on all ranks, because all see the same norm of the gradient. If a gradient
-    overflows, all ranks skip the update and the scale is halved; after 2,000 steps without an overflow it is doubled
-    (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; the numbers are those of torch.amp.GradScaler).
+    Updates divide gradients by it. It is equal on all ranks, because all of them have the same norm of the gradient. If
+    a gradient overflows, all ranks skip the update and the scale is halved; after 2,000 steps without an overflow it is
+    doubled (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; the numbers are those of torch.amp.GradScaler).
 
     Attributes:
         scale: scale of the next step.
@@ -74,7 +75,7 @@ class LossScale:
         self.calm = 0
 
     def after(self, finite: bool) -> None:
-        """Update the scale after a step, whose gradient was finite or not."""
+        """Update the scale after a step. `finite` says whether the step's gradient was finite."""
         self.calm += 1
         if not finite:
             self.scale, self.calm = self.scale / 2, 0
@@ -83,11 +84,10 @@ class LossScale:
 
 
 def want_scalable(precision: Precision, checked: Checked) -> None:
-    """Refuse float16 for a program whose ranks would not notice each other's overflows, or with large factors of
-    gradients.
+    """Refuse float16 if ranks would not notice overflows of others, or if gradients have large factors.
 
     Raises:
-        UserError: with what to do.
+        UserError: if so. The message has the remedy.
     """
     if precision.scaled and not checked.clips:
         raise UserError(
@@ -144,7 +144,7 @@ class OptimizerConfig:
     """Decay of an exponential moving average (EMA) of the weights, such as 0.999, or none."""
 
     learning_rate_schedule: Annotated[Schedule, choice(Schedule)] = "cosine"
-    """How the learning rate decays after the warm-up."""
+    """Decay of the learning rate after the warm-up."""
 
     schedule_steps: Annotated[int, COUNT] = 200
     """Steps of the whole learning rate schedule. Default: the steps of the run."""

@@ -29,16 +29,16 @@ class Handle(Protocol):
     """Operation in flight, with the interface of torch.distributed's Work."""
 
     def wait(self) -> object:
-        """Wait for the operation. Until then, nothing may touch its outputs, and its inputs must not change.
+        """Wait for the operation. Until then, its outputs must not be read or written, and its inputs must not change.
 
         Raises:
-            RuntimeError: if a rank that takes part has gone, or does not come within the time limit.
+            RuntimeError: if a participating rank has ended, or does not start the operation within the time limit.
         """
         ...
 
 
 class Transport(Protocol):
-    """How the members of a group send each other tensors. Every verb starts at once and returns a handle.
+    """Interface by which the members of a group send each other tensors. Every verb returns a handle at once.
 
     All members start the same collectives in the same order. A verb acts on each tensor of a list; the lists of all
     members have tensors of the same shapes and dtypes, contiguous, in the same order. A *whole* tensor consists of one
@@ -46,7 +46,7 @@ class Transport(Protocol):
     """
 
     def all_reduce(self, tensors: Sequence[Tensor], by: Reduction = Reduction.SUM) -> Handle:
-        """Reduce in place. All members get the same bits."""
+        """Reduce in place. The results of all members are bitwise equal."""
         ...
 
     def reduce(self, tensors: Sequence[Tensor], root: int, by: Reduction = Reduction.SUM) -> Handle:
@@ -80,7 +80,7 @@ class Transport(Protocol):
         ...
 
     def barrier(self) -> Handle:
-        """Start a barrier; its wait ends when all members have started theirs."""
+        """Start a barrier. Its wait ends when all members have started it."""
         ...
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Handle:
@@ -100,7 +100,7 @@ def transport_of(group: dist.ProcessGroup) -> Transport:
 
 
 def messages_with(peer: int) -> Transport:
-    """Return the transport of messages between this rank and another, whose members are the ranks of the world."""
+    """Return the transport of messages between this rank and another rank. Its members are the ranks of the world."""
     here = Neighbours.among([dist.get_rank(), peer])
     if here is not None:
         return SharedTransport(here, "messages", range(dist.get_world_size()))
@@ -110,16 +110,16 @@ def messages_with(peer: int) -> Transport:
 
 
 def retained_buffers() -> list[Tensor]:
-    """List memory that communication keeps between steps: receive buffers of small sums, and shared memory."""
+    """List the memory that communication keeps between steps: receive buffers of small sums, and shared memory."""
     return [*sum_buffers(), *Neighbours.memories()]
 
 
 Wait = Callable[[], Any]
-"""Waits for an operation that has started."""
+"""Function that waits for an operation in flight."""
 
 
 def wait_of(work: Handle | None) -> Wait:
-    """Return the wait of a work of torch.distributed."""
+    """Return the function that waits for a torch.distributed work."""
     assert work is not None, "an asynchronous operation gives its work"
     return work.wait
 
@@ -131,13 +131,13 @@ class Communicator:
     """Communication of one rank, on a default process group that already exists.
 
     Args:
-        program: the program whose communication is carried out.
+        program: program whose ops communicate.
         rank: number of the rank.
         groups: process groups that exist already; new ones are added (see `make_groups`).
 
     Attributes:
-        transports: transport of each group of which this rank is a member.
-        wait_of: turns a work that has started into its wait. A recorder replaces this function.
+        transports: transport of each group that this rank belongs to.
+        wait_of: function that returns the wait of a work in flight. A recorder replaces it.
     """
 
     def __init__(self, program: Program, rank: int, groups: Groups | None = None) -> None:
@@ -166,7 +166,7 @@ class Communicator:
         return self._batched(dist.irecv, tensor, source, batch)
 
     def starts_alone(self, peer: int, batch: int) -> bool:
-        """Return whether a message starts alone, instead of with the others of its batch."""
+        """Return whether a message is started alone rather than together with its batch."""
         return batch < 0 or isinstance(self._messages.get(peer), SharedTransport)
 
     def _batched(self, verb: Callable[..., Any], tensor: Tensor, peer: int, batch: int) -> Wait:
@@ -181,35 +181,33 @@ class Communicator:
             mine = min(place, len(waits) - 1)
             waits[mine]()
             if len(waits) > 1:
-                waits[mine] = (
-                    _nothing  # otherwise this wait keeps the received tensor alive until the others are waited for
-                )
+                waits[mine] = _nothing  # releases the received tensor, which this wait would otherwise keep alive
 
         return wait
 
 
 Groups = dict[Group, dist.ProcessGroup | None]
-"""Process groups that exist, by their ranks; None for groups of other ranks."""
+"""Existing process groups, by their ranks; None for groups to which this rank does not belong."""
 
 
 def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.ProcessGroup]:
-    """Make a program's process groups. Every rank of the program calls this.
+    """Create a program's process groups. Every rank of the program calls this.
 
     Programs may use fewer ranks than there are processes, except on NCCL. Torch names a group by its members and by the
-    number of groups that each has made before. So a rank without a group to make in a round makes one of itself alone,
-    and all counts stay equal, also for the next program. With NCCL's `device_id`, torch also splits every group off
-    from the world's communicator, in which each process must take part.
+    number of groups that each member has created before. A rank without a group to create in a round therefore creates
+    a group of itself, so that all counts stay equal, also for the next program. With NCCL's `device_id`, torch also
+    splits every group off from the world's communicator, which needs a call on every process.
 
     Args:
         program: the program.
         rank: number of this rank.
-        known: groups that exist already, the same on all ranks of the program. New groups are added to it.
+        known: groups that exist already, equal on all ranks of the program. New groups are added to it.
 
     Returns:
-        The groups of which the rank is a member.
+        The groups that the rank belongs to.
 
     Raises:
-        UserError: for a group that is not in ascending order, if this torch can only make groups that are.
+        UserError: for a group that is not in ascending order, if this version of torch only supports ascending groups.
     """
     for groups in group_rounds(program, known):
         mine = next((group for group in groups if rank in group.ranks), None)
@@ -222,7 +220,7 @@ def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Make the process group of these ranks, in this order, which decides the piece of each rank.
+    """Create the process group of some ranks in this order, which determines the piece of each rank.
 
     Torch sorts the ranks by default. Versions without `sort_ranks` always do.
     """
@@ -232,8 +230,8 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
         if "sort_ranks" not in signature(new_group).parameters:
             named = ", ".join(map(str, ranks))
             raise UserError(
-                f"the ranks {named} meet in this order, but torch {torch.__version__} makes groups in ascending order "
-                "alone; name the ranks of `among` in ascending order, or use a newer torch"
+                f"a group has the ranks {named} in this order, but torch {torch.__version__} only supports ascending "
+                "ranks; name the ranks of `among` in ascending order, or use a newer torch"
             )
         order["sort_ranks"] = False
     group = new_group(list(ranks), timeout=_limit(), use_local_synchronization=True, **order)
@@ -245,11 +243,11 @@ def _limit() -> timedelta:
     """Return the timeout of the default group. Torch has another default for new groups."""
     world: Any = dist.group.WORLD
     options = world._get_backend(world._device_types[0]).options
-    return dist.default_pg_timeout if options is None else options._timeout  # torch's backend for tests has none
+    return dist.default_pg_timeout if options is None else options._timeout  # torch's fake backend has no options
 
 
 def group_rounds(program: Program, known: Collection[Group] = ()) -> list[list[Group]]:
-    """Split a program's unknown groups into rounds without a common member; every rank gets the same rounds."""
+    """Split a program's new groups into rounds of disjoint groups. Every rank returns the same rounds."""
     groups = {op.group for tape in program.tapes for op in tape if op.group is not None} - set(known)
     made: list[list[Group]] = []
     for group in sorted(groups, key=lambda group: (group.axis, group.ranks)):

@@ -1,15 +1,15 @@
 """Transport between neighbours: ranks of one host send each other tensors through shared memory.
 
 gloo sends within a host as it does between hosts, by TCP: the kernel copies twice, and threads wake up on both sides.
-Here the sender copies a tensor into a buffer of its own shared memory, writes the buffer's offset into its queue for
-the receiver in the same memory, and sends a byte on a Unix socket. The receiver reads the tensor in place. There is no
-helper thread. A send returns at once; only waiting for it blocks, if the sender is too far ahead of the receiver (the
-send window). If a rank ends, its sockets close, and the others see that at once.
+Here the sender copies a tensor into a buffer of its shared memory, writes the buffer's offset into the queue for the
+receiver in the same memory, and sends a byte on a Unix socket. The receiver reads the tensor in place. There is no
+helper thread. A send returns at once. Its wait blocks only if the sender is too far ahead of the receiver (the send
+window). If a rank ends, its sockets close, which the others notice at once.
 
 A message carries a list of tensors on a channel. Each group has a channel for its collectives, and one for each tag of
 its messages.
 
-Read `Neighbours` first (send, expect, receive), then `connect_neighbours` (how ranks of a host find each other),
+Read `Neighbours` first (send, expect, receive), then `connect_neighbours` (the connections of a host's ranks),
 `SharedMemory` and `Outbox` (buffers and queues), and `SendWindow` (how far a sender may run ahead).
 """
 
@@ -41,20 +41,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 MAX_POLL_SECONDS = 2**31 // 1000 - 1
-"""Longest time that a poll can wait, in seconds."""
+"""Longest timeout of a poll, in seconds."""
 
 SIGNAL = b"!"
-"""Byte that a rank sends on a socket after it has written a message, so that the reader looks for it."""
+"""Byte that a rank sends on a socket after it has written a message, to wake up the reader."""
 
 MAX_SIGNALS = 4096
-"""Signals that are read at once."""
+"""Number of signals that are read at once."""
 
 POLL_SECONDS = 0.001
-"""Seconds between two checks of a waiting sender whether its reader has caught up; the reader sends no signal then."""
+"""Seconds between two checks by a waiting sender whether its reader has caught up, since the reader sends no signal."""
 
 
 class ExpectedMessage(NamedTuple):
-    """Message that this rank expects: the one of this number, from 1, that `source` sends it on a channel."""
+    """Message that this rank expects: message `number`, from 1, that `source` sends to it on a channel."""
 
     source: int
     channel: int
@@ -62,12 +62,12 @@ class ExpectedMessage(NamedTuple):
 
 
 class SharedTensors(NamedTuple):
-    """Tensors of a message in its sender's memory, which stay there until all readers have called `release`.
+    """Tensors of a message in its sender's memory. They stay valid until all readers have called `release`.
 
     Attributes:
         tensors: the tensors.
         flags: the sender's memory as bytes.
-        flag: index of the byte by which this rank says that it has read the message.
+        flag: index of the byte that this rank sets when it has read the message.
     """
 
     tensors: list[Tensor]
@@ -81,9 +81,9 @@ class SharedTensors(NamedTuple):
 
 @cache
 def channel_number(*names: object) -> int:
-    """Return the number of the channel with these names, which is the same in all processes and never 0.
+    """Return the number of the channel with these names. It is equal in all processes, and never 0.
 
-    The collectives of a process group have a channel, and so have the messages of each tag in a group.
+    There is a channel for the collectives of each process group, and one for the messages of each tag in a group.
     """
     return int.from_bytes(blake2b(repr(names).encode(), digest_size=8).digest(), "little") or 1
 
@@ -96,10 +96,10 @@ class Neighbours:
 
     Args:
         rank: number of this rank in the default process group.
-        outbox: shared memory into which this rank writes what it sends.
-        sockets: for each neighbour, a connected Unix socket.
-        memories: for each neighbour, the shared memory that it writes, mapped into this process.
-        limit: time that this rank waits for a message before it fails.
+        outbox: shared memory into which this rank writes messages.
+        sockets: connected Unix socket of each neighbour.
+        memories: shared memory that each neighbour writes, mapped into this process.
+        limit: time after which waiting for a message fails.
     """
 
     here: ClassVar[Neighbours | None] = None
@@ -146,7 +146,7 @@ class Neighbours:
         """Send tensors to one rank, and count the message in the channel's send window.
 
         Returns:
-            Number of messages that the rank must have begun to receive before this rank goes on (see
+            Number of messages that the receiver must have begun to receive before this rank may continue (see
             `wait_for_receives`).
         """
         self.send(tensors, [to], channel)
@@ -157,7 +157,7 @@ class Neighbours:
         """Wait until a rank has begun to receive `count` of this rank's messages on a channel.
 
         Raises:
-            RuntimeError: if the rank has gone, or has not begun within the limit.
+            RuntimeError: if the rank has ended, or has not begun within the limit.
         """
         if self._outbox.receives(reader, channel) >= count:
             return
@@ -166,22 +166,23 @@ class Neighbours:
             while self._outbox.receives(reader, channel) < count:
                 self._check_connected(reader)
                 if not self._wait_for_signal(POLL_SECONDS) and time.monotonic() > end:
-                    raise RuntimeError(f"Timed out waiting for rank {reader}: it took nothing for {self._limit:g} s")
+                    raise RuntimeError(f"Timed out waiting for rank {reader}: it read nothing for {self._limit:g} s")
 
     def send(self, tensors: Sequence[Tensor], to: Sequence[int], channel: int, *, keeps: bool = False) -> int:
-        """Copy tensors into shared memory for some ranks, without waiting for them. They may change afterwards.
+        """Copy tensors into shared memory for some ranks, without waiting for these. The tensors may change afterwards.
 
         Args:
             tensors: the tensors.
             to: ranks that receive them.
             channel: number of the channel.
-            keeps: whether this rank reads the copy too (see `kept`). It then stays until this rank has released it.
+            keeps: whether this rank reads the copy too (see `kept`). The copy is then valid until this rank releases
+                it.
 
         Returns:
             Offset of the copy in this rank's memory.
 
         Raises:
-            RuntimeError: if one of the ranks has gone.
+            RuntimeError: if one of the ranks has ended.
             MemoryError: if the memory has no space left for tensors in flight.
         """
         outbox = self._outbox
@@ -191,29 +192,29 @@ class Neighbours:
                 outbox.write_message(rank, channel, offset)
             try:
                 self._sockets[rank].send(SIGNAL)
-            except BlockingIOError:  # enough signals are unread already
+            except BlockingIOError:  # the reader has enough unread signals
                 pass
             except OSError as error:
-                if outbox.unread(rank):  # otherwise the rank has read this message, and then left
+                if outbox.unread(rank):  # otherwise the rank has read this message before it ended
                     raise RuntimeError(f"Connection closed by peer: rank {rank} has gone ({error})") from None
         return offset
 
     def kept(self, offset: int, like: Sequence[Tensor]) -> SharedTensors:
-        """Return the copy of tensors that this rank has sent and keeps, by its offset."""
+        """Return the copy, at an offset, of tensors that this rank has sent with `keeps`."""
         return self._shared(self._outbox, offset, like)
 
     def expect_point_to_point(self, source: int, channel: int) -> ExpectedMessage:
-        """Begin to receive the next message of a rank on a channel on which messages are sent to one rank.
+        """Begin to receive the next message of a rank on a channel for messages to a single rank.
 
         Raises:
-            RuntimeError: if the rank sends this rank messages on too many channels.
+            RuntimeError: if the rank uses too many channels for messages to this rank.
         """
         expected = self.expect(source, channel)
         self._memories[source].note_receives(self.rank, channel, expected.number)
         return expected
 
     def expect(self, source: int, channel: int) -> ExpectedMessage:
-        """Expect the next message of a rank on a channel, after those that are expected already."""
+        """Expect the next message of a rank on a channel, after those that are already expected."""
         self._expected[source, channel] += 1
         return ExpectedMessage(source, channel, self._expected[source, channel])
 
@@ -230,14 +231,14 @@ class Neighbours:
         """Wait for an expected message, whose tensors have the shapes and dtypes of `like`.
 
         Raises:
-            RuntimeError: if its sender has gone, or nothing comes within the limit.
+            RuntimeError: if its sender has ended, or nothing arrives within the limit.
         """
         with self._condition:
             self._read_messages(expected.source)
             while expected not in self._offsets:
                 self._check_connected(expected.source)
                 if not self._wait_for_signal(self._limit):
-                    why = f"nothing came within {self._limit:g} s"
+                    why = f"nothing arrived within {self._limit:g} s"
                     raise RuntimeError(f"Timed out waiting for rank {expected.source}: {why}")
             return self._shared(self._memories[expected.source], self._offsets.pop(expected), like)
 
@@ -247,7 +248,7 @@ class Neighbours:
     @classmethod
     @contextmanager
     def not_used(cls) -> Generator[None]:
-        """Have transports that are made in the block use torch.distributed although there are neighbours."""
+        """Let transports that are created inside of the context use torch.distributed although there are neighbours."""
         here, cls.here = cls.here, None
         try:
             yield
@@ -256,7 +257,7 @@ class Neighbours:
 
     @classmethod
     def part(cls) -> None:
-        """Disconnect. Later sends use torch.distributed; neighbours can still read what was sent before."""
+        """Disconnect. Later sends use torch.distributed. Neighbours can still read messages that were sent before."""
         if cls.here is not None:
             for each in cls.here._sockets.values():
                 each.close()
@@ -269,10 +270,10 @@ class Neighbours:
     def _wait_for_signal(self, seconds: float) -> bool:
         """Wait for a signal for some seconds, and read the messages of the ranks that sent one.
 
-        While ops are timed, each is waited for on a thread of its own. One of these threads then reads for all.
+        While ops are timed, a separate thread waits for each. One of these threads then reads for all.
 
         Returns:
-            Whether a signal came.
+            Whether a signal arrived.
         """
         if self._is_reading:
             return self._condition.wait(seconds)
@@ -294,7 +295,7 @@ class Neighbours:
         return bool(signalled)
 
     def _drain_signals(self, rank: int) -> bool:
-        """Read all signals of a rank; return False if it has gone."""
+        """Read all signals of a rank. Return False if the rank has ended."""
         while True:
             try:
                 signals = self._sockets[rank].recv(MAX_SIGNALS)
@@ -302,7 +303,7 @@ class Neighbours:
                     return bool(signals)
             except BlockingIOError:
                 return True
-            except ConnectionResetError:  # it ended without reading everything
+            except ConnectionResetError:  # it ended with unread data
                 continue
 
     def _read_messages(self, rank: int) -> None:
@@ -316,17 +317,17 @@ HELLO = struct.Struct("=16sI")
 """First packet of a connection: the receiver's token and the sender's rank, with the sender's file descriptor."""
 
 MAX_MAPPED_BYTES = 2**46
-"""Bytes that the shared memories of all ranks may have together: half of the address space of a 64-bit process."""
+"""Largest total size in bytes of all ranks' shared memories: half of the address space of a 64-bit process."""
 
 
 class Address(NamedTuple):
     """Address at which other ranks connect to a rank.
 
     Attributes:
-        host: name of its host, equal for ranks that can share memory; empty for a rank that shares none.
+        host: name of its host, equal for ranks that can share memory; empty for a rank that does not share memory.
         name: name of the Unix socket on which it listens.
-        token: secret that a connecting process must send to show that it has received this address.
-        size: bytes of the memory that it shares.
+        token: secret that a connecting process sends to prove that it has received this address.
+        size: size in bytes of the memory that the rank shares.
     """
 
     host: str = ""
@@ -340,7 +341,7 @@ def connect_neighbours(limit: timedelta, later: timedelta | None = None, *, shar
 
     Args:
         limit: time to wait for the connections.
-        later: time to wait for each message later (None: `limit`).
+        later: time to wait for each message afterwards (None: `limit`).
         shares: whether this rank may share memory. Shared memory counts towards a limit on a process's memory.
     """
     Neighbours.part()
@@ -362,12 +363,12 @@ def connect_neighbours(limit: timedelta, later: timedelta | None = None, *, shar
         sockets, files = _connected(rank, address.token, outbox.file, listener, others, limit)
         memories = {other: SharedMemory(others[other].size, world, file) for other, file in files.items()}
         for file in (outbox.file, *files.values()):
-            os.close(file)  # what is mapped stays
+            os.close(file)  # mappings remain valid
         Neighbours.here = Neighbours(rank, outbox, sockets, memories, later or limit)
 
 
 def _host() -> str:
-    """Return a name of this host that is the same for all processes that can connect; empty without shared memory.
+    """Return a name of this host that is equal for all processes that can connect; empty without shared memory.
 
     Processes share memory by Linux's anonymous files (memfd). They can connect if they are in one network namespace of
     one host, as one user. The processor must keep the order of writes (`ORDERED_PROCESSOR`).
@@ -382,7 +383,7 @@ def _host() -> str:
 
 
 def _outbox(world: int) -> Outbox | None:
-    """Make this rank's shared memory; None if a limit of the process forbids it, such as that on file sizes."""
+    """Create this rank's shared memory; None if a limit of the process forbids it, such as the limit on file sizes."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):
         return Outbox(min(physical, MAX_MAPPED_BYTES // world // 4096 * 4096), world)
@@ -398,7 +399,7 @@ def _socket(limit: timedelta) -> socket.socket:
 def _connected(
     rank: int, token: bytes, file: int, listener: socket.socket, others: dict[int, Address], limit: timedelta
 ) -> tuple[dict[int, socket.socket], dict[int, int]]:
-    """Connect to each rank; return sockets and descriptors of their memories. Of two ranks, the lower one listens."""
+    """Connect to each rank, and return the sockets and the descriptors of memories. The lower of two ranks listens."""
     sockets: dict[int, socket.socket] = {}
     files: dict[int, int] = {}
     for other, address in others.items():
@@ -426,22 +427,22 @@ def _connected(
 
 
 MIN_BUFFER_BYTES = 4096
-"""Bytes of the smallest buffer. Larger buffers have twice as many, four times, and so on."""
+"""Size in bytes of the smallest buffer. Larger buffers have 2, 4, 8, ... times this size."""
 
 QUEUE_LENGTH = 2**16
-"""Messages to a rank that may be unread at one time."""
+"""Largest number of unread messages to a rank."""
 
 MAX_CHANNELS = 256
-"""Channels on which a rank may send messages to one rank, each of a process group and a tag."""
+"""Largest number of channels (pairs of a process group and a tag) for messages from one rank to another."""
 
 RING = 2 + 2 * MAX_CHANNELS
-"""Word of a queue at which its ring of messages begins."""
+"""Index of the word of a queue at which the ring of messages begins."""
 
 QUEUE_WORDS = RING + 2 * QUEUE_LENGTH
-"""64-bit words of the queue to a rank: two counts, two words for each channel, and two for each message."""
+"""Length of the queue to a rank in 64-bit words: two counts, two words for each channel, two for each message."""
 
 ORDERED_PROCESSOR = "x86_64"
-"""Processor, by Linux's name, on which all processes see each other's writes in order (see `SharedMemory`)."""
+"""Linux's name of the processor on which processes see each other's writes in order (see `SharedMemory`)."""
 
 
 class SharedMemory:
@@ -453,31 +454,31 @@ class SharedMemory:
     byte for every rank, which that rank sets when it has read the tensors. Pages that were never written take no
     memory.
 
-    There is no lock. Correctness rests on the order of memory accesses: a tensor is written before its message, a
+    There is no lock. Correctness depends on the order of memory accesses: a tensor is written before its message, a
     message before it is counted, and a tensor is read before its byte or count says so. Python has no memory barrier,
-    and a signal is no substitute, because a rank also looks for messages before a signal has come. x86 keeps this
+    and a signal is no substitute, because a rank may look for messages before a signal has arrived. x86 keeps this
     order: writes become visible in program order, and none before earlier reads (Intel's manual for software
     developers, volume 3A, "Memory Ordering"). ARM does not, so a rank could read a buffer before the tensor is there.
-    So ranks share memory only on `ORDERED_PROCESSOR`.
+    Therefore ranks share memory only on `ORDERED_PROCESSOR`.
 
     Attributes:
-        file: its file descriptor.
+        file: file descriptor of the memory.
     """
 
     def __init__(self, size: int, ranks: int, file: int | None = None) -> None:
-        """Make a shared memory, or map one that another process has made.
+        """Create a shared memory, or map one that another process has created.
 
         Args:
-            size: its bytes.
+            size: size in bytes.
             ranks: number of ranks of the world.
-            file: descriptor of the memory that another process has made (None: make one).
+            file: descriptor of the memory that another process has created (None: create one).
 
         Raises:
-            OSError: if this system has no anonymous files, or the process may not map so much.
+            OSError: if this system has no anonymous files, or the process may not map so much memory.
         """
         if file is None:
             if not hasattr(os, "memfd_create"):
-                raise OSError("this system has no files in memory that have no name")
+                raise OSError("this system has no anonymous files in memory")
             file = os.memfd_create("shardlab")
             os.ftruncate(file, size)
         self.file = file
@@ -502,7 +503,7 @@ class SharedMemory:
         return tensors
 
     def write_message(self, reader: int, channel: int, offset: int) -> None:
-        """Append a message to a rank's queue: its tensors are in the buffer at `offset`.
+        """Append a message to a rank's queue, whose tensors are in the buffer at `offset`.
 
         Raises:
             MemoryError: if the queue is full.
@@ -525,12 +526,12 @@ class SharedMemory:
             yield message
 
     def unread(self, reader: int) -> int:
-        """Return how many messages the rank `reader` has not read yet."""
+        """Return the number of messages that the rank `reader` has not read yet."""
         queue = reader * QUEUE_WORDS
         return self._words[queue] - self._words[queue + 1]
 
     def note_receives(self, reader: int, channel: int, count: int) -> None:
-        """Store how many messages of the sender on a channel this reader has begun to receive.
+        """Store the number of the sender's messages on a channel that this reader has begun to receive.
 
         Raises:
             RuntimeError: if the table of channels is full.
@@ -546,7 +547,7 @@ class SharedMemory:
         )
 
     def receives(self, reader: int, channel: int) -> int:
-        """Return how many messages on a channel this reader has begun to receive."""
+        """Return the number of messages on a channel that this reader has begun to receive."""
         words = self._words
         for place in self._places(reader):
             if words[place] == channel:
@@ -560,20 +561,20 @@ class SharedMemory:
 
 
 def _aligned(size: int) -> int:
-    """Return the bytes that a tensor of `size` bytes takes in a buffer: tensors begin at whole lines of a cache."""
+    """Return the bytes of a buffer that a tensor of `size` bytes uses. Tensors are aligned to cache lines."""
     return -(-size // 64) * 64
 
 
 def message_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes that a message with these tensors takes in a buffer, without the header."""
+    """Return the bytes of a buffer that a message with these tensors uses, without the header."""
     return sum(_aligned(each.nbytes) for each in tensors)
 
 
 class Outbox(SharedMemory):
-    """Shared memory that this rank writes. A buffer is reused when all its readers have released it.
+    """Shared memory that this rank writes. A buffer is reused once all its readers have released it.
 
     Attributes:
-        size: its bytes.
+        size: size in bytes.
     """
 
     def __init__(self, size: int, ranks: int) -> None:
@@ -594,7 +595,9 @@ class Outbox(SharedMemory):
             size, offset = self._free(wanted) or (wanted, self._end)
             if offset == self._end:
                 if offset + size > self.size:
-                    raise MemoryError(f"a message of {length:,} bytes finds no room in {self.size:,} bytes")
+                    raise MemoryError(
+                        f"a message of {length:,} bytes does not fit into the {self.size:,} bytes of shared memory"
+                    )
                 self._end += size
             for rank in readers:
                 self.flags[offset + rank] = 0
@@ -604,7 +607,7 @@ class Outbox(SharedMemory):
         return offset
 
     def _free(self, least: int) -> tuple[int, int] | None:
-        """Remove a buffer of at least this size that all have released; return its size and offset, or None."""
+        """Remove a released buffer of at least `least` bytes, and return its size and offset; None if there is none."""
         for size in sorted(each for each in self._buffers if each >= least):
             buffers = self._buffers[size]
             for place, (offset, readers) in enumerate(buffers):
@@ -615,16 +618,16 @@ class Outbox(SharedMemory):
 
 
 WINDOW_BYTES = 4 * 2**20
-"""Bytes of messages of a channel that a rank may send before its reader begins to receive them."""
+"""Bytes that a rank may send on a channel before its reader begins to receive them."""
 
 WINDOW_MESSAGES = 4
-"""Messages that it may send so, however large they are."""
+"""Number of messages that it may send in this way, whatever their size."""
 
 
 class SendWindow:
-    """Send window of a channel from one rank to another: the messages that may be ahead of the reader's receives.
+    """Send window of a channel between two ranks: the messages that the sender may be ahead of the reader.
 
-    The window has `WINDOW_MESSAGES` messages, or more if they have at most `WINDOW_BYTES` together. The wait of a send
+    The window has `WINDOW_MESSAGES` messages, or more if their total size is at most `WINDOW_BYTES`. The wait of a send
     beyond it ends when the reader has begun enough receives. On gloo every send waits for its receive, so a program
     that cannot hang there cannot hang here.
     """

@@ -3,9 +3,8 @@
     register_backend()
     group = torch.distributed.new_group(backend=BACKEND)
 
-`SharedProcessGroup` translates the many spellings of c10d into the verbs of `SharedTransport`. Its works end when
-somebody waits for them, on the thread that waits. DDP asks for a work's future at once, so it waits for each bucket
-inside the backward pass.
+`SharedProcessGroup` implements the methods of c10d by the verbs of `SharedTransport`. The waiting thread completes a
+work. DDP asks for a work's future at once, so it waits for each bucket during the backward pass.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -31,10 +30,10 @@ BACKEND = "shardlab"
 
 
 def register_backend() -> None:
-    """Register the backend with torch.distributed, once in a process.
+    """Register the backend with torch.distributed. Later calls in the same process do nothing.
 
-    A group of this backend shares memory if its members are neighbours that are connected (`connect_neighbours`), and
-    is gloo's otherwise.
+    A group of this backend shares memory if its members are connected neighbours (`connect_neighbours`), and uses gloo
+    otherwise.
     """
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=["cpu"])
@@ -52,7 +51,7 @@ class SharedGroupWork(dist.Work):
     """Handle of a c10d operation.
 
     Args:
-        work: handle of the transport's operation, or several.
+        work: handle of the transport's operation, or several handles.
         results: tensors of the result.
     """
 
@@ -61,17 +60,17 @@ class SharedGroupWork(dist.Work):
         self._work, self._results, self._completed = work, results, False
 
     def wait(self, timeout: object = None) -> bool:
-        """Wait for the operation; the time limit is that of the connections."""
+        """Wait for the operation. The timeout is that of the connections."""
         self._work.wait()
         self._completed = True
         return True
 
     def is_completed(self) -> bool:
-        """Return whether somebody has waited for the operation."""
+        """Return whether the operation has been waited for."""
         return self._completed
 
     def get_future(self) -> Any:
-        """Wait, and return a future that has the result already."""
+        """Wait, and return a completed future."""
         self.wait()
         future = torch.futures.Future()
         future.set_result(self._results)
@@ -85,7 +84,7 @@ class SharedGroupWork(dist.Work):
 class SharedProcessGroup(dist.ProcessGroup):
     """Process group on shared memory. The methods are those of c10d's ProcessGroup.
 
-    Sums are in group order. Pieces of one call have equal sizes.
+    Sums are computed in group order. All pieces of a call have the same size.
     """
 
     def __init__(self, name: str, transport: SharedTransport, options: Any) -> None:
@@ -177,12 +176,12 @@ class SharedProcessGroup(dist.ProcessGroup):
 
 
 def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors as autograd does not see them."""
+    """Return the tensors detached from autograd."""
     return [each.detach() for each in tensors]
 
 
 def _wholes(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Concatenate the pieces of each list in a new flat tensor."""
+    """Concatenate the pieces of each list into a new flat tensor."""
     return [torch.cat([each.detach().flatten() for each in pieces]) for pieces in lists]
 
 
@@ -197,11 +196,11 @@ def _reduction(opts: Any) -> Reduction:
     """Return the reduction of a call.
 
     Raises:
-        NotImplementedError: if shared memory has none like it.
+        NotImplementedError: if shared memory does not support it.
     """
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     for reduction, known in REDUCE_OP.items():
-        if op == known:  # the other way round, torch compares them as unequal
+        if op == known:  # torch's comparison is not symmetric
             return reduction
     raise NotImplementedError(
         f"the {BACKEND} backend reduces with SUM, AVG, MIN or MAX, not with {getattr(op, 'op', op)}; use gloo"

@@ -3,8 +3,9 @@
 Each verb starts an operation: it copies this rank's tensors into shared memory and returns without waiting. The `wait`
 of the returned work reads the others' tensors in place, and reduces them in group order.
 
-In a broadcast or scatter, the root also waits for an empty message from each receiver, and in a gather or reduce each
-sender waits for one from the root. Otherwise a rank that only sends could run ahead until the memory is full.
+In a broadcast or scatter, the root also waits for an empty message from each receiver. In a gather or reduce, each
+sender waits for an empty message from the root. Otherwise, a rank that only sends could run ahead until the memory is
+full.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -35,7 +36,7 @@ class SharedTransport:
     """Shared memory among the members of a group. `Transport` describes the verbs.
 
     Args:
-        here: this rank's connections. All other members must be neighbours, except for those to which no message goes.
+        here: this rank's connections. All other members with which it exchanges messages must be neighbours.
         name: name of the group, equal on all members and different for each group.
         members: ranks of the members, in group order.
     """
@@ -48,7 +49,7 @@ class SharedTransport:
         self._streams: dict[Hashable, deque[SharedWork]] = {}
 
     def all_reduce(self, tensors: Sequence[Tensor], by: Reduction = Reduction.SUM) -> SharedWork:
-        keeps = self._mine > 1  # the reduction of the first two terms overwrites this rank's tensor
+        keeps = self._mine > 1  # the sum of the first two terms overwrites this rank's tensor
         offset = self._here.send(tensors, self._others, self._channel, keeps=keeps)
         if not keeps:
             return self._reduce(tensors, tensors, by)
@@ -109,12 +110,12 @@ class SharedTransport:
     def _start(
         self, expected: Sequence[ExpectedMessage], then: Callable[[], object], stream: Hashable = None
     ) -> SharedWork:
-        """Return the work of an operation, and finish earlier ones that nobody waits for.
+        """Return the work of an operation, and finish earlier works that have not been waited for.
 
         Args:
             expected: messages that the operation waits for.
-            then: reads them.
-            stream: works with the same value end in the order of their starts.
+            then: function that reads the messages.
+            stream: key of a stream. Works of one stream end in the order in which they started.
         """
         works = self._streams.setdefault(stream, deque())
         while len(works) >= MAX_UNFINISHED and self._here.have_arrived(works[0].expected):
@@ -124,7 +125,7 @@ class SharedTransport:
         return work
 
     def _exchange_with_root(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int) -> SharedWork:
-        """Send tensors to the root, and receive the root's into `outputs`."""
+        """Send tensors to the root, and receive the root's tensors into `outputs`."""
         rank = self._members[root]
         self._here.send(inputs, [rank], self._channel)
         expected = self._here.expect(rank, self._channel)
@@ -135,12 +136,12 @@ class SharedTransport:
         return self._collect([()] * self._size, ())
 
     def _pieces(self, wholes: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Split tensors, which may be empty, into equal flat pieces; return the pieces of each member."""
+        """Split tensors, which may be empty, into equal flat pieces. Returns the pieces of each member."""
         size = self._size
         return list(zip(*(whole.view(size, whole.numel() // size).unbind() for whole in wholes), strict=True))
 
     def _send_pieces(self, wholes: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Send each other member its pieces; return the pieces of each."""
+        """Send each other member its pieces, and return the pieces of all members."""
         pieces = self._pieces(wholes)
         for place, rank in enumerate(self._members):
             if place != self._mine:
@@ -152,10 +153,12 @@ class SharedTransport:
         return [self._here.expect(rank, self._channel) for rank in self._others]
 
     def _collect(self, outputs: Sequence[Sequence[Tensor]], own: Sequence[Tensor]) -> SharedWork:
-        """Receive pieces from each member, and copy this rank's own. As on gloo, `own` must not change until the wait.
+        """Receive pieces from each other member, and copy those of this rank.
+
+        As on gloo, `own` must not change until the wait.
 
         Args:
-            outputs: pieces to write, of each member.
+            outputs: pieces of each member, which are written.
             own: this rank's pieces.
         """
         places = [*outputs[: self._mine], *outputs[self._mine + 1 :]]
@@ -181,13 +184,13 @@ class SharedTransport:
         by: Reduction,
         kept: Sequence[SharedTensors] = (),
     ) -> SharedWork:
-        """Reduce this rank's own terms and those of the others, in group order, so that all ranks get the same bits.
+        """Reduce the terms of all ranks in group order, so that the results are bitwise equal on all ranks.
 
         Args:
             own: this rank's terms.
-            totals: outputs. On the first two members they may be the own terms.
+            totals: tensors of the result. On the first two members they may be `own`.
             by: the reduction.
-            kept: messages that this rank has sent and still reads.
+            kept: messages that this rank has sent and reads too.
         """
         expected, reduce = self._expect_others(), _REDUCE[by]
 
@@ -216,19 +219,19 @@ def _copy(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
 
 
 MAX_UNFINISHED = 8
-"""Works of a stream that may be unfinished. When another starts, the oldest are finished if their messages are here."""
+"""Number of unfinished works of a stream. When another work starts, the oldest are finished if they can be."""
 
 
 class SharedWork:
     """Handle of an operation in flight, with the interface of torch.distributed's Work.
 
-    A stream's works end in the order of their starts: the wait of one finishes those before it, also those that nobody
-    waits for, whose messages would otherwise stay in memory. Several threads may wait.
+    Works of one stream end in the order in which they started. The wait of a work also finishes all works before it,
+    since the messages of works without a wait would otherwise stay in memory. Several threads may wait.
 
     Args:
-        then: ends the operation.
-        expected: messages that it waits for.
-        stream: the stream's unfinished works, from which it removes itself.
+        then: function that completes the operation.
+        expected: messages that it waits for. stream: unfinished works of the stream, from which the work removes
+            itself.
 
     Attributes:
         expected: messages that it waits for.
@@ -251,7 +254,7 @@ class SharedWork:
         self.finish()
 
     def finish(self) -> None:
-        """End this operation alone, once."""
+        """Complete this operation, and no other one. Later calls do nothing."""
         with self._lock:
             if self._then is None:
                 return
@@ -269,6 +272,6 @@ class SharedWork:
         raise RuntimeError("messages have no future")
 
     def _unfinished(self) -> list[SharedWork]:
-        """Return the works of the stream that started before this one and have not ended."""
+        """Return the unfinished works of the stream that started before this work."""
         works = [] if self._stream is None or self._then is None else [*self._stream]
         return works[: works.index(self)] if self in works else []

@@ -1,8 +1,8 @@
 """Transport of a process group of torch.distributed, such as NCCL's or gloo's.
 
-`TorchTransport` calls torch's own collectives. `GlooTransport` sends straight from member to member where that is
-faster: gloo's reduce_scatter sums everything on every rank, its all_gather passes pieces around a ring, and its
-all_reduce goes around twice, which is two latencies for a small tensor. `benchmarks/messages.py` measures both.
+`TorchTransport` calls torch's own collectives. `GlooTransport` sends directly between members where that is faster:
+gloo's reduce_scatter sums everything on every rank, its all_gather passes pieces around a ring, and its all_reduce goes
+around the ring twice. `benchmarks/messages.py` measures both.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -29,11 +29,11 @@ REDUCE_OP = {
 }
 
 TAG = 1
-"""Tag of the messages of which collectives are made. Others between the same ranks have torch's default tag, 0."""
+"""Tag of the messages that make up collectives. Other messages between the same ranks have torch's default tag, 0."""
 
 _sum_buffers: dict[tuple[torch.dtype, int, int], list[list[Tensor]]] = defaultdict(list)
-"""Free receive buffers of small sums, by (dtype, members, elements). They are kept like a communicator's memory, and no
-measurement of a step counts them."""
+"""Free receive buffers of small sums, by (dtype, members, elements). They are kept like a communicator's memory, and
+are not counted in the memory of a step."""
 
 
 def sum_buffers() -> list[Tensor]:
@@ -42,11 +42,11 @@ def sum_buffers() -> list[Tensor]:
 
 
 class PendingWork:
-    """Handle of an operation that consists of several, with the interface of torch.distributed's Work.
+    """Handle of an operation that consists of several works, with the interface of torch.distributed's Work.
 
     Args:
         works: works of the operations.
-        then: called once after all of them have ended.
+        then: function that is called once after all works have ended.
     """
 
     def __init__(self, works: Sequence[Any], then: Callable[[], object] | None = None) -> None:
@@ -126,7 +126,7 @@ class TorchTransport:
 
 
 class GlooTransport(TorchTransport):
-    """Collectives of a gloo group, some of them by messages. They add in group order, with equal bits on all ranks."""
+    """Collectives of a gloo group, some of them by messages. Sums in group order are bitwise equal on all ranks."""
 
     def all_reduce(self, tensors: Sequence[Tensor], by: Reduction = Reduction.SUM) -> Any:
         most = max((each.nbytes for each in tensors), default=0) * (self._size - 1)
@@ -143,7 +143,7 @@ class GlooTransport(TorchTransport):
         return _together(self._sum_pieces(*pair) for pair in zip(outputs, inputs, strict=True))
 
     def _small_sum(self, total: Tensor) -> PendingWork:
-        """Send the whole tensor to all members, and add what they send."""
+        """Send the whole tensor to all members, and add up the received tensors."""
         mine, size = self._mine, self._size
         free = _sum_buffers[total.dtype, size, len(total)]
         received = free.pop() if free else [*total.new_empty((size - 1, len(total)))]
@@ -167,9 +167,9 @@ class GlooTransport(TorchTransport):
         return PendingWork(works)
 
     def _sum_pieces(self, output: Tensor, whole: Tensor) -> PendingWork:
-        """Send each member its piece. With more than two members, all received pieces but one need buffers."""
+        """Send each member its piece, and add up the received pieces. All but one of these need a buffer."""
         mine, size, pieces, total = self._mine, self._size, self._pieces(whole), output.view(-1)
-        received = [total, *total.new_empty((max(0, size - 2), len(total)))]  # the first is added to where it arrives
+        received = [total, *total.new_empty((max(0, size - 2), len(total)))]  # the first piece arrives in the result
         works = self._exchange(received[: size - 1], pieces)
 
         def add_up() -> None:
@@ -188,14 +188,14 @@ class GlooTransport(TorchTransport):
         return [*whole.view(self._size, whole.numel() // self._size)]
 
     def _exchange(self, buffers: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Any]:
-        """Start to receive from every other member into its buffer, and to send each its piece, in group order."""
+        """Start to receive from every other member into its buffer, and to send its piece to each, in group order."""
         others, group = [member for member in range(self._size) if member != self._mine], self._group
         receives = [group.recv([buffer], member, TAG) for member, buffer in zip(others, buffers, strict=True)]
         return receives + [group.send([pieces[member]], member, TAG) for member in others]
 
 
 def torch_transport(group: dist.ProcessGroup) -> TorchTransport:
-    """Return the transport of a process group: `GlooTransport` if it is gloo's."""
+    """Return the transport of a process group: `GlooTransport` for gloo, else `TorchTransport`."""
     cpu = torch.device("cpu")
     # Asking an NCCL group for its CPU backend raises an error.
     by_messages = cpu in group._device_types and isinstance(group._get_backend(cpu), dist.ProcessGroupGloo)
@@ -203,13 +203,13 @@ def torch_transport(group: dist.ProcessGroup) -> TorchTransport:
 
 
 def _together(works: Any) -> Any:
-    """Return one work for the works of several tensors."""
+    """Combine the works of several tensors into one."""
     first, *others = works
     return PendingWork([first, *others]) if others else first
 
 
 def _first(*names: str) -> Callable[..., Any]:
-    """Return the first of these functions that this torch has. Torch 2.13 renamed two and warns about the old names."""
+    """Return the first of these functions that this torch has. Torch 2.13 renamed two, and warns about old names."""
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
 

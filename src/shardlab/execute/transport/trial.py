@@ -1,7 +1,7 @@
-"""Calls of each collective on one tensor, and what they do with a few whole numbers on real ranks.
+"""Calls of each collective on one tensor, and their results for small integers on real ranks.
 
-`CALLS` lists the collectives, with the tensors that their members have. `shardlab collectives show` prints what
-`show_rank` returns, and `shardlab bench collectives` times the same calls.
+`CALLS` lists the collectives, with the tensors of their members. `shardlab collectives show` prints the result of
+`show_rank`, and `shardlab bench collectives` times the same calls.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -22,11 +22,11 @@ from shardlab.execute.transport.collectives import Handle, Transport, messages_w
 from shardlab.language import Reduction
 
 Part = Literal["", "whole", "piece"]
-"""Part of a tensor that a member has: nothing, all of it, or its piece."""
+"""Part of a tensor that a member has: nothing, the whole tensor, or one piece."""
 
 
 class Tensors(NamedTuple):
-    """Tensors of one member of a collective, in lists of at most one, and its other arguments."""
+    """Arguments of one member's call of a collective. The lists have at most one tensor."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -36,13 +36,13 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """How a collective is called, and which tensors its members have.
+    """Call of a collective, and the tensors that its members need for it.
 
     Attributes:
-        start: starts it.
-        gives, receives: what each member gives and receives.
-        root_gives, root_receives: whether only the root does.
-        in_place: whether the result overwrites what is given.
+        start: function that starts the collective.
+        gives, receives: part of a tensor that each member sends and receives.
+        root_gives, root_receives: whether only the root sends or receives.
+        in_place: whether the result overwrites the input.
     """
 
     start: Callable[[Transport, Tensors], Handle]
@@ -77,13 +77,13 @@ def prepare(
     Args:
         name: name of the collective, from `CALLS`.
         group: the members.
-        given: tensor that this member gives; None if it gives none.
+        given: input of this member; None if it has none.
         whole: any tensor with the size, dtype and device of a whole tensor.
         root: index of the root.
         by: reduction of reduce and all_reduce.
 
     Returns:
-        The tensor of this member's result (None if it has none), and the function that starts a call.
+        This member's result (None if it has none), and the function that starts a call.
     """
     call, is_root = CALLS[name], group.rank() == root
     inputs = [] if given is None else [given]
@@ -96,20 +96,20 @@ def prepare(
 
 
 Numbers = list[float] | None
-"""A rank's tensor, or None where it has none."""
+"""Numbers of a rank's tensor; None if the rank has no tensor."""
 
 APART = 0.02
-"""Seconds between the ranks' arrivals at a barrier."""
+"""Seconds between the arrivals of two ranks at a barrier."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Tensors of the ranks before, between and after some collectives.
+    """Tensors of all ranks before and after each of some collectives.
 
     Attributes:
-        steps: the collectives that were run, one after the other.
-        tensors: before the first step and after each, every rank's, in rank order; of a barrier, milliseconds since
-            the first rank came, when each came and when it went on.
+        steps: names of the collectives, in the order in which they ran.
+        tensors: tensors of all ranks, in rank order, before the first step and after each step. For a barrier, the
+            times at which each rank arrived and continued, in milliseconds since the first arrival.
     """
 
     steps: tuple[str, ...]
@@ -129,10 +129,10 @@ class Member:
     """Rank of a world whose collectives are shown.
 
     Attributes:
-        rank, ranks: its number, and the number of all ranks.
-        device: device of its tensors.
+        rank, ranks: number of this rank, and number of ranks.
+        device: device of the rank's tensors.
         root: root of the collectives that have one.
-        by: operation of those that reduce.
+        by: operation of the collectives that reduce.
     """
 
     rank: int
@@ -142,18 +142,18 @@ class Member:
     by: Reduction
 
     def tensor(self, part: Part) -> Tensor:
-        """Return this rank's tensor, or its piece: the tens of an element are its rank, the ones its place."""
+        """Return this rank's tensor or piece. Element i of rank r is 10 r + i (100 r + i on more than 10 ranks)."""
         unit = 10 if self.ranks <= 10 else 100
         whole = torch.arange(float(self.ranks), device=self.device) + unit * self.rank
         return whole if part == "whole" else whole[self.rank : self.rank + 1].clone()
 
     def first(self, name: str) -> Tensor | None:
-        """Return what this rank gives to a collective that is the first of a case."""
+        """Return this rank's input of a collective that is the first of a case."""
         gives, only_root = ("whole", True) if name == SEND else (CALLS[name].gives, CALLS[name].root_gives)
         return self.tensor(gives) if self.rank == self.root or not only_root else None
 
     def run(self, name: str, given: Tensor | None) -> Tensor | None:
-        """Take part in a collective; return what this rank receives."""
+        """Run a collective, and return this rank's result."""
         if name == SEND:
             return self._send(given)
         world = dist.group.WORLD
@@ -178,12 +178,12 @@ class Member:
 def show_rank(
     rank: int, device: torch.device, cases: Sequence[tuple[str, ...]], root: int, by: Reduction
 ) -> list[Shown] | None:
-    """Run one rank's part of all cases, each a collective or several in a row.
+    """Run one rank's part of all cases. A case is a sequence of collectives.
 
-    A case of several begins with the tensors of its first collective.
+    Each collective of a case gets the result of the one before.
 
     Returns:
-        On rank 0 the tensors of all ranks, else None.
+        The tensors of all ranks on rank 0, None on the other ranks.
     """
     member = Member(rank, dist.get_world_size(), device, root, by)
     mine = [_times(member) if case == (BARRIER,) else _tensors(member, case) for case in cases]
@@ -211,7 +211,7 @@ def _numbers(tensor: Tensor | None) -> Numbers:
 
 
 def _times(member: Member) -> list[Numbers]:
-    """Let the ranks arrive one after the other; return milliseconds since the first, on the clock that they share."""
+    """Let the ranks arrive at a barrier in turn, and return the times in milliseconds since the first arrival."""
     member.run(BARRIER, None)
     time.sleep(APART * member.rank)
     arrived = time.time()
