@@ -73,5 +73,5 @@ def test_heads_divide_the_width() -> None:
 
 @pytest.mark.parametrize("text", ["8", "8x", "x8", "0x8", "8x128x2", "-8x128"])
 def test_invalid_microbatches_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="is no microbatch; write sequences x tokens, such as 8x128"):
+    with pytest.raises(UserError, match="is not a microbatch; write SEQUENCESxTOKENS, such as 8x128"):
         parse_batch(text)

@@ -1,7 +1,7 @@
 """Timing of collectives in the manner of nccl-tests: check, warm up, call many times, average over ranks.
 
-See github.com/NVIDIA/nccl-tests. Unlike there, the calls are timed in several batches and the median batch counts,
-since a machine without devices of its own is rarely idle.
+See github.com/NVIDIA/nccl-tests. Unlike there, the calls are timed in several batches, and the result is that of the
+median batch, since the CPUs of a machine are rarely idle.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -31,7 +31,7 @@ from shardlab.measure.progress import Progress
 BATCHES = 5
 
 WARM_UP = 5
-"""Calls before the timed ones."""
+"""Number of calls before the timed ones."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class CollectiveBench:
         kinds: names of collectives, from `fits.KINDS`.
         sizes: bytes of the whole value, ascending.
         groups: sizes of the groups of ranks. Each divides the number of all ranks.
-        seconds: approximate time of a point.
-        overlap: whether each kind except messages is also timed between and beside computations, for most of that time.
+        seconds: approximate time to measure a point.
+        overlap: whether each kind except messages is also timed between and during computations, which takes most of
+            `seconds`.
     """
 
     kinds: tuple[str, ...]
@@ -54,13 +55,11 @@ class CollectiveBench:
 
     @property
     def each(self) -> float:
-        """Seconds for each way to time a point: alone, and in three kinds of rounds, short and long
-        (`measure_overlap`).
-        """
+        """Seconds for each measurement of a point: alone, and in three kinds of rounds, short and long."""
         return self.seconds / (1 + 3 * len(COMPUTE_SECONDS)) if self.overlap else self.seconds
 
     def plan(self) -> Iterator[tuple[int, str, int]]:
-        """Yield (group, kind, size) of every point, all sizes of a kind together."""
+        """Yield (group, kind, size) of every point. The sizes of a kind are consecutive."""
         for group in self.groups:
             for kind in self.kinds:
                 if kind == "send_recv" and group != 2:
@@ -79,7 +78,7 @@ def group_sizes(ranks: int) -> tuple[int, ...]:
 
 
 def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench, file: Path) -> bool:
-    """Run one rank's part of the measurement; rank 0 writes every point into the file at once.
+    """Run one rank's part of the measurement. Rank 0 writes each point into the file as soon as it is measured.
 
     Returns:
         Whether this is rank 0.
@@ -107,7 +106,7 @@ def measure_collectives(rank: int, device: torch.device, bench: CollectiveBench,
 def measure_case(
     world: MeasuringRanks, team: Team, kind: str, case: CollectiveCase, bench: CollectiveBench
 ) -> CollectivePoint:
-    """Measure one point. Every rank returns the same."""
+    """Measure one point. Every rank returns the same result."""
     clock = Clock(world.device)
 
     def call() -> None:
@@ -127,15 +126,15 @@ def measure_case(
 
 
 PRODUCT = {"cpu": (16, 512), "cuda": (1024, 1024)}
-"""Rows and columns of the timed matrix products. A product takes a small part of a round, and on a core it moves as
-much memory for its arithmetic as a layer of few tokens."""
+"""Rows and columns of the timed matrix products. A product takes a small part of a round, and on a CPU core its ratio
+of FLOPs to bytes is that of a layer with few tokens."""
 
 LENGTHS = (1, 5, 2, 8, 3)
-"""Relative durations of consecutive computations. They differ, as those of layers do."""
+"""Relative durations of consecutive computations, which differ as the durations of layers do."""
 
 COMPUTE_SECONDS = (0.5e-3, 5e-3)
-"""Seconds of the computations between two collectives, in short rounds and in long rounds: between the halves of a
-small block under tensor parallelism, and between the blocks of a model."""
+"""Seconds of the computations between two collectives, in short and in long rounds. They represent a half of a small
+block under tensor parallelism, and the blocks of a model."""
 
 
 def measure_overlap(
@@ -144,18 +143,18 @@ def measure_overlap(
     """Measure three kinds of rounds: matrix products alone, products followed by a collective, and products during a
     collective.
 
-    The rounds are needed because a collective that is called repeatedly finds its threads awake, with a core for each.
-    In a training step the ranks compute between two collectives. A rank whose data has arrived computes at once, on a
-    core that another rank's communication may still need. The scheduler of the system then decides which of them waits,
-    often for milliseconds.
+    Rounds are needed because the threads of a collective that is called repeatedly are awake, and each has a core. In a
+    training step, the ranks compute between two collectives. A rank whose data has arrived computes at once, on a core
+    that another rank's communication may still need. The operating system then decides which of them waits, often for
+    milliseconds.
 
-    On a GPU the collective has a stream of its own. Products take at least as long as the collective, so that they can
-    hide it.
+    On a GPU, the collective runs in a separate stream. Products take at least as long as the collective, so that they
+    can hide it.
 
     Args:
-        alone: seconds of the collective when it is called repeatedly. Between computations it takes at least as long.
+        alone: seconds of the collective if it is called repeatedly. It takes at least as long between computations.
         usual: seconds of the products of a round, if that is more than `alone`.
-        seconds: approximate time for which each of the three is measured.
+        seconds: approximate time to measure each of the three.
     """
     clock = Clock(world.device)
     rows, columns = PRODUCT[world.device.type]
@@ -199,12 +198,12 @@ Start = Callable[[], Wait]
 
 @dataclass(frozen=True)
 class Team:
-    """Ranks that communicate.
+    """Ranks that take part in a collective.
 
     Attributes:
-        group: their process group.
-        ranks: their global numbers.
-        index: position of this process among them.
+        group: process group of the ranks.
+        ranks: numbers of the ranks in the world.
+        index: position of this rank in the team.
         device: device of the tensors.
     """
 
@@ -218,11 +217,11 @@ class Team:
         return len(self.ranks)
 
     def values(self, rank: int, elements: int) -> Tensor:
-        """Return the tensor (elements,) that the member `rank` gives: small whole numbers, whose sums are exact."""
+        """Return the input of the member `rank`, (elements,): small integers, whose sums are exact."""
         return _pattern(elements, self.device) * (rank + 1)
 
     def sum(self, elements: int) -> Tensor:
-        """Sum the tensors (elements,) that all members give."""
+        """Return the sum of all members' inputs, (elements,)."""
         return _pattern(elements, self.device) * (self.size * (self.size + 1) // 2)
 
 
@@ -232,10 +231,10 @@ class CollectiveCase:
 
     Attributes:
         bytes: size of the whole value.
-        start: starts a call, and returns the function that waits for it.
+        start: function that starts a call, and returns the function that waits for it.
         result: tensor of this rank's result; None if it has none.
-        expected: value of the result after the first call.
-        sent: tensor that every call overwrites, and that must not grow.
+        expected: correct result of the first call.
+        sent: tensor that every call overwrites, and whose values must not grow from call to call.
     """
 
     bytes: int
@@ -256,7 +255,7 @@ class CollectiveCase:
 
 
 def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
-    """Return a collective on float32 numbers of about `size` bytes in all, a multiple of the ranks.
+    """Return a collective on about `size` bytes of float32 numbers. Their number is a multiple of the ranks.
 
     The first rank of the team is the root, if the collective has one.
     """
@@ -275,7 +274,7 @@ def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
 
 
 def _expected(kind: str, elements: int, team: Team) -> Tensor:
-    """Return the result of a rank that has one. A piece that is given is the beginning of the rank's whole tensor."""
+    """Return the correct result of a rank that has one. An input piece is the beginning of the rank's whole tensor."""
     if kind in ("broadcast", "scatter"):
         whole = team.values(0, elements)
     elif "reduce" in kind:
@@ -291,7 +290,7 @@ def _pattern(elements: int, device: torch.device) -> Tensor:
 
 
 def _send_recv(elements: int, team: Team) -> CollectiveCase:
-    """Return a message from the first rank to the second and back. It takes twice the time of one message."""
+    """Return a case in which the first rank sends to the second and back. It takes twice the time of one message."""
     assert team.size == 2, "a message has two ends"
     other = team.ranks[1 - team.index]
     x = team.values(0, elements) if team.index == 0 else torch.zeros(elements, device=team.device)
@@ -306,7 +305,7 @@ def _send_recv(elements: int, team: Team) -> CollectiveCase:
 
 
 class MeasuringRanks:
-    """This rank in the world, with its teams and the decisions that all ranks share.
+    """This rank of the world, with its teams and reductions over all ranks.
 
     Args:
         rank: number of the rank.
@@ -319,7 +318,7 @@ class MeasuringRanks:
         self.device = device
 
     def team(self, size: int) -> Team:
-        """Return this rank's team when the world is split into teams of neighbours. Every rank calls this."""
+        """Return this rank's team if the world is split into teams of consecutive ranks. Every rank calls this."""
         first = self.rank // size * size
         ranks = tuple(range(first, first + size))
         group = dist.group.WORLD if size == self.size else dist.new_group(list(ranks), use_local_synchronization=True)
@@ -327,19 +326,19 @@ class MeasuringRanks:
         return Team(group, ranks, self.rank - first, self.device)
 
     def most(self, number: float) -> float:
-        """Find the largest of all ranks' numbers."""
+        """Return the largest of all ranks' numbers."""
         return self._reduced(number, dist.ReduceOp.MAX)
 
     def sum(self, number: float) -> float:
-        """Add up all ranks' numbers."""
+        """Return the sum of all ranks' numbers."""
         return self._reduced(number, dist.ReduceOp.SUM)
 
     def mean(self, number: float) -> float:
-        """Find the mean of all ranks' numbers."""
+        """Return the mean of all ranks' numbers."""
         return self.sum(number) / self.size
 
     def meet(self) -> None:
-        """Wait until all ranks are here and their devices are idle."""
+        """Wait until all ranks have called this and their devices are idle."""
         self.sum(0)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -351,7 +350,7 @@ class MeasuringRanks:
 
 
 class Clock:
-    """Clock that marks moments of a device's current stream, and returns the seconds between them.
+    """Clock that sets marks in a device's current stream, and returns the seconds between them.
 
     >>> clock = Clock(torch.device("cpu"))
     >>> clock.mark(); clock.mark()
@@ -364,7 +363,7 @@ class Clock:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Mark this moment in the device's queue of work."""
+        """Set a mark in the device's current stream."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -373,9 +372,9 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def gaps(self) -> list[float]:
-        """Return the seconds from each mark to the next, above 0.
+        """Return the seconds from each mark to the next, which are above 0.
 
-        This waits until the device has reached the last mark, and clears the marks.
+        The call waits until the device has reached the last mark, and clears the marks.
         """
         marks, self._marks = self._marks, []
         if self._cuda:

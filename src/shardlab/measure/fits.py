@@ -1,17 +1,17 @@
 """Measured points, and the numbers of a profile that are fitted to them.
 
-All fits minimize the least squares of the relative error, so that short times count as much as long ones
+All fits minimize the squares of the relative errors, so that short times count as much as long ones
 (`nonnegative_least_squares`, `fit_relative`). Three kinds of numbers follow:
 
 - Rates of kernels (`fit_kernels`). The time of a layer is the overhead of its op, plus for each kernel (launch + FLOPs
   / rate + bytes / bandwidth), all of them 0 or more. Every measured layer is one equation.
 - Lines of collectives (`fit_lines`): latency, and seconds per byte. A short measurement on a busy machine can give
-  lines that are impossible, so a line comes with a reason to doubt it, if there is one.
+  impossible lines, so each line has a reason to doubt it, or None.
 - Costs of a collective during a step that computes (`fit_contention`, `fit_lag`).
 
-The second half has the measured points (`CollectivePoint`, `LayerPoint`, ...) and their file. Each point is written at
-once, so that an interrupted measurement keeps it. At the end are the small models that are trained to time layers
-(`Subject`).
+The second half has the measured points (`CollectivePoint`, `LayerPoint`, ...) and their file. Each point is appended as
+soon as it is measured, so that an interrupted measurement keeps its points. At the end are the small models whose
+layers are timed (`Subject`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shardlab.strategies.plan.plan import Plan
 Array = NDArray[np.float64]
 
 ROUNDS = 8
-"""Rounds of reweighting. After them, points change less from round to round than timings vary."""
+"""Number of rounds of reweighting. After them, the changes per round are smaller than the variation of timings."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class FitErrors:
 
 
 def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
-    """Return the x >= 0 that minimizes |matrix x - target| (Lawson and Hanson 1974, chapter 23: the active set method).
+    """Return the x >= 0 that minimizes |matrix x - target| (active set method, Lawson and Hanson 1974, chapter 23).
 
     Args:
-        matrix: (equations, unknowns). An unknown whose column is zero is 0.
+        matrix: (equations, unknowns). If a column is zero, its unknown is 0.
         target: (equations,).
 
     Returns:
         (unknowns,).
     """
     scale = np.linalg.norm(matrix, axis=0)
-    scale[scale == 0] = 1  # columns in seconds per byte and in seconds differ by ten orders of magnitude
+    scale[scale == 0] = 1  # columns in seconds and in seconds per byte differ by ten orders of magnitude
     triangle = cast(Array, np.linalg.qr(np.column_stack([matrix / scale, target]), mode="r"))
     scaled, target = triangle[:, :-1], triangle[:, -1]  # an equivalent problem with as many equations as unknowns
     x = np.zeros(scaled.shape[1])
@@ -89,7 +89,7 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
             below = free & (trial <= 0)
             if not below.any():
                 break
-            step = float((x[below] / (x[below] - trial[below] + 1e-300)).min())  # the longest with all positive
+            step = float((x[below] / (x[below] - trial[below] + 1e-300)).min())  # the longest step that keeps x >= 0
             x += step * (trial - x)
             free &= x > 1e-14 * max(1.0, float(x.max()))
             x[~free] = 0
@@ -98,9 +98,9 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
 
 
 def fit_relative(matrix: Array, measured: Array) -> Array:
-    """Return the x >= 0 for which `matrix @ x` is closest to the measurements, relative to them.
+    """Return the x >= 0 with the smallest relative errors of `matrix @ x`.
 
-    Timings on a busy machine have outliers, which are always too large. So residuals larger than the typical one count
+    Timings on a busy machine have outliers, which are always too large. Residuals above the typical one therefore count
     linearly instead of squared (Huber 1964, by iteratively reweighted least squares).
 
     Args:
@@ -137,15 +137,15 @@ Rates = dict[tuple[str, str], Rate]
 POINTWISE = "pointwise:"
 
 OPS_WITH_OVERHEAD = ("forward", "backward", "backward_input", "backward_weight", "load_batch")
-"""Ops that take time besides their kernels, to build or walk a graph or to draw tokens. All other ops have one
-kernel."""
+"""Ops that take time besides their kernels, to build or traverse autograd's graph or to load tokens. All other ops
+consist of one kernel."""
 
 
 def fit_kernels(points: Sequence[LayerPoint]) -> Rates:
     """Return the rates of every family in every dtype, from layers that were measured with the same number of
     processes.
 
-    Pointwise kernels that were not measured get the rates of all measured ones together.
+    Pointwise kernels that were not measured get rates that are fitted to all measured pointwise kernels.
     """
     rates: Rates = {}
     for dtype in sorted({point.dtype for point in points}):
@@ -157,14 +157,14 @@ def fit_kernels(points: Sequence[LayerPoint]) -> Rates:
 
 
 def predict(point: LayerPoint, rates: Rates) -> float:
-    """Return the seconds of a layer by these rates."""
+    """Return the predicted seconds of an op on a layer."""
     own = rates.get((f"op:{point.op}", point.dtype))
     kernels = (rates[family, point.dtype].seconds(flops, bytes) for family, flops, bytes in point.kernels)
     return (own.launch if own else 0.0) + sum(kernels)
 
 
 def errors_by_layer(points: Sequence[LayerPoint], rates: Rates) -> dict[tuple[str, str], FitErrors]:
-    """Return the errors of the rates on the points to which they were fitted, by layer and op."""
+    """Return the errors of rates on the points to which they were fitted, by (layer, op)."""
     groups: dict[tuple[str, str], list[LayerPoint]] = defaultdict(list)
     for point in points:
         groups[point.layer, point.op].append(point)
@@ -172,14 +172,14 @@ def errors_by_layer(points: Sequence[LayerPoint], rates: Rates) -> dict[tuple[st
 
 
 def rate_errors(points: Sequence[LayerPoint], rates: Rates) -> FitErrors:
-    """Return the errors of the rates on all points together."""
+    """Return the errors of rates on the points to which they were fitted."""
     return FitErrors.between([predict(point, rates) for point in points], [point.seconds for point in points])
 
 
 MOST_MISSED = 1 / 3
-"""Relative error above which a line is doubted, if half of its points exceed it."""
+"""A line is doubted if the relative errors of half of its points exceed this."""
 
-ONE_SIZE = "one size alone does not tell latency from bandwidth; give a --max above --min"
+ONE_SIZE = "a single size does not separate latency from bandwidth; give a --max above --min"
 NO_SLOPE = "larger sizes hardly took longer, so bandwidth is a guess; measure longer and larger: --seconds, --max"
 SCATTERED = "half of the points miss the line by more than a third; measure longer: --seconds"
 NO_LATENCY = "no latency was found, so small sizes are too cheap; measure longer and smaller: --seconds, --min"
@@ -187,7 +187,7 @@ NO_LATENCY = "no latency was found, so small sizes are too cheap; measure longer
 
 @dataclass(frozen=True)
 class FittedLine:
-    """Line of a collective, its errors, and the reason to doubt it (None: there is none)."""
+    """Line of a collective, its errors, and the reason to doubt it (None: no doubt)."""
 
     line: AlphaBeta
     errors: FitErrors
@@ -195,7 +195,7 @@ class FittedLine:
 
 
 def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[int, float]]:
-    """Return the seconds of a collective by bytes, for each (name in a profile, ranks)."""
+    """Return the measured seconds by bytes, for each (name of the collective in a profile, ranks)."""
     found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for point in points:
         if isinstance(point, CollectivePoint):
@@ -209,14 +209,14 @@ def fit_lines(points: Sequence[Point]) -> dict[tuple[str, int], FittedLine]:
 
 
 def fit_line(found: Mapping[int, float]) -> FittedLine:
-    """Return a line whose time depends on the size.
+    """Fit the line of a collective.
 
-    If the time grows with the size by less than the points scatter, the fit gives no bandwidth. The bandwidth is then
-    that of the largest size, with its latency. This is a lower bound, so that larger sizes are predicted to take
+    If the time grows less with the size than the points scatter, the fit has no finite bandwidth. The bandwidth is then
+    that of the largest size, including its latency. It is a lower bound, so that larger sizes are predicted to take
     longer.
 
     Args:
-        found: seconds by bytes. A barrier has no bytes, and its line is latency only.
+        found: seconds by bytes. A barrier has no bytes, so its line has only a latency.
     """
     line = AlphaBeta(*alpha_beta([*found], [*found.values()]))
     errors, largest = line_errors(line, found), max(found)
@@ -239,9 +239,9 @@ def line_errors(line: AlphaBeta, found: Mapping[int, float]) -> FitErrors:
 
 
 def fit_contention(points: Sequence[OverlapPoint]) -> float:
-    """Return the seconds that compute loses for each second of communication beside it.
+    """Return the seconds that compute loses for each second of concurrent communication.
 
-    It is the median over the third of the points with most bytes. Smaller points show little but the start of the
+    It is the median over the third of the points with the most bytes. Smaller points mostly measure the start of the
     communication.
     """
     ascending = sorted(points, key=lambda point: point.bytes)
@@ -251,14 +251,14 @@ def fit_contention(points: Sequence[OverlapPoint]) -> float:
 def fit_lag(points: Sequence[OverlapPoint]) -> Lag:
     """Return the lag of ranks that wait for each other: a share of their compute time, and its limit.
 
-    Short rounds determine the share, and long rounds the limit. The hidden part is the time lost beside compute, beyond
-    that of contention.
+    Short rounds determine the share, and long rounds the limit. The hidden part is the time that compute loses beyond
+    contention.
     """
     ascending = sorted(points, key=lambda point: point.compute)
     middle = len(ascending) // 2
     short, long = ascending[: middle or 1], ascending[middle:]
     share = median(point.lag / point.compute for point in short)
-    lag = Lag(min(1.0, share), median(point.lag for point in long))  # a rank waits at most until the other one stops
+    lag = Lag(min(1.0, share), median(point.lag for point in long))  # a rank waits at most until the other rank stops
     contention = fit_contention(points)
     parts = [
         (point.lost - contention * min(point.compute, point.alone)) / lag.seconds(point.compute)
@@ -269,7 +269,7 @@ def fit_lag(points: Sequence[OverlapPoint]) -> Lag:
 
 
 KINDS = (*COSTS, "send_recv")
-"""Collectives that are measured. The last is one message from one rank to another."""
+"""Names of the measured collectives. The last one is a message from one rank to another."""
 
 
 @dataclass(frozen=True)
@@ -279,8 +279,8 @@ class CollectivePoint:
     Attributes:
         kind: name of the collective (see `KINDS`).
         ranks: number of ranks of each group. All groups of the world work at the same time.
-        bytes: bytes of the whole value: the result of an all_gather or a gather, the input of a reduce_scatter or a
-            scatter, one rank's input of an all_to_all. A barrier has none.
+        bytes: size of the whole value: the result of an all_gather or gather, the input of a reduce_scatter or scatter,
+            one rank's input of an all_to_all; 0 for a barrier.
         seconds: seconds of one call: the mean over the calls of a batch and the ranks, then the median over batches.
         iterations: number of timed calls.
         wrong: number of wrong elements in the results of all ranks.
@@ -311,14 +311,15 @@ class CollectivePoint:
 
 @dataclass(frozen=True)
 class OverlapPoint:
-    """Measurement of a collective in steps that compute matrix products of about the same duration, or longer.
+    """Measurement of a collective in steps with matrix products of about the same duration, or longer.
 
     Attributes:
         kind, ranks, bytes: as in `CollectivePoint`.
         alone: seconds of the collective when it is called repeatedly.
         compute: seconds of the products of a step.
-        communication: seconds that the collective adds between products that wait for it, at least `alone`.
-        together: seconds of a step that starts it, computes the products, and then waits for it.
+        communication: seconds that the collective adds if the products wait for it; at least `alone`.
+        together: seconds of a step that starts the collective, computes the products, and then waits for the
+            collective.
     """
 
     kind: str
@@ -331,28 +332,29 @@ class OverlapPoint:
 
     @property
     def overlap(self) -> float:
-        """Share of the shorter of the two times that was hidden.
+        """Share of the shorter of the two durations that is hidden.
 
-        1: both together take the time of the longer one. 0: they take the sum. Below 0: they slow each other down.
+        1: together they take as long as the longer one. 0: they take the sum of both. Below 0: they slow each other
+        down.
         """
         return (self.compute + self.communication - self.together) / min(self.compute, self.communication)
 
     @property
     def lag(self) -> float:
-        """Seconds that ranks lose at the collective after they have computed, beyond the collective itself."""
+        """Seconds that a step loses at the collective after the products, beyond the duration of the collective."""
         return self.communication - self.alone
 
     @property
     def lost(self) -> float:
-        """Seconds by which both together take longer than the longer one alone."""
+        """Seconds by which both together exceed the longer one."""
         return max(0.0, self.together - max(self.compute, self.alone))
 
     @property
     def contention(self) -> float:
         """Seconds lost for each second in which both ran.
 
-        0: neither slows the other down. 1: they take turns. Above 1: together the cores have more work than for each
-        alone.
+        0: neither slows the other down. 1: they run one after the other. Above 1: the cores have more work than for
+        both separately.
         """
         return self.lost / min(self.compute, self.alone)
 
@@ -366,7 +368,7 @@ class LayerPoint:
     """Measurement of one op of a training step on one layer.
 
     Attributes:
-        layer: sort of the layer: "embedding", "norm", "attention", "mlp", "head", "first block", ...
+        layer: kind of the layer: "embedding", "norm", "attention", "mlp", "head", "first block", ...
         op: name of the op on the tape: "forward", "backward", "backward_input", ...
         width: features of a token.
         rows, tokens: sequences of the microbatch, and tokens of each.
@@ -374,7 +376,7 @@ class LayerPoint:
         dtype: dtype of weights and activations.
         processes: number of processes that computed at the same time, each on its own device or core.
         seconds: seconds of one call: the mean over processes of the median over steps.
-        fastest: seconds of the fastest calls. They are far below `seconds` if the machine was busy.
+        fastest: seconds of the fastest calls, which are far below `seconds` if the machine was busy.
         kernels: (family, FLOPs, bytes) of each kernel.
     """
 
@@ -447,7 +449,7 @@ def read_points(path: Path) -> list[Point]:
 
 
 MICROBATCHES = 2
-"""Microbatches of a timed step: the first gradient is made, and the second is added to it."""
+"""Number of microbatches of a timed step. The second gradient is added to the first."""
 
 MEASURED = (
     OpKind.FORWARD,
@@ -480,20 +482,20 @@ def parse_batch(text: str) -> tuple[int, int]:
     (8, 128)
 
     Raises:
-        UserError: if the text is no such pair.
+        UserError: if the text is not such a pair.
     """
     rows, _, tokens = text.lower().partition("x")
     if not (rows.isdecimal() and tokens.isdecimal() and int(rows) and int(tokens)):
-        raise UserError(f"{text!r} is no microbatch; write sequences x tokens, such as 8x128")
+        raise UserError(f"{text!r} is not a microbatch; write SEQUENCESxTOKENS, such as 8x128")
     return int(rows), int(tokens)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Model that is trained on one rank to time its layers.
+    """Model whose layers are timed in a training on one rank.
 
     Attributes:
-        model: the model, in whole blocks or in half-blocks.
+        model: the model, split into blocks or half-blocks.
         rows: sequences of a microbatch.
         split: whether the backward pass has two halves.
         dtype: name of the dtype in torch.
@@ -511,7 +513,7 @@ class Subject:
         return check(trace(load(plan).program, Mesh(), sizes, MICROBATCHES))
 
     def layer_name(self, op: Op) -> str:
-        """Return the sort of layer that an op computes on, such as "norm", "attention", "first block" or "loss".
+        """Return the kind of layer on which an op works, such as "norm", "attention", "first block" or "loss".
 
         For an update it is "model", because all layers are updated together.
         """
@@ -529,7 +531,7 @@ class Subject:
         return {0: "first block", last: "last block"}.get(op.layer, "block")
 
     def work(self, op: Op, elements: int) -> tuple[KernelWork, ...]:
-        """Return the kernels of an op. `elements` are those of its layer's weights."""
+        """Return the kernels of an op on a layer whose weights have `elements` elements."""
         bytes = bytes_of(self.dtype)
         if op.kind is OpKind.UPDATE:
             return (("update", 0.0, float(elements * bytes * UPDATE_MOVES)),)
@@ -554,15 +556,15 @@ class Subject:
 
 
 UPDATE_MOVES = 7
-"""Elements that AdamW moves for each element of a weight: it reads gradient, weight and two moments, and writes all but
-the gradient."""
+"""Elements that AdamW reads or writes for each element of a weight: it reads gradient, weight and two moments, and
+writes all but the gradient."""
 
 
 def subjects(shape: Shape, dtype: str, vocab_size: int) -> list[Subject]:
     """Return the models that are timed for a shape.
 
-    They are GPT in whole blocks (first, middle, last) and in half-blocks, both also with a split backward pass, and
-    Llama in half-blocks, whose kernels differ but whose ops are the same.
+    They are a GPT in blocks (first, middle, last) and one in half-blocks, both with a whole and with a split backward
+    pass, and a Llama in half-blocks, which has the same ops but other kernels.
     """
     heads = heads_of(shape.width)
     gpt = GPT(layers=1, hidden_size=shape.width, heads=heads, seq_len=shape.tokens, vocab_size=vocab_size)
@@ -575,7 +577,7 @@ def subjects(shape: Shape, dtype: str, vocab_size: int) -> list[Subject]:
 
 
 def heads_of(width: int) -> int:
-    """Return a number of heads of about 64 features, as in common models, but at least two.
+    """Return the number of heads with about 64 features each, as in common models, but at least 2.
 
     >>> heads_of(64), heads_of(768)
     (2, 12)

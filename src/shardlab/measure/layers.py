@@ -1,4 +1,4 @@
-"""Timing of single ops of a real training step, as the executor runs them."""
+"""Timing of the ops of a real training step, as the executor runs them."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # torch leaves some of its annotations out.
@@ -27,11 +27,11 @@ from shardlab.train.data import Corpus
 from shardlab.train.launch.environment import CpuShare, threads_of
 
 PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
-"""Sizes of the square matrices whose fastest product is the peak."""
+"""Sizes of square matrices. The FLOP/s of their fastest product are the peak."""
 
 
 OpKey = tuple[OpKind, int]
-"""Kind of an op, and its layer; -1 for an optimizer's step."""
+"""Kind of an op, and its layer; the layer of an optimizer step is -1."""
 
 ALL_UPDATES: OpKey = (OpKind.UPDATE, -1)
 
@@ -55,7 +55,7 @@ class ComputeBench:
     def plan(self, ranks: int) -> list[tuple[int, str, Shape | None]]:
         """Return (processes, dtype, shape) of every measurement. The peak, which has no shape, comes first.
 
-        Everything is measured with one process, and then with all at once, which share the memory.
+        Everything is measured with one process, and then with all at the same time, since they share the memory.
         """
         processes = sorted({1, ranks})
         shapes = (None, *self.shapes)
@@ -71,7 +71,7 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
     world = MeasuringRanks(rank, device)
     plan = bench.plan(world.size)
     own = torch.get_num_threads()
-    alone = max(own, threads_of([CpuShare.of_this_process()]))  # as in a run on one rank
+    alone = max(own, threads_of([CpuShare.of_this_process()]))  # as a run on one rank does
     progress = Progress(len(plan), show=rank == 0)
     for processes, dtype, shape in plan:
         what = "large products" if shape is None else f"width {shape.width}, {shape.rows} x {shape.tokens} tokens"
@@ -91,7 +91,7 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
 
 @dataclass(frozen=True)
 class Crowd:
-    """Processes that compute at the same time: all of the world, or one while the others wait."""
+    """Processes that compute at the same time: all processes of the world, or one while the others wait."""
 
     world: MeasuringRanks
     processes: int
@@ -124,7 +124,7 @@ class KnownTokens:
 
 
 def _peak(crowd: Crowd, dtype: str, budget: float) -> PeakPoint:
-    """Measure the fastest product. If one takes longer than `budget` seconds, no larger one is tried."""
+    """Measure the fastest product. If a product takes longer than `budget` seconds, larger ones are not measured."""
     device = crowd.world.device
     clock = Clock(device)
     best, seconds = (0.0, 0), 0.0
@@ -157,7 +157,7 @@ def _layers(crowd: Crowd, bench: ComputeBench, shape: Shape, dtype: str) -> Iter
 
 
 def _addition(crowd: Crowd, shape: Shape, dtype: str) -> LayerPoint:
-    """Measure the addition of a gradient as large as a block's to another in place, which is the ADD of a tape."""
+    """Measure an ADD of a tape: the in-place addition of two gradients of the size of a block's gradient."""
     clock, elements = Clock(crowd.world.device), 12 * shape.width**2
     a, b = torch.zeros(2, elements, dtype=getattr(torch, dtype), device=crowd.world.device)
     crowd.meet()
@@ -169,7 +169,7 @@ def _addition(crowd: Crowd, shape: Shape, dtype: str) -> LayerPoint:
 
 
 def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoint]:
-    """Run steps, with a mark between any two ops."""
+    """Run steps with a mark of the clock between any two ops."""
     model, device, clock = subject.model, crowd.world.device, Clock(crowd.world.device)
     drawn = Batches(Corpus.open((), model.seq_len), model.seq_len, subject.rows, MICROBATCHES, seed=0)
     batches = KnownTokens(drawn, model.vocab_size)
@@ -179,9 +179,7 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     tape, shapes = executor.state.tape, executor.state.shapes
 
     def step() -> list[float]:
-        """Run a step and return the seconds of each op. The time to draw microbatches counts for the ops that load
-        them.
-        """
+        """Run a step and return the seconds of each op. Loading a microbatch counts for the op that loads it."""
         crowd.meet()
         clock.mark()
         executor.step()
@@ -224,9 +222,7 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
 
 
 def _key_of(op: Op) -> OpKey:
-    """Return the key under which an op is timed. All updates of a step count as one, because the last one does their
-    work.
-    """
+    """Return the key under which an op is timed. All updates share a key, since the last one does their work."""
     return ALL_UPDATES if op.kind is OpKind.UPDATE else (op.kind, op.layer)
 
 

@@ -23,7 +23,7 @@ MARKS = ("o", "s", "^", "v", "D", "P", "X", "<", ">", "*")
 
 
 def plot_collectives(points: Sequence[Point], path: Path) -> None:
-    """Draw time with the fitted lines above bus bandwidth, one column for each group size."""
+    """Draw times with the fitted lines, and bus bandwidths below them, with a column for each group size."""
     measured = [point for point in points if isinstance(point, CollectivePoint) and point.bytes]
     groups = sorted({point.ranks for point in measured})
     lines = fit_lines(measured)
@@ -49,7 +49,7 @@ def plot_collectives(points: Sequence[Point], path: Path) -> None:
 
 
 def plot_compute(points: Sequence[Point], path: Path) -> None:
-    """Draw FLOP/s against FLOPs by layer, with one panel for forward and one for backward."""
+    """Draw FLOP/s over FLOPs by layer, with a panel for forward and one for backward passes."""
     layers = [point for point in points if isinstance(point, LayerPoint) and point.flops]
     most = max((point.processes for point in layers), default=1)
     with style():
@@ -73,7 +73,7 @@ def plot_compute(points: Sequence[Point], path: Path) -> None:
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as SVG, PNG or PDF, by its suffix.
 
-    The figure's metadata name Shardlab, so that a later figure may replace it.
+    The metadata name Shardlab as the creator, by which a later command recognizes a file that it may overwrite.
     """
     with atomic_file(path) as part:
         figure.savefig(part, format=path.suffix[1:], metadata={"Creator": "shardlab"})
@@ -84,7 +84,7 @@ COLORS = ("#54aeff", "#d4a72c", "#d0d7de")
 
 
 def plot_strategies(found: Mapping[str, list[tuple[StrategyPair, Comparison]]], paths: list[Path]) -> None:
-    """Draw a comparison: for each strategy our step above PyTorch's, as shares of its median. One panel per size."""
+    """Draw the steps of each strategy, ours above PyTorch's, in units of PyTorch's median, in a panel for each size."""
     with style():
         rows = max(map(len, found.values()))
         figure = Figure(figsize=(4.6 * len(found), 0.7 + 0.55 * rows), layout="constrained")

@@ -38,7 +38,7 @@ from shardlab.simulate.hardware.profile import FastestProduct, differences, rate
 
 
 def this_machine() -> Machine:
-    """Return a description that distinguishes this machine from others."""
+    """Return a description by which this machine is distinguished from others."""
     if gpus := gpu_count():
         import torch
 
@@ -47,7 +47,7 @@ def this_machine() -> Machine:
 
 
 def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Profile:
-    """Return the profile that follows from measurements, and for the rest from an older profile of this machine.
+    """Return a profile with the fits of measurements, completed by an older profile of this machine.
 
     If layers were measured with several numbers of processes, the rates are those of the largest number.
     """
@@ -81,7 +81,7 @@ def save(points: Sequence[Point], path: Path | None = None) -> Path:
     At the default path, a profile of another machine or of another version of torch is replaced.
 
     Raises:
-        UserError: a file that was named holds something else.
+        UserError: if `path` is given and the file has other contents.
     """
     return updated_profile(points, profile_to_update(path)).write(path)
 
@@ -90,7 +90,7 @@ def profile_to_update(path: Path | None = None) -> Profile | None:
     """Read the profile of this machine from a file; None if the file has none.
 
     Raises:
-        UserError: a file that was named holds something else.
+        UserError: if `path` is given and the file has other contents.
     """
     named = path is not None and path.exists()
     try:

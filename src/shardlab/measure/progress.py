@@ -1,7 +1,7 @@
 """Progress of a measurement on stderr, and the rules of a race between jobs.
 
-`Progress` is one live line in a terminal, and a few lines in a pipe. A `Race` runs jobs that are predicted to be about
-equally fast on the same processes, step by step in turns.
+`Progress` prints one live line in a terminal, and a few lines in a pipe. A `Race` times jobs that are predicted to be
+about equally fast: they alternate their steps in the same processes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PIPE_LINES = 10
 
 
 class Progress:
-    """Counter of what has been measured.
+    """Display of the number of completed measurements.
 
     Args:
-        total: number of points.
+        total: number of measurements.
         show: whether anything is shown.
     """
 
@@ -65,20 +65,20 @@ class Progress:
 
 
 DROP_FACTORS = {3: 1.25, 8: 1.1}
-"""Rounds after which a job is dropped if its step takes more than this factor of the shortest one."""
+"""By a number of rounds: after them, jobs whose step takes this factor longer than the shortest are dropped."""
 
 
 @dataclass(frozen=True)
 class Race:
-    """Rules of a race between jobs that take turns.
+    """Rules of a race between jobs that alternate their steps.
 
     Attributes:
-        rounds: most steps of each job.
-        seconds: time after which no other round begins.
-        always: indices of jobs that stay however slow they are.
+        rounds: largest number of steps of each job.
+        seconds: time after which no further round begins.
+        always: indices of jobs that are never dropped.
         optimizer: settings of the optimizer.
         data: sources of the tokens (empty: the default text).
-        init: folder of weights whose tokenizer encodes texts (None: they are bytes).
+        init: folder of weights whose tokenizer encodes the texts (None: bytes are tokens).
     """
 
     rounds: int = 40
@@ -92,7 +92,7 @@ class Race:
         """Return the indices of the jobs that run in the next round.
 
         Args:
-            running: indices of those that ran in the last round.
+            running: indices of the jobs that ran in the last round.
             times: seconds of each job's steps so far.
         """
         far = DROP_FACTORS.get(max(map(len, times)))

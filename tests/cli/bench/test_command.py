@@ -39,7 +39,7 @@ TINY = ["--min", "64", "--max", "256", "--seconds", "0.0001"]
         (["collectives", "--plot", "no/such/folder.svg"], "the folder no/such does not exist"),
         (["collectives", "--profile", "mine.txt"], "--profile mine.txt: its name must end in .json"),
         (["compute", "--plot", "plot.gif"], "--plot plot.gif: its name must end in .svg, .png or .pdf"),
-        (["compute", "--batches", "8by128"], "'8by128' is no microbatch"),
+        (["compute", "--batches", "8by128"], "'8by128' is not a microbatch"),
         (["compute", "--dtype", "float31"], "no dtype that can be measured 'float31'; did you mean float32"),
         (["compute", "--widths", "4"], "a width of 4 is too small"),
     ],
@@ -115,7 +115,7 @@ def test_what_was_measured_before_a_failure_is_told_and_kept(
     told = capsys.readouterr()
     assert "all_reduce" in told.out
     assert "50%" in told.out
-    assert "doubtful        all_reduce: one size alone does not tell" in told.out
+    assert "doubtful        all_reduce: a single size does not separate" in told.out
     assert "wrong           3 elements of all_reduce among 2 ranks at 1 KB" in told.out
     assert "the cable is a fish" in told.err
     assert ("all_reduce", 2) in Profile.read(tmp_path / "profile.json").collectives

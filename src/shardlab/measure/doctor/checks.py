@@ -1,4 +1,4 @@
-"""Checks of a single host. Each check evaluates the facts of the host, and returns what is wrong and the remedy.
+"""Checks of a single host. Each check evaluates the facts of the host, and returns problems with their remedy.
 
 `host_facts` collects the facts; `HOST_CHECKS` are the checks; `check_host` yields a `Finding` for each.
 """
@@ -24,7 +24,7 @@ from shardlab.common.fields import SHORTEST_SECONDS
 from shardlab.common.text import counted
 
 SAMPLE = 16 << 20
-"""Bytes that are written to measure the speed of the disk."""
+"""Number of bytes that are written to measure the speed of the disk."""
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -34,7 +34,7 @@ MEMORY = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Facts about a host, as one of its ranks sees them.
+    """Facts about a host, collected by one of its ranks.
 
     Attributes:
         rank, host: number of the rank, and name of its host.
@@ -54,7 +54,7 @@ class HostFacts:
         folder: the folder of runs.
         disk: free bytes in that folder.
         write_speed: bytes per second of a small file that is synced to the disk (None: none was written).
-        write_error: the reason why it could not be written.
+        write_error: reason why the file could not be written.
     """
 
     rank: int
@@ -85,7 +85,7 @@ def host_facts(rank: int, ranks: int, *, write: bool) -> HostFacts:
     Args:
         rank: number of this process.
         ranks: number of ranks on this host.
-        write: whether to write a file in the current folder, as one rank of a host does.
+        write: whether to write a file in the current folder. One rank of each host does.
     """
     import torch
     import torch.distributed as dist
@@ -124,14 +124,14 @@ State = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding of a check.
+    """Result of a check, with the remedy of a problem.
 
     Attributes:
         check: name of the check.
-        present: description of what is there.
-        remedy: what to do if something is wrong.
+        present: description of the host in this respect.
+        remedy: advice if the state is not "ok".
         state: "ok", "warning" (training works, but slowly or not for long) or "error" (it does not work).
-        host: name of the host; empty if all hosts are meant.
+        host: name of the host; empty if the finding is about all hosts.
     """
 
     check: str
@@ -147,13 +147,13 @@ PYTHON, TORCH = (3, 11), (2, 9)
 FILES_NEEDED, FILES_WANTED = 256, 1024
 SHARED_WANTED = 256 << 20
 MEMORY_PER_RANK = 800 << 20
-"""Bytes of a rank that has imported torch and trains a small model."""
+"""Bytes of memory of a rank that has imported torch and trains a small model."""
 
 DISK_WANTED = 1 << 30
 SLOW_DISK = 20e6
 
 CheckResult = tuple[State, str, str] | str
-"""State, description and remedy; or only a description, if all is well."""
+"""State, description and remedy of a finding; or only the description if the state is "ok"."""
 
 
 def _python(facts: HostFacts) -> CheckResult:
@@ -305,7 +305,7 @@ def _available_memory() -> int | None:
 
 
 def _write_speed() -> tuple[float | None, str | None]:
-    """Return the bytes per second of a small file in the current folder, or why it cannot be written."""
+    """Return the bytes per second of writing a small file into the current folder, or the reason why that fails."""
     try:
         with tempfile.TemporaryFile(dir=".") as file:
             began = time.monotonic()

@@ -65,7 +65,7 @@ class WorldFacts:
     Attributes:
         hosts: facts of each rank, in order.
         links: link from each rank to the next.
-        clocks: seconds by which each rank's clock is ahead of rank 0's.
+        clocks: offset of each rank's clock from rank 0's, in seconds.
     """
 
     hosts: list[HostFacts]
@@ -76,7 +76,7 @@ class WorldFacts:
 def examine_world(
     rank: int, device: torch.device, local_rank: int | None, local_world: int | None
 ) -> WorldFacts | None:
-    """Examine the world from one rank; rank 0 returns the facts.
+    """Run one rank's part of the examination. Rank 0 returns the facts, the others None.
 
     Args:
         local_rank, local_world: this rank's number on its host, and the number of ranks there (None: there is one
@@ -91,7 +91,7 @@ def examine_world(
 
 
 def measure_links(rank: int, device: torch.device) -> list[MeasuredLink]:
-    """Time messages between neighbours, one pair after the other. Every rank calls this, and gets all links."""
+    """Time messages between consecutive ranks, pair by pair. Every rank calls this, and receives all links."""
     world = dist.get_world_size()
     pairs = [(first, (first + 1) % world) for first in range(world if world > 2 else world - 1)]
     mine = {pair: _link(pair, rank, device) for pair in pairs}
@@ -109,7 +109,7 @@ class SmokeRun:
 
     Attributes:
         strategy: name of the strategy.
-        verdict: deviation from a single device.
+        verdict: differences from the results of a single device.
         unequal: ranks whose weights differ from those of the first rank with the same slices.
     """
 
@@ -144,7 +144,7 @@ class SmokeResult:
                 found.append(f"{each.strategy} is {max(each.verdict.all):.1e} from one device")
             if each.unequal:
                 found.append(
-                    f"{each.strategy}: rank {', '.join(map(str, each.unequal))} has other weights than its twin"
+                    f"{each.strategy}: rank {', '.join(map(str, each.unequal))} has other weights than its replica"
                 )
         if self.all_reduce is not None and self.all_reduce.wrong:
             found.append(f"an all-reduce gave {self.all_reduce.wrong} wrong numbers")
@@ -155,13 +155,13 @@ class SmokeResult:
 
 
 def smoke_job(strategy: str, ranks: int) -> Job:
-    """Return a job that takes a second."""
+    """Return a job that takes about a second."""
     model = GPT(layers=2, hidden_size=32, heads=4, seq_len=16)
     return Job(find(strategy).for_job(ranks), ranks, 2 * ranks, model, 2, "fp64", name=strategy)
 
 
 def smoke_rank(rank: int, device: torch.device, strategies: Sequence[str]) -> SmokeResult | None:
-    """Run one rank's part of the smoke test; rank 0 returns the result."""
+    """Run one rank's part of the smoke test. Rank 0 returns the result, the others None."""
     world = dist.get_world_size()
     groups: Groups = {}
     trained: list[SmokeRun] = []
@@ -183,10 +183,10 @@ def smoke_rank(rank: int, device: torch.device, strategies: Sequence[str]) -> Sm
 
 
 CLOCKS_APART = 1.0
-"""Offset in seconds above which the logs of several hosts mislead."""
+"""Clock offset in seconds above which logs of several hosts are misleading."""
 
 SLOWER = 5
-"""Factor below the median bandwidth at which a link is reported."""
+"""A link is reported if its bandwidth is smaller than the median by this factor."""
 
 
 def _versions(facts: WorldFacts) -> CheckResult:
@@ -268,7 +268,7 @@ def _link(pair: tuple[int, int], rank: int, device: torch.device) -> MeasuredLin
 
 
 def _clock_offset(rank: int, device: torch.device) -> float:
-    """Return how many seconds this rank's clock is ahead of rank 0's, from the fastest of several round trips."""
+    """Return the offset of this rank's clock from rank 0's in seconds, by the fastest of several round trips."""
     best, ahead = float("inf"), 0.0
     now = torch.zeros(1, dtype=torch.float64, device=device)
     for other in range(1, dist.get_world_size()):
@@ -293,7 +293,7 @@ def _gather(mine: T) -> list[T]:
 
 
 def _unequal_ranks(state: State) -> list[int]:
-    """Return the ranks that hold slices of which another rank has other values, bit by bit."""
+    """Return the ranks that hold a slice whose values differ, bitwise, from those of the first rank with this slice."""
     mine = {
         (layer, repr(holds)): hashlib.sha256(slices.cpu().numpy().tobytes()).hexdigest()
         for (layer, holds), slices in state.kept.items()

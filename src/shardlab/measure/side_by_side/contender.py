@@ -1,8 +1,8 @@
-"""A GPT in plain PyTorch, and the contenders that take turns: a training loop, and the lower bound below both sides.
+"""A GPT in plain PyTorch, and two contenders of a comparison: its training loop, and a lower bound of a step.
 
 `GPTModule` is an nn.Module whose parameters have the names of our layouts. `Loop` trains it. `LowerBound` computes a
-rank's share of a step without any communication. `measure_memory` runs the first steps of a contender and measures its
-peak memory.
+rank's share of a step without communication. `measure_memory` runs the first steps of a contender and measures its peak
+memory.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -77,13 +77,13 @@ class Block(nn.Module):
 
 
 class GPTModule(nn.Module):
-    """Consecutive blocks of a GPT. The embedding comes with the first block, the head with the last.
+    """Consecutive blocks of a GPT. The first block includes the embedding, and the last block the head.
 
     Args:
         model: the whole model.
         layers: indices of the blocks.
-        slices: number of slices of the heads, of the features inside of MLPs, and of the head's vocabulary. The module
-            is one slice.
+        slices: number of slices of the heads, of the hidden features of MLPs, and of the vocabulary of the head. The
+            module has one slice.
     """
 
     def __init__(self, model: GPT, layers: range, slices: int = 1) -> None:
@@ -139,7 +139,7 @@ def adamw(parameters: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.
 
 
 DISTINCT_STEPS = 8
-"""Steps whose tokens are drawn beforehand, and then repeated."""
+"""Number of steps whose tokens are drawn in advance. Later steps repeat them."""
 
 
 class Contender(Protocol):
@@ -149,14 +149,14 @@ class Contender(Protocol):
         """Train one step.
 
         Returns:
-            (2,) float64: the loss summed over the tokens that this rank reports, and their number, as
-            `Executor.step` gives them.
+            (2,) float64: the sum of the losses of the tokens that this rank reports, and their number, as in
+            `Executor.step`.
         """
         ...
 
 
 class DrawnBatches:
-    """Microbatches of random tokens, drawn before anything is timed: the same on every rank and for both sides."""
+    """Microbatches of random tokens, which are drawn before the timing and equal on all ranks and for both sides."""
 
     def __init__(self, micro_batch_size: int, microbatches: int, tokens: int, vocab_size: int) -> None:
         self.micro_batch_size = micro_batch_size
@@ -174,7 +174,7 @@ class DrawnBatches:
         return self._drawn[step % DISTINCT_STEPS][microbatch]
 
     def counted(self, step: int, microbatches: int, /) -> int:
-        """Targets of a step."""
+        """Return the number of targets of a step."""
         return microbatches * self.micro_batch_size * self._tokens
 
     def whole(self, step: int) -> tuple[Tensor, Tensor]:
@@ -185,14 +185,14 @@ class DrawnBatches:
 
 @dataclass
 class Loop:
-    """Training loop of PyTorch on one batch a step: forward, backward, optimizer.
+    """Training loop of PyTorch with one batch in each step: forward, backward, optimizer.
 
     Attributes:
         module: the model, which may be wrapped.
         optimizer: optimizer of its parameters.
         batches, microbatch: data of the rank.
         device: device of the rank.
-        reports: whether no other rank trains on the same tokens.
+        reports: whether this rank reports the loss, since no other rank trains on the same tokens.
     """
 
     module: nn.Module
@@ -219,23 +219,22 @@ class Loop:
 
 
 def report_loss(mean: Tensor, tokens: int) -> Tensor:
-    """Return a mean loss over some tokens in the form in which a contender reports it."""
+    """Return the mean loss of some tokens as the result of `Contender.step`."""
     total = mean.detach().double() * tokens
     return torch.stack([total, torch.full_like(total, tokens)])
 
 
 class LowerBound:
-    """Lower bound of a step: a rank's own share of it in plain PyTorch, without any communication.
+    """Lower bound of a step's time: a rank's share of the step in plain PyTorch, without communication.
 
-    Tensors that would come from another rank, features and their gradients, are drawn once, so the losses have no
-    meaning.
+    Features and gradients that another rank would send are random numbers, drawn once, so the losses have no meaning.
 
     Args:
         model: the whole model.
-        modules: the rank's part of it, which may be a slice.
+        modules: the rank's stages of the model, or its slice.
         rows: sequences of a microbatch.
         microbatches: number of microbatches of the rank.
-        one_in: the optimizer updates one in so many elements of every parameter.
+        one_in: number of shards of the optimizer state. The optimizer updates one shard of every parameter.
 
     Attributes:
         modules, optimizer: parts of a step.
@@ -275,18 +274,18 @@ class LowerBound:
 
 
 MemoryRun = tuple[Contender, list[Tensor], int]
-"""Contender, losses of its first steps, and the most bytes during the last of them."""
+"""Contender, losses of its first steps, and the peak in bytes during the last of them."""
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counter of the bytes of every storage that an op creates in the block, for as long as the storage lives.
+    """Counter of the live bytes of all storages that ops create inside of the context.
 
     This is like torch's own MemTracker, which fails for a module that is called twice in a step, as in a pipeline.
-    Memory that neighbours share holds messages, as gloo's buffers do, and is not counted.
+    Shared memory of neighbours contains messages, like gloo's buffers, and is not counted.
 
     Attributes:
-        live: bytes now.
-        peak: most bytes since the peak was last set.
+        live: current number of bytes.
+        peak: largest number of bytes since the peak was last reset.
     """
 
     def __init__(self) -> None:
@@ -296,7 +295,7 @@ class LiveStorages(TorchDispatchMode):
         self._shared = {_address(memory.untyped_storage()) for memory in Neighbours.memories()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # it calls ops on its local part, which come here
+        if DTensor in types:  # its ops on local tensors are dispatched here too
             return NotImplemented
         made = func(*args, **kwargs or {})
         if active_fake_mode() is None:
@@ -322,7 +321,7 @@ class LiveStorages(TorchDispatchMode):
 
     @contextmanager
     def tracking(self) -> Generator[None]:
-        """Track storages in the block, also those that are resized without an op."""
+        """Track storages inside of the context, including storages that are resized without an op."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
@@ -334,15 +333,15 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    """Return the address of a storage in C++, which is equal for all Python objects of the same storage."""
+    """Return the C++ address of a storage, which is equal for all Python objects of the storage."""
     return storage._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def measure_memory(make: Callable[[], Contender], steps: int, device: torch.device) -> MemoryRun:
-    """Create a contender and train some steps, of which the last is measured.
+    """Create a contender, train some steps, and measure the peak memory of the last one.
 
-    On a CPU the peak is that of all storages that torch creates, on a GPU that of the allocator. Both count from the
-    creation of the contender on, without buffers of gloo and NCCL.
+    On a CPU, all storages that torch creates are counted; on a GPU, the memory of the allocator. Counting starts with
+    the creation of the contender, and excludes buffers of gloo and NCCL.
     """
     return (_measure_allocator if device.type == "cuda" else _measure_storages)(make, steps)
 

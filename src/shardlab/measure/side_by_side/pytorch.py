@@ -1,8 +1,7 @@
-"""PyTorch's parallelisms as their documentation writes them: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor and
-pipelines.
+"""PyTorch's parallelisms, used as in their documentation: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, pipelines.
 
-Options that cost nothing are set if they help. Gradients are views of DDP's buckets, ZeroRedundancyOptimizer broadcasts
-whole buckets of parameters, and tensor parallelism computes queries, keys and values with one matrix.
+Options that help without a cost are set. Gradients are views of DDP's buckets, ZeroRedundancyOptimizer broadcasts whole
+buckets of parameters, and tensor parallelism computes queries, keys and values with one matrix.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -62,7 +61,7 @@ _mesh_numbers = count()
 
 @dataclass(frozen=True)
 class TorchRanks:
-    """Ranks of PyTorch's side, and how they communicate.
+    """Ranks of PyTorch's side, and their transport.
 
     Attributes:
         count: number of ranks.
@@ -73,7 +72,7 @@ class TorchRanks:
     transport: str
 
     def group(self) -> dist.ProcessGroup | None:
-        """Make the process group of all ranks (None: the default one)."""
+        """Create the process group of all ranks; None for the default group."""
         if self.transport != SHARED:
             return None
         register_backend()
@@ -82,7 +81,7 @@ class TorchRanks:
         return group
 
     def mesh(self, module: GPTModule, *shape: int) -> DeviceMesh:
-        """Make a device mesh. Its names are new, since DTensor's caches take meshes with equal names for one."""
+        """Create a device mesh. Its names are new, since DTensor's caches treat meshes of equal names as one."""
         number = next(_mesh_numbers)
         names = tuple(f"mesh_{number}_{dim}" for dim in range(len(shape)))
         backends: Any = None
@@ -101,7 +100,7 @@ def ddp(module: GPTModule, ranks: TorchRanks) -> Wrapped:
 
 def zero_1(module: GPTModule, ranks: TorchRanks) -> Wrapped:
     """Wrap a module in DDP, and shard the optimizer's state over the ranks."""
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch's own use of torch.jit
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # torch itself uses torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
     group = ranks.group()
@@ -141,7 +140,7 @@ WRAPPERS: dict[str, Callable[[GPTModule, TorchRanks], Wrapped]] = {
     "fsdp": fsdp2,
     "hsdp": hsdp,
 }
-"""Functions that make a module and its optimizer data-parallel, by the name of the pair."""
+"""Functions that wrap a module for data parallelism and create its optimizer, by the name of the pair."""
 
 
 class TensorParallelLoop(Loop):
@@ -156,9 +155,7 @@ class TensorParallelLoop(Loop):
 
 
 def tensor_parallel(module: GPTModule, ranks: TorchRanks) -> torch.optim.Optimizer:
-    """Split a module over all ranks in place, as the tutorial of parallelize_module does; return the optimizer of this
-    rank's part.
-    """
+    """Split a module over all ranks, as in the tutorial of parallelize_module, and return this rank's optimizer."""
     mesh = ranks.mesh(module, ranks.count)
     outer: dict[str, ParallelStyle] = {
         "wte": RowwiseParallel(input_layouts=Replicate()),
@@ -177,7 +174,7 @@ def tensor_parallel(module: GPTModule, ranks: TorchRanks) -> torch.optim.Optimiz
 
 
 def _cut(block: Block, mesh: DeviceMesh, ranks: int) -> None:
-    """Split the heads of a block and the features inside of its MLP."""
+    """Split the heads of a block and the hidden features of its MLP."""
     _by_rank(block.attn, ranks)
     block.attn.heads //= ranks
     plan: dict[str, ParallelStyle] = {
@@ -199,7 +196,7 @@ def _by_rank(attention: CausalAttention, ranks: int) -> None:
 
 ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MORE_STAGES = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zb-v": ScheduleZBVZeroBubble}
-"""Schedules by the name of the pair."""
+"""Schedules of torch.distributed.pipelining, by the name of the pair."""
 
 
 def stages_of(pair: StrategyPair, size: Size, ranks: int, rank: int) -> dict[int, range]:

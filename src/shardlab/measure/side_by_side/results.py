@@ -1,7 +1,7 @@
 """Results of a comparison in seconds and bytes, and the pairs that are compared.
 
-`Side` has the timed steps of one side, `Comparison` those of a pair, and `as_json` the whole table. `PAIRS` lists our
-strategies with PyTorch's counterpart, and `SIZES` the models.
+`Side` has the timed steps of one side, `Comparison` those of a pair, and `as_json` returns the whole table. `PAIRS`
+lists our strategies with PyTorch's counterpart, and `SIZES` the models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.train.job import Job
 
 LOSSES_AGREE = 1e-4
-"""Largest relative difference of losses that counts as equal."""
+"""Largest relative difference at which losses count as equal."""
 
 
 class Spread(NamedTuple):
@@ -37,7 +37,7 @@ class Spread(NamedTuple):
 
 
 def spread_of(figures: Sequence[float]) -> Spread:
-    """Return the quartiles of some figures; of a single one, the figure three times."""
+    """Return the quartiles of some figures. For a single figure, all three are equal to it."""
     return Spread(*(quantiles(figures, n=4, method="inclusive") if len(figures) > 1 else [*figures] * 3))
 
 
@@ -45,9 +45,9 @@ class Parts(NamedTuple):
     """Parts of the time of a typical step, in seconds.
 
     Attributes:
-        compute: what the floor's thread has a core for: kernels, and autograd as plain PyTorch calls them.
-        overhead: for what more than that this side's thread has a core; below zero, it computes less.
-        waiting: the rest of the step, in which the thread has no core: it waits for another rank, or for its turn.
+        compute: CPU time of the lower bound's thread: kernels and autograd of plain PyTorch.
+        overhead: CPU time of this side's thread beyond `compute`; negative if it is less.
+        waiting: the rest of the step, in which the thread waits for another rank or for a core.
     """
 
     compute: float
@@ -61,8 +61,8 @@ class Side:
 
     Attributes:
         seconds: seconds of each step on the slowest rank.
-        computing: seconds of each step for which the training thread had a core, the mean over ranks.
-        peak: most bytes of any rank.
+        computing: CPU seconds of the training thread in each step, the mean over ranks.
+        peak: peak memory in bytes of the rank with the most.
     """
 
     seconds: list[float]
@@ -70,22 +70,22 @@ class Side:
     peak: int
 
     def parts(self, floor: Side) -> Parts:
-        """Return the parts of its time, given the lower bound."""
+        """Return the parts of the time of a step, given the steps of the lower bound."""
         whole, had, compute = median(self.seconds), median(self.computing), median(floor.computing)
         return Parts(compute, had - compute, max(0.0, whole - had))
 
     def over(self, floor: Side) -> Spread:
-        """Return the ratios of its steps to those of the lower bound in the same turn."""
+        """Return the ratios of this side's steps to the steps of the lower bound in the same turn."""
         return ratios(self, floor)
 
 
 def ratios(side: Side, other: Side) -> Spread:
-    """Return the ratios of two sides' steps in the same turn: what slows both down cancels."""
+    """Return the ratios of two sides' steps in the same turn, in which a slowdown of both cancels."""
     return spread_of([a / b for a, b in zip(side.seconds, other.seconds, strict=True)])
 
 
 def loss_difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest relative difference of two losses; NaN if one of them is NaN."""
+    """Return the largest relative difference between losses of the same step; NaN if one of them is NaN."""
     errors = [abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True)]
     return max(errors) if all(error == error for error in errors) else float("nan")
 
@@ -97,7 +97,7 @@ class Comparison:
     Attributes:
         ours, theirs, floor: timed steps of both sides and of the lower bound.
         our_losses, their_losses: mean loss of every step, including warm-up.
-        transport: what both sides communicate by: "shared", "gloo" or "nccl".
+        transport: transport of both sides: "shared", "gloo" or "nccl".
     """
 
     ours: Side
@@ -114,7 +114,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether both sides train alike; otherwise their times have no meaning."""
+        """Whether the losses of both sides agree. Otherwise, their times have no meaning."""
         return self.loss_error <= LOSSES_AGREE
 
     @property
@@ -149,16 +149,16 @@ class Comparison:
 
 
 SHARED = "shared"
-"""Transport by shared memory: ours, which PyTorch's side uses as a backend of torch.distributed."""
+"""Name of our transport by shared memory. PyTorch's side uses it as a backend of torch.distributed."""
 
 Family = Literal["data", "tensor", "pipeline"]
-"""Kind of parallelism: `data` splits sequences over the ranks, `tensor` matrices, `pipeline` layers."""
+"""Kind of parallelism: `data` splits sequences over the ranks, `tensor` splits matrices, `pipeline` splits layers."""
 
 OPTIMIZER = OptimizerConfig(learning_rate=3e-4, learning_rate_schedule="constant", warmup_steps=0)
-"""Fused AdamW on both sides, at one learning rate."""
+"""Settings of the optimizer on both sides: fused AdamW with a constant learning rate."""
 
 MICROBATCHES = 8
-"""Microbatches of a pipeline's step."""
+"""Number of microbatches of a pipeline's step."""
 
 SEED = 1
 
@@ -167,7 +167,7 @@ class Size(NamedTuple):
     """Model and its batch.
 
     Attributes:
-        name: name for a reader.
+        name: name in the table.
         model: the model that is trained.
         sequences: sequences of a step on all ranks together.
     """
@@ -190,19 +190,20 @@ SIZES = {
     "small": Size("small", GPT(layers=6, hidden_size=256, heads=4, vocab_size=256, seq_len=128), 16),
     "overhead": Size("overhead", GPT(layers=24, hidden_size=32, heads=4, vocab_size=256, seq_len=16), 16),
 }
-"""Models by name: one of 4.9 million parameters, and one of many layers that hardly compute."""
+"""Models by name: one with 4.9 million parameters, and one with many tiny layers."""
 
 
 @dataclass(frozen=True)
 class StrategyPair:
-    """Strategy of ours, and PyTorch's.
+    """Strategy of Shardlab, and its counterpart in PyTorch.
 
     Attributes:
         name: name of our strategy.
         theirs, api: name and full path of PyTorch's counterpart.
         family: kind of parallelism.
-        least: fewest ranks with which it differs from other pairs.
-        replicas: copies of the optimizer's state, each sharded over its ranks (None: every rank has the whole state).
+        least: smallest number of ranks at which it differs from other pairs.
+        replicas: number of copies of the optimizer state, each sharded over its ranks (None: every rank has the whole
+            state).
         stages: pipeline stages of each rank.
         passes: passes on our program, by name.
     """
@@ -217,19 +218,21 @@ class StrategyPair:
     passes: str = "none"
 
     def shards(self, ranks: int) -> int:
-        """Return the number of parts of the optimizer's state."""
+        """Return the number of shards of the optimizer state."""
         return 1 if self.replicas is None else ranks // self.replicas
 
     def sized(self, size: Size, ranks: int) -> Size:
-        """The size with as many layers as suit the pipeline: where a rank has several stages, all of one length, since
-        a pipeline waits for its longest one."""
+        """Return the size with a number of layers that suits the pipeline.
+
+        If a rank has several stages, all stages get the same length, since a pipeline waits for the longest one.
+        """
         stages = self.stages * ranks
         if self.stages == 1 or size.model.layers % stages == 0:
             return size
         return size._replace(model=replace(size.model, layers=-(-size.model.layers // stages) * stages))
 
     def job(self, size: Size, ranks: int) -> Job:
-        """Return our side: the strategy on the model."""
+        """Return the job of our side: the strategy on the model."""
         counts = {"data": ranks, "tensor": 1, "pipeline": MICROBATCHES}
         microbatches = counts[self.family]
         entry = load(self.name)
@@ -252,7 +255,7 @@ class StrategyPair:
         return plan(ranks)
 
     def why_not(self, size: Size, ranks: int) -> str:
-        """Return why the pair cannot run with this size on some ranks; empty if it can."""
+        """Return the reason why the pair cannot run with this size on `ranks` ranks; empty if it can."""
         if ranks < self.least:
             return f"two replicas of two shards need {self.least} ranks: give --ranks {self.least}"
         if self.family == "data" and size.sequences % ranks:
@@ -294,10 +297,10 @@ def find_pairs(names: tuple[str, ...], passes: str = "none") -> list[StrategyPai
     """Return the pairs with these names, or all pairs.
 
     Args:
-        passes: what rewrites our programs, by name.
+        passes: names of the passes that rewrite our programs.
 
     Raises:
-        UserError: when there is no such pair or pass; the nearest is named.
+        UserError: if there is no such pair or pass. The message suggests the nearest name.
     """
     named_passes(passes)
     found = [find_by_name(PAIRS, name, "pair with a strategy") for name in names] or PAIRS.values()
@@ -310,9 +313,9 @@ class PairRow:
 
     Attributes:
         pair, size: the pair and the size.
-        compared: the comparison; None if there is none.
-        why_not: reason why there is none.
-        failed: whether something went wrong.
+        compared: the comparison; None if the pair was not compared.
+        why_not: reason why the pair was not compared.
+        failed: whether the comparison failed.
     """
 
     pair: StrategyPair
@@ -347,11 +350,11 @@ class BenchRow(Protocol):
 
 
 def as_json(rows: Sequence[BenchRow], ranks: int, turns: int, flags: str, load: float) -> dict[str, Any]:
-    """Rows, and what they were measured on; seconds and bytes throughout.
+    """Return the rows with the conditions of the measurement, in seconds and bytes.
 
     Args:
-        flags: of the command, beside those.
-        load: processes that wished to run before the first pair, the mean over a minute.
+        flags: further options of the command.
+        load: load average of the last minute before the first pair.
     """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,8 +1,8 @@
-"""The sides of a comparison take turns: PyTorch's, ours, and the lower bound below both.
+"""Alternation of the sides of a comparison: PyTorch's, ours, and a lower bound of both.
 
 `compare_rank` compares a strategy with PyTorch, `time_passes_rank` a program before and after each of its passes, and
-`race_rank` several jobs. All of them alternate steps in the same processes, so that what else the machine does slows
-them down alike.
+`race_rank` several jobs. All of them alternate steps in the same processes, so that other load of the machine slows
+them down equally.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -72,13 +72,13 @@ from shardlab.train.launch.ranks import backend_of
 Make = Callable[[], Contender]
 
 SIDES = ("theirs", "ours", "floor")
-"""Names of the sides, in the order of their turns. "floor" is the lower bound."""
+"""Names of the sides, in the order of their steps. "floor" is the lower bound."""
 
 
 def side_makers(
     pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device, transport: str
 ) -> Mapping[str, Make]:
-    """Return the functions that create each side on this rank, by `SIDES`. All ranks create the same side together.
+    """Return a function for each of `SIDES` that creates the side on this rank. All ranks call it together.
 
     Args:
         transport: transport of both sides: "shared", or the name of the default process group's backend.
@@ -104,7 +104,7 @@ def side_makers(
 
 
 def lower_bound_of(pair: StrategyPair, size: Size, ranks: int, rank: int, device: torch.device) -> LowerBound:
-    """Return a rank's share of the work without communication."""
+    """Return the contender that computes a rank's share of the work without communication."""
     model, every = size.model, range(size.model.layers)
     rows = pair.job(size, ranks).micro_batch_size
     if pair.family == "pipeline":
@@ -116,20 +116,20 @@ def lower_bound_of(pair: StrategyPair, size: Size, ranks: int, rank: int, device
 
 
 WARM_UP = 3
-"""First steps of each side, which allocate memory and connect. Peak memory is that of the last one."""
+"""Number of first steps of each side, which allocate memory and open connections. The last one's peak memory counts."""
 
 
 def compare_rank(
     rank: int, device: torch.device, pair: StrategyPair, size: Size, turns: int, transport: str = ""
 ) -> Comparison:
-    """Run one rank's part of a comparison. Every rank returns the same.
+    """Run one rank's part of a comparison. Every rank returns the same result.
 
     Args:
-        turns: steps of each side that are timed.
+        turns: number of timed steps of each side.
         transport: "shared" or "gloo" for both sides (empty: shared memory if all ranks can share it; on a GPU, NCCL).
 
     Raises:
-        UserError: if there is no such transport here.
+        UserError: if the transport is not available.
     """
     transport = find_transport(device, transport)
     makes = side_makers(pair, size, dist.get_world_size(), rank, device, transport)
@@ -137,10 +137,10 @@ def compare_rank(
 
 
 def find_transport(device: torch.device, transport: str = "") -> str:
-    """Return the transport of both sides: the one that is asked for, or the fastest of this world.
+    """Return the transport of both sides: the requested one, or the fastest one of this world.
 
     Raises:
-        UserError: if the one that is asked for is not there.
+        UserError: if the requested transport is not available.
     """
     world, backend = dist.group.WORLD, backend_of(device.type)
     assert world is not None, "the default process group exists"
@@ -152,7 +152,7 @@ def find_transport(device: torch.device, transport: str = "") -> str:
 
 
 def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -> Comparison:
-    """Create all sides with the functions in `makes`, by `SIDES`, and let them take turns."""
+    """Create all sides by the functions in `makes`, alternate their steps, and return the comparison."""
     found, losses = take_turns(makes, [(SIDES[1], SIDES[0], *SIDES[2:]), SIDES], turns, device)
     return Comparison(found["ours"], found["theirs"], found["floor"], losses["ours"], losses["theirs"])
 
@@ -160,15 +160,15 @@ def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -
 def take_turns(
     makes: Mapping[str, Make], orders: Sequence[Sequence[str]], turns: int, device: torch.device
 ) -> tuple[dict[str, Side], dict[str, list[float]]]:
-    """Create contenders, warm them up one after the other, and let them take turns.
+    """Create contenders, warm them up one after the other, and alternate their steps.
 
     Args:
-        makes: function that creates each, by name.
-        orders: orders in which they train a step, used in turn; the same on all ranks.
-        turns: steps of each that are timed.
+        makes: function that creates each contender, by name.
+        orders: orders of the contenders, used cyclically by the turns; equal on all ranks.
+        turns: number of timed steps of each contender.
 
     Returns:
-        The timed steps of each, and the mean loss of every step, those before the timed ones included.
+        The timed steps of each contender, and the mean loss of every step, including warm-up.
     """
     with kernel_choices({}):
         return _take_turns(makes, orders, turns, device)
@@ -211,7 +211,7 @@ def _take_turns(
 
 
 def _time_step(contender: Contender, device: torch.device) -> tuple[Tensor, float, float]:
-    """Run one step; return its loss, its seconds, and the seconds for which this thread had a core."""
+    """Run one step, and return its loss, its seconds, and the CPU seconds of this thread."""
     dist.barrier()
     began, had = time.perf_counter(), time.thread_time()
     loss = contender.step()
@@ -229,7 +229,7 @@ def _mean_losses(losses: Sequence[Tensor]) -> list[float]:
 
 @dataclass(frozen=True)
 class PassTurns:
-    """Timed steps of a program as it was written, and after each of its passes.
+    """Timed steps of a program without passes, and after each of its passes.
 
     Attributes:
         sides: timed steps of each variant.
@@ -241,22 +241,22 @@ class PassTurns:
 
     @property
     def loss_error(self) -> float:
-        """Largest relative difference of a loss from that of the program as it was written."""
+        """Largest relative difference of a loss from that of the program without passes."""
         return max(loss_difference(each, self.losses[0]) for each in self.losses)
 
     @property
     def agrees(self) -> bool:
-        """Whether all variants train alike; otherwise their times have no meaning."""
+        """Whether the losses of all variants agree. Otherwise, their times have no meaning."""
         return self.loss_error <= LOSSES_AGREE
 
     @property
     def gains(self) -> list[Spread]:
-        """Share of a step that each pass saved, against the variant before it in the same turn."""
+        """Share of a step that each pass saves, relative to the variant before it in the same turn."""
         return [gain(after, before) for before, after in pairwise(self.sides)]
 
     @property
     def gain(self) -> Spread:
-        """Share of a step that all passes together saved."""
+        """Share of a step that all passes together save."""
         return gain(self.sides[-1], self.sides[0])
 
 
@@ -268,15 +268,15 @@ def gain(after: Side, before: Side) -> Spread:
 def time_passes_rank(
     rank: int, device: torch.device, pair: StrategyPair, size: Size, passes: Sequence[str], turns: int
 ) -> PassTurns:
-    """Run one rank's part of timing the passes of a pair's program. Every rank returns the same.
+    """Run one rank's part of timing the passes of a pair's program. Every rank returns the same result.
 
     Args:
         rank: number of the rank.
         device: device of the rank.
-        pair: the strategy, and PyTorch's.
+        pair: pair with the strategy.
         size: the model and its batch.
-        passes: passes of each variant; the first is the program as it is written.
-        turns: timed steps of each.
+        passes: passes of each variant. The first variant has none.
+        turns: number of timed steps of each variant.
     """
     ranks = dist.get_world_size()
     transport = find_transport(device)
@@ -292,8 +292,8 @@ def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race)
     """Return the seconds of a step of every job: the median over rounds of its slowest rank's. Every rank returns the
     same.
 
-    In a round each job takes a step to warm up and one that counts, so that what else the machine does slows all of
-    them alike; every other round goes the other way. All jobs' weights are there at the same time.
+    In each round, every job runs a warm-up step and a timed step, so that other load of the machine slows all jobs down
+    equally. Every second round has the reverse order. The weights of all jobs are in memory at the same time.
     """
     with kernel_choices({}):
         return _race(MeasuringRanks(rank, device), jobs, turns)
@@ -306,7 +306,7 @@ def _race(world: MeasuringRanks, jobs: Sequence[Job], turns: Race) -> list[float
     executors = [_executor(job, world, groups, turns) for job in jobs]
     running = list(range(len(jobs)))
     for at in running:
-        executors[at].step()  # memory is first taken, and connections are made
+        executors[at].step()  # allocates memory, and opens connections
     choose_products(device)
     times: list[list[float]] = [[] for _ in jobs]
     for number in range(turns.rounds):
@@ -321,7 +321,7 @@ def _race(world: MeasuringRanks, jobs: Sequence[Job], turns: Race) -> list[float
         running = turns.going_on(running, times)
         if world.most(time.perf_counter() - began) > turns.seconds:
             break
-    if device.type == "cuda":  # what follows in this process counts its memory anew
+    if device.type == "cuda":  # later measurements in this process count memory from here
         executors.clear()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
