@@ -188,8 +188,8 @@ def stopped(rank: int, job: Job) -> str:
 
 def test_a_fault_ends_the_run_on_all_ranks_after_the_audited_step(ranks: Make) -> None:
     sentence, *others = ranks(3).call(stopped, job_of("ddp", 3))
-    assert sentence.startswith("the audit after step 2 found a silent fault: weights[0], which ranks keep")
-    assert "differ: rank 0 from ranks 1-2. Training has stopped; nothing is saved." in sentence
+    assert sentence.startswith("the audit after step 2 found a silent fault: the copies of weights[0] are not")
+    assert "equal: rank 0 differs from ranks 1-2. Training has stopped; nothing is saved." in sentence
     assert others == ["exit 1", "exit 1"]
 
 

@@ -54,10 +54,10 @@ def test_a_report_tells_cost_and_prediction_and_shows_its_plots(ranks: World, tm
     assert "| predicted step | nobody has measured |" in (run.out / "report.md").read_text()
     metrics = run.out / "metrics.jsonl"
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    again = "shardlab bench compute measures it"
+    again = "shardlab bench compute measures them"
     for peak, mfu, said in (
-        (None, None, f"the device's peak is not known; {again}"),
-        (1e9, None, f"steps were faster than the peak that was measured; {again} again"),
+        (None, None, f"the device's peak FLOP/s are not known; {again}"),
+        (1e9, None, f"steps were faster than the measured peak FLOP/s; {again} again"),
         (1e9, 0.25, "25.0%"),
     ):
         metrics.write_text("".join(json.dumps({**each, "mfu": mfu, "dt": summary.dt}) + "\n" for each in records))

@@ -370,5 +370,7 @@ def test_a_strategy_that_cuts_or_offloads_weights_by_the_number_of_microbatches_
 def test_a_strategy_that_carries_other_weights_by_the_number_of_microbatches_is_refused() -> None:
     """The pass `fuse-steps` makes such strategies if the first gathers of programs differ."""
     one, two = (Job("fsdp", 2, 4, MODEL_of_ramped, 2, passes=f"fuse-steps={count}").checked() for count in (1, 2))
-    with pytest.raises(UserError, match=r"with 4 microbatches other weights are carried .* than with 2, .*fuse-steps"):
+    with pytest.raises(
+        UserError, match=r"with 4 microbatches, other gathered weights are carried .* than with 2, .*fuse-steps"
+    ):
         require_same_slices({2: one, 4: two}, MODEL_of_ramped)

@@ -147,7 +147,7 @@ def test_another_file_in_gpt2s_place_is_refused_and_stays(gpt2_files: Path) -> N
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}'])
 def test_a_file_that_is_no_tokenizer_is_refused_in_a_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match="give a whole") as refusal:
+    with pytest.raises(UserError, match="give a complete") as refusal:
         read_tokenizer(tmp_path / "tokenizer.json")
     assert "\n" not in str(refusal.value)
 

@@ -298,7 +298,7 @@ def test_a_model_that_torchtitan_has_not_is_refused(model: Blocks, said: str, tm
 
 def test_a_checkpoint_that_does_not_say_its_model_wants_it_named(tmp_path: Path) -> None:
     folder = distributed(tmp_path)
-    with pytest.raises(UserError, match="does not say of which model its weights are; name it, as by shardlab convert"):
+    with pytest.raises(UserError, match="does not describe the model of its weights; name it, as by shardlab convert"):
         open_source(folder)
     assert "torchtitan has no model like a mlp;" in refusal(folder, MLP())
 

@@ -451,7 +451,7 @@ def read_tokenizer(path: Path, config: Mapping[str, Any] | None = None) -> Huggi
     except OSError as error:
         raise UserError(f"the tokenizer {path} cannot be read ({error.strerror}); give a tokenizer.json") from None
     except ValueError as error:
-        raise UserError(f"the tokenizer {path} is not JSON ({error}); give a whole tokenizer.json") from None
+        raise UserError(f"the tokenizer {path} is not JSON ({error}); give a complete tokenizer.json") from None
     if config:
         files["config.json"] = json.dumps(dict(config)).encode()
     return HuggingFace(content, str(path), files)
