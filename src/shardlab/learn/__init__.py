@@ -1,1 +1,1 @@
-"""Teaching material: the LLM Training Puzzles, in puzzles/."""
+"""Teaching material: the course in `course/`, and the LLM Training Puzzles in `puzzles/`."""

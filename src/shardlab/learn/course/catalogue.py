@@ -1,4 +1,4 @@
-"""Catalogue of the course: all exercises and all bugs of the gallery, found by the modules that define them."""
+"""Catalogue of the course: all exercises and all bugs of the gallery, collected from the modules that define them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardlab.learn.course import exercise as form
 from shardlab.learn.course.exercise import Exercise
 
 PACKAGES = ("shardlab.learn.course.exercises", "shardlab.learn.course.gallery")
-"""Packages whose modules, at any depth, are exercises. A module without an `EXERCISE` is none."""
+"""Packages whose modules with an `EXERCISE`, at any depth, are exercises."""
 
 FIRST_OF_GALLERY = 101
 """Smallest number of a bug of the gallery."""
@@ -25,7 +25,7 @@ FIRST_OF_GALLERY = 101
 
 @dataclass(frozen=True)
 class CourseEntry:
-    """Exercise with the texts that are made from its module.
+    """Exercise with the texts that are generated from its module.
 
     Attributes:
         exercise: the exercise.
@@ -44,7 +44,7 @@ class CourseEntry:
 
     @property
     def in_gallery(self) -> bool:
-        """Whether it is a bug to find and mend, not a step of the course."""
+        """Whether it is a bug of the gallery rather than a step of the course."""
         return self.exercise.number >= FIRST_OF_GALLERY
 
     @property
@@ -59,7 +59,7 @@ class CourseEntry:
 
     @cached_property
     def start_text(self) -> str:
-        """The file with which a student starts."""
+        """Content of the file with which a student starts."""
         return form.start_text(self.text)
 
     @cached_property

@@ -1,11 +1,11 @@
-"""An exercise of the course: its statement, its goals, the mistakes that it knows, and the three texts of its file.
+"""An exercise of the course: its statement, its goals, typical mistakes, and the three texts of its file.
 
-Every exercise is one Python module of `exercises/`. The module is the reference solution, and everything else is made
-from its text:
+Every exercise is one Python module of `exercises/`. The module is the reference solution, and everything else is
+generated from its text:
 
 - its docstring is the statement: one screen, with a figure in ASCII;
-- `start_text` replaces each region between `# BEGIN SOLUTION` and `# END SOLUTION` by the lines that stand after
-  `# START` in that region, without their `# `; without such lines, by `# Your code here.`;
+- `start_text` replaces each region between `# BEGIN SOLUTION` and `# END SOLUTION` by the lines after `# START` in that
+  region, without their `# `; without such lines, by `# Your code here.`;
 - everything from `# END OF THE EXERCISE` on is for the grader: `EXERCISE`, an `Exercise`. Students do not see it.
 """
 
@@ -22,7 +22,7 @@ from shardlab.language import Mesh, Sizes
 from shardlab.simulate.timeline import Timeline
 
 Technique = Callable[[Checked, Timeline], str]
-"""Function that returns "" if a program uses the technique that is asked for, or else one sentence for the student."""
+"""Function that returns "" if a program uses the required technique, or else one sentence for the student."""
 
 Kind = Literal["rank", "schedule", "plan"]
 """Form of a solution: a program of a `Rank`, a pipeline schedule, or a function that returns a `Plan`."""
@@ -30,13 +30,13 @@ Kind = Literal["rank", "schedule", "plan"]
 
 @dataclass(frozen=True)
 class Goals:
-    """Figures that a solution must reach, in teaching costs. None: the exercise does not ask for it.
+    """Figures that a solution must reach, in teaching costs. None: there is no goal for the figure.
 
     Attributes:
         source: origin of the goals: a paper with its section or equation, or "the reference solution".
         time: end of the step.
-        memory: most elements that are live on any rank.
-        sent: most elements that any rank sends.
+        memory: largest number of live elements on any rank.
+        sent: largest number of elements that any rank sends.
     """
 
     source: str
@@ -51,10 +51,10 @@ class Mistake:
 
     Attributes:
         name: the mistake in a few words, such as "the gradients are not reduced".
-        edit: text of the solution, and the text that takes its place in a program with this mistake. A test makes it.
+        edit: text of the solution, and the text that replaces it in a program with this mistake. A test applies it.
         shows: regular expression that the verdict on such a program matches: the refusal of the check, the sentence of
             a technique, or "time", "memory" or "sent" for a goal that is not reached.
-        advice: the one thing to look at next, without the solution.
+        advice: what to look at next, without the solution.
     """
 
     name: str
@@ -73,19 +73,19 @@ class Exercise:
         title: title in a few words.
         goals: figures to reach.
         mistakes: typical mistakes, at least four (in the gallery: one, the bug).
-        hints: three hints, each says more than the one before it.
+        hints: three hints, each of which says more than the one before.
         mesh: device mesh on which a solution is graded.
-        techniques: checks of the technique that is asked for.
+        techniques: checks of the required technique.
         kind: form of the solution.
         layers: number of layers of the puzzles' model, or sizes of another model.
         microbatches: microbatches of the global batch.
         stages_per_rank: pipeline stages of each rank, for a schedule.
-        puzzle: the LLM Training Puzzle that asks for the same program, "" if none does. Its published figures are shown
-            as well.
-        seen_in: for the gallery: where the bug was reported, such as "NVIDIA/Megatron-LM#1446".
-        model, cluster: for a plan that is predicted on a cluster: names as `shardlab plan` takes them ("": plans are
-            simulated in teaching costs). Goals are then seconds and bytes, a microbatch is one sequence, and no
-            technique is asked for.
+        puzzle: name of the LLM Training Puzzle with the same task, whose published figures are shown as well ("":
+            none).
+        seen_in: report of a bug of the gallery, such as "NVIDIA/Megatron-LM#1446".
+        model, cluster: names of model and cluster for `shardlab plan`, if a plan is predicted on a cluster ("": plans
+            are simulated in teaching costs). Goals are then seconds and bytes, a microbatch is one sequence, and no
+            technique is required.
     """
 
     number: int
@@ -122,8 +122,8 @@ def start_text(module: str) -> str:
 
 def _file_text(module: str, *, solved: bool) -> str:
     lines: list[str] = []
-    solution, start = False, False  # whether the line is in a solution, and after `# START` there
-    written = 0  # lines before the solution
+    solution, start = False, False  # whether the line is in a solution, and whether it is after its `# START`
+    written = 0  # number of lines written in this solution
     for line in module.partition(END)[0].rstrip().splitlines():
         mark = line.strip()
         indent = line[: len(line) - len(line.lstrip())]
@@ -143,9 +143,9 @@ def _file_text(module: str, *, solved: bool) -> str:
 
 
 def _without_imports_of_the_grader(text: str, module: str) -> str:
-    """Return a student's file without the names that its module imports for the grader alone.
+    """Return a student's file without the names that only the grader's part of the module uses.
 
-    Names that only the solution uses stay in the start, because the student will need them.
+    The start keeps names that only the solution uses, because the student will need them.
     """
     lines = text.splitlines(keepends=True)
     program = ast.parse(module.partition(END)[0])

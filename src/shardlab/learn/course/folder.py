@@ -2,8 +2,8 @@
 
 `CourseFolder.create` writes the folder, `CourseFolder.open` reads it. A folder of another version of Shardlab is
 migrated when it is opened: exercises that are new get their file, and a file that the student has not touched is
-replaced if its start has changed. Files with a student's work are never written, except by `reset`, which keeps a copy.
-`grade_file` grades a file, and `notebook` makes a starter notebook of an exercise.
+replaced if its start has changed. Files with a student's work are never overwritten, except by `reset`, which keeps a
+copy. `grade_file` grades a file, and `notebook` creates the starter notebook of an exercise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRESS = "progress.json"
 """Name of the file with the progress."""
 
 FORMAT = 1
-"""Version of that file. A file with a larger number was written by a later Shardlab."""
+"""Version of the progress file. A file with a larger number was written by a later version of Shardlab."""
 
 NOTEBOOKS = "notebooks"
 """Name of the folder of the notebooks."""
@@ -35,7 +35,7 @@ NOTEBOOKS = "notebooks"
 NOTEBOOK = ".ipynb"
 
 GRADES = "from shardlab.learn.course import check"
-"""First line of the cell of a notebook that grades it."""
+"""First line of the notebook cell that grades the solution."""
 
 HINTS = 3
 """Number of hints of an exercise."""
@@ -47,13 +47,13 @@ class CourseFolder:
 
     Attributes:
         path: the folder.
-        current: name of the exercise that is being solved.
+        current: name of the current exercise.
         passed: names of the exercises that are passed.
-        hints: number of hints that were shown, by the name of the exercise.
+        hints: number of hints shown, by the name of the exercise.
         starts: hash of the start that was written into each file, by the name of the exercise.
-        format: version of the progress that was read. That of a later Shardlab stays.
-        others: fields of the progress that this version does not know, which are kept.
-        restored: files that were missing, and are at their start again.
+        format: version of the progress file. That of a later Shardlab is kept.
+        others: fields of the progress file that this version does not know, and keeps.
+        restored: files that were missing and were written again.
     """
 
     path: Path
@@ -67,10 +67,10 @@ class CourseFolder:
 
     @classmethod
     def create(cls, path: Path) -> CourseFolder:
-        """Write the exercises into a folder. Files that are there already stay.
+        """Write the exercises into a folder. Existing files are kept.
 
         Raises:
-            UserError: if there is a course in it already, or it cannot be written.
+            UserError: if the folder already has a course, or cannot be written.
         """
         if (path / PROGRESS).exists():
             raise UserError(f"{path} has a course in it; go on with `shardlab learn` there, or name another folder")
@@ -112,17 +112,17 @@ class CourseFolder:
         return folder
 
     def file(self, entry: CourseEntry, name: str | None = None) -> Path:
-        """Return the path of an exercise's file, or of its notebook if a student named that (`find`)."""
+        """Return the path of an exercise's file, or of its notebook if `name` is that of the notebook (see `find`)."""
         if name is not None and name.endswith(NOTEBOOK):
             return self.path / name
         return (self.path / "gallery" if entry.in_gallery else self.path) / f"{entry.name}.py"
 
     def has_start(self, entry: CourseEntry) -> bool:
-        """Return whether an exercise's file is as it was at the start."""
+        """Return whether an exercise's file is unchanged since the start."""
         return self.file(entry).read_bytes() == entry.start_text.encode()
 
     def find(self, name: str | None) -> CourseEntry:
-        """Return an exercise by its name, its number, its file or its notebook; the current one for None.
+        """Return an exercise by its name, number, file or notebook (None: the current exercise).
 
         Raises:
             UserError: if there is none. The message suggests the nearest name.
@@ -132,7 +132,7 @@ class CourseFolder:
         return catalogue.find(Path(name).stem if name.endswith((".py", NOTEBOOK)) else name)
 
     def next_hint(self, entry: CourseEntry) -> int:
-        """Return the number of the next hint, and remember that it was shown. The last one is repeated."""
+        """Return the number of the next hint, and record that it was shown. The last hint is repeated."""
         number = min(self.hints.get(entry.name, 0) + 1, HINTS)
         self.hints[entry.name] = number
         self.save()
@@ -142,7 +142,7 @@ class CourseFolder:
         """Write the start of an exercise again.
 
         Returns:
-            The copy of the student's file, which is kept beside it; None if there was nothing to keep.
+            The copy of the student's file, in the same folder; None if there was nothing to copy.
         """
         file, copy = self.file(entry), None
         if file.exists() and file.read_text(encoding="utf-8", errors="replace") != entry.start_text:
@@ -171,9 +171,9 @@ class CourseFolder:
         return program
 
     def grade(self, entry: CourseEntry, name: str | None = None) -> ExerciseGrade:
-        """Grade the file of an exercise, or its notebook if `name` names one, and remember if it is passed.
+        """Grade the file of an exercise, or its notebook if `name` is one, and record whether it is passed.
 
-        If the current exercise is passed, the next one that is not becomes the current one.
+        If the current exercise is passed, the next exercise that is not passed becomes the current one.
         """
         result = grade_file(entry, self.program(entry, name))
         if result.passed and entry.name not in self.passed:
@@ -187,7 +187,7 @@ class CourseFolder:
         return result
 
     def write_notebooks(self) -> None:
-        """Write a starter notebook for each exercise. Notebooks that are there already stay."""
+        """Write a starter notebook for each exercise. Existing notebooks are kept."""
         (self.path / NOTEBOOKS).mkdir(exist_ok=True)
         for entry in all_entries():
             path = self.path / NOTEBOOKS / f"{entry.name}.ipynb"
@@ -195,7 +195,7 @@ class CourseFolder:
                 write_atomically(path, json.dumps(notebook(entry), indent=1) + "\n")
 
     def save(self) -> None:
-        """Write the progress. An interrupted write leaves the old one."""
+        """Write the progress. If writing is interrupted, the old file is kept."""
         known = {
             "format": max(FORMAT, self.format),
             "current": self.current,
@@ -207,7 +207,7 @@ class CourseFolder:
 
     @classmethod
     def _from_json(cls, path: Path, read: object) -> CourseFolder:
-        """Return the folder of a progress, whose wrong fields count as missing: a student may have edited it."""
+        """Return the folder for a progress file's content. Invalid fields count as missing: students may edit it."""
         given = cast(dict[str, Any], read) if isinstance(read, dict) else {}
         known = {entry.name for entry in all_entries()}
 
@@ -229,7 +229,7 @@ class CourseFolder:
         return cls(path, cast(str, current), names, hints, table("starts", str), format, others)
 
     def _write_starts(self) -> None:
-        """Write the start of each exercise that has no file, or whose file is an older start that nobody has edited."""
+        """Write the start of each exercise without a file, and of each whose file is an older, unedited start."""
         changed = not (self.path / PROGRESS).exists()
         for entry in all_entries():
             file, written = self.file(entry), self.starts.get(entry.name)
@@ -252,7 +252,7 @@ class CourseFolder:
 
 
 def grade_file(entry: CourseEntry, path: Path) -> ExerciseGrade:
-    """Grade a student's file. A file that is missing, cannot be run or never ends is refused like a wrong program."""
+    """Grade a student's file. A file that is missing, fails or does not end is refused like a wrong program."""
     try:
         if not path.is_file():
             raise UserError(f"{path} does not exist; write it again: shardlab learn reset {entry.name}")
@@ -286,7 +286,7 @@ def code_of_notebook(path: Path) -> str:
     """Return the code of a notebook, without the cells that grade it and the lines that are not Python (`!`, `%`).
 
     Raises:
-        UserError: if the file is no notebook.
+        UserError: if the file is not a notebook.
     """
     try:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
@@ -305,7 +305,7 @@ def _cell(name: str, kind: str, text: str) -> dict[str, Any]:
 
 
 def _without_docstring(text: str) -> str:
-    """Return a start without the statement, which is in a cell of its own."""
+    """Return a start without the statement, which is in a separate cell."""
     statement = ast.parse(text).body[0]
     return "".join(text.splitlines(keepends=True)[statement.end_lineno :]).strip()
 

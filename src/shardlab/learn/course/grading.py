@@ -1,8 +1,8 @@
-"""Grading: how far a solution of an exercise gets, and the one thing to look at next.
+"""Grading: the result of a solution of an exercise, and advice on what to look at next.
 
 `grade` is the entry point. A solution is checked, simulated in teaching costs, and compared with the techniques and the
-goals of its exercise, in this order. The first of these that fails is the *finding*. The exercise's mistakes say what
-to look at next for the findings that they know; otherwise `_general_advice` does.
+goals of its exercise, in this order. The first failure is the *finding*. If one of the exercise's mistakes matches the
+finding, its advice is shown; otherwise that of `_general_advice`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Stage = Literal["refused", "technique", "goals", "passed"]
 """Stage of the grading at which a solution fails."""
 
 TOLERANCE = 1e-6
-"""Share by which a time may exceed its goal, since times are sums of floating-point numbers."""
+"""Relative amount by which a time may exceed its goal, since times are sums of floating-point numbers."""
 
 
 _HELD = {
@@ -61,8 +61,8 @@ class Figures(NamedTuple):
 
     Attributes:
         time: end of the step, in teaching costs; on a cluster, in seconds.
-        memory: most elements that are live on any rank; on a cluster, most bytes of a device.
-        sent: most elements that any rank sends (None: not counted, on a cluster).
+        memory: largest number of live elements on any rank; on a cluster, bytes of the fullest device.
+        sent: largest number of elements that any rank sends (None: not counted, on a cluster).
     """
 
     time: float
@@ -71,12 +71,12 @@ class Figures(NamedTuple):
 
 
 class PuzzleFigures(NamedTuple):
-    """Figures of a solution under the costs of the LLM Training Puzzles, beside the published ones.
+    """Figures of a solution in puzzle costs, and the published figures of the puzzle.
 
     Attributes:
-        puzzle: the puzzle, with the published targets and what the published solution reaches.
+        puzzle: the puzzle, with the published targets and the figures of the published solution.
         steps: start of the last op.
-        memory: most elements on any rank.
+        memory: largest number of elements on any rank.
     """
 
     puzzle: Puzzle
@@ -86,18 +86,18 @@ class PuzzleFigures(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ExerciseGrade:
-    """Result of a solution of an exercise.
+    """Grade of a solution of an exercise.
 
     Attributes:
         exercise: the exercise.
-        stage: where it fails, or "passed".
-        finding: the refusal of the check, the sentence of a technique, or the goals that are not reached ("": it is
+        stage: stage at which it fails, or "passed".
+        finding: the refusal of the check, the sentence of a technique, or the missed goals ("": the exercise is
             passed).
-        mistake: the typical mistake that the finding shows (None: none of the exercise's).
-        advice: one thing to look at next ("": the finding says it, or the exercise is passed).
+        mistake: the typical mistake that matches the finding (None: no mistake of the exercise matches).
+        advice: what to look at next ("": the finding says it, or the exercise is passed).
         figures: time, memory and elements sent (None: the program is wrong).
         checked, timeline: the checked program and its timeline (None: the program is wrong, or a plan is predicted).
-        published: figures under the puzzles' costs, if an LLM Training Puzzle asks for the same program.
+        published: figures in puzzle costs, if an LLM Training Puzzle has the same task.
     """
 
     exercise: Exercise
@@ -124,7 +124,7 @@ class ExerciseGrade:
 
     @property
     def verdict(self) -> str:
-        """The result in one sentence, and if it is not passed, one thing to look at next."""
+        """The result in one sentence, with the advice if the exercise is not passed."""
         return self.finding_text + (f"\nLook at this next: {self.advice}" if self.advice else "")
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -139,7 +139,7 @@ class ExerciseGrade:
 
     def _repr_svg_(self) -> str | None:
         if self.timeline is None:
-            return None  # a notebook then shows the text
+            return None  # a notebook then shows the text instead
         note = (
             f"{self.verdict} {'; '.join(f'{name} {value}, goal {goal or None}' for name, value, goal in self.rows())}."
         )
@@ -151,7 +151,7 @@ class ExerciseGrade:
 
 
 def check(exercise: int | str, solution: Any) -> ExerciseGrade:
-    """Grade a solution of an exercise, given by its number or name. A notebook shows the result as a picture.
+    """Grade a solution of the exercise with a number or name. A notebook shows the result as a picture.
 
     Raises:
         UserError: for an exercise that does not exist.
@@ -160,7 +160,7 @@ def check(exercise: int | str, solution: Any) -> ExerciseGrade:
 
 
 def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
-    """Check and simulate a solution, and compare it with the goals and the technique of its exercise.
+    """Check and simulate a solution, and compare it with the techniques and the goals of its exercise.
 
     Args:
         exercise: the exercise.
@@ -172,7 +172,7 @@ def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
             result = _graded(exercise, solution)
         except (Refused, UserError) as error:
             result = refused(exercise, error)
-    if dropped and result.stage == "refused":  # this is the likelier reason
+    if dropped and result.stage == "refused":  # the forgotten `await` is the likelier reason
         return _failed(exercise, "refused", str(dropped_coroutine(dropped[0].name, dropped[0].line)))
     for coroutine in dropped:
         coroutine.warn()
@@ -180,7 +180,7 @@ def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
 
 
 def refused(exercise: Exercise, error: Refused | UserError) -> ExerciseGrade:
-    """Return the grade of a wrong solution, or of a file that cannot be run."""
+    """Return the grade of a wrong solution, or of a file that fails."""
     if isinstance(error, Stalled | Endless):
         error.remedy = "let its loops end"  # the course has no option for slow programs
     return _failed(exercise, "refused", str(error))
@@ -220,7 +220,7 @@ def _checked(exercise: Exercise, solution: Any) -> Checked:
 
 
 def plan_entry(exercise: Exercise, plan: Plan) -> StrategyEntry:
-    """Return the strategy that follows a plan, which must have as many ranks as its exercise.
+    """Return the strategy that follows a plan. The plan must have the number of ranks of the exercise.
 
     Raises:
         UserError: if it has another number of ranks.
@@ -264,7 +264,7 @@ def _predicted(exercise: Exercise, plan: Plan) -> Figures:
     """Return the predicted figures of a plan on the exercise's cluster.
 
     Raises:
-        UserError: if the plan does not go together with the model or the cluster, or does not fit into memory.
+        UserError: if the plan does not suit the model or the cluster, or does not fit into memory.
     """
     cluster, entry = find_cluster(exercise.cluster), plan_entry(exercise, plan)
     assert entry.plan is not None
@@ -279,7 +279,7 @@ def _predicted(exercise: Exercise, plan: Plan) -> Figures:
 
 
 def _published(exercise: Exercise, checked: Checked) -> PuzzleFigures | None:
-    """Return the figures under the puzzles' costs, for an exercise that is one of the puzzles."""
+    """Return the figures in puzzle costs if the exercise is one of the puzzles, else None."""
     if not exercise.puzzle:
         return None
     timeline = simulate(checked, PUZZLE_COSTS)
@@ -287,7 +287,7 @@ def _published(exercise: Exercise, checked: Checked) -> PuzzleFigures | None:
 
 
 def elements_sent(checked: Checked) -> int:
-    """Return the most elements that any rank sends. Collectives count as rings move them (see `traffic`)."""
+    """Return the largest number of elements that a rank sends. Collectives count as ring algorithms (`traffic`)."""
     return round(max(each.elements for each in traffic(checked)))
 
 
@@ -331,7 +331,7 @@ def _fullest(events: Sequence[Event]) -> Event:
 
 
 def _failed(exercise: Exercise, stage: Stage, finding: str, result: ExerciseGrade | None = None) -> ExerciseGrade:
-    """Return the grade of a solution that fails, with the advice of the mistake that the finding shows."""
+    """Return the grade of a solution that fails, with the advice of the mistake that matches the finding."""
     known = (mistake for mistake in exercise.mistakes if re.search(mistake.shows, finding))
     mistake = next(known, None)
     result = replace(result or ExerciseGrade(exercise, stage), stage=stage, finding=finding, mistake=mistake)
@@ -339,7 +339,7 @@ def _failed(exercise: Exercise, stage: Stage, finding: str, result: ExerciseGrad
 
 
 def _general_advice(result: ExerciseGrade) -> str:
-    """Return the advice for a finding that no mistake of the exercise shows. A refusal and a technique say it."""
+    """Return the advice for a missed goal that matches no mistake; empty for refusals and techniques."""
     if result.stage != "goals" or result.checked is None or result.timeline is None:
         return ""
     checked, events = result.checked, [event for events in result.timeline.events for event in events]
@@ -348,7 +348,7 @@ def _general_advice(result: ExerciseGrade) -> str:
         lengths = [
             (rank, each.op, round(each.until - each.since, 6)) for rank, waits in enumerate(idle) for each in waits
         ]
-        rank, op, longest = max(lengths, key=itemgetter(2), default=(0, 0, 0.0))  # the first of equal ones
+        rank, op, longest = max(lengths, key=itemgetter(2), default=(0, 0, 0.0))  # the first of equal maxima
         if not longest:
             return "no rank waits for communication. Which passes are computed more often than they have to be?"
         return (

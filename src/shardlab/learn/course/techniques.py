@@ -1,10 +1,10 @@
-"""Techniques that exercises ask for, as small predicates over a checked program and its timeline.
+"""Techniques that exercises require, as small predicates on a checked program and its timeline.
 
-Each function takes its parameters and a sentence for the student, and returns a `Technique`: a function that returns ""
-if a program uses the technique, or else the sentence. Equal calls return one object, so exercises that ask for the same
-technique can be compared. `{found}` in a sentence stands for what was found.
+Each function takes parameters and a sentence for the student, and returns a `Technique`: a function that returns "" if
+a program uses the technique, or else the sentence. Equal calls return the same object, so that techniques of exercises
+can be compared. `{found}` in a sentence is replaced by what was found in the program.
 
-Read in this order: which ops a program uses or avoids, what it overlaps, what it keeps in memory, and pipelines.
+The functions are in this order: ops that a program uses or avoids, overlap, memory, pipelines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE}
 
 @cache
 def uses(kind: OpKind, sentence: str, *, of: Kind | None = None) -> Technique:
-    """Require every rank to use an op, if `of` is given on values of that kind."""
+    """Require every rank to use an op on values of the kind `of` (None: of any kind)."""
     return _technique(
         lambda checked: "" if all(any(_ops(checked, rank, kind, of)) for rank in _ranks(checked)) else "none", sentence
     )
@@ -42,7 +42,7 @@ def uses(kind: OpKind, sentence: str, *, of: Kind | None = None) -> Technique:
 
 @cache
 def avoids(kinds: frozenset[OpKind], sentence: str, *, of: Kind | None = None) -> Technique:
-    """Forbid ops, if `of` is given on values of that kind. `{found}` is the first op with its rank."""
+    """Forbid ops on values of the kind `of` (None: of any kind). `{found}` is the first such op with its rank."""
 
     def found(checked: Checked) -> str:
         for rank in _ranks(checked):
@@ -61,7 +61,7 @@ def no_collective_of(of: Kind, sentence: str) -> Technique:
 
 @cache
 def at_most_of(kinds: frozenset[OpKind], most: int, sentence: str, *, of: Kind, axis: str | None = None) -> Technique:
-    """Limit how often any rank calls one of some ops for one layer. `{found}` is the number.
+    """Limit the calls of some ops by one rank for one layer. `{found}` is the number of calls.
 
     Args:
         kinds: the ops.
@@ -86,10 +86,11 @@ def at_most_of(kinds: frozenset[OpKind], most: int, sentence: str, *, of: Kind, 
 
 @cache
 def hidden(kinds: frozenset[OpKind], sentence: str, *, of: Kind, behind: frozenset[OpKind] = PASSES) -> Technique:
-    """Require communication to overlap with compute: all but one of each rank's calls, whatever the prices are.
+    """Require all but one of each rank's communications to overlap with compute, whatever the costs are.
 
-    A call overlaps if an op of `behind` stands between its issue and its await. `{found}` is how many of how many do.
-    One call of each rank is exempt: the first gather and the last reduction have nothing to hide behind.
+    A communication overlaps if an op of `behind` is between its start and its await. `{found}` is the number that
+    overlap, such as "3 of 4". One communication of each rank is exempt, since the first gather and the last reduction
+    have nothing to hide behind.
     """
 
     def found(checked: Checked) -> str:
@@ -143,7 +144,7 @@ def loads_at_most(kind: Kind, share: Fraction, sentence: str) -> Technique:
 
 @cache
 def loads_at_least(kind: Kind, share: Fraction, sentence: str) -> Technique:
-    """Require a share of each layer's weights or optimizer state that every rank keeps from step to step.
+    """Require every rank to keep at least a share of each layer's weights or optimizer state from step to step.
 
     `{found}` is the smallest share of a layer.
     """
@@ -157,7 +158,7 @@ def loads_at_least(kind: Kind, share: Fraction, sentence: str) -> Technique:
 
 @cache
 def live_at_most(kind: Kind, most: int, sentence: str) -> Technique:
-    """Limit the elements of a kind that are alive at once on any rank. `{found}` is the largest number."""
+    """Limit the number of live elements of a kind on any rank. `{found}` is the largest number."""
 
     def found(checked: Checked) -> str:
         largest = max(_most_live(checked, rank, kind) for rank in _ranks(checked))
@@ -168,10 +169,10 @@ def live_at_most(kind: Kind, most: int, sentence: str) -> Technique:
 
 @cache
 def frees_after_last_use(kind: Kind, sentence: str) -> Technique:
-    """Require every value of a kind to be freed before the next op that computes, once nothing reads it any more.
+    """Require every value of a kind to be freed after its last use, before the next op that computes.
 
-    A value that nothing reads counts from the op that makes it. `{found}` is the first value that stays, such as
-    `activations[1]`.
+    For a value that is never read, the op that creates it counts as its last use. `{found}` is the first value that is
+    not freed in time, such as `activations[1]`.
     """
 
     def found(checked: Checked) -> str:
@@ -216,13 +217,13 @@ def computes_again(sentence: str) -> Technique:
 
 @cache
 def in_flight_at_most(most: int | tuple[int, ...], sentence: str) -> Technique:
-    """Limit the passes of a pipeline rank that have gone forward and not yet come back, as the papers count memory.
+    """Limit the passes of a pipeline rank between forward and backward pass, as papers count the memory of schedules.
 
-    A pass of one layer counts as a share of its stage, so the unit is one microbatch of one stage.
+    A pass through one layer counts as its share of the stage, so the unit is one microbatch of one stage.
 
     Args:
         most: limit for every rank, or one limit for each.
-        sentence: `{found}` is the rank that exceeds its limit, and its number.
+        sentence: sentence for the student. `{found}` is the rank that exceeds its limit, with its number.
     """
 
     def found(checked: Checked) -> str:
@@ -263,7 +264,7 @@ def reduces_in_buckets(fewest: int, most: int, sentence: str) -> Technique:
 
 @cache
 def runs_on(backend: str, sentence: str) -> Technique:
-    """Require that a program runs on a backend: "gloo" or "nccl". `{found}` is why it does not."""
+    """Require that a program can run on a backend, "gloo" or "nccl". `{found}` is the reason why it cannot."""
 
     def found(checked: Checked) -> str:
         why_not = checked.why_not(backend)
@@ -274,7 +275,7 @@ def runs_on(backend: str, sentence: str) -> Technique:
 
 @cache
 def computes_at_most(layers: int, sentence: str) -> Technique:
-    """Limit the layers of which a rank computes forward passes: those of its stage. `{found}` is the largest number."""
+    """Limit the number of layers whose forward passes a rank computes. `{found}` is the largest number."""
 
     def found(checked: Checked) -> str:
         forward = ({op.layer for op in tape if op.kind is OpKind.FORWARD} for tape in checked.program.tapes)
@@ -286,9 +287,9 @@ def computes_at_most(layers: int, sentence: str) -> Technique:
 
 @cache
 def in_one_run(sentence: str) -> Technique:
-    """Require the forward passes of each layer to follow one another on its rank, and its backward passes as well.
+    """Require the forward passes of each layer to be consecutive on its rank, and also its backward passes.
 
-    `{found}` is the first layer whose passes another layer's interrupt, with its rank.
+    `{found}` is the first layer whose passes are interrupted by those of another layer, with its rank.
     """
 
     def found(checked: Checked) -> str:
@@ -325,7 +326,7 @@ def microbatches_each(most: int, sentence: str) -> Technique:
 
 
 def _technique(found: Callable[[Checked], str], sentence: str) -> Technique:
-    """Return a technique from a function that returns what contradicts it, or ""."""
+    """Return a technique, given a function that returns what violates it in a program, or ""."""
 
     def technique(checked: Checked, timeline: Timeline) -> str:
         del timeline
@@ -340,7 +341,7 @@ def _ranks(checked: Checked) -> range:
 
 
 def _ops(checked: Checked, rank: int, kind: OpKind, of: Kind | None) -> Iterator[Op]:
-    """Yield a rank's ops of a kind on values of a kind. A collective of one rank is none."""
+    """Yield a rank's ops of a kind on values of a kind. Collectives of a single rank are skipped."""
     for op in checked.program.tapes[rank]:
         alone = op.kind in COLLECTIVES and op.group is not None and len(op.group.ranks) == 1
         if op.kind is kind and not alone and (of is None or _is_of(op, checked.specs[rank], of)):
@@ -348,13 +349,13 @@ def _ops(checked: Checked, rank: int, kind: OpKind, of: Kind | None) -> Iterator
 
 
 def _is_of(op: Op, specs: Mapping[int, Spec], of: Kind) -> bool:
-    """Return whether an op reads, or if it reads nothing makes, a value of a kind."""
+    """Return whether the inputs of an op, or its outputs if it has no inputs, are of a kind."""
     numbers: Sequence[int] = op.inputs or op.outputs
     return any(specs[number].kind is of for number in numbers)
 
 
 def _loaded_shares(checked: Checked, kind: Kind) -> list[Fraction]:
-    """Return the shares of layers that ranks load: one for each rank and layer of which it loads something."""
+    """Return the share that a rank loads of a layer, for all ranks and all layers of which they load a part."""
     load = {Kind.WEIGHT: OpKind.LOAD_WEIGHT, Kind.OPT_STATE: OpKind.LOAD_OPT_STATE}[kind]
     shares: defaultdict[tuple[int, int], Fraction] = defaultdict(Fraction)
     for rank in _ranks(checked):
@@ -365,12 +366,12 @@ def _loaded_shares(checked: Checked, kind: Kind) -> list[Fraction]:
 
 
 def _read_from(tape: Sequence[Op], start: int) -> set[int]:
-    """Return the values that ops from an index on read."""
+    """Return the values that are read by ops from an index on."""
     return {number for op in tape[start:] if op.kind is not OpKind.FREE for number in op.inputs}
 
 
 def _most_live(checked: Checked, rank: int, kind: Kind) -> int:
-    """Return the most elements of a kind that are alive at once on a rank."""
+    """Return the largest number of live elements of a kind on a rank."""
     specs, sizes = checked.specs[rank], checked.program.sizes
     now = peak = 0
     for op in checked.program.tapes[rank]:

@@ -15,16 +15,16 @@ arXiv 2006.15704, section 3.2.3). But a bucket is reduced only when its last gra
 is complete: a large one starts late, and the last one has no backward pass to hide
 behind.
 
-This exercise is no program but a plan: the settings from which Shardlab writes the
+The solution is not a program but a plan: the settings from which Shardlab generates the
 program. Here 64 ranks train 8 layers with data parallelism. These settings matter:
 
     passes="bucket=4,defer=1"  join the reductions into at least 4 buckets, and await
                                each of them when 1 more reduction has started
     reduce_at="layer"          reduce while backward passes continue ("step": after)
 
-A reduction that is awaited late runs behind more backward passes, and its gradients
-stay in memory longer. In teaching costs a layer's backward pass takes 2 and an
-all-reduce over 64 ranks 2.52 of latency, and 0.71 for each layer in it.
+A reduction that is awaited later hides behind more backward passes, but its gradients
+stay in memory longer. In teaching costs a layer's backward pass takes 2. An all-reduce
+over 64 ranks takes 2.52 of latency, and 0.71 for each layer in it.
 """
 
 from shardlab.language import Kind, Mesh, OpKind

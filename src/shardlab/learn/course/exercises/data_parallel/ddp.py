@@ -21,7 +21,7 @@ All ranks run this one function. New here:
     await rank.all_reduce(g)   the sum of all ranks' g; every rank must call it
 
 A verb that communicates starts at once and returns a handle; `await` waits for its
-result. Gradients are shares of the batch's mean already: sum them, never average.
+result. Gradients are already shares of the batch's mean: sum them, never average them.
 
 The start below is correct, but each rank computes the whole batch, as if it were
 alone.

@@ -7,21 +7,20 @@
    FSDP      |W   |  |G   |  |O   |          reduce-scatter|GGGG| --> |G   |
                                              update        |W   |, |G   |, |O   |
 
-In weight-sharded data parallelism the gradients were the last values that every rank
-held whole. A rank updates slice r, so it needs slice r of the sum alone:
-reduce-scatter each layer's gradient as soon as it is there. This is torch's
-FullyShardedDataParallel, and stage 3 of ZeRO (Rajbhandari et al. 2020, arXiv
-1910.02054).
+In weight-sharded data parallelism, only gradients were still whole on every rank. Rank
+r updates slice r, so it only needs slice r of the sum: reduce-scatter each layer's
+gradient as soon as it is complete. This is torch's FullyShardedDataParallel, and stage
+3 of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-What it sends for a layer of W elements, on n ranks:
+For a layer of W elements, each of n ranks sends:
 
     gather, forward       (n - 1)/n W
     gather, backward      (n - 1)/n W
     reduce-scatter        (n - 1)/n W
 
-So 3 W against 2 W of DDP's all-reduce, for large n: half as much again, for a model
-that is n times as large. Memory beyond the shards is one whole layer, one whole
-gradient and the activations.
+For large n that is 3 W, against 2 W for DDP's all-reduce: half as much again, for a
+model that is n times as large. Beyond the shards, a rank has one whole layer, one whole
+gradient and the activations in memory.
 """
 
 from fractions import Fraction

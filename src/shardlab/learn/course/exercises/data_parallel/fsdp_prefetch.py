@@ -5,19 +5,19 @@
                     AG1 AG2 AG3 ...                    AG1  AG0  |
                                                        RS3  RS2  RS1  RS0
 
-In exercise 9 the rank stands still for each collective. Which weight comes next is
-known in advance, so its gather can run while this layer computes. This is called
-prefetching: start the gather of layer l + 1, compute layer l, then await the gather.
-In the backward pass the next layer is l - 1, and the reduce-scatter of layer l + 1 can
-run at the same time.
+In exercise 9 the rank waits for each collective. The next weight is known in advance,
+so it can be gathered while the current layer computes. This is called prefetching:
+start the gather of layer l + 1, compute layer l, then await the gather. In the backward
+pass the next layer is l - 1, and the reduce-scatter of layer l + 1 can run at the same
+time.
 
 Every gather in flight has its whole result in memory. One layer ahead is enough to
 hide a gather that takes less time than a layer's pass. The memory goal leaves room for
 two whole weights at once, and for one reduction in flight. The weight of the last
 layer need not be gathered twice: its backward pass follows its forward pass.
 
-`await` gives the whole weight and ends the flight. A value in a variable alone is
-freed after the next op that uses it; keep one that is used twice in a store, such as
+`await` returns the whole weight. A value that only a variable holds is freed after the
+next op that uses it. Keep a value that is used twice in a store, such as
 `rank.weights["full"]`, and delete it later.
 """
 

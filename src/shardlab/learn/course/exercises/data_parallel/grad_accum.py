@@ -9,9 +9,9 @@
                               dW1, dW0   +    dW1, dW0   +   ... -------> U0 U1
 
 Gradients are sums over microbatches. So a rank can run forward and backward for one
-microbatch, add its weights' gradients to those of the microbatches before it, and
-start with the next one in the same memory. Only the sums stay. The numbers are those
-of the whole batch, and the step takes as long; on a GPU it may be slower, since small
+microbatch, add its weights' gradients to those of the microbatches before it, and start
+with the next one in the same memory. Only the sums stay. The results are those of the
+whole batch, and the step takes the same time. On a GPU it may be slower, since small
 kernels use it less well.
 
 New here:

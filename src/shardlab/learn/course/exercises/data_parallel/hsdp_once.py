@@ -13,11 +13,11 @@ sharding (HSDP) cuts the model over the ranks of one node, along the mesh axis
 `dp_shard`, and keeps a replica of it on each node. Only gradients cross the nodes, as
 in DDP.
 
-With gradient accumulation, they need not cross for every microbatch. A sum can be made
-in any order: add up the shards of the microbatches on each rank, then reduce over the
-replicas once. torch's FSDP2 reduces in every microbatch unless it is told otherwise,
-by `set_requires_all_reduce(False)` (pytorch#126166). Levanter (issue 325) goes on from
-here and shards the optimizer state over both axes.
+With gradient accumulation, they need not cross for every microbatch. A sum can be
+computed in any order: add up the shards of the microbatches on each rank, then reduce
+over the replicas once. torch's FSDP2 reduces in every microbatch unless it is told
+otherwise, by `set_requires_all_reduce(False)` (pytorch#126166). Levanter (issue 325)
+also shards the optimizer state over both axes.
 
 New here:
 

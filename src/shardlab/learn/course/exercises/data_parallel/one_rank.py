@@ -6,15 +6,15 @@
                  dW0                   dW1                     dW: gradient of W
    update    W0, O0 <-- dW0        W1, O1 <-- dW1              O: optimizer state
 
-A program of Shardlab says what one rank does in one optimizer step. It handles names
-of values, not their numbers, so it can be checked before anything runs. The rank
-keeps values in stores, which work like dicts, with keys of your choice:
+A program of Shardlab says what one rank does in one optimizer step. It works with
+values that have no data yet, so it can be checked before anything runs. The rank keeps
+values in stores, which work like dicts, with keys of your choice:
 
     rank.weights, rank.opt_states, rank.activations, rank.grad_activations,
     rank.grad_weights
 
-A value is freed when its last key goes: by `del store[key]`, by a new value under that
-key, or by `store.pop(key)`, which hands the value to one last use. The verbs:
+A value is freed when its last key is removed: by `del store[key]`, by a new value under
+that key, or by `store.pop(key)`, which returns the value for its last use. The verbs:
 
     w, o = rank.load_weights(l)              weight and optimizer state of layer l
     x = rank.load_batch(rank.microbatches)   activation 0: the input, of the whole batch
@@ -26,8 +26,8 @@ key, or by `store.pop(key)`, which hands the value to one last use. The verbs:
 Memory is counted in elements when each op starts. A weight has 262,144, an activation
 of the batch 524,288.
 
-The start below trains correctly and keeps everything. Free each activation, and each
-gradient of one, with its last use.
+The start below trains correctly, but frees nothing. Free each activation, and each
+gradient of an activation, with its last use.
 """
 
 from shardlab.language import Kind, Mesh, Rank

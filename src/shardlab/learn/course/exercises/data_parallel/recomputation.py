@@ -7,17 +7,17 @@
    backward of layers 3-5                    F3 F4 then B5 B4 B3
    backward of layers 0-2        F0 F1 then B2 B1 B0
 
-A backward pass needs its layer's input. Keeping the inputs of all L layers takes
-memory in proportion to L. Instead, keep only the input of each segment: its
-checkpoint. When the backward pass comes to a segment, compute its other inputs again
-from the checkpoint and use them at once. With segments of sqrt(L) layers, about 2
-sqrt(L) activations are alive, for one more forward pass (Chen et al. 2016, arXiv
-1604.06174). A backward pass costs twice a forward pass, so a step takes a third longer
-at most. This is torch.utils.checkpoint; Megatron-LM calls it full recomputation.
+A backward pass needs its layer's input. Keeping the inputs of all L layers takes memory
+in proportion to L. Instead, keep only the input of each segment: its checkpoint. When
+the backward pass comes to a segment, compute its other inputs again from the checkpoint
+and use them at once. With segments of sqrt(L) layers, about 2 sqrt(L) activations are
+alive, at the price of one more forward pass (Chen et al. 2016, arXiv 1604.06174). A
+backward pass costs twice a forward pass, so a step takes at most a third longer. This
+is torch.utils.checkpoint; Megatron-LM calls it full recomputation.
 
 Nothing is new here: call `rank.forward` a second time, and keep an activation in its
 store only as long as it is needed. Pop the input of a forward pass that reads it for
-the last time. The last layer of a segment need not run again: nobody reads its output.
+the last time. The last layer of a segment need not run again: no op reads its output.
 
 The step below updates each layer right after its backward pass, so that gradients take
 little memory. The goals leave room for 3 checkpoints and 2 more inputs, and for the

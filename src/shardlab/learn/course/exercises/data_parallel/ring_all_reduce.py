@@ -10,11 +10,11 @@
 
    round 2   the summed chunks go around the same way, and each rank keeps a copy
 
-In round 1 a rank adds each chunk that arrives to its own, and passes the sum on. After
-n - 1 hops each rank has one chunk that is summed over all ranks: a reduce-scatter. In
-round 2 the summed chunks go around: an all-gather. A rank sends 2 (n - 1)/n of the
-gradient in all, and no algorithm needs less (Patarasuk and Yuan 2009). NCCL's rings do
-the same.
+In round 1 a rank adds each arriving chunk to its own chunk, and passes the sum on.
+After n - 1 hops each rank has one chunk that is summed over all ranks: a
+reduce-scatter. In round 2 the summed chunks go around: an all-gather. In total a rank
+sends 2 (n - 1)/n of the gradient, and no algorithm needs less (Patarasuk and Yuan
+2009). NCCL's rings do the same.
 
 New here:
 
@@ -24,7 +24,7 @@ New here:
                                send v to rank r and receive what rank s sends, together
     rank.concatenate(values)   slices side by side; each knows its place
 
-Why together: if every rank first awaits its send, all of them wait for a receive.
+They run together because, if every rank first awaited its send, no rank would receive.
 Slices may be kept under any key, such as `rank.grad_weights[l, i]`.
 
 Write `reduced`, without a collective.

@@ -1,26 +1,26 @@
-"""Exercise 8: weights in shards. Each layer is put together just before it is used.
+"""Exercise 8: weights in shards. Each layer is gathered just before it is used.
 
    rank r keeps       W0[r] W1[r] ... W5[r]   O0[r] ... O5[r]       a quarter of each
    forward    gather W0, F0, free   gather W1, F1, free   ...   gather W5, F5, free
    backward   gather W5, B5, free   gather W4, B4, free   ...   gather W0, B0, free
 
 So far every rank has held the whole model. Here rank r keeps slice r of each layer's
-weight and optimizer state. A layer computes with its whole weight only, so all ranks
-gather it first, use it, and drop it at once: one layer exists as a whole at a time,
-beside the shards. The backward pass needs the weight again, so it is gathered twice.
+weight and optimizer state. A layer can only compute with its whole weight, so all ranks
+gather it first, use it, and free it at once: beside the shards, only one layer is whole
+at a time. The backward pass needs the weight again, so it is gathered twice.
 
-Gradients stay whole in this exercise: sum them with an all-reduce, as in DDP, once the
-backward passes are through. Sharding them too makes it FSDP, the next exercise.
+Gradients stay whole in this exercise: sum them with an all-reduce, as in DDP, after the
+backward passes. Sharding them too makes it FSDP, the next exercise.
 
 New here:
 
     rank.load_weights(l, shard=i, of=n)     slice i of n of weight and state
     full = await rank.all_gather(slice)     the whole weight
 
-A value that you keep in a variable alone, such as `full`, is freed after the op that
-uses it. In a store it would stay until you delete it.
+A value that only a variable holds, such as `full`, is freed after the op that uses it.
+In a store it would stay until you delete it.
 
-A step must end with what it began with: a shard of each updated weight, in its store.
+A step must end as it began: with a shard of each weight, now updated, in its store.
 """
 
 from fractions import Fraction

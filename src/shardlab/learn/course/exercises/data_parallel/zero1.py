@@ -10,11 +10,11 @@
                             W                  --+
 
 In DDP every rank makes the same update with the same optimizer state. ZeRO-1
-(Rajbhandari et al. 2020, arXiv 1910.02054) lets rank r update slice r alone. It needs
-only slice r of the state and of the summed gradient. The new slices are then gathered,
-since the next step computes with whole weights. An all-reduce is a reduce-scatter and
-an all-gather, so nothing more is sent than before. With Adam in mixed precision, the
-optimizer state is 12 of the 16 bytes that DDP keeps of each parameter (section 3.1).
+(Rajbhandari et al. 2020, arXiv 1910.02054) lets rank r update only slice r, with slice
+r of the state and of the summed gradient. The new slices are then gathered, since the
+next step computes with whole weights. An all-reduce is a reduce-scatter and an
+all-gather, so as much is sent as before. With Adam in mixed precision, the optimizer
+state is 12 of the 16 bytes that DDP keeps of each parameter (section 3.1).
 
 New here:
 
@@ -23,8 +23,8 @@ New here:
     await rank.reduce_scatter(dw)             slice r of the sum, on rank r
     await rank.all_gather(slice)              the slices of all ranks side by side
 
-`rank.update` steps the slice that the optimizer state covers. The gradient and the
-weight may be that slice or more; the new weight that it returns is the slice.
+`rank.update` updates the slice that the optimizer state covers. The gradient and the
+weight may have that slice or more; the returned weight has that slice.
 """
 
 from fractions import Fraction

@@ -8,13 +8,13 @@
             whole for a moment         the sum is a quarter
 
 ZeRO-1 keeps a whole gradient of every layer from the first microbatch to the update.
-But a rank updates one slice. ZeRO-2 (Rajbhandari et al. 2020, arXiv 1910.02054) sums
-each microbatch's gradient over the ranks at once, keeps its slice, and adds that to
-the slices of the microbatches before it.
+But a rank updates only one slice. ZeRO-2 (Rajbhandari et al. 2020, arXiv 1910.02054)
+sums each microbatch's gradient over the ranks at once, keeps its slice, and adds that
+to the slices of the microbatches before it.
 
-The price: a gradient is sent for every microbatch instead of once. The goal for what is
-sent shows it: beside the final gather, twice as much as in ZeRO-1. So ZeRO-2 costs
-nothing without accumulation, and more with every microbatch.
+The price: a gradient is sent for every microbatch instead of once. The goal for the
+elements sent shows it: apart from the final gather, it is twice that of ZeRO-1. So
+ZeRO-2 costs nothing without accumulation, and more with every microbatch.
 
 New here: nothing. `rank.share()` gives each rank two microbatches; `rank.accumulate`
 adds shards as it adds whole gradients.

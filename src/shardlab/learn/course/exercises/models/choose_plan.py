@@ -10,23 +10,23 @@
 
 Narayanan et al. 2021 (arXiv 2104.04473, section 3) give rules that are still followed:
 tensor parallelism up to the size of a node; then as many pipeline stages as the model
-needs to fit; data parallelism with the rest. That is `rule_of_thumb` below. It leaves
-time in three places, which exercises 6 to 21 have shown:
+needs to fit; data parallelism with the rest. That is `rule_of_thumb` below. It loses
+time in three ways, which exercises 6 to 21 have shown:
 
 - every layer communicates over tp in each pass, and nothing hides that;
 - the pipeline has a bubble, although each pipeline gets 64 microbatches;
 - optimizer states exist twice, so memory decides the number of stages.
 
-Write the plan of a step that takes at most 85 % of the time of the rule of thumb, as
-Shardlab predicts it, and fits. `shardlab simulate` predicts a plan, and says what its
-time and memory consist of:
+Write a plan that fits into memory, and whose predicted step takes at most 85 % of the
+time of the rule of thumb. `shardlab simulate` predicts a plan, and says what its time
+and memory consist of:
 
     shardlab simulate --model llama3-70b --cluster h100x64 --global-batch 128 \\
         --pp 4 --dp-replicate 2 --tp 8 --sequence-parallel
 
-`shardlab plan` searches all plans, for you to look at when you are done. It also says
-how sure a prediction is, here about 12 %. So a plan that is 15 % faster is worth a try
-on the cluster, and one that is 2 % faster is not.
+`shardlab plan` searches all plans; look at its result when you are done. It also prints
+the expected error of a prediction, here about 12 %. So a plan that is 15 % faster is
+worth a try on the cluster, and one that is 2 % faster is not.
 """
 
 from shardlab.language import Mesh

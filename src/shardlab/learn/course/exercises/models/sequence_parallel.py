@@ -8,8 +8,8 @@
 
 Tensor parallelism cuts the matrices of attention and MLP, the *bodies* (Shoeybi et al.
 2019, arXiv 1909.08053). Each rank's result is one term of a sum, which an all-reduce
-takes. But the norms between the bodies compute the same on all ranks, and all their
-activations exist on each of them.
+computes. But all ranks compute the same norms between the bodies, and each rank keeps
+all their activations.
 
 An all-reduce is a reduce-scatter and an all-gather. Put the norm between these two, and
 each rank normalizes its own tokens only, for the same bytes sent (Korthikanti et al.
@@ -25,7 +25,7 @@ the optimizer's step. Such a run does not crash: the copies of one weight drift 
     rank.all_gather(x, axis="tp")          all tokens
 
 The model has an embedding, one block of attention and MLP, and a head, and a norm
-before each of the last three. The start is tensor parallel. Keep what a body has read
+before each of the last three. The start is tensor parallel. Keep the input of a body
 for its backward pass in `rank.activations["full", l]`.
 """
 

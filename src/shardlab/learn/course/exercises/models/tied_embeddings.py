@@ -9,18 +9,18 @@ of it, and the gradient is a sum over the two uses (along `pp`) and over the
 microbatches (along `dp_shard`). Optimizer states are sharded as in exercise 6 (ZeRO-1):
 a rank updates its half of each layer, then the halves are gathered.
 
-A sum can be made in any order. All-reduce the whole gradient along `pp` first, and
-reduce-scatter it after. Or reduce-scatter first, and all-reduce the halves along `pp`:
-that sends half as much over the slow links between the stages.
+A sum can be computed in any order. You can all-reduce the whole gradient along `pp`
+first, and reduce-scatter it after. Or reduce-scatter first, and all-reduce the halves
+along `pp`: that sends half as much over the slow links between the stages.
 
 But the second order is right only if both stages give the *same half* to the ranks that
-meet. In https://github.com/NVIDIA/Megatron-LM/issues/844 a distributed optimizer dealt
-out one flat buffer for each stage. The embedding is the first weight in one of them and
-the head the last in the other, so different ranks owned them, and the all-reduce added
-a finished sum to an unfinished one. Nothing crashed; the gradients were wrong.
+meet. In https://github.com/NVIDIA/Megatron-LM/issues/844 a distributed optimizer
+sharded one flat buffer for each stage. The embedding is the first weight in one of them
+and the head the last in the other, so different ranks owned them, and the all-reduce
+added a finished sum to an unfinished one. Nothing crashed; the gradients were wrong.
 
-In the start stage 1 owns its halves in the opposite order. Mend that, and send as
-little as you can. New here:
+In the start, stage 1 owns its halves in the opposite order. Mend that, and send as
+little as possible. New here:
 
     rank.weight_of(l)               the layer whose weight layer l uses: 0 for the head
     rank.accumulate(dw)             adds to grad_weights[0] for the head as well

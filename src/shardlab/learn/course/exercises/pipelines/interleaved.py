@@ -13,8 +13,8 @@ microbatch then goes v times round the ranks. A pass and the bubble take 1 / v o
 time: the bubble is (p - 1) / (v m + p - 1) of the step. The price is v times as many
 messages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2).
 
-The order is free. Interleaved 1F1B saves activations. *Breadth-first* takes all
-microbatches through a stage before the next stage of the rank begins. It saves
+The order of passes is free. Interleaved 1F1B saves activations. *Breadth-first* takes
+all microbatches through a stage before the next stage of the rank begins. It saves
 something else: if the weights are sharded (FSDP), a stage is gathered for one run of
 forward passes and one run of backward passes, not for every microbatch (Lamy-Poirier
 2022, arXiv 2211.05953, fig. 4). So with FSDP, breadth-first is the better order.

@@ -10,7 +10,7 @@ GPipe keeps the activations of all m microbatches. But rank 3 could go backward 
 microbatch 0 as soon as it has made its forward pass. In 1F1B a rank makes some forward
 passes to warm up, then one backward pass for each forward pass, then the backward
 passes that are left (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473, section
-2.2.1). The bubble is that of GPipe, but for messages, which a rank now waits for more
+2.2.1). The bubble is that of GPipe, except that a rank now waits for messages more
 often. And rank r has at most p - r microbatches in flight, however many there are,
 since each must come back before another one is let in.
 

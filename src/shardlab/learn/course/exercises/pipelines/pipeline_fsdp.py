@@ -11,22 +11,22 @@
                  gather layer 0 and reduce its gradient
                  along this column, dp_shard
 
-Two ideas that know nothing of each other. Along `pp` a rank is a stage: it receives
+This combines two independent ideas. Along `pp` a rank is a stage: it receives
 activations and sends them on. Along `dp_shard` the four ranks of a stage are FSDP: each
 keeps a quarter of the stage's weight, gradient and optimizer state, and the weight is
 whole only while a pass computes with it.
 
 A pipeline rank waits a lot, and its links are idle then. So start the gather *before*
 you wait for the activation, and await it after: it costs no time. Free the whole weight
-after the pass. It comes again for the backward pass, in the same way.
+after the pass. It is gathered again for the backward pass, in the same way.
 
     rank.coordinate("pp")              the stage of this rank
     rank.group("pp").ranks             the ranks of its pipeline, in order
     rank.share("dp_shard")             the microbatches of its pipeline
     rank.stage_layers("pp")            its layers
 
-The LLM Training Puzzles have this task for sixteen shards of every layer, for which all
-ranks must meet. On a mesh, only the four ranks of a stage do.
+In the LLM Training Puzzles, this task has sixteen shards of every layer, so all ranks
+join each gather. On a mesh, only the four ranks of a stage do.
 """
 
 from fractions import Fraction

@@ -10,20 +10,20 @@ This is 1F1B by hand, and it is right: every value arrives, every gradient is co
 On shared memory, or with small messages that some layer copies into a buffer, it runs.
 On a cluster it hangs in the first steady pass.
 
-A send is finished when its value is out of the way. If a buffer takes the value, that
-is at once. Without one it is when the receiver takes it: a *rendezvous*. Then two
-neighbours that send to each other wait for each other. gloo waits for the receive even
-for the smallest message; NCCL copies small ones and waits for large ones, so a program
-that ran with a tiny model hangs with a real one.
+A send is finished when its memory may be reused. If the value is copied into a buffer,
+that is at once. Without a buffer, the send waits until the receiver takes the value: a
+*rendezvous*. Then two neighbours that send to each other wait for each other. gloo
+waits for the receive even for the smallest message; NCCL copies small ones and waits
+for large ones, so a program that ran with a tiny model hangs with a real one.
 
-Starting the sends and awaiting them later is no way out on NCCL, which runs the
+Starting the sends and awaiting them later does not help on NCCL, which runs the
 messages of a pair of ranks one at a time, in the order in which each rank has issued
 them. A rank must issue its two messages *together*, so that neither comes first:
 
     value = await rank.exchange(mine, to=r, source=r)      torch: batch_isend_irecv
 
-That is what Megatron-LM's `send_forward_recv_backward` is for. The two functions in
-which neighbours meet are at fault, and nothing else.
+Megatron-LM's `send_forward_recv_backward` does the same. Only the two functions in
+which neighbours meet are at fault.
 """
 
 from shardlab.language import Mesh, Rank, Value

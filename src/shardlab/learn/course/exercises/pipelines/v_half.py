@@ -26,7 +26,7 @@ Write the slots of a rank's four passes, and put the weight halves into free slo
    first F go down two slots a rank, the second F come up one, and the I do the same.
 3. A weight half goes into the first free slot after its input half.
 
-The start goes one slot a rank everywhere, and makes all weight halves at the end. The
+In the start, a microbatch takes one slot a rank, and weight halves come at the end. The
 paper also moves passes of the warm-up and the end into gaps; you need not.
 """
 

@@ -15,11 +15,11 @@ which a rank has nothing else to do (Qi et al. 2023, arXiv 2401.10241).
     BackwardInput(stage, microbatch)       I, as early as possible
     BackwardWeight(stage, microbatch)      W, at any time after it
 
-But a weight half keeps the activation alive, so it must not come as late as it can.
-ZB-H1 stays within the memory of 1F1B, p microbatches on each rank: rank r is r passes
-behind, so that all ranks hold p microbatches while the pipeline is full, and r weight
-halves are left for the end. The warm-up is that of 1F1B. In the terms of the paper the
-bubble is (p - 1) (F + B - W), here p - 1: a third of that of 1F1B.
+But a weight half keeps the activation alive, so it must not come as late as possible.
+ZB-H1 stays within the memory of 1F1B, p microbatches on each rank: W is r passes behind
+I on rank r, so that all ranks hold p microbatches while the pipeline is full, and r
+weight halves are left for the end. The warm-up is that of 1F1B. In the terms of the
+paper the bubble is (p - 1) (F + B - W), here p - 1: a third of that of 1F1B.
 
 The start is 1F1B with halves that are computed together.
 """

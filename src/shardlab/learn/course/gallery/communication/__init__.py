@@ -1,1 +1,1 @@
-"""Bugs of collectives and messages: who joins, in which order, and how often."""
+"""Bugs of collectives and messages: missing ranks, wrong order, unnecessary calls."""

@@ -1,9 +1,9 @@
 """Bug 117: ranks reduce their layers in different orders.
 
-ZeRO stage 2 reduces gradients as they become ready, and assumes that this is in the
-same order on all ranks. In a model that ran its parts in another order on some ranks,
-it was not. The first reduction of one rank then met the first of the other, which was
-for other parameters. Nothing failed, and the gradients were wrong.
+ZeRO stage 2 reduces gradients as they become ready, and assumes that the order is the
+same on all ranks. In one model, some ranks ran the parts in another order. The first
+reduction of one rank then met the first of another rank, which was for other
+parameters. Nothing failed, and the gradients were wrong.
 
     rank 0: all-reduce layer 1, then layer 0
     rank 1: all-reduce layer 0, then layer 1        the first meets the first

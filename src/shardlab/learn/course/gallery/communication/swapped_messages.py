@@ -1,8 +1,8 @@
 """Bug 118: activations and gradients change places.
 
 With two pipeline ranks and two stages on each, the next rank and the previous rank are
-the same one. Both an activation and a gradient then travel in the same direction at the
-same time, and Megatron-LM received them in another order than they were sent.
+the same rank. Both an activation and a gradient then travel in the same direction at
+the same time, and Megatron-LM received them in another order than they were sent.
 
     rank 0 sends     gradient of microbatch 0,  activation of microbatch 1
     rank 1 receives  activation of microbatch 1,  gradient of microbatch 0

@@ -1,9 +1,9 @@
 """Bug 102: the sum doubles with each microbatch.
 
 When a gradient buffer's data-parallel group had one rank only, Megatron-FSDP doubled
-what was in the buffer at every microbatch: 2^N times the gradient after N of them. A
-few microbatches looked merely large, and clipping hid them. With 128, the norm
-overflowed and clipping multiplied every gradient by zero.
+the content of the buffer at every microbatch: 2^N times the gradient after N of them.
+After a few microbatches, gradients were merely large, and clipping hid it. With 128,
+the norm overflowed and clipping multiplied every gradient by zero.
 
     microbatch    0       1           2                3
     buffer        g0   2 g0 + g1   4 g0 + 2 g1 + g2   ...

@@ -1,8 +1,8 @@
 """Bug 104: the last microbatch misses the reduction.
 
 With ZeRO stage 1 and bf16, DeepSpeed reduced the accumulated gradients at the last
-microbatch, but added that microbatch's own gradient only afterwards. So each rank
-stepped with its own last microbatch, and the gradients of the ranks differed.
+microbatch, but added that microbatch's own gradient only afterwards. So each rank's
+update had only its own last microbatch, and the gradients of the ranks differed.
 
     rank 0:  m0  m1     sum of m0       -> all-reduce -> m0 + m2   then + m1
     rank 1:  m2  m3     sum of m2       -> all-reduce -> m0 + m2   then + m3

@@ -1,9 +1,9 @@
 """Bug 106: a complete gradient is summed once more.
 
 In torchtitan's gpt-oss, a bias that every tensor-parallel rank has was added to a
-partial sum. The gradient that came back was marked as partial too, although each rank
-had the whole of it. So it was all-reduced once more, and was as many times too large as
-there are ranks.
+partial sum. In the backward pass, its gradient was marked as partial too, although each
+rank had the complete gradient. So it was all-reduced once more, and was as many times
+too large as there are ranks.
 
     each rank: dx (whole)  ->  all-reduce over 2 ranks  ->  2 dx
 

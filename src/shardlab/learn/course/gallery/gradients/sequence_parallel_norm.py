@@ -7,7 +7,7 @@ all of them keep a copy of its weight. The copies then drift apart.
     rank 0: tokens of slice 0 -> norm -> its gradient sums slice 0 only
     rank 1: tokens of slice 1 -> norm -> its gradient sums slice 1 only
 
-Sequence parallelism gives each rank of the group the same norm and other tokens. So the
+Sequence parallelism gives each rank of the group the same norm but other tokens. So the
 gradient of a norm has to be summed over the group, as in data parallelism.
 
 The program is a transformer block between an embedding and a head, on two ranks. Find

@@ -1,1 +1,1 @@
-"""Bugs in which a weight of the step before is used."""
+"""Bugs in which a weight of the previous step is used."""

@@ -2,9 +2,9 @@
 
 With a distributed optimizer, each rank updates a slice of every weight, and the slices
 are gathered while the next forward pass already runs. Megatron-LM gathered buckets in
-the order in which parameters were registered. A layer that ran earlier than its place
-in this order found no gather under way, and computed with its weight of the previous
-step.
+the order in which parameters were registered. A layer that ran earlier than its
+position in this order did not wait for a gather, and computed with its weight of the
+previous step.
 
     update of slices  ->  gather bucket 1, 2, ...  ->  forward in another order
 
