@@ -2,11 +2,11 @@
 
 >>> from shardlab.learn.puzzles import Dist, Model, WeightGrad, draw, draw_group
 
-A solution describes what one rank does in one optimizer step. The user drives the ranks with `asyncio.gather`, a
+A solution is the program of one rank for one optimizer step. The user runs the ranks with `asyncio.gather`, a
 `TaskGroup` or a notebook's `await`. A deadlock ends with a report that names the ranks, and a wrong gradient is
 refused. `PUZZLES` are the eight puzzles, and `grade` runs a solution of one of them.
 
-Read values.py (weights, activations and gradients), model.py (what a rank can do), communication.py (collectives and
+Read values.py (weights, activations and gradients), model.py (the methods of a rank), communication.py (collectives and
 messages), calls.py (the ranks as asyncio tasks) and grader.py.
 """
 

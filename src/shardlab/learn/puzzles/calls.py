@@ -1,8 +1,8 @@
 """Calls of the puzzles' ranks: awaiting a communication, refusals, the log of events, and the search for deadlocks.
 
-`PuzzleCall` is what `model.allreduce(...)` returns before `await`; a forgotten `await` is refused at the line of the
-call. `translate_refusals` turns refusals of the shared rules into `PuzzleRefused`. `AsyncioWatch` blocks ranks on
-futures of the user's event loop, and notices when no rank can continue.
+`model.allreduce(...)` returns a `PuzzleCall` to `await`; a forgotten `await` is refused at the line of the call.
+`translate_refusals` converts refusals of the shared rules to `PuzzleRefused`. `AsyncioWatch` blocks ranks on futures of
+the user's event loop, and notices when no rank can continue.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T", covariant=True)
 
 
 class PuzzleCall(Coroutine[Any, Any, T]):
-    """Communication that was called, but not yet awaited. asyncio accepts it as a coroutine.
+    """Communication that was called but not awaited yet. asyncio accepts it as a coroutine.
 
     Args:
         name: the call, such as `allreduce(layer 0)`.
-        refusal: raised if it is never awaited, or used as if it had been.
-        work: creates the coroutine that communicates.
+        refusal: error that is raised if the call is never awaited, or used like its result.
+        work: function that creates the coroutine that communicates.
         forgotten: list to which a call adds its refusal if it is dropped without an `await`.
     """
 
@@ -70,7 +70,7 @@ class PuzzleCall(Coroutine[Any, Any, T]):
         return f"<{self._name}, not awaited>"
 
     def refuse(self) -> NoReturn:
-        """Refuse the use of the call in place of its result."""
+        """Raise the refusal for the use of the call like its result."""
         self._told = True
         raise self._refusal
 
@@ -93,18 +93,18 @@ class PuzzleCall(Coroutine[Any, Any, T]):
 
 
 def dropped_coroutine(name: str, line: SourceLine) -> PuzzleRefused:
-    """Return the refusal of a coroutine of the student's own that was never awaited."""
+    """Return the refusal for a coroutine of the student that was never awaited."""
     return unawaited(f"{name}()", f"{name}(...)").on(line)
 
 
 def unawaited(name: str, call: str, layer: int = -1) -> PuzzleRefused:
-    """Return the refusal of a call that was not awaited. `call` is the correct form of the call."""
+    """Return the refusal for a call that was not awaited. `call` is the correct form of the call."""
     given = f"{name} was called without `await`, so it has not run"
     return PuzzleRefused("not awaited", About("", layer), given, f"write `await {call}`")
 
 
 def refuse_unawaited(forgotten: list[PuzzleRefused]) -> None:
-    """Raise the refusal of a call that was dropped without an `await`."""
+    """Raise the refusal for a call that was dropped without an `await`."""
     if forgotten:
         raise PuzzleRefused.of(forgotten[0])
 
@@ -113,20 +113,20 @@ Result = TypeVar("Result")
 
 
 class PuzzleRefused(Refused, AssertionError):
-    """Refusal of a solution; the sentence names rank, op, layer and elements.
+    """Refusal of a solution. The sentence names rank, op, layer and elements.
 
     It is an AssertionError, which published solutions expect.
     """
 
     @classmethod
     def of(cls, refusal: Refused) -> Self:
-        """Turn a refusal of the shared rules into one of the puzzles."""
+        """Convert a refusal of the shared rules to one of the puzzles."""
         mine = cls(*refusal.args)
         vars(mine).update(vars(refusal))
         return mine
 
     def on(self, line: SourceLine | None) -> Self:
-        """Set the student's line, if it is known."""
+        """Set the line of the student's code, if it is known."""
         self.line = "" if line is None else str(line)
         return self
 
@@ -136,30 +136,30 @@ class PuzzleDeadlock(PuzzleRefused, Deadlock):
 
 
 class RunningRank(Protocol):
-    """Interface of a rank that its values use.
+    """Interface of a rank for its values.
 
     Attributes:
         rank: number of the rank.
-        log: everything that the rank has done, in order.
+        log: all events of the rank, in order.
     """
 
     rank: int
     log: list[PuzzleEvent]
 
     def derive(self, *values: Any) -> None:
-        """Count the memory of values that were created or read."""
+        """Count values that were created or read in the memory of the rank."""
 
 
 _running_rank: ContextVar[RunningRank | None] = ContextVar("shardlab_puzzle_rank", default=None)
 
 
 def set_running_rank(rank: RunningRank) -> None:
-    """Record which rank runs in this task: `a + b` and `.combine` have no argument that names it."""
+    """Record which rank runs in this task, since `a + b` and `.combine` have no argument for it."""
     _running_rank.set(rank)
 
 
 def record_derived(value: Result, *read: Any) -> Result:
-    """Count a value that was derived from others without an op in the memory of the running rank, and return it."""
+    """Count a value that was derived from others without an op in the running rank's memory, and return it."""
     rank = _running_rank.get()
     if rank is not None:
         rank.derive(value, *read)
@@ -168,11 +168,11 @@ def record_derived(value: Result, *read: Any) -> Result:
 
 @contextmanager
 def translate_refusals(rank: RunningRank | None = None, line: SourceLine | None = None) -> Generator[None]:
-    """Turn a refusal of the shared rules into a `PuzzleRefused` with the puzzles' names and the place of the mistake.
+    """Convert a refusal of the shared rules to a `PuzzleRefused` with the puzzles' names and the line of the mistake.
 
     Args:
         rank: the rank that runs the op (None: the rank that runs in this task).
-        line: the student's line (None: the line that runs).
+        line: line of the student's code (None: the current line).
     """
     try:
         yield
@@ -199,12 +199,12 @@ class PuzzleEvent:
 
     Attributes:
         typ: forward, backward, loss, update, allreduce, allgather, scatterreduce or pass (a send or a receive).
-        layer: the layer worked on; None for update and pass, the number of layers for loss.
+        layer: layer of the event; None for update and pass, the number of layers for loss.
         rank: number of the rank.
         time, length: start time and duration, in forward passes of one microbatch through one layer.
-        memory: elements alive on the rank when it started: in its stores, or in variables that it used later.
-        batches: the microbatches of a forward or backward.
-        to, source: the other rank of a pass.
+        memory: number of live elements of the rank at the start: in its stores, or in variables that it used later.
+        batches: microbatches of a forward or backward pass.
+        to, source: the other rank of a message.
     """
 
     typ: str
@@ -226,7 +226,7 @@ class PuzzleEvent:
 
     @property
     def cost(self) -> float:
-        """Duration of such an event: proportional to microbatches for forward and backward, constant for others."""
+        """Duration of the event: proportional to the microbatches of a pass, constant for other events."""
         duration = PUZZLE_COSTS.duration(self.kind, len(self.batches))
         return int(duration) if duration.is_integer() else duration
 
@@ -237,14 +237,14 @@ class PuzzleEvent:
 
 
 GRACE_SECONDS = 1.0
-"""Seconds that a rank may take to its first operation before it counts as missing."""
+"""Seconds without an operation after which a rank counts as missing."""
 
 STOP = "the other ranks stop, mend it there"
 """Remedy in the refusals of waiting ranks when another rank has raised an error."""
 
 SETTLING_TURNS = 8
-"""Turns of the event loop without progress after which no rank can continue. A task that can continue does so in the
-next turn, and a task that awaits it (`gather`, `wait_for`) a few turns later."""
+"""Number of turns of the event loop without progress after which no rank can continue. A task that can continue does so
+in the next turn, and a task that awaits it (`gather`, `wait_for`) does so a few turns later."""
 
 
 @dataclass(eq=False)
@@ -253,8 +253,8 @@ class Blocked:
 
     Attributes:
         rank: number of the rank.
-        line: the student's line at which it waits.
-        task: task that waits: the rank's own, or one inside of it (`asyncio.gather` in a program).
+        line: line of the student's code at which it waits.
+        task: task that waits: that of the rank, or a task that it started (`asyncio.gather` in a program).
     """
 
     rank: int
@@ -263,7 +263,7 @@ class Blocked:
     future: asyncio.Future[Any] = field(init=False, default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def wait(self) -> Wait:
-        """Describe what the rank waits for."""
+        """Return a description of the wait."""
         raise NotImplementedError
 
     def go_on(self, result: Any = None) -> None:
@@ -273,14 +273,15 @@ class Blocked:
 
 
 class AsyncioWatch:
-    """Watch over the ranks' tasks that blocks them on futures, and finds deadlocks without sleeping or polling.
+    """Scheduler of the ranks' tasks. It blocks them on futures, and finds deadlocks without sleeping or polling.
 
-    A rank may wait in several operations at once (`asyncio.gather` inside a program), one task may drive several ranks
-    one after the other, and one event loop may follow another.
+    A rank may wait for several operations at once (`asyncio.gather` in a program), one task may run several ranks one
+    after the other, and a run may use several event loops one after the other.
 
     Args:
         ranks: number of ranks.
-        when_quiet: callback when every rank waits or has ended. It returns True if it let a rank continue.
+        when_quiet: function that is called when every rank waits or has ended. It returns True if it let a rank
+            continue.
 
     Attributes:
         forgotten: refusals of communications that were called without an `await`.
@@ -297,10 +298,10 @@ class AsyncioWatch:
         self.forgotten: list[PuzzleRefused] = []
 
     def enter(self, rank: int) -> None:
-        """Record the task that drives `rank`, if there is one. The end of the task is the end of the rank."""
+        """Record the task that runs `rank`, if there is one. The rank ends with the task."""
         try:
             task = asyncio.current_task()
-        except RuntimeError:  # no event loop runs: plain code
+        except RuntimeError:  # no event loop is running
             return
         if task is None or self._tasks.get(rank) is task:
             return
@@ -315,7 +316,7 @@ class AsyncioWatch:
 
         Raises:
             PuzzleDeadlock: if no rank can continue.
-            PuzzleRefused: if another rank raised, or an `await` was forgotten.
+            PuzzleRefused: if another rank raised an error, or an `await` was forgotten.
         """
         if self._failure:
             raise PuzzleRefused.of(self._failure)
@@ -348,7 +349,7 @@ class AsyncioWatch:
             self._moved()
 
     def _moved(self) -> None:
-        """Record progress, and look again when the event loop has nothing more to run."""
+        """Record progress, and check again when the event loop has nothing else to run."""
         self._moves += 1
         if self._loop is not None and not self._settling:
             self._settling = True
@@ -374,12 +375,12 @@ class AsyncioWatch:
         return [r for r, task in self._tasks.items() if r not in ranks and task not in tasks and not task.done()]
 
     def _give_up(self, moves: int) -> None:
-        """Continue without the missing ranks, if nothing has moved during the grace period."""
+        """Continue without the missing ranks if there was no progress during the grace period."""
         if moves == self._moves and self.waiting() and not self._when_quiet():
             self._report()
 
     def _report(self) -> None:
-        """Report the deadlock, or the forgotten `await` behind it, to every waiting rank."""
+        """Report the deadlock, or the forgotten `await` that caused it, to every waiting rank."""
         if self.forgotten:
             self._fail(self.forgotten[0])
             return

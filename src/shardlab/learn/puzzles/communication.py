@@ -1,8 +1,8 @@
 """Communication between the puzzles' ranks: collectives, and one mailbox per rank.
 
-The k-th collective that each rank joins is the same one for all. A mailbox holds one message. Nothing is delivered
-while a rank can still continue; then the earliest possible event in simulated time happens, and nothing else. So
-results do not depend on the order in which an event loop runs the ranks.
+The k-th collectives of all ranks belong together. A mailbox holds one message. Nothing is delivered while a rank can
+continue. Once none can, only the earliest event in simulated time happens. Results therefore do not depend on the order
+in which an event loop runs the ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Contribution(Blocked):
     Attributes:
         name, layer, value: arguments of the call.
         time: time at which the rank arrived.
-        collective: contribution of every rank, None until the rank arrives.
+        collective: contribution of every rank; None for ranks that have not arrived.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Contribution(Blocked):
 
 
 class PuzzleCollectives:
-    """Collectives of a run."""
+    """Collectives of a run that are in progress."""
 
     def __init__(self, ranks: int) -> None:
         self._joined: Counter[int] = Counter()
@@ -62,9 +62,7 @@ class PuzzleCollectives:
         return self._open[self._joined[rank]]
 
     def advance(self) -> bool:
-        """Complete a collective that all ranks have joined, or refuse one with two different calls. False if there is
-        none.
-        """
+        """Complete a collective that all ranks have joined, or refuse different calls. Return False if there is none."""
         for sequence_number, collective in self._open.items():
             parts = [part for part in collective.values() if part is not None]
             waiting = [part for part in parts if not part.future.done()]
@@ -75,7 +73,7 @@ class PuzzleCollectives:
                 del self._open[sequence_number]
             try:
                 results = combine(parts)
-            except Exception as error:  # also one of a student's own objects
+            except Exception as error:  # including errors of a student's objects
                 for part in waiting:
                     part.future.set_exception(error)
             else:
@@ -87,7 +85,7 @@ class PuzzleCollectives:
 
 
 def combine(parts: list[Contribution]) -> list[Any]:
-    """Return the result of a collective for each rank; the contributions are in the order of the ranks.
+    """Return the result of a collective for each rank, given the contributions in rank order.
 
     Raises:
         Refused: if the calls or values do not match.
@@ -117,7 +115,7 @@ def combine(parts: list[Contribution]) -> list[Any]:
 
 @dataclass(eq=False)
 class Message(Blocked):
-    """Message on its way. It is `inside` once it lies in the mailbox, and its sender continues."""
+    """Message in flight. When it enters the mailbox, `inside` becomes true and its sender continues."""
 
     to: int
     value: Any
@@ -138,7 +136,7 @@ class Receiver(Blocked):
     watch: AsyncioWatch
 
     def wait(self) -> Wait:
-        """Describe the wait. Any other rank could send; ranks that wait themselves are named first."""
+        """Return a description of the wait. Any other rank could send; ranks that wait themselves are named first."""
         others = [r for r in range(self.watch.ranks) if r != self.rank] or [self.rank]
         waiting, ended = self.watch.waiting(), [r for r in self.watch.ended() if r != self.rank]
         over = f" (rank{'s' * (len(ended) > 1)} {listed(ended)} ended)" if ended else ""
@@ -147,16 +145,17 @@ class Receiver(Blocked):
 
 
 class Mailboxes:
-    """Messages on their way, and ranks that wait for one."""
+    """Messages in flight, and ranks that wait for a message."""
 
     def __init__(self) -> None:
         self.letters: list[Message] = []
         self.readers: list[Receiver] = []
 
     def advance(self) -> bool:
-        """Perform the earliest possible event, and return False if there is none.
+        """Process the earliest event. Returns False if there is none.
 
-        A rank takes the message that was sent first; of two sent at the same time, the one from the lower rank.
+        A rank receives the message that was sent first. Of two messages sent at the same time, it is that of the lower
+        rank.
         """
         letters = sorted(
             (letter for letter in self.letters if letter.inside or not letter.future.done()),
@@ -190,7 +189,7 @@ class PuzzleRun:
 
 
 class Dist:
-    """Group of ranks: `Dist(4)` has four. It can be reused: the second `Model` of a rank starts a new run.
+    """Group of ranks: `Dist(4)` has four. It is reusable: a second `Model` of the same rank starts a new run.
 
     Attributes:
         ranks: number of ranks.
@@ -211,7 +210,7 @@ class Dist:
 
 
 def _combine_objects(part: Contribution, values: list[Any]) -> list[Any]:
-    """Combine objects that are no values of the puzzles, but can be added, combined or sharded."""
+    """Combine objects that are not values of the puzzles, but can be added, combined or sharded."""
     try:
         if part.name == "allgather":
             return [reduce(lambda a, b: a.combine(b), values)] * len(values)

@@ -1,4 +1,4 @@
-"""Grading: run a solution of a puzzle, and report how far it gets.
+"""Grading: run a solution of a puzzle, and compare its time and memory with the goals.
 
 `grade` is the entry point. It runs a solution of a `Model` on all ranks, or traces and times a strategy of a `Rank`
 (`timeline_of_strategy`). `Grade` is the result, for a terminal and for a notebook. `Puzzle` is one of the eight puzzles
@@ -39,15 +39,15 @@ SECONDS = 10.0
 """Default time limit of a solution in seconds."""
 
 TICK_SECONDS = 0.05
-"""Seconds between two wake-ups of the event loop."""
+"""Seconds between two wake-ups of the event loop, so that it can be interrupted."""
 
 
 def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) -> Grade:
-    """Run `solution` on every rank of a puzzle, check what it computes, and compare time and memory with the goals.
+    """Run `solution` on every rank of a puzzle, check its result, and compare time and memory with the goals.
 
     >>> print(grade("ddp", my_solution))
 
-    Memory is the values in the stores, and the values of variables until their last use.
+    Memory includes the values in the stores, and the values of variables until their last use.
 
     Args:
         puzzle: number or name of the puzzle.
@@ -56,7 +56,7 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
 
     Raises:
         UserError: for a puzzle that does not exist, or a solution that is not a function of a model or a rank.
-        Exception: any exception of the solution itself that is no refusal.
+        Exception: if the solution itself raises one that is not a refusal.
     """
     task = find(puzzle)
     if not seconds > 0:
@@ -64,7 +64,7 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
     kind = _grade_strategy if is_strategy(_signature(solution)) else _grade_models
     with never_awaited() as dropped:
         result = kind(task, solution, seconds)
-    if dropped and not result.correct:  # this is the likelier reason
+    if dropped and not result.correct:  # the forgotten `await` is the likelier reason
         return replace(result, error=str(dropped_coroutine(dropped[0].name, dropped[0].line)))
     for coroutine in dropped:
         coroutine.warn()
@@ -72,7 +72,7 @@ def grade(puzzle: int | str, solution: Solution, *, seconds: float = SECONDS) ->
 
 
 MOST_DRAWN = 20_000
-"""Most events in a picture. A solution that was stopped may have far more."""
+"""Largest number of events in a picture. A solution that was stopped may have far more."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,11 +81,11 @@ class Grade:
 
     Attributes:
         puzzle: the puzzle.
-        error: why it is wrong ("": it updates every weight from the whole batch).
+        error: reason why it is wrong ("": it updates every weight from the whole batch).
         steps, end: start and end time of its last op.
         peak_memory: largest number of elements on any rank.
-        models: the ranks after the run (empty for a strategy of `Rank`).
-        timeline: the timeline of such a strategy (None if it is wrong).
+        models: ranks after the run (empty for a strategy of a `Rank`).
+        timeline: timeline of a strategy of a `Rank` (None if it is wrong).
     """
 
     puzzle: Puzzle
@@ -127,7 +127,7 @@ class Grade:
         try:
             return self.draw().svg
         except UserError:
-            return None  # a notebook then shows the text
+            return None  # a notebook then shows the text instead
 
     @property
     def verdict(self) -> str:
@@ -171,8 +171,8 @@ def timeline_of_strategy(strategy: Strategy, puzzle: Puzzle) -> Timeline:
     The mesh is one axis of ranks, unless a function `<strategy>_mesh(ranks)` beside it returns another one.
 
     Raises:
-        PuzzleRefused: if it is wrong, with the line at fault.
-        UserError: if it is no async function of a rank.
+        PuzzleRefused: if it is wrong. The message has the wrong line.
+        UserError: if it is not an async function of a rank.
     """
     function = function_of(strategy)
     make_mesh = function.__globals__.get(f"{function.__name__}_mesh")
@@ -188,7 +188,7 @@ def checked_strategy(strategy: Strategy, mesh: Mesh, layers: int | Sizes, microb
 
     Raises:
         Refused: if it is wrong, with the line at fault.
-        UserError: if it is no async function of a rank.
+        UserError: if it is not an async function of a rank.
     """
     file = function_of(strategy).__code__.co_filename
     try:
@@ -205,10 +205,10 @@ def checked_strategy(strategy: Strategy, mesh: Mesh, layers: int | Sizes, microb
 
 
 def function_of(strategy: Any) -> FunctionType:
-    """Return the function of a strategy, which may be a partial or have a wrapper.
+    """Return the function of a strategy, which may be a partial or wrapped.
 
     Raises:
-        UserError: if it is no function.
+        UserError: if it is not a function.
     """
     function: Any = inspect.unwrap(getattr(strategy, "func", strategy))
     if not inspect.isfunction(function):
@@ -222,10 +222,10 @@ class Puzzle:
 
     Attributes:
         number: 0 to 7.
-        name: name of the strategy to write, as `grade` takes it.
+        name: name of the strategy to write, for `grade`.
         title, text: the task.
-        ranks, layers, batches: the sizes at which it is graded.
-        target_steps, target_memory: the published targets: start time of the last op, and peak memory in elements.
+        ranks, layers, batches: numbers of ranks, layers and microbatches with which it is graded.
+        target_steps, target_memory: published targets: start time of the last op, and peak memory in elements.
         known_steps, known_memory: time and memory of the published solution.
     """
 
@@ -253,12 +253,12 @@ class Puzzle:
 
     @property
     def goal_steps(self) -> float:
-        """Goal for time: the target, but not less than is known to be possible."""
+        """Goal for time: the published target, but not less than the published solution needs."""
         return max(self.target_steps, self.known_steps)
 
     @property
     def goal_memory(self) -> int:
-        """Goal for memory: the target, but not less than is known to be possible."""
+        """Goal for memory: the published target, but not less than the published solution needs."""
         return max(self.target_memory, self.known_memory)
 
 
@@ -322,10 +322,10 @@ def _grade_models(task: Puzzle, solution: Solution, seconds: float) -> Grade:
 
 
 def _run_within(seconds: float, work: Callable[[], T]) -> T:
-    """Return the result of `work`, or stop it at the time limit.
+    """Return the result of `work`, which is stopped at the time limit.
 
     Raises:
-        PuzzleRefused: if it has not ended after `seconds`. The message names the line that ran.
+        PuzzleRefused: if it has not ended after `seconds`. The message names the line that was running.
     """
 
     def refusal(program: Stoppable) -> PuzzleRefused:
@@ -339,7 +339,7 @@ def _run_within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def _run(solution: Solution, models: list[PuzzleModel]) -> None:
-    """Run all ranks to their end, in an event loop of their own."""
+    """Run all ranks to their end, in a new event loop."""
 
     async def drive(model: PuzzleModel) -> None:
         result = solution(model)
@@ -347,7 +347,7 @@ def _run(solution: Solution, models: list[PuzzleModel]) -> None:
             await result
 
     async def tick() -> None:
-        while True:  # a thread that sleeps in an idle event loop could not be stopped
+        while True:  # a thread in an idle event loop could not be stopped
             await asyncio.sleep(TICK_SECONDS)
 
     async def drive_all() -> None:
@@ -355,7 +355,7 @@ def _run(solution: Solution, models: list[PuzzleModel]) -> None:
         try:
             await asyncio.gather(*[drive(model) for model in models])
         except Stopped:
-            pass  # the exception leaves the event loop before it comes here
+            pass  # the event loop has already raised the exception
         finally:
             ticking.cancel()
 

@@ -1,8 +1,8 @@
 """Rank of the puzzles: `Model` under its published names, arguments and costs.
 
-`Stores` has the memory, the clock and the log of a rank. `PuzzleCompute` adds plain calls that compute, and
-`PuzzleModel` adds communication. Every op is checked before it is logged. `draw` and `timeline_of` turn the logs of all
-ranks into a timeline.
+`Stores` has the memory, the clock and the log of a rank. `PuzzleCompute` adds methods that compute, and `PuzzleModel`
+adds communication. Every op is checked before it is logged. `draw` and `timeline_of` convert the logs of all ranks to a
+timeline.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ Storage = tuple[
 class Stores:
     """Memory, clock and log of one rank.
 
-    A value that only a variable holds counts as memory from its creation to its last use. A value is known to be alive
-    when it is in a store or an op reads it. Then it was alive at every event since its creation, so the memory of these
-    events is increased after the fact.
+    A value that only a variable holds counts as memory from its creation to its last use. When an op reads such a
+    value, it must have been alive at every event since its creation, so the memory of these events is increased
+    afterwards.
 
     Attributes:
         rank: number of this rank.
-        weights, opt_states, activations, grad_activations, grad_weights: the stores. Any keys may be used. A value
-            under two keys counts twice.
+        weights, opt_states, activations, grad_activations, grad_weights: the stores, with any keys. A value under two
+            keys counts twice.
         time: the rank's clock.
         log: all its events, in order.
     """
@@ -75,8 +75,8 @@ class Stores:
         self.grad_activations: dict[Any, ActivationGrad] = {}
         self.grad_weights: dict[Any, WeightGrad] = {}
         self._alive: dict[int, tuple[PuzzleValue, int]] = {}
-        """Values by id, since of two equal ones each takes memory, and how many events of the log count them or were
-        before them."""
+        """By id of a value, since equal values use separate memory: the value, and the number of log entries that count
+        it or precede it."""
 
     def stores(self) -> Storage:
         """The five stores, in the published order."""
@@ -114,7 +114,7 @@ class Stores:
         self.time = event.end
 
     def derive(self, *values: Any) -> None:
-        """Count values that were created, received or read. Older ones have been alive since their creation."""
+        """Count values that were created, received or read. Older values have been alive since their creation."""
         for value in values_in(values):
             _, counted = self._alive.get(id(value), (value, len(self.log)))
             for event in self.log[counted:]:
@@ -125,7 +125,7 @@ class Stores:
         """Return all values in the stores.
 
         Raises:
-            PuzzleRefused: if an object there is no value.
+            PuzzleRefused: if an object in a store is not a value.
         """
         values: list[PuzzleValue] = []
         for store in self.stores():
@@ -141,7 +141,7 @@ class Stores:
 
 
 def values_in(things: Iterable[Any]) -> Iterable[PuzzleValue]:
-    """Yield the values among some objects and in their lists, tuples and dicts, since a message may be one."""
+    """Yield the values among some objects, also in lists, tuples and dicts, since a message may be one."""
     for thing in things:
         if isinstance(thing, dict):
             thing = list(cast(dict[Any, Any], thing).values())
@@ -150,14 +150,14 @@ def values_in(things: Iterable[Any]) -> Iterable[PuzzleValue]:
 
 
 class PuzzleCompute(Stores):
-    """Rank that computes. `PuzzleModel` adds communication.
+    """Rank with the methods that compute. `PuzzleModel` adds communication.
 
     Attributes:
         LAYERS, BATCHES, RANKS: numbers of layers, microbatches and ranks.
         dist: the group of ranks.
-        final_weights: the weights given to `set_final_weight`.
-        forgotten: a refusal for each communication of the run that was called without an `await`.
-        fakes: a refusal for each nonzero gradient made by `fake_grad`.
+        final_weights: weights that were passed to `set_final_weight`.
+        forgotten: refusals for communications of the run that were called without an `await`.
+        fakes: refusals for nonzero gradients from `fake_grad`.
     """
 
     def __init__(self, rank: int = 1, dist: Dist | None = None, layers: int = 2, batches: int = 1) -> None:
@@ -194,7 +194,7 @@ class PuzzleCompute(Stores):
         return record_derived(Activation(0, self.LAYERS, frozenset(batches), self.BATCHES))
 
     def fake_grad(self, layer: int, batches: Iterable[int] = ()) -> WeightGrad:
-        """Return a gradient that no rank has computed. Of no microbatches it is zero."""
+        """Return a gradient that no rank has computed. Without microbatches it is zero."""
         self.begin()
         gradient = WeightGrad(layer, self.LAYERS, frozenset(batches), self.BATCHES)
         if gradient.batches:
@@ -233,8 +233,7 @@ class PuzzleCompute(Stores):
     def update(
         self, layer: int, weight_grad: WeightGrad, weight: Weight, opt_state: OptState, shard: int = 0
     ) -> tuple[Weight, OptState]:
-        """Take the optimizer's step with the gradient of the whole batch, and return the new weight and optimizer
-        state.
+        """Update a weight with the gradient of the whole batch. Returns the new weight and optimizer state.
 
         A complete gradient may update a shard. The argument `shard` is not used.
         """
@@ -251,12 +250,12 @@ class PuzzleCompute(Stores):
         return record_derived((new_weight, new_state))
 
     def set_final_weight(self, layer: int, weight: Weight) -> None:
-        """Hand in this rank's part of a layer's new weight."""
+        """Submit this rank's part of a layer's new weight."""
         self.begin(weight)
         self.final_weights[layer] = record_derived(weight)
 
     def begin(self, *values: Any) -> None:
-        """Record the rank that runs in this task, and refuse values that were not awaited."""
+        """Record that this rank runs in the current task, and refuse values that were not awaited."""
         set_running_rank(self)
         for value in values:
             if isinstance(value, PuzzleCall):
@@ -264,18 +263,18 @@ class PuzzleCompute(Stores):
         try:
             refuse_unawaited(self.forgotten)
         finally:
-            self.forgotten.clear()  # a rank that continues after this message has read it
+            self.forgotten.clear()  # a rank that continues afterwards has received the message
         self._run.watch.enter(self.rank)
 
     @contextmanager
     def _judging(self, op: About, *values: Any) -> Generator[About]:
-        """Begin an op, and name it in its refusals."""
+        """Begin an op as a context manager that names the op in refusals."""
         self.begin(*values)
         with translate_refusals(self):
             yield op
 
     def _spec(self, op: About, what: str, value: PuzzleValue) -> Spec:
-        """Return the spec of a value. Microbatches are compared as numbers, whatever total they were made with."""
+        """Return the spec of a value. Microbatches are compared by number, whatever their total."""
         spec = rules.spec_of(op, what, value)
         return spec._replace(form=spec.form.but(space=self._space))
 
@@ -300,7 +299,7 @@ class PuzzleModel(PuzzleCompute):
     Args:
         rank: number of this rank, from 0. It is checked at the first communication.
         dist: the group of ranks (None: one rank).
-        layers, batches: sizes of the network and of the global batch, the same on every rank.
+        layers, batches: numbers of layers and of microbatches, equal on every rank.
     """
 
     def allreduce(self, v: T, layer: int) -> PuzzleCall[T]:
@@ -308,7 +307,7 @@ class PuzzleModel(PuzzleCompute):
         return self._call("allreduce", f"layer {layer}", partial(self._meet, "allreduce", v, layer, line_now()))
 
     def allgather(self, v: T, layer: int) -> PuzzleCall[T]:
-        """Return the pieces of all ranks side by side, on every rank."""
+        """Return the concatenated pieces of all ranks, on every rank."""
         return self._call("allgather", f"layer {layer}", partial(self._meet, "allgather", v, layer, line_now()))
 
     def scatterreduce(self, v: T, layer: int) -> PuzzleCall[T]:
@@ -316,7 +315,7 @@ class PuzzleModel(PuzzleCompute):
         return self._call("scatterreduce", f"layer {layer}", partial(self._meet, "scatterreduce", v, layer, line_now()))
 
     def pass_to(self, rank: int, v: Any) -> PuzzleCall[None]:
-        """Put any object into a rank's mailbox, once there is space."""
+        """Put any object into a rank's mailbox as soon as it is empty."""
         return self._call("pass_to", f"rank {rank}", partial(self._pass, rank, v, line_now()))
 
     def receive(self) -> PuzzleCall[Any]:
@@ -325,10 +324,10 @@ class PuzzleModel(PuzzleCompute):
 
     @staticmethod
     def check(models: Sequence[PuzzleModel]) -> None:
-        """Print "Correct!" if every layer was updated once, on all ranks together.
+        """Print "Correct!" if the ranks together have updated every layer exactly once.
 
         Raises:
-            PuzzleRefused: naming the layer, and the rank or the elements at fault.
+            PuzzleRefused: if not. The message names the layer, and the rank or the elements.
         """
         verify(models)
         print("Correct!")
@@ -373,7 +372,7 @@ class PuzzleModel(PuzzleCompute):
         return result
 
     def _enter(self, op: str, line: SourceLine | None, ranks: list[int], *values: Any) -> None:
-        """Begin a communication between ranks that must exist."""
+        """Begin a communication, and refuse ranks that do not exist."""
         self.begin(*values)
         for rank in ranks:
             if not 0 <= rank < self.RANKS:
@@ -385,16 +384,16 @@ class PuzzleModel(PuzzleCompute):
 def verify(models: Sequence[PuzzleModel]) -> None:
     """Refuse final weights that are missing, of another layer, or not updated exactly once.
 
-    Replicas are accepted, and the shards of a layer may lie on any ranks.
+    Replicas are accepted, and the shards of a layer may be on any ranks.
 
     Raises:
-        PuzzleRefused: naming the layer, and the rank or the elements at fault.
+        PuzzleRefused: if not. The message names the layer, and the rank or the elements.
     """
     if not models:
         raise PuzzleRefused("wrong number", "Model.check", "no models were given", "give those of all ranks")
     for model in models:
         refuse_unawaited(model.forgotten)
-        model.memory()  # refuses an object that is no value, such as a call that was not awaited
+        model.memory()  # refuses an object that is not a value, such as a call that was not awaited
     for layer in range(models[0].LAYERS):
         given = {model.rank: model.final_weights[layer] for model in models if layer in model.final_weights}
         try:
@@ -427,7 +426,7 @@ def timeline_of(models: Sequence[PuzzleModel]) -> Timeline:
     tapes: list[list[Op]] = []
     events: list[list[Event]] = []
     for row, model in enumerate(models):
-        # A model that has done nothing yet still has memory.
+        # A model without events still has memory.
         log = model.log or [PuzzleEvent("load_batch", None, model.rank, 0, 0, model.memory())]
         tapes.append([_op(event, rows) for event in log])
         events.append(

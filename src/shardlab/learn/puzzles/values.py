@@ -1,9 +1,9 @@
-"""The puzzles' five kinds of value. Each has a spec, which says what it holds and sums, and no data.
+"""The puzzles' five kinds of value. A value has a spec, which says what it holds and sums, but no data.
 
-Shards and microbatches may be given as any collection of numbers. Values never change, and two that hold the same
-slices are equal, in however many shards they are counted. The functions after the classes are the rules of the puzzles
-that are more lenient than `shardlab.language.rules`, so that published solutions keep running. `Picture`, at the end,
-is drawn when a notebook first shows it.
+Shards and microbatches may be given as any collection of numbers. Values are immutable. Two values with the same slices
+are equal, even if these are counted in different numbers of shards. The functions after the classes are rules of the
+puzzles that are more lenient than `shardlab.language.rules`, so that published solutions run. `Picture`, at the end, is
+drawn when a notebook first shows it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ONE: frozenset[int] = frozenset({0})
 
 
 class PuzzleValue:
-    """Value of one layer. A field that a kind of value does not have is the same for all values of the kind.
+    """Value of one layer. A field that a kind of value does not use is equal in all values of the kind.
 
     Attributes:
-        kind: its kind in `shardlab.language`.
-        layer, layers: number of its layer, and number of layers of the network.
-        step: number of its updates.
-        batches, total_batches: its microbatches, and their total number.
-        shards, total: its shards of the layer, and their total number.
+        kind: kind of the value in `shardlab.language`.
+        layer, layers: number of the layer, and number of layers of the network.
+        step: number of updates so far.
+        batches, total_batches: microbatches of the value, and number of microbatches of the step.
+        shards, total: shards of the layer that the value has, and number of shards.
     """
 
     kind: ClassVar[Kind]
@@ -72,7 +72,7 @@ class PuzzleValue:
         return Spec(form_of(self.kind, layer, self.step, Space(self.total_batches), holds), mask_of(self.batches))
 
     def memory(self) -> float:
-        """Return the number of its elements."""
+        """Return the number of elements."""
         if self.kind in ROW_KINDS:
             return len(self.batches) * PUZZLE_HIDDEN * PUZZLE_LENGTH
         return (len(self.shards) / self.total) * PUZZLE_HIDDEN * PUZZLE_HIDDEN
@@ -101,7 +101,7 @@ class PuzzleValue:
 
 
 class Sharded(PuzzleValue):
-    """Value that can be cut into shards and put together again: a weight, an optimizer state, a weight gradient."""
+    """Value that can be split into shards and combined again: a weight, an optimizer state, a weight gradient."""
 
     def is_complete(self) -> bool:
         """Return whether it has every shard of the layer."""
@@ -171,10 +171,10 @@ class WeightGrad(Sharded):
     total: int = 1
 
     def __add__(self, other: WeightGrad) -> WeightGrad:
-        """Return the sum of two gradients of one layer and slice, of different microbatches.
+        """Return the sum of two gradients of the same layer and slice over different microbatches.
 
         Raises:
-            PuzzleRefused: if they do not fit, or a microbatch would be counted twice.
+            PuzzleRefused: if they do not match, or a microbatch would be counted twice.
         """
         if not isinstance(other, WeightGrad):  # pyright: ignore[reportUnnecessaryIsInstance]
             return NotImplemented
@@ -198,13 +198,13 @@ class Rows(PuzzleValue):
 
 
 class Activation(Rows):
-    """Activation l, which enters layer l, for some microbatches."""
+    """Activation l, the input of layer l, for some microbatches."""
 
     kind = Kind.ACTIVATION
 
 
 class ActivationGrad(Rows):
-    """Gradient of activation l, for some microbatches. Its `layer` is l - 1, whose backward pass it enters."""
+    """Gradient of activation l, for some microbatches. Its `layer` is l - 1, whose backward pass reads it."""
 
     kind = Kind.GRAD_ACTIVATION
 
@@ -227,7 +227,7 @@ def spec_of(op: About, what: str, value: Any) -> Spec:
 
 
 def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
-    """Return pieces of one value put together. Replicas are accepted, and pieces need not be adjacent."""
+    """Return the combination of pieces of one value. Replicas are accepted, and pieces need not be adjacent."""
     first = specs[0]
     holds = first.holds
     for spec, who in zip(specs, names, strict=True):
@@ -295,7 +295,7 @@ def require_one_update(layer: int, given: Mapping[int, Any]) -> None:
 
 
 class Picture:
-    """SVG that shows itself in a notebook."""
+    """SVG picture, which a notebook shows."""
 
     def __init__(self, make: Callable[[], str]) -> None:
         self._make = make
@@ -314,7 +314,7 @@ class Picture:
 
 
 def timeline_picture(timeline: Timeline, title: str = "", note: str = "") -> Picture:
-    """Return a picture with a row for each rank, and memory below."""
+    """Return a picture with a row for each rank, and the memory below."""
 
     def make() -> str:
         from shardlab.draw import timeline_svg
