@@ -62,7 +62,7 @@ class PuzzleCollectives:
         return self._open[self._joined[rank]]
 
     def advance(self) -> bool:
-        """Complete a collective that all ranks have joined, or refuse different calls. Return False if there is none."""
+        """Complete a collective that all ranks have joined, or refuse different calls. False if there is none."""
         for sequence_number, collective in self._open.items():
             parts = [part for part in collective.values() if part is not None]
             waiting = [part for part in parts if not part.future.done()]
