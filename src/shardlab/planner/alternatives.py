@@ -1,7 +1,7 @@
-"""Alternatives to a plan: for each of its choices the nearest other one, with its predicted cost.
+"""Alternatives to a plan: the nearest alternative for each of its choices, with the predicted cost.
 
-`neighbours` generates candidates that differ in one choice, and in what must follow from it. `nearest_alternatives`
-simulates them, and `alternative_text` says in one line what an alternative would cost.
+`neighbours` generates candidates that differ in one choice, and in the fields that must change with it.
+`nearest_alternatives` simulates them, and `alternative_text` describes the cost of an alternative in one line.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Alternative:
 
     Attributes:
         topic: topic of the choice.
-        choice: the choice in words: `tp 4 instead of 8`.
+        choice: the choice in words, such as `tp 4 instead of 8`.
         candidate: the plan.
-        answer: its forecast, with the parts of its step time (None: it cannot be run).
-        better: the fastest other plan in the results with as many ranks along the axis of the choice (None: there is
-            none).
+        answer: its forecast, with the parts of its step time (None: the plan cannot be run).
+        better: the fastest other plan of the search with the same size of the axis that the choice is about (None:
+            there is none).
     """
 
     topic: Topic
@@ -49,7 +49,7 @@ def nearest_alternatives(
     """Return the nearest alternative of each choice with its forecast, without those that cannot be run.
 
     Args:
-        fitting: plans of the search that fit, fastest first.
+        fitting: plans of the search that fit, the fastest first.
     """
     near = [each for each in neighbours(problem, chosen) if problem.limits.allow(each[2].plan)]
     coming = [(*each, timed.ask(Query(each[2]))) for each in near]
@@ -61,9 +61,9 @@ def nearest_alternatives(
 
 
 def better_than(other: Candidate, chosen: Candidate, fitting: Sequence[PlanOutcome]) -> PlanOutcome | None:
-    """Return the fastest plan with as many ranks as an alternative along the axis of its choice.
+    """Return the fastest plan in which the axis that an alternative is about has the alternative's size.
 
-    None: the alternative is that plan, or its choice is not about an axis.
+    Returns None if the alternative is that plan, or if its choice is not about an axis.
     """
     one, mesh = chosen.plan.mesh, other.plan.mesh
     axis = next((axis for axis in MODEL_AXES if getattr(mesh, axis) != getattr(one, axis)), None)
@@ -75,10 +75,10 @@ def better_than(other: Candidate, chosen: Candidate, fitting: Sequence[PlanOutco
 
 
 def add_shares(near: Sequence[Alternative], timed: TimedQueries) -> Callable[[], list[Alternative]]:
-    """Ask for the parts of the alternatives' step times.
+    """Query the parts of the alternatives' step times.
 
     Returns:
-        Function that waits for the answers and returns the alternatives with them.
+        Function that waits for the answers, and returns the alternatives with them.
     """
     coming = [
         timed.ask(Query(each.candidate, each.answer.forecast, shares=True)) for each in near if each.answer is not None
@@ -97,7 +97,7 @@ Topic = Literal["fit", "batch", "speed"]
 
 
 def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[Topic, str, Candidate]]:
-    """Yield (topic, choice in words, candidate) of candidates that differ in one choice, and in what must follow."""
+    """Yield (topic, choice in words, candidate) of candidates that differ in one choice and its consequences."""
     for topic, choice, words in (*_meshes(chosen.plan), *_sharing(chosen.plan), *_words(problem, chosen)):
         recompute = words.pop("recompute", chosen.plan.recompute)
         other = change_line(problem, chosen, **words)
@@ -109,7 +109,7 @@ def neighbours(problem: Problem, chosen: Candidate) -> Iterator[tuple[Topic, str
 
 
 def _following(plan: Plan, other: Plan, words: Mapping[str, Any]) -> str:
-    """Return the fields that had to change with a choice, as flags in brackets ("": none)."""
+    """Return the other fields that had to change with a choice, as flags in brackets ("": none)."""
     about = {"recompute", next(iter(words), ""), *(SHARDED if {"zero", "wide"} & words.keys() else ())}
     changed = {each.name: getattr(other, each.name) for each in fields(Plan) if each.name not in about}
     told = {name: value for name, value in changed.items() if value not in (getattr(plan, name), None, ())}
@@ -119,7 +119,7 @@ def _following(plan: Plan, other: Plan, words: Mapping[str, Any]) -> str:
 
 
 Choice = tuple[Topic, str, dict[str, Any]]
-"""(topic, choice in words, words for `change_line`, and `recompute`)."""
+"""(topic, choice in words, keyword arguments of `change_line` and `recompute`)."""
 
 
 def _meshes(plan: Plan) -> Iterator[Choice]:
@@ -180,7 +180,7 @@ def _words(problem: Problem, chosen: Candidate) -> Iterator[Choice]:
 
 
 TELLING = 0.005
-"""Smallest difference in a part of the step time, as a share of the step, that is reported."""
+"""Smallest reported difference in a part of the step time, as a share of the step."""
 
 
 def alternative_text(alternative: Alternative, chosen: Answer, problem: Problem) -> str:
@@ -207,7 +207,7 @@ def alternative_text(alternative: Alternative, chosen: Answer, problem: Problem)
 
 
 def _better(alternative: Alternative, chosen: Answer) -> str:
-    """Return words for the alternative's `better` plan, if its step is shorter."""
+    """Return a clause about the alternative's `better` plan if its step is shorter, else ""."""
     better, answer = alternative.better, alternative.answer
     if better is None or answer is None:
         return ""
@@ -218,7 +218,7 @@ def _better(alternative: Alternative, chosen: Answer) -> str:
 
 
 def _why(answer: Answer, chosen: Answer) -> str:
-    """Return the part of the step that differs most, before and after, as shares of the chosen step."""
+    """Return the part of the step with the largest difference, before and after, as shares of the chosen step."""
     if answer.shares is None or chosen.shares is None:
         return ""
     theirs, ours = answer.shares.parts, chosen.shares.parts

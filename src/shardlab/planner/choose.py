@@ -1,7 +1,7 @@
-"""The complete answer of the planner: the best plan, the best of each family, the reasons, and what would help.
+"""The complete answer of the planner: the best plan, the best plan of each family, reasons, and possible gains.
 
-`choose` runs the search and then asks further questions as long as there is time. `find_contenders` picks the plans
-that `shardlab train --plan auto` measures before a run.
+`choose` runs the search, and then computes the reasons as long as there is time. `find_contenders` picks the plans that
+`shardlab train --plan auto` measures before a run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardlab.planner.workers import Answer, Change, Query, TimedQueries, Worker
 from shardlab.simulate.predict.confidence import Confidence, Kind, confidences, may_not_fit, step_confidence
 
 NOTABLE = 0.02
-"""Smallest share of the step time that a plan with more memory must save to be reported."""
+"""Smallest share of the step time by which a plan with more memory must be faster to be reported."""
 
 SEARCHED = 0.75
 """Share of the budget for the search; the rest is for the reasons."""
@@ -54,12 +54,12 @@ class PlanChoice:
         best: the chosen plan.
         answer: forecast of the chosen plan, with the parts of its step time.
         families: the best plan of each family, with the parts of its step time.
-        path: seconds of the parts of the critical path (empty: unknown).
+        path: seconds of each part of the critical path (empty: unknown).
         alternatives: the nearest alternative of each choice.
-        helps: gain in tokens/s from twice as much of a resource: of this plan, and for memory of the best plan that a
-            second search finds.
-        missed: what was left out because time was up ("": nothing).
-        error_model: model of the prediction errors (None: nothing is to be measured).
+        helps: gain in tokens/s if a resource is doubled, with this plan; for memory, with the best plan of a second
+            search.
+        missed: questions that were left out because the time was up, as text ("": none).
+        error_model: model of the prediction errors (None: no measurements are planned).
     """
 
     problem: Problem
@@ -78,17 +78,17 @@ class PlanChoice:
 
     @property
     def confidence(self) -> tuple[Confidence, ...]:
-        """How sure the time of the chosen plan is, and its memory, without measured steps."""
+        """Confidence of the chosen plan's time and of its memory, without measured steps."""
         return step_confidence(self.problem.workload(self.best.candidate))
 
     @property
     def may_not_fit(self) -> str:
-        """Sentence that says that the chosen plan may not fit ("": it leaves enough memory free)."""
+        """Warning that the chosen plan may not fit into memory ("": it leaves enough memory free)."""
         return may_not_fit(self.confidence, self.best.forecast.memory)
 
     @property
     def expected_error(self) -> float:
-        """Expected size of the error of the chosen plan's time, as a share, including measured steps."""
+        """Expected relative error of the chosen plan's time, given measured steps."""
         model = self.error_model
         return model.expected_error_of(self.best.candidate) if model and model.measured else self.confidence[0].error
 
@@ -99,7 +99,7 @@ class PlanChoice:
 
 
 def expected_error(problem: Problem) -> float:
-    """Return the expected size of the error of a plan's time, as a share, whatever the plan."""
+    """Return the expected relative error of a plan's time, for any plan of the problem."""
     kind = Kind.of_problem(problem.recipe, problem.cluster, problem.model)
     return confidences(kind, problem.cluster)[0].error
 
@@ -113,15 +113,15 @@ def choose(
     measured: Sequence[MeasuredStep] | None = None,
     families: bool = True,
 ) -> PlanChoice:
-    """Search for the best plan, and derive the reasons.
+    """Search for the best plan, and compute the reasons for it.
 
     Args:
         problem: the problem.
-        workers: what guesses and simulates plans.
-        budget: limits for everything. Most of the time is for the search, and the rest for the reasons.
+        workers: processes that guess and simulate plans.
+        budget: limits of the search and the reasons together. Most of the time is for the search.
         on_progress: callback for progress of the search.
-        measured: measured steps, possibly none (None: nothing is to be measured). If given, the search also keeps plans
-            that may be the fastest although they are predicted to be slower.
+        measured: measured steps, which may be an empty list (None: no measurements are planned). If it is not None, the
+            search also keeps plans that are predicted to be slower but may be the fastest.
         families: whether to search for the best plan of each family as well.
 
     Raises:
@@ -150,7 +150,7 @@ def choose(
 def _give_reasons(
     found: Results, best: PlanOutcome, timed: TimedQueries, budget: Budget, model: ErrorModel | None
 ) -> PlanChoice:
-    """Ask why the best plan is the best and what would help, the most important questions first."""
+    """Compute why the best plan is the best and what would make it faster, the most important questions first."""
     problem = timed.problem
     own = timed.ask(Query(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
@@ -174,7 +174,7 @@ def _give_reasons(
 
 
 def _gain_of_memory(best: PlanOutcome, timed: TimedQueries, budget: Budget) -> dict[Change, float]:
-    """Return the gain from twice the memory, by a search for a notably faster plan (empty: the time was too short)."""
+    """Return the gain from twice the memory, by a search for a clearly faster plan (empty: the time was too short)."""
     roomy = Search(
         timed.problem,
         timed.workers,
@@ -195,10 +195,10 @@ STEPS = 7
 
 
 def find_contenders(choice: PlanChoice, seconds: float) -> list[PlanOutcome]:
-    """Return the plans worth measuring before a run: the predicted fastest, and plans that may be faster.
+    """Return the plans to measure before a run: the predicted fastest plan, and plans that may be faster.
 
     Args:
-        choice: a choice with an error model, before anything was measured.
+        choice: a choice with an error model and without measured steps.
         seconds: time for all measured steps. All plans must fit into memory together. The first plan is always kept.
     """
     assert choice.error_model is not None, "it was asked what may be measured"
@@ -211,5 +211,5 @@ def find_contenders(choice: PlanChoice, seconds: float) -> list[PlanOutcome]:
 
 
 def least_seconds(found: Sequence[PlanOutcome]) -> float:
-    """Return the predicted seconds of the smallest number of steps of all contenders."""
+    """Return the predicted seconds to run the smallest number of steps of all contenders."""
     return STEPS * sum(each.seconds for each in found)

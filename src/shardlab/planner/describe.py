@@ -1,4 +1,4 @@
-"""Descriptions of a plan: in words, as flags, as a picture of its ranks, and by what its step time is made of."""
+"""Descriptions of a plan: in words, as flags, as a picture of its ranks, and by the parts of its step time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardlab.simulate.timeline.critical_path import critical_path, path_parts
 from shardlab.strategies.plan.plan import Plan
 
 SHOWN_NODES = 4
-"""Nodes of a picture at most: the first ones and the last."""
+"""Largest number of nodes in a picture: the first ones and the last."""
 
 SHOWN_DEVICES = 16
-"""Devices of a node that a picture shows one by one."""
+"""Largest number of devices of a node that a picture shows one by one."""
 
 
 def describe(problem: Problem, candidate: Candidate) -> list[str]:
-    """The choices that make a plan, one to a line."""
+    """Return the choices of a plan, one in each line."""
     plan, cluster = candidate.plan, problem.cluster
     mesh = plan.mesh
     lines = [_data(plan)]
@@ -114,7 +114,7 @@ def _recomputed(plan: Plan, blocks: int) -> str:
 
 
 def _within(mesh: Mesh, axis: str, cluster: Cluster) -> str:
-    """Whether the ranks of an axis share a node."""
+    """Return a clause that says whether the ranks of an axis share a node."""
     if cluster.nodes == 1:
         return ""
     ranks = mesh.group(0, axis).ranks
@@ -123,8 +123,10 @@ def _within(mesh: Mesh, axis: str, cluster: Cluster) -> str:
 
 
 def draw_mesh(mesh: Mesh, cluster: Cluster) -> list[str]:
-    """The mesh on nodes: a line for each node, a number for each device, which is its place along the innermost axis;
-    brackets hold the ranks of one of its groups."""
+    """Draw a mesh, with a line for each node and the coordinate of each device on the innermost axis.
+
+    Brackets enclose the ranks of one group along that axis.
+    """
     inner = next((axis for axis in reversed(AXES) if getattr(mesh, axis) > 1), None)
     if inner is None:
         return []
@@ -158,14 +160,14 @@ def _span(numbers: list[int]) -> str:
 
 
 def chosen_fields(plan: Plan) -> dict[str, Any]:
-    """The fields of a plan that are not as they would be anyway; its axes by name."""
+    """Return the fields of a plan that differ from their defaults, and the sizes of its axes by name."""
     said = {each.name: getattr(plan, each.name) for each in fields(plan)[1:]}
     defaults = {each.name: each.default for each in fields(plan)[1:]}
     return {**plan.mesh.used, **{name: value for name, value in said.items() if value != defaults[name]}}
 
 
 def simulate_flags(problem: Problem, candidate: Candidate) -> str:
-    """Return the flags that make simulate run a step of a candidate."""
+    """Return the flags with which `shardlab simulate` simulates a step of a candidate."""
     return (
         f"{layout_flags(problem, candidate.plan)} --micro-batch-size {candidate.micro_batch_size} "
         f"--global-batch {problem.sequences} --precision {candidate.precision.name}"
@@ -180,10 +182,10 @@ def train_command(
     Args:
         problem: the problem.
         candidate: the plan.
-        words: options that give the model.
+        words: options that name the model.
         job: job file with the model, the plan and the batch, if there is one.
         run: options of the run.
-        name: name of the job on several nodes ("": it has none).
+        name: name of the job on several nodes ("": no name).
     """
     size, cluster = candidate.micro_batch_size, problem.cluster
     batch = f"--microbatches {problem.sequences // size} --micro-batch-size {size}"
@@ -197,7 +199,7 @@ def train_command(
 
 
 def layout_flags(problem: Problem, plan: Plan) -> str:
-    """A plan's flags; those that the recipe would choose otherwise are said."""
+    """Return the flags of a plan, also for choices that are defaults of plans but not of the recipe."""
     fields, defaults = chosen_fields(plan), problem.recipe.defaults
     if plan.reduce_at != defaults.reduction(plan.zero_stage):
         fields["reduce_at"] = plan.reduce_at
@@ -207,10 +209,10 @@ def layout_flags(problem: Problem, plan: Plan) -> str:
 
 
 def summary(candidate: Candidate) -> str:
-    """A candidate in a table's cell, beside its family: all by which it may differ from its neighbours."""
+    """Return a candidate as text for a table that also has its family: all choices by which it may differ."""
     plan, mesh = candidate.plan, candidate.plan.mesh
     used = {axis.removeprefix("dp_"): size for axis, size in mesh.used.items()}
-    if "shard" in used and not plan.shard_optimizer:  # whose ranks share nothing
+    if "shard" in used and not plan.shard_optimizer:  # its ranks are replicas
         used = {"replicate": used.get("replicate", 1) * used.pop("shard"), **used}
     words = [f"{axis} {size}" for axis, size in used.items()]
     if model_kinds(mesh) and plan.zero_stage:
@@ -225,7 +227,7 @@ def summary(candidate: Candidate) -> str:
 
 
 def _particulars(plan: Plan) -> dict[str, bool]:
-    """Unusual choices that a plan can make, each in two or three words, and whether this plan makes it."""
+    """Return whether a plan makes each of some unusual choices, by the choice in two or three words."""
     mesh, shards = plan.mesh, plan.shard_optimizer
     return {
         "state along cp": "cp" in shards,
@@ -243,24 +245,24 @@ def _particulars(plan: Plan) -> dict[str, bool]:
 COMPUTE, IDLE = "compute", "idle"
 
 UNTRACED = "the step has more ops than are traced"
-"""Why there are no shares of a step that has a forecast."""
+"""Reason why a step with a forecast has no shares."""
 
 PASSES_A_SECOND = 1000
-"""Layers' passes that a slow core traces and times in a second."""
+"""Number of passes of layers that a slow core traces and times in a second."""
 
 
 @dataclass(frozen=True)
 class StepShares:
-    """Shares of a step's time, the mean over ranks; together they make 1.
+    """Shares of a step's time, as means over ranks. Their sum is 1.
 
     Attributes:
-        parts: of each part, the largest first: "compute", "idle", "all_gather on tp".
+        parts: share of each part, such as "compute", "idle" or "all_gather on tp", the largest first.
     """
 
     parts: dict[str, float]
 
     def __str__(self) -> str:
-        """The parts that can be seen in a figure of one decimal: `compute 88.6%, all-gather on tp 5.5%`."""
+        """Return the parts of at least 0.05 %: `compute 88.6%, all-gather on tp 5.5%`."""
         return ", ".join(f"{name} {share:.1%}" for name, share in self.parts.items() if share >= 0.0005)
 
     @property
@@ -269,16 +271,16 @@ class StepShares:
 
     @property
     def limit(self) -> tuple[str, float]:
-        """The largest part that is no compute."""
+        """Largest part other than compute, and its share."""
         others = [(name, share) for name, share in self.parts.items() if name != COMPUTE]
         return max(others, key=lambda part: part[1], default=(COMPUTE, self.compute))
 
 
 def step_shares(workload: Workload) -> StepShares:
-    """Return the shares of a step's time by what it is spent on, the means over ranks.
+    """Return the shares of a step's time, as means over ranks.
 
     Raises:
-        UserError, Refused: as of `forecast`.
+        UserError, Refused: as in `forecast`.
     """
     seconds = _extended(workload, _seconds)
     step = sum(seconds.values())
@@ -286,7 +288,7 @@ def step_shares(workload: Workload) -> StepShares:
 
 
 def path_seconds(workload: Workload) -> dict[str, float]:
-    """Seconds of a step by what its critical path is made of, the largest first."""
+    """Return the seconds of each part of a step's critical path, the largest first."""
 
     def parts(estimate: Estimate) -> dict[str, float]:
         return path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
@@ -295,7 +297,7 @@ def path_seconds(workload: Workload) -> dict[str, float]:
 
 
 def trace_seconds(workload: Workload) -> float:
-    """About how long it takes to find out what a step's time goes to."""
+    """Return the approximate seconds that it takes to compute the shares of a step."""
     plan = workload.plan
     assert isinstance(plan, Plan), "programs of their own are not planned"
     each = workload.microbatches // plan.data_ranks
@@ -305,7 +307,7 @@ def trace_seconds(workload: Workload) -> float:
 
 
 def _extended(workload: Workload, parts: Callable[[Estimate], dict[str, float]]) -> dict[str, float]:
-    """Parts of a step in seconds, the largest first: of as many microbatches as `forecast` replays, extended to all."""
+    """Return the parts of a step in seconds, the largest first, extrapolated from the replayed microbatches to all."""
     plan = workload.plan
     assert isinstance(plan, Plan), "programs of their own are not planned"
     ranks = plan.data_ranks

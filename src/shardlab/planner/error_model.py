@@ -2,16 +2,16 @@
 
 The error of a predicted step, log(measured / predicted), is modelled as a sum of random numbers:
 
-- one that all plans of a problem share;
-- one for each part of a step (compute, communication on an axis), in proportion to the part;
-- one that plans share to the extent to which their ranks compute alike;
-- one of its own, which plans share only if the parts of their steps are nearly equal.
+- an error that all plans of a problem share;
+- an error of each part of a step (compute, communication on an axis), in proportion to the part;
+- an error that plans share as far as their ranks compute in the same way;
+- an error of each plan, shared only by plans whose parts of the step are nearly equal.
 
-Given measured errors, the best linear prediction of the others follows (Rasmussen and Williams 2006, "Gaussian
-processes for machine learning", equations 2.25 and 2.26). The common number has a vague prior (section 2.7 there), so
-the common part of all measured errors applies in full to plans that were not measured. Otherwise, on a machine that is
-twice as slow as predicted, plans that nobody measured would win. One measured step therefore corrects all plans by the
-same factor, and several steps separate the parts.
+Given some measured errors, the best linear prediction of the other errors follows (Rasmussen and Williams 2006,
+"Gaussian processes for machine learning", equations 2.25 and 2.26). The common error has a vague prior (section 2.7
+there), so the common part of all measured errors applies in full to plans that were not measured. Otherwise, on a
+machine that is half as fast as predicted, plans that were not measured would win. One measured step therefore corrects
+all plans by the same factor, and several steps separate the parts.
 
 `ErrorModel` is the model. `choose_experiments` picks the plans to measure next, `measured_outcomes` checks measured
 steps, and `fit_errors` ranks the results of a search again.
@@ -39,18 +39,18 @@ from shardlab.planner.workers import Query, TimedQueries, Workers, forecast_quer
 Array = NDArray[np.float64]
 
 COMMON, OF_PARTS, OF_COMPUTING, OWN = 0.5, 0.1, 0.25, 0.15
-"""Shares of the variance of an error: common to all plans, of parts, of plans that compute alike, and of one plan.
+"""Shares of the variance of an error: common to all plans, of parts, of similar computation, and of one plan.
 
-The first share counts only until something is measured. In the 17 steps of docs/agreement.md, 60 % of the variance was
+The first share applies only until a step is measured. In the 17 steps of docs/agreement.md, 60 % of the variance was
 common to all plans. In 154 good runs of the ultra-scale playbook nothing was common, since the recipe of nanotron was
-fitted to them, but 63 % was common to plans that compute alike. The share of parts is an assumption.
+fitted to them, but 63 % was common to plans that compute in the same way. The share of parts is an assumption.
 """
 
 STEEP = 3
 """Power of the similarity of two plans in their covariance.
 
-In those 154 runs, plans with half, 0.7 and all of their choices equal had covariances of 0.1, 0.25 and 0.63 of the
-variance.
+In those 154 runs, plans with a share of 0.5, 0.7 and 1 of their choices in common had covariances of 0.1, 0.25 and 0.63
+times the variance.
 """
 
 NOISE = 0.01
@@ -62,13 +62,13 @@ TO_MEAN = sqrt(2 / pi)
 
 @dataclass(frozen=True)
 class ErrorModel:
-    """Step times of plans, corrected by measured steps.
+    """Model of the errors of predicted step times, and the times corrected by measured steps.
 
     Attributes:
         plans: the plans with their predictions.
         shares: parts of each plan's step time (None: unknown).
         measured: seconds of the measured plans, by their number in `plans`.
-        error: mean size of a prediction's error, as a share of the step.
+        error: mean relative size of a prediction's error.
     """
 
     plans: Sequence[PlanOutcome]
@@ -78,12 +78,12 @@ class ErrorModel:
 
     @cached_property
     def prior(self) -> Array:
-        """Covariance of the errors before anything is measured: (plans, plans)."""
+        """Covariance of the errors before any measurement: (plans, plans)."""
         return self.variance * (COMMON + self.kernel)
 
     @cached_property
     def variance(self) -> float:
-        """Variance of an error: that of earlier predictions, or more if measured errors differ more."""
+        """Variance of an error: that of earlier predictions, or larger if the measured errors vary more."""
         usual, known = (self.error / TO_MEAN) ** 2, [*self.measured]
         if len(known) < 2:
             return usual
@@ -96,7 +96,7 @@ class ErrorModel:
         return variance * self.kernel[np.ix_(known, known)] + NOISE**2 * np.eye(len(known))
 
     def _common(self, inner: Array) -> float:
-        """Return the common error of the measured plans, given their other covariance `inner`: (known, known)."""
+        """Return the common error of the measured plans. `inner` is the covariance of the other errors."""
         ones = np.linalg.solve(inner, np.ones(len(inner)))
         return float(ones @ self.errors / ones.sum())
 
@@ -117,7 +117,7 @@ class ErrorModel:
 
     @cached_property
     def entries(self) -> list[str]:
-        """Names of all entries of the shares."""
+        """Names of all entries in the shares of step times."""
         return sorted({name for each in self.shares if each for name in each.parts})
 
     @cached_property
@@ -135,7 +135,7 @@ class ErrorModel:
         return table
 
     def condition_on(self, places: Sequence[int]) -> tuple[Array, Array]:
-        """Return the prediction of all errors from those of some measured plans.
+        """Return the prediction of all errors from the errors of some measured plans.
 
         Args:
             places: numbers of the measured plans.
@@ -168,18 +168,18 @@ class ErrorModel:
 
     @cached_property
     def expected_errors(self) -> list[float]:
-        """Expected size of the error of each of `seconds`, as a share."""
+        """Expected relative error of each of `seconds`."""
         left = np.diag(self.condition_on([*self.measured])[1])
         return [TO_MEAN * (NOISE if at in self.measured else sqrt(max(0.0, float(v)))) for at, v in enumerate(left)]
 
     def expected_error_of(self, candidate: Candidate) -> float:
-        """Return the expected size of the error of one plan's time, as a share."""
+        """Return the expected relative error of one plan's time."""
         at = next(at for at, each in enumerate(self.plans) if each.candidate == candidate)
         return self.expected_errors[at]
 
     @cached_property
     def factors(self) -> dict[str, float]:
-        """Factors of measured over predicted time of each part of a step, estimated from the measured steps."""
+        """Ratio of measured to predicted time of each part of a step, estimated from the measured steps."""
         known = [*self.measured]
         if not known:
             return dict.fromkeys(self.names, 1.0)
@@ -191,7 +191,7 @@ class ErrorModel:
 
 
 def _part(name: str) -> str:
-    """Return the part of an entry of the shares. Idle time counts as compute, since it is that of other ranks."""
+    """Return the part of an entry of the shares. Idle time counts as compute, since other ranks compute then."""
     return COMPUTE if name in (COMPUTE, IDLE) else f"communication{name[name.rindex(' on ') :]}"
 
 
@@ -216,7 +216,7 @@ class Experiment:
 
     Attributes:
         outcome: the plan with its prediction.
-        why: what its measured step can tell, in words.
+        why: reason to measure it, in words.
     """
 
     outcome: PlanOutcome
@@ -226,10 +226,10 @@ class Experiment:
 def choose_experiments(model: ErrorModel, count: int) -> list[Experiment]:
     """Return at most `count` plans to measure next.
 
-    The first is the fastest plan, unless it has been measured, because the others are compared with it. Each further
-    plan is the one with the largest expected improvement over the fastest plan, given that the plans before it are
-    measured (Jones et al. 1998, "Efficient global optimization of expensive black-box functions"). A plan that is very
-    similar to a measured one has little uncertainty left, so it is not chosen.
+    The first is the fastest plan, unless it has been measured, because the other plans are compared with it. Each
+    further plan has the largest expected improvement over the fastest plan, given that the plans before it are measured
+    (Jones et al. 1998, "Efficient global optimization of expensive black-box functions"). Little is uncertain about a
+    plan that is similar to a measured one, so it is not chosen.
     """
     best = min(range(len(model.plans)), key=lambda at: (model.seconds[at], at))
     known, chosen = [*model.measured], list[Experiment]()
@@ -254,7 +254,7 @@ def choose_experiments(model: ErrorModel, count: int) -> list[Experiment]:
 
 
 def _same(model: ErrorModel, one: int, other: int) -> bool:
-    """Return whether two plans are equally fast to the last digits, such as schedules of a single microbatch."""
+    """Return whether two plans are equally fast up to rounding, such as schedules of a single microbatch."""
     return isclose(model.plans[one].seconds, model.plans[other].seconds, rel_tol=1e-9)
 
 
@@ -262,7 +262,7 @@ def _improvement(model: ErrorModel, best: int, at: int, left: Array) -> tuple[fl
     """Return the expected improvement of a plan over the best one, as a share of the step, and its probability.
 
     Args:
-        left: covariance of the errors.
+        left: covariance of the errors that remains.
     """
     slower = model.seconds[at] / model.seconds[best] - 1
     spread = sqrt(max(1e-12, float(left[at, at] + left[best, best] - 2 * left[at, best])))
@@ -271,7 +271,7 @@ def _improvement(model: ErrorModel, best: int, at: int, left: Array) -> tuple[fl
 
 
 def _why(model: ErrorModel, best: int, at: int, chance: float) -> str:
-    """Return in words how likely a plan is faster than the best one, and in which uncertain parts they differ."""
+    """Return in words how likely a plan is to be faster than the best one, and in which uncertain parts they differ."""
     slower = model.seconds[at] / model.seconds[best] - 1
     one, another = model.plans[best].candidate, model.plans[at].candidate
     tells = _differing(computing(one), computing(another))
@@ -287,12 +287,12 @@ def _why(model: ErrorModel, best: int, at: int, chance: float) -> str:
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of different values, spelled as flags."""
+    """Return the names of values that differ, as flags."""
     return [name.replace("_", "-") for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
 
 
 FARTHEST = 10
-"""Largest factor between a step time that a user wrote and its prediction; beyond it the unit must be wrong."""
+"""Largest ratio between a step time that a user wrote and its prediction. Beyond it, the unit must be wrong."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class MeasuredStep:
         candidate: the plan.
         seconds: seconds of a step (None: it ran out of memory).
         source: file or folder of the measurement.
-        by_hand: whether a user wrote the seconds, possibly in another unit.
+        by_hand: whether a user wrote the seconds, so that the unit may be wrong.
     """
 
     candidate: Candidate
@@ -322,7 +322,7 @@ def out_of_memory(measured: Sequence[MeasuredStep]) -> frozenset[Candidate]:
 
 
 def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], workers: Workers) -> list[MeasuredOutcome]:
-    """Return the predictions of measured plans that fit, with the median of the measured seconds of a step.
+    """Return the predictions of measured plans that fit, with the median of their measured seconds.
 
     Raises:
         UserError: if a plan is not in the space of the problem, or a time is so far off that its unit must be wrong.
@@ -381,17 +381,17 @@ def _want_seconds(step: MeasuredStep, predicted: float) -> None:
 
 
 LOOKED_FOR = "what a plan's time goes to"
-"""Words for a missing answer in reports, if time is up."""
+"""Subject of a missing answer in reports, if the time is up."""
 
 LOOKED_AT = 24
 """Number of fastest plans whose parts of the step time are computed."""
 
 
 def slack(measured: Sequence[MeasuredOutcome], error: float) -> float:
-    """Return by which share a plan may be predicted slower than the fastest one and still become the fastest.
+    """Return the share by which a plan may be predicted to be slower than the fastest plan and still be faster.
 
     Args:
-        error: mean size of the error of a prediction.
+        error: mean relative size of the error of a prediction.
     """
     times = [seconds / outcome.seconds for outcome, seconds in measured]
     return max(error, max(times, default=1.0) / min(times, default=1.0) - 1)
@@ -403,8 +403,8 @@ def fit_errors(found: Results, measured: Sequence[MeasuredOutcome], error: float
     Args:
         found: results of the search. Measured plans are added to them, and their order changes.
         measured: measured plans that fit.
-        error: mean size of the error of a prediction.
-        timed: source of the parts of step times, as long as there is time.
+        error: mean relative size of the error of a prediction.
+        timed: queries for the parts of step times, as long as there is time.
     """
     ran = [outcome for outcome, _ in measured]
     others = [each for each in found.outcomes if each.candidate not in {one.candidate for one in ran}]

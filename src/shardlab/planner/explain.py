@@ -1,4 +1,4 @@
-"""Explanation of a choice in three questions: does it fit, which batch, how fast. Each has its numbers."""
+"""Explanation of a choice by three questions: does it fit, which batch, how fast. The answers have numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Decision:
 
 
 def explain_choice(choice: PlanChoice) -> list[Decision]:
-    """Return the decisions behind a choice, in the order in which an expert takes them."""
+    """Return the decisions behind a choice, in the order in which an expert makes them."""
     return [
         Decision("1. Does it fit?", [*_state(choice), *_instead(choice, "fit")]),
         Decision("2. What batch?", [*_batch(choice), *_instead(choice, "batch")]),
@@ -83,7 +83,7 @@ def _batch(choice: PlanChoice) -> list[str]:
 def _speed(choice: PlanChoice) -> list[str]:
     problem, best, shares = choice.problem, choice.best, choice.answer.shares
     workload = problem.workload(best.candidate)
-    least = workload.mfu(1.0)  # of a step of a second: the seconds that it would take at the peak
+    least = workload.mfu(1.0)  # the MFU of a step of 1 s is the seconds of the step at peak FLOP/s
     lines = [
         f"at the peak of {problem.cluster.size:,} {problem.cluster.device.name} the model's products would take "
         f"{seconds_text(least)}; the step takes {seconds_text(best.seconds)}, an MFU of {least / best.seconds:.1%}",

@@ -1,7 +1,7 @@
-"""Grades of the planner: how good is the configuration that predictions choose among measured ones?
+"""Grades of the planner: how fast is the configuration that predictions choose among measured configurations?
 
 A cell is a model on a number of devices, with all of its configurations that were tried. Configurations that crashed
-can be chosen but have no speed. `predict_plan` predicts one configuration, `group_cells` makes the cells, and
+can be chosen, but have no speed. `predict_plan` predicts one configuration, `group_cells` groups them into cells, and
 `Grades.of` computes the figures.
 """
 
@@ -23,7 +23,7 @@ from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.recipe import Recipe
 
 GOOD = 0.5
-"""Share of the best speed of a cell that a good configuration reaches."""
+"""A good configuration reaches at least this share of the best speed of its cell."""
 
 FIRST = 3
 """Number of configurations that a user would try, in the predicted order."""
@@ -35,7 +35,7 @@ class GradedCell:
 
     Attributes:
         model, devices, nodes: the model, and the numbers of devices and nodes.
-        candidates: the configurations. At least one ran.
+        candidates: the configurations, of which at least one ran.
     """
 
     model: str
@@ -45,7 +45,7 @@ class GradedCell:
 
     @property
     def ranking(self) -> list[TriedPlan]:
-        """Configurations in predicted order: the safe ones, or else those that fit, or else all legal ones."""
+        """Configurations in predicted order: the safe ones; if there are none, those that fit; else all legal ones."""
         legal = [each for each in self.candidates if each.predicted]
         some = [each for each in legal if each.safe] or [each for each in legal if each.fits] or legal
         return sorted(some, key=lambda each: -(each.predicted or 0.0))
@@ -67,12 +67,12 @@ class GradedCell:
 
     @property
     def regret(self) -> float:
-        """Share of the best speed that the chosen configuration loses."""
+        """Share of the best speed by which the chosen configuration is slower."""
         return self._lost(self._ran[:1])
 
     @property
     def regret_of_first(self) -> float:
-        """Share of the best speed that the best of the first few configurations loses."""
+        """Share of the best speed by which the best of the first few configurations is slower."""
         return self._lost(self._ran[:FIRST])
 
     @property
@@ -83,7 +83,7 @@ class GradedCell:
 
     @property
     def good(self) -> list[TriedPlan]:
-        """Configurations with a prediction that reach the share `GOOD` of the best speed."""
+        """Configurations with a prediction whose speed is at least `GOOD` times the best speed."""
         least = GOOD * (self.best.measured or 0.0)
         return [each for each in self.candidates if each.measured and each.predicted and each.measured >= least]
 
@@ -96,7 +96,7 @@ class GradedCell:
 
 
 def group_cells(candidates: Iterable[TriedPlan]) -> list[GradedCell]:
-    """Group candidates into cells, in order, without cells in which nothing ran."""
+    """Group candidates into cells, in their order. Cells in which no configuration ran are left out."""
     found: dict[tuple[str, int], list[TriedPlan]] = {}
     for each in candidates:
         found.setdefault((each.model, each.devices), []).append(each)
@@ -113,8 +113,8 @@ class Grades:
         regret, regret_of_first: mean regret of the chosen configuration, and of the best of the first few.
         first_runs: number of cells in which the first choice ran.
         time, memory: mean sizes of the errors of good configurations.
-        time_bias, memory_bias: mean errors with their signs.
-        refused: share of the configurations that ran but are predicted not to fit.
+        time_bias, memory_bias: mean signed errors.
+        refused: share of the configurations that ran although they are predicted not to fit.
         seconds: mean duration of a prediction.
     """
 
@@ -178,15 +178,16 @@ class TriedPlan:
 
     Attributes:
         id, model, devices, nodes: name of the run, the model, and the numbers of devices and nodes.
-        measured: tokens/s of each device (None: it did not run).
+        measured: tokens/s of each device (None: the configuration did not run).
         measured_bytes: bytes of the fullest device (None: not given).
         predicted: predicted tokens/s of each device (None: there is no prediction).
-        bytes: predicted bytes of the fullest device, counted as they were measured.
+        bytes: predicted bytes of the fullest device, counted in the same way as the measured ones.
         fits: whether the prediction fits into memory.
-        safe: whether it leaves the margin free.
-        assumed: assumptions of the prediction about what the row does not say.
+        safe: whether the prediction leaves the margin free.
+        assumed: assumptions of the prediction about values that the row does not have.
         reason: why there is no prediction.
-        breaks_limit: whether the reason is a limit of the framework. Otherwise the row's numbers do not make a plan.
+        breaks_limit: whether the reason is a limit of the framework. Otherwise, the numbers of the row do not form a
+            plan.
         seconds: duration of the prediction.
     """
 
@@ -216,10 +217,10 @@ def predict_plan(row: dict[str, Any], recipe: Recipe | None = None) -> TriedPlan
 
     Args:
         row: the row.
-        recipe: recipe of the prediction (None: that of the row's framework).
+        recipe: recipe of the prediction (None: the recipe of the row's framework).
 
     Raises:
-        UserError: if the row is incomplete, has an unknown name, or has a speed that is no number.
+        UserError: if the row is incomplete, has an unknown name, or has a speed that is not a number.
     """
     try:
         record = read_record(row)

@@ -1,8 +1,8 @@
-"""Guesses of the step time and memory of lines, in about a millisecond each.
+"""Guesses of the step time and memory of lines, each in about a millisecond.
 
-The search guesses before it simulates. A guess is no bound: it adds up the passes of all layers, the bubble of the
-pipeline, and what data-parallel ranks send; and it estimates the fullest device from closed formulas. The search learns
-by which factor forecasts differ from guesses, for each kind of plan.
+The search guesses before it simulates. A guess is not a bound. Its time is the sum of the passes of all layers, the
+bubble of the pipeline, and the communication of data-parallel ranks; its memory follows from closed formulas for the
+fullest device. The search learns by which factor forecasts differ from guesses, for each kind of plan.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from shardlab.simulate.timeline.memory import Category
 from shardlab.strategies.plan.plan import Plan
 
 SPLIT_BUBBLE = 0.3
-"""Share of the bubble that is left if backward passes are split, as in ZB-H1."""
+"""Share of the bubble that remains if backward passes are split, as in ZB-H1."""
 
 EXPOSED_MESSAGES = 0.2
 """Share of the time of a pipeline's messages that is not hidden behind passes."""
 
 
 class Guess(NamedTuple):
-    """Guess of a line's seconds and bytes, with no block recomputed and with all.
+    """Guess of the seconds and bytes of a line, both without recomputation and with all blocks recomputed.
 
     Attributes:
-        seconds, bytes: of the line that recomputes nothing.
-        full_seconds, full_bytes: of the line that recomputes every block.
-        passes: about how many passes a forecast replays; one that is replayed op by op counts eightfold.
+        seconds, bytes: figures of the plan that recomputes no block.
+        full_seconds, full_bytes: figures of the plan that recomputes every block.
+        passes: approximate number of passes that a forecast replays. A pass that is replayed op by op counts as eight.
     """
 
     seconds: float
@@ -67,12 +67,12 @@ def guess_line(costs: PassCosts, line: Candidate) -> Guess | None:
 
 
 def _microbatches(costs: PassCosts, line: Candidate) -> int:
-    """Return the microbatches of each data-parallel rank."""
+    """Return the number of microbatches of each data-parallel rank."""
     return costs.problem.sequences // (line.plan.data_ranks * line.micro_batch_size)
 
 
 def _seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
-    """Return seconds of the passes on the last pipeline rank, with the bubble and what they do not hide."""
+    """Return the seconds of the passes on the last pipeline rank, with the bubble and exposed communication."""
     plan, each, pp = line.plan, _microbatches(costs, line), line.plan.mesh.pp
     head = 0.0 if costs.problem.recipe.defaults.stages == "cost" else layers.head
     bubble = SPLIT_BUBBLE if plan.schedule_name.startswith(("zb", "v-", "dual")) else 1.0
@@ -83,7 +83,7 @@ def _seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
 
 
 def _message_seconds(costs: PassCosts, line: Candidate) -> float:
-    """Return seconds of all messages between the stages of one pipeline rank and the next."""
+    """Return the seconds of all messages between the stages of one pipeline rank and the next."""
     plan, model = line.plan, costs.problem.model
     if plan.mesh.pp == 1:
         return 0.0
@@ -95,7 +95,7 @@ def _message_seconds(costs: PassCosts, line: Candidate) -> float:
 
 
 def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> tuple[float, float]:
-    """Return seconds of what data-parallel ranks send: awaited in a step, and beside the passes of all microbatches.
+    """Return the seconds of data-parallel communication: exposed, and concurrent with passes, each summed over a step.
 
     Parameters that are sharded over several axes are gathered over one after the other. The first gather is prefetched,
     the others are awaited (`ParameterGatherer`). If attention gathers over the first axis too, it waits for the
@@ -106,7 +106,7 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
     weights = layers.weights / mesh.pp
 
     def gathers(axes: Iterable[str]) -> list[float]:
-        """Return seconds of all weights' gathers over each axis, the last axis first."""
+        """Return the seconds of the gathers of all weights over each axis, the last axis first."""
         bytes, found = weights * precision.bytes(Kind.WEIGHT), list[float]()
         for axis in axes:
             found.insert(0, prices.collective_time(OpKind.ALL_GATHER, bytes, mesh.group(0, axis)))
@@ -114,7 +114,7 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
         return found
 
     def reductions() -> float:
-        """Return seconds in which all gradients are reduced over each axis, which leaves less for the next one."""
+        """Return the seconds to reduce all gradients over each axis in turn. Each axis leaves less for the next."""
         bytes, found = weights * precision.bytes(Kind.GRAD_WEIGHT), 0.0
         for axis in ("dp_shard", "dp_replicate", "cp"):
             sharded = axis in plan.shard_optimizer
@@ -130,7 +130,7 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
         prefetched, *awaited = gathers(plan.shard_parameters)
     except UserError:  # the profile lacks a collective
         return 0.0, 0.0
-    stays = mesh.pp * (plan.stages_per_rank or 1) / costs.problem.model.layers  # of a stage's blocks, at each turn
+    stays = mesh.pp * (plan.stages_per_rank or 1) / costs.problem.model.layers  # share of the blocks that one stage has
     uses = {"layer": max(1.0, 2 * each * (1 - stays)), "forward": each + 1, "stage": each, "step": 1}[
         plan.reshard_after
     ]
@@ -139,7 +139,7 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
 
 
 def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
-    """Return about the bytes of the fullest device, as `device_memory` counts them."""
+    """Return the approximate bytes of the fullest device, as `device_memory` counts them."""
     problem, plan, precision, each = costs.problem, line.plan, line.precision, _microbatches(costs, line)
     pp, stages, mesh, schedule = plan.mesh.pp, plan.stages_per_rank or 1, plan.mesh, plan.schedule_name
     flights = {
@@ -166,7 +166,7 @@ def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
     def peak(stage: int) -> Peak:
         last = stage == pp - 1
         flight = min(flights.get(schedule, 1 if last else pp), each)
-        losses = min(pp, each) if schedule.startswith("zb") else 1  # whose gradients of weights are computed later
+        losses = min(pp, each) if schedule.startswith("zb") else 1  # zb schedules compute gradients of weights later
         bytes = state + layers.kept / pp * flight + last * losses * layers.logits
         return Peak(mesh.group(0, "pp").ranks[stage], int(bytes), by_category, OpKind.BACKWARD, 0, 0)
 
@@ -174,7 +174,7 @@ def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
 
 
 def share_between(none: float, full: float, share: str) -> float:
-    """Return a figure of a share of recomputed blocks, from those of none and all."""
+    """Interpolate a figure for a share of recomputed blocks between those for none and all."""
     return none + SHARES.get(share, 0.0) * (full - none)
 
 
