@@ -1,12 +1,12 @@
-"""Lines of plans: what the search moves between.
+"""Lines: the sets of plans between which the search moves.
 
 A line is a set of plans that differ only in the share of their blocks that is recomputed. It is represented by the
-candidate that recomputes nothing (or attention's scores alone, for a model with dropout), and `with_share` makes the
-others. The share is not a move of the search, because each line has one best share: the smallest that fits.
+candidate that recomputes nothing (or only attention's scores, for a model with dropout). `with_share` returns the other
+plans. The share is not a move of the search, because each line has one best share: the smallest that fits.
 
 `seeds` lists the lines that an expert tries first. `neighbours` lists the lines one or two changes away, and
-`change_line` makes one of them: it also changes the fields that must follow. A value that the user fixes is taken as
-given in all of them.
+`change_line` returns one of them: it also changes the fields that must change with it. All lines have the values that
+the user fixes.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.schedules import SCHEDULES
 
 WHOLE_NODE_TP = (1, 2, 4, 8)
-"""Numbers of tensor-parallel ranks among the seeds, at most a node."""
+"""Numbers of tensor-parallel ranks of the seeds, up to the size of a node."""
 
 SEED_TOKENS = 8192
-"""Largest number of tokens of a microbatch on a rank among the seeds."""
+"""Largest number of tokens of a microbatch on a rank of the seeds."""
 
 SEED_SEQUENCE = 2048
-"""Smallest part of a sequence of a context-parallel rank among the seeds, in tokens."""
+"""Smallest number of tokens of a sequence on a context-parallel rank of the seeds."""
 
 
 def shares_of(problem: Problem, line: Candidate) -> Sequence[str]:
-    """Return the shares of recomputed blocks that a line has, the smallest first."""
+    """Return the possible shares of recomputed blocks of a line, the smallest first."""
     can = problem.recipe.can_run
     if "recompute" in problem.limits.fixed or own_recompute(line.plan) != "none":
         return ("none",)
@@ -59,12 +59,12 @@ def shares_of(problem: Problem, line: Candidate) -> Sequence[str]:
 
 
 def own_recompute(plan: Plan) -> str:
-    """Return what all plans of a line recompute: nothing, attention's scores, or parts of every block."""
+    """Return the recomputation that all plans of a line have: none, attention's scores, or parts of every block."""
     return "selective" if plan.recompute == "selective" else plan.recompute_inside or "none"
 
 
 def recomputed_inside(problem: Problem) -> Iterator[str]:
-    """Yield what the framework can compute again inside the blocks of a problem's model."""
+    """Yield the parts of blocks of a problem's model that the framework can recompute."""
     can, model = problem.recipe.can_run.recompute, problem.model
     yield from (word for word in (PER_OP, *POLICIES) if word in can)
     mixture, latent = isinstance(model, MoE), getattr(model, "kv_rank", None) is not None
@@ -77,7 +77,7 @@ def recomputed_inside(problem: Problem) -> Iterator[str]:
 
 
 def with_share(problem: Problem, line: Candidate, share: str) -> Candidate | None:
-    """Return the candidate of a line that recomputes a share of the blocks (None: the share is all of few blocks)."""
+    """Return the candidate of a line that recomputes a share of the blocks (None: the share is all blocks)."""
     if share == "none":
         return line
     model = plan_layers(problem.model, line.plan)
@@ -90,15 +90,15 @@ def with_share(problem: Problem, line: Candidate, share: str) -> Candidate | Non
 
 
 def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **words: Any) -> Candidate | None:
-    """Return a line of a mesh, with the changes that its axes ask for (None: there is no such plan).
+    """Return a line on a mesh, with fields adapted to the axes of the mesh (None: there is no such plan).
 
     Args:
         problem: the problem.
-        mesh: the mesh. Replicas of ranks that share nothing are merged into `dp_shard`.
+        mesh: the mesh. If nothing is sharded, replicas are merged into `dp_shard`.
         size: sequences of a microbatch.
-        precision: in which numbers.
-        words: fields of the plan; and as `zero` the stage of ZeRO, as `along` whether it also shards over cp, as `wide`
-            whether the optimizer's state is sharded over replicas too.
+        precision: precision of the step.
+        words: fields of the plan; also `zero` for the stage of ZeRO, `along` for sharding over cp too, and `wide` for
+            sharding the optimizer state over replicas too.
     """
     limits, defaults, can = problem.limits, problem.recipe.defaults, problem.recipe.can_run
     zero, along, wide = (words.pop(name, default) for name, default in (("zero", 1), ("along", False), ("wide", False)))
@@ -140,9 +140,9 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
         plan = Plan(mesh, **(words | limits.fields))
         plan = replace(plan, **({"layers_per_stage": layers_of_stages(problem, plan)} | limits.fields))
         candidate = Candidate(plan, size, precision)
-        plan.bounds(plan_layers(problem.model, plan).pipeline_units)  # the model and its stages divide
+        plan.bounds(plan_layers(problem.model, plan).pipeline_units)  # requires that the model divides into stages
         cut = {*plan.shard_parameters, *plan.shard_gradients, *plan.shard_optimizer}
-        if any(getattr(mesh, axis) == 1 for axis in cut):  # of a fixed field
+        if any(getattr(mesh, axis) == 1 for axis in cut):  # the user has fixed the field
             return None
         return candidate if is_legal(problem, candidate) else None
     except UserError:
@@ -150,12 +150,12 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
 
 
 def splits_given(problem: Problem) -> bool:
-    """Return whether the user says how data-parallel ranks are split into replicas and shards, or who keeps what."""
+    """Return whether the user fixes how data-parallel ranks are split into replicas and shards, or what is sharded."""
     return bool({"dp_replicate", "dp_shard", *SHARDED} & set(problem.limits.fixed))
 
 
 def words_of(plan: Plan) -> dict[str, Any]:
-    """Return the words with which `make_line` makes a plan's line on its mesh."""
+    """Return the keyword arguments with which `make_line` returns a plan's line on its mesh."""
     return {
         "zero": plan.zero_stage,
         "along": "cp" in plan.shard_optimizer,
@@ -171,7 +171,10 @@ def words_of(plan: Plan) -> dict[str, Any]:
 
 
 def change_line(problem: Problem, line: Candidate, **words: Any) -> Candidate | None:
-    """Return a line with some words changed, `mesh` and `micro_batch_size` among them (None: there is no such plan)."""
+    """Return a line with some arguments of `make_line` changed (None: there is no such plan).
+
+    `mesh` and `micro_batch_size` may be changed too.
+    """
     mesh, size = words.pop("mesh", line.plan.mesh), words.pop("micro_batch_size", line.micro_batch_size)
     precision = words.pop("precision", line.precision)
     was = line.plan.mesh
@@ -186,14 +189,14 @@ def change_line(problem: Problem, line: Candidate, **words: Any) -> Candidate | 
 
 
 def nearest_stages(problem: Problem, pp: int, stages: int) -> dict[str, Any]:
-    """Return the schedule with about so many stages in all on other pipeline ranks."""
+    """Return the schedule and stages per rank with about `stages` stages in total on `pp` pipeline ranks."""
     counts = stage_counts(problem.model.layers, pp)
     if not counts:
         return {"schedule": "1f1b", "stages_per_rank": None}
     return {"stages_per_rank": min(counts, key=lambda each: abs(each * pp - stages))}
 
 
-# What an expert tries first.
+# Seeds: lines that an expert tries first.
 
 
 def seeds(problem: Problem) -> list[Candidate]:
@@ -202,7 +205,7 @@ def seeds(problem: Problem) -> list[Candidate]:
     for mesh in meshes(problem):
         if _is_usual(problem, mesh):
             found.update(dict.fromkeys(_seeds_of(problem, mesh)))
-    if not found:  # limits leave none of the usual ones
+    if not found:  # the limits exclude all usual meshes
         for mesh in meshes(problem):
             found.update(dict.fromkeys(_seeds_of(problem, mesh)))
     return list(found)
@@ -225,7 +228,7 @@ def _is_usual(problem: Problem, mesh: Mesh) -> bool:
 
 
 def _least_pp(problem: Problem) -> int:
-    """Return the number of pipeline ranks of whole nodes on which 16-bit weights and gradients fit."""
+    """Return the number of pipeline ranks with a node each on which 16-bit weights and gradients fit."""
     needed = 4 * problem.model.parameter_count / (problem.cluster.device.memory * problem.cluster.per_node)
     return 1 << max(0, ceil(needed) - 1).bit_length()
 
@@ -264,11 +267,11 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
             yield line
 
 
-# One or two changes away.
+# Neighbours: lines one or two changes away.
 
 
 def neighbours(problem: Problem, line: Candidate) -> list[Candidate]:
-    """Return the lines one or two changes away: the mesh with the microbatch, sharding, schedule, and context."""
+    """Return the lines one or two changes away: of mesh and microbatch, sharding, schedule, or context."""
     found: dict[Candidate, None] = {}
     for words in _changes(problem, line):
         if (other := change_line(problem, line, **words)) is not None:
@@ -321,7 +324,7 @@ def _changes(problem: Problem, line: Candidate) -> Iterator[dict[str, Any]]:
 
 
 def _meshes_near(problem: Problem, mesh: Mesh) -> Iterator[Mesh]:
-    """Yield meshes with one axis several times as large and another as many times smaller."""
+    """Yield meshes with one axis larger by a factor and another axis smaller by the same factor."""
     axes = (
         "dp_shard",
         "dp_replicate",

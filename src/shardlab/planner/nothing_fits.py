@@ -1,8 +1,8 @@
 """Error messages for problems without a solution.
 
 `explain_no_fit` is for a search in which no plan fits: it names the nearest plan and the missing memory.
-`explain_empty_space` is for a problem without any plan: it names an axis that does not divide the devices, the batch if
-another one would do, or else the first reason for which the code that runs plans refuses one.
+`explain_empty_space` is for a problem without any plan: it names an axis that does not divide the devices, or the batch
+if another batch would have a plan, or else the first reason why the code that runs plans refuses one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardlab.strategies.plan.plan import Plan
 
 
 def explain_no_fit(problem: Problem, found: Results) -> str:
-    """Return the error message of a search in which no plan fits."""
+    """Return the error message for a search in which no plan fits."""
     room, margin = problem.room, problem.margin
     nearest = min(found.misses().items(), key=lambda miss: miss[1][0], default=None)
     if found.refused and not found.outcomes:
@@ -47,7 +47,7 @@ def explain_no_fit(problem: Problem, found: Results) -> str:
 
 
 def _advice(problem: Problem, candidate: Candidate) -> str:
-    """Return the end of the message that no plan fits: with fewer limits, on more devices, or on how many at least."""
+    """Return the advice if no plan fits: fewer limits, more devices, or the smallest number of devices."""
     sharded = zero_plan(problem.cluster.size, 3)
     state = model_state(sharded, problem.model.parameter_count, candidate.precision, problem.recipe, problem.optimizer)
     context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
@@ -68,7 +68,7 @@ def _under(problem: Problem) -> str:
 
 
 def explain_empty_space(problem: Problem) -> str:
-    """Return the error message of a problem without any plan."""
+    """Return the error message for a problem without any plan."""
     limits, devices = problem.limits, problem.cluster.size
     for axis in AXES:
         if devices % (size := limits.fixed.get(axis, 1)):
@@ -94,7 +94,7 @@ def explain_empty_space(problem: Problem) -> str:
 
 
 def _refusals(problem: Problem) -> Iterator[str]:
-    """Yield the reasons why plans with only the fixed values cannot be run."""
+    """Yield the reasons why plans that have the fixed values and defaults otherwise cannot be run."""
     limits = problem.limits
     for mesh in meshes(problem):
         replicas, shards = next(splits(problem, mesh.dp_shard), (1, mesh.dp_shard))
@@ -109,7 +109,7 @@ def _refusals(problem: Problem) -> Iterator[str]:
 
 
 def _refusal_of(problem: Problem, candidate: Candidate) -> str:
-    """Return why a candidate cannot be run ("": it can)."""
+    """Return the reason why a candidate cannot be run ("": it can)."""
     workload = problem.workload(candidate)
     try:
         if not (reason := broken_limit(workload)):

@@ -1,8 +1,8 @@
-"""Costs of all layers of a model on one microbatch, estimated without a trace.
+"""Costs of all layers of a model for one microbatch, estimated without a trace.
 
-`PassCosts` gives the seconds of a microbatch's passes and the bytes that they keep, for each way to cut layers and
-microbatches. `LayerPrices` prices the kernels and the collectives of one layer. The search guesses step times from
-these sums; they ignore pipelines, data parallelism and everything that overlaps.
+`PassCosts` has the seconds of a microbatch's passes and the bytes that they keep, for each sharding of layers and size
+of microbatches. `LayerPrices` prices the kernels and the collectives of one layer. The search guesses step times from
+these sums, which ignore pipelines, data parallelism and overlap.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardlab.strategies.plan.resolve import resolve
 
 
 class LayerCosts(NamedTuple):
-    """Sums over all layers on one microbatch, on a rank that has all of them.
+    """Costs of one microbatch, summed over all layers as if a rank had all of them.
 
     Attributes:
         forward, backward: seconds of the passes, with awaited collectives and recomputation.
-        kept: bytes that stay from the forward pass to the backward pass.
-        block: the most bytes that recomputing one block adds for a moment (0: no block is recomputed).
+        kept: bytes that are kept from the forward pass to the backward pass.
+        block: largest number of bytes that recomputing a block adds temporarily (0: no block is recomputed).
         head: seconds of the last layer and the loss, which are not divided among the ranks of a pipeline.
         logits: bytes of the logits and their gradient while the loss is computed.
         weights: elements of the parameters, cut by tensor and expert parallelism.
@@ -62,8 +62,8 @@ class PassCosts:
         """Return the costs of a line's layers.
 
         Args:
-            line: the line. Its own recomputation counts only if all of its plans have it (see `own_recompute`).
-            recompute: "none", "selective", "full", or what is recomputed inside blocks.
+            line: the line. Its recomputation counts only if all of its plans have it (see `own_recompute`).
+            recompute: "none", "selective", "full", or the recomputed parts of blocks.
         """
         plan, mesh = line.plan, line.plan.mesh
         key = (
@@ -90,7 +90,7 @@ class PassCosts:
         sizes, mesh = workload.sample.sizes, plan.mesh
         cut = mesh.pp > 1, mesh.tp, mesh.cp, mesh.ep
         key = cut, plan.sequence_parallel, line.precision.name, recompute, plan.stripes
-        if key not in self._layers:  # no matter how large a microbatch is
+        if key not in self._layers:  # whatever the size of a microbatch
             self._layers[key] = resolve(alone, sizes, mesh.ep, 0).layers
         layers = self._layers[key]
         kept_sizes = workload.sample.kept_sizes
@@ -104,7 +104,7 @@ class PassCosts:
             before = prices.awaited(layer, completions.input, layer)
             beside = prices.awaited(layer, completions.grad_output, layer + 1)
             beside += prices.awaited(layer, completions.grad_input, layer)
-            if layers[layer].keeps != "all":  # the output of a stage is not computed again
+            if layers[layer].keeps != "all":  # the output of a stage is not recomputed
                 beside += before + passes[0] + (awaited if layer + 1 not in cuts else 0.0)
             forward.append(before + passes[0] + awaited)
             backward.append(passes[1] + beside)
@@ -121,7 +121,7 @@ class PassCosts:
         )
 
     def cluster_prices(self, candidate: Candidate) -> ClusterPrices:
-        """Return the prices of a candidate's ops, whatever its layers are."""
+        """Return the prices of a candidate's ops, which do not depend on its layers."""
         plan = candidate.plan
         key = (plan.mesh, candidate.precision.name, plan.recompute_inside, bool(plan.shard_gradients))
         if key not in self._prices:
@@ -130,18 +130,18 @@ class PassCosts:
 
 
 GATHER = Completion("all_gather", "tp")
-"""Completion that makes a sequence whole of which tensor-parallel ranks have slices."""
+"""Completion of a sequence of which tensor-parallel ranks have slices."""
 
 
 class LayerPrices:
-    """Seconds and bytes of the layers of one line on one microbatch.
+    """Seconds and bytes of the layers of one line for one microbatch.
 
     Args:
         line: the line.
-        model: a model with the same kinds of layers, cut for the line.
+        model: model with the same kinds of layers, split for the line.
         prices: prices of kernels and collectives.
         sizes: sizes of the model's values.
-        layers: the layers as a rank runs them.
+        layers: plans of the layers on a rank.
         known: cache that all lines of a problem share.
     """
 
@@ -160,7 +160,7 @@ class LayerPrices:
         self._contexts, self._signatures = self.mesh.group(0, "cp").ranks, sizes.signatures
 
     def seconds(self, layer: int) -> tuple[float, float]:
-        """Return seconds of a layer's forward and backward pass; the last layer's includes the loss."""
+        """Return the seconds of a layer's forward and backward pass. Those of the last layer include the loss."""
         run, last = self.model.run(layer), layer == self.model.layers - 1
         mesh, line, plan = self.mesh, self.line, self.plan
         key = (run.name, run.cut, run.layout.numel, run.attend is None, len(run.steps), last, mesh.tp, mesh.cp, mesh.ep)
@@ -172,7 +172,7 @@ class LayerPrices:
         return self._known[key]
 
     def awaited(self, layer: int, completions: tuple[Completion, ...], activation: int) -> float:
-        """Return seconds of the collectives that complete the input or the output of a layer."""
+        """Return the seconds of the collectives that complete the input or the output of a layer."""
         if activation > self.model.layers:
             return 0.0
         bytes = self.sizes.activations[activation] * self.sizes.element_bytes[Kind.ACTIVATION]
@@ -184,24 +184,24 @@ class LayerPrices:
         )
 
     def kept(self, sizes: Sizes, layer: int, keeps: Keeps) -> float:
-        """Return the bytes that stay from a layer's forward pass to its backward pass: its input and saved values."""
+        """Return the bytes kept from a layer's forward pass to its backward pass: its input and saved values."""
         run, mesh = self.model.run(layer), self.mesh
         if keeps == "nothing":
             return 0.0
-        if keeps == "input":  # with the residual stream, if blocks are cut in halves
+        if keeps == "input":  # including the residual stream, if blocks are split into halves
             residual = sizes.residual * sizes.element_bytes[Kind.RESIDUAL] if self._signatures[layer].carries else 0.0
             sliced = (mesh.tp if self.plan.sequence_parallel else 1) * mesh.cp
             return self.activation_bytes(sizes, layer) + residual / sliced
         shared = (mesh.tp if run.cut or self.plan.sequence_parallel else 1) * mesh.cp
         saved = sizes.saved[layer] * sizes.element_bytes[Kind.SAVED] / shared
-        if run.attend is not None:  # attention is an op of its own
+        if run.attend is not None:  # attention is a separate op
             for elements, kind in ((sizes.queries, Kind.QUERIES), (sizes.keys_values, Kind.KEYS_VALUES)):
                 saved += elements * sizes.element_bytes[kind] / shared
         keeps_input = not sizes.keeps_input or sizes.keeps_input[layer]
         return saved + (self.activation_bytes(sizes, layer) if keeps_input else 0.0)
 
     def activation_bytes(self, sizes: Sizes, activation: int) -> float:
-        """Return the bytes of an activation as it enters its layer. Tokens, activation 0, count as nothing.
+        """Return the bytes of an activation, the input of its layer. Tokens (activation 0) count as 0 bytes.
 
         tp slices it by heads, by logits, or along the sequence.
         """
@@ -214,7 +214,7 @@ class LayerPrices:
         return bytes / (self.mesh.tp if sliced else 1) / self.mesh.cp
 
     def _has_whole_sequences(self, layer: int) -> bool:
-        """Return whether a layer gets whole sequences although context parallelism cuts them: routers and experts."""
+        """Return whether a layer gets whole sequences although context parallelism splits them: routers and experts."""
         signature = self._signatures[layer]
         return "expert" in self.model.run(layer).cut or (signature.routes and not signature.carries)
 
@@ -228,7 +228,7 @@ class LayerPrices:
         run, size, recipe = self.model.run(layer), self.line.micro_batch_size, self.prices.recipe
         tokens = self.model.seq_len if self._has_whole_sequences(layer) else self._tokens
         tokens //= self.mesh.tp if self.plan.sequence_parallel and not run.cut else 1
-        if "expert" in run.cut:  # whose tokens come from all ranks of ep
+        if "expert" in run.cut:  # its tokens come from all ranks of ep
             size *= self.mesh.ep
         slices = self.prices.computed_slices(layer, run.slices)
         kernels = recipe.kernels.run(self.model.kernels(layer, size, tokens, slices))
@@ -243,31 +243,31 @@ class LayerPrices:
         return forward, backward
 
     def _attention(self, layer: int, slices: int) -> tuple[float, float]:
-        """Return seconds of attention's passes, on as many blocks of keys and values as come in."""
+        """Return the seconds of attention's passes over all blocks of keys and values that arrive."""
         degree = self.plan.ulysses
         queries, pieces = self._tokens * degree, self.mesh.cp // degree if self.plan.context == "ring" else 1
         keys, size = self.model.seq_len // pieces, self.line.micro_batch_size
         recipe, cp = self.prices.recipe.kernels, self.mesh.cp
-        seen = 0.5 * (1 + recipe.cp_imbalance * (cp - 1) / cp)  # by the busiest rank
+        seen = 0.5 * (1 + recipe.cp_imbalance * (cp - 1) / cp)  # share of the keys for the busiest rank
         attended = recipe.run(self.model.attend_kernels(layer, size, queries, keys, seen, slices * degree))
         kinds = OpKind.ATTEND, OpKind.ATTEND_BACKWARD
         forward, backward = (pieces * self.prices.layer_seconds(kind, attended) for kind in kinds)
         backward += pieces * self.prices.attends_again_seconds(layer, attended)
         if self.mesh.cp > 1:
-            with suppress(UserError):  # the profile lacks a collective: then such plans have no forecast
+            with suppress(UserError):  # the profile lacks a collective, so such plans have no forecast
                 forward, backward = self._with_exchanges(layer, degree, forward, backward)
         return forward, backward
 
     def _with_exchanges(self, layer: int, degree: int, forward: float, backward: float) -> tuple[float, float]:
-        """Return attention's seconds with the exchanges between ranks of cp.
+        """Return the seconds of attention with the exchanges between ranks of cp.
 
-        Exchanges of slices for heads, and gathers of keys and values, come before attention or after it. The messages
-        of a ring run beside it, but each follows the one before.
+        Exchanges of slices for heads, and gathers of keys and values, run before or after attention. The messages of a
+        ring run concurrently with attention, one after the other.
 
         Args:
             layer: number of the layer.
-            degree: how many neighbours exchange slices for heads.
-            forward, backward: seconds of attention alone.
+            degree: number of neighbours that exchange slices for heads.
+            forward, backward: seconds of attention without exchanges.
         """
         near, ring = group_of("cp", self._contexts[:degree]), group_of("cp", self._contexts[::degree])
         hops = len(ring.ranks)

@@ -1,7 +1,7 @@
 """Problems of the planner: a model, a cluster and a batch, with the limits that a user sets.
 
 `Problem` and `Limits` are the input, and `Candidate` is a plan with its microbatch and precision. `family` names the
-kind of a plan in tables. `plan_layers` cuts a model into the layers of a plan.
+kind of a plan in tables. `plan_layers` splits a model into the layers of a plan.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and what a job says beside it.
+    """Plan with its microbatch size and precision.
 
     Attributes:
-        plan: how the model is laid over the ranks.
+        plan: distribution of the model over the ranks.
         micro_batch_size: sequences of a microbatch.
-        precision: in which numbers.
+        precision: precision of the step.
     """
 
     plan: Plan
@@ -44,16 +44,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the search that a user sets: fixed fields of the plan, and largest values.
+    """User's limits of the search: fixed fields of the plan, and largest values.
 
     Attributes:
         fixed: values of a plan's fields, and sizes of its mesh's axes.
-        most: the largest size of an axis of the mesh, and of a microbatch, `micro_batch_size`; that of `dp_shard` is of
-            ranks that share something.
+        most: largest size of each axis of the mesh, and of a microbatch (`micro_batch_size`). The limit of `dp_shard`
+            applies only if something is sharded over it.
         micro_batch_size: sequences of a microbatch (None: any number that divides).
 
     Raises:
-        UserError: a field cannot have its value in any plan, or two limits contradict each other.
+        UserError: if a field cannot have its value in any plan, or two limits contradict each other.
     """
 
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -79,20 +79,20 @@ class Limits:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The values of a plan's fields, without the sizes of axes."""
+        """Fixed values of a plan's fields, without the sizes of axes."""
         return {name: value for name, value in self.fixed.items() if name not in AXES}
 
     def tried(self, name: str, values: Sequence[T]) -> Sequence[T]:
-        """The values of a field, or sizes of an axis, that are tried: the one that is fixed, or else these."""
+        """Return the values of a field, or sizes of an axis, to try: the fixed one, or else `values`."""
         return (self.fixed[name],) if name in self.fixed else values
 
     def allows(self, name: str, size: int) -> bool:
-        """Whether an axis, or a microbatch, may have this size."""
+        """Return whether an axis, or a microbatch, may have this size."""
         wanted = self.micro_batch_size if name == "micro_batch_size" else self.fixed.get(name)
         return wanted in (None, size) and size <= self.most.get(name, size)
 
     def allow(self, plan: Plan) -> bool:
-        """Whether a plan's mesh and all its fields are as they must be."""
+        """Return whether a plan's mesh and all its fields satisfy the limits."""
         sizes = plan.mesh.sizes()
         values = {**sizes, **{name: getattr(plan, name) for name in self.fields}}
         if any(values[name] != value for name, value in self.fixed.items()):
@@ -102,23 +102,23 @@ class Limits:
         return all(size <= self.most.get(axis, size) for axis, size in sizes.items())
 
     def __str__(self) -> str:
-        """The limits, as flags."""
+        """Return the limits as flags."""
         fixed = {**self.fixed, **({"micro_batch_size": self.micro_batch_size} if self.micro_batch_size else {})}
         return as_flags({**fixed, **{f"max_{name}": most for name, most in self.most.items()}})
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A step that any plan may run.
+    """Planning problem: a step for which a plan is searched.
 
     Attributes:
-        model: what is trained, whole.
-        cluster: on what; all of its devices are used.
-        sequences: of the global batch.
-        precisions: the numbers that may be chosen.
-        recipe: how the framework that runs it does so.
-        optimizer: what makes a step of a gradient.
-        limits: what is not left open.
+        model: the model, not split.
+        cluster: the cluster, all of whose devices are used.
+        sequences: sequences of the global batch.
+        precisions: precisions that a plan may use.
+        recipe: recipe of the framework that runs the step.
+        optimizer: name of the optimizer.
+        limits: the user's limits.
     """
 
     model: Blocks
@@ -130,7 +130,7 @@ class Problem:
     limits: Limits = field(default_factory=Limits)
 
     def workload(self, candidate: Candidate) -> Workload:
-        """The step under a candidate."""
+        """Return the step under a candidate."""
         return Workload(
             candidate.plan,
             self.model,
@@ -144,12 +144,12 @@ class Problem:
 
     @property
     def margin(self) -> float:
-        """Bytes of a device that must stay free, because predictions of memory err. CPUs need none."""
+        """Bytes of a device that must stay free, because predictions of memory have errors; 0 for CPUs."""
         return memory_margin(self.recipe, self.cluster, self.model)
 
     @property
     def room(self) -> float:
-        """Bytes of a device that a plan which is chosen may take: all but the margin."""
+        """Bytes of a device that the chosen plan may use: all but the margin."""
         return self.cluster.device.memory - self.margin
 
     @property
@@ -159,14 +159,14 @@ class Problem:
 
 
 SHARES = {"none": 0.0, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "7/8": 0.875, "full": 1.0}
-"""Shares of a stage's blocks that are computed again."""
+"""Shares of a stage's blocks that are recomputed, by name."""
 
 ORDER = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "HSDP")
-"""The families of data parallelism alone, in the order of a table; others follow."""
+"""Families with only data parallelism, in the order of tables. Other families follow."""
 
 
 def family(plan: Plan) -> str:
-    """The family of a plan: how data parallelism shares the model, if there is no other; else the other kinds.
+    """Return the family of a plan: its kinds of parallelism besides data parallelism, or else its stage of ZeRO.
 
     >>> family(Plan(Mesh(dp_shard=8), shard_optimizer=("dp_shard",)))
     'ZeRO-1'
@@ -183,20 +183,20 @@ def family(plan: Plan) -> str:
 
 
 def model_kinds(mesh: Mesh) -> str:
-    """The kinds of parallelism beside the data's: `TP + CP`; "": none."""
+    """Return the kinds of parallelism besides data parallelism, such as `3D: TP + CP` ("": none)."""
     used = [axis.upper() for axis in ("tp", "pp", "cp", "ep") if getattr(mesh, axis) > 1]
     named = " + ".join(used)
     return f"{len(used) + 1}D: {named}" if len(used) > 1 and mesh.dp_shard * mesh.dp_replicate > 1 else named
 
 
 def family_order(name: str) -> tuple[int, str]:
-    """A key that sorts families as a table has them."""
+    """Return a sort key for the order of families in tables."""
     known = [place for place, each in enumerate(ORDER) if name.startswith(each)]
     return (known[-1] if known else len(ORDER) + name.count("+"), name)
 
 
 def plan_layers(model: Blocks, plan: Plan) -> ModelLayers:
-    """Return the layers into which a plan cuts a model, represented by three of its blocks.
+    """Return the layers into which a plan splits a model, represented by three of its blocks.
 
     Raises:
         UserError: if the model does not divide.

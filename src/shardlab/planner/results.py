@@ -1,4 +1,4 @@
-"""Results of a search: the plans that were simulated, and how far the search came."""
+"""Results of a search: the simulated plans, and the progress of the search."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PlanOutcome:
         candidate: the plan, microbatch and precision.
         forecast: predicted time and memory.
         corrected: seconds of a step, corrected by measured steps (None: nothing was measured).
-        ran_out: whether it was run and ran out of memory.
+        ran_out: whether it ran out of memory when it was run.
     """
 
     candidate: Candidate
@@ -30,7 +30,7 @@ class PlanOutcome:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan ran, or fits into memory with the margin that must stay free."""
+        """Whether the plan fits: it ran, or is predicted to leave the margin of memory free."""
         fits = self.corrected is not None or (self.forecast.memory.fits and self.forecast.memory.safe)
         return fits and not self.ran_out
 
@@ -46,12 +46,12 @@ class PlanOutcome:
 
 @dataclass(frozen=True)
 class Improvement:
-    """A best plan so far.
+    """Improvement of the best plan during a search.
 
     Attributes:
         after: seconds from the beginning of the search.
         forecasts: number of forecasts until then.
-        seconds: its predicted seconds of a step.
+        seconds: predicted seconds of a step of the new best plan.
     """
 
     after: float
@@ -65,11 +65,11 @@ class Results:
 
     Attributes:
         outcomes: all candidates that were simulated.
-        lines: number of lines that were looked at (see `shardlab.planner.lines`).
+        lines: number of lines that were guessed (see `shardlab.planner.lines`).
         refused: candidates that cannot be run.
-        improvements: the best plans in the order in which they were found.
+        improvements: improvements of the best plan, in order.
         searched: families whose best plan was searched until no neighbour was better.
-        complete: whether the search ended by itself: no line that it knows promises to be faster.
+        complete: whether the search ended because no known line promises to be faster.
         seconds: duration of the search.
     """
 
@@ -104,7 +104,7 @@ class Results:
         return best
 
     def misses(self) -> dict[str, tuple[float, Candidate]]:
-        """Return bytes and candidate of the smallest simulated plan of each family of which no plan fits."""
+        """Return the smallest simulated plan, with its bytes, of each family of which no plan fits."""
         fitting, nearest = self.families(), dict[str, tuple[float, Candidate]]()
         for each in sorted(self.outcomes, key=lambda each: (each.forecast.memory.unlimited, repr(each.candidate))):
             if each.family not in fitting:

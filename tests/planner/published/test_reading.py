@@ -265,7 +265,7 @@ def test_a_name_counts_where_it_stands_whole_in_any_case(text: str | None, names
     ("written", "sentence"),
     [
         ("{", "is not JSON"),
-        ("{}", "holds no list of runs"),
+        ("{}", "has no list of runs"),
         ("[1]", "run 0 is no object with an id"),
         (json.dumps([{"id": "a"}, {"id": "a"}]), "two runs are called 'a'"),
     ],

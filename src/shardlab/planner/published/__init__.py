@@ -1,5 +1,5 @@
-"""Published runs: how far predicted seconds and bytes are from those that others have measured.
+"""Published runs: errors of predicted seconds and bytes relative to published measurements.
 
-Read `records` (the fields of a run in a file), `reading` (a run as model, plan, cluster and recipe) and `predict`
-(predictions and their errors).
+Read `records` (the fields of a run in a file), `reading` (conversion of a run to model, plan, cluster and recipe) and
+`predict` (predictions and their errors).
 """

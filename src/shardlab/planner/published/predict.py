@@ -1,6 +1,6 @@
 """Predictions of published runs, and their errors.
 
-`predict` predicts one run, `predict_outcomes` all rows of a file on every core. `ErrorSummary` sums up the errors.
+`predict` predicts one run, `predict_outcomes` all rows of a file on every core. `ErrorSummary` summarizes the errors.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Prediction:
 
     Attributes:
         seconds: seconds of a step (None: not predicted).
-        bytes: memory of the fullest GPU, counted as it was measured (with or without allocator and CUDA).
+        bytes: bytes on the fullest GPU, counted as they were measured (with or without allocator and CUDA).
         fits: whether everything fits into the GPU's memory.
-        held: the memory of that GPU in every way of counting (None: only that of the model's state is predicted).
+        held: memory of that GPU, by each way of counting (None: only the memory of the model's state is predicted).
     """
 
     seconds: float | None
@@ -56,14 +56,14 @@ def predict(run: PublishedRun) -> Prediction:
 
 
 def measured_as(memory: Memory, held: DeviceMemory) -> float:
-    """Return the bytes of the fullest GPU, counted as a run measured them."""
+    """Return the bytes on the fullest GPU, counted as in a run's measurement."""
     return {"allocated": held.logged_allocated, "reserved": held.logged}.get(memory, held.total)
 
 
 def _block_seconds(run: PublishedRun) -> float:
     """Return the seconds that one more block adds to a step of one microbatch, without its update."""
     recipe = run.workload.recipe
-    recipe = replace(recipe, kernels=replace(recipe.kernels, update_bytes=1e-9))  # such a kernel still starts
+    recipe = replace(recipe, kernels=replace(recipe.kernels, update_bytes=1e-9))  # such a kernel is still launched
 
     def step(blocks: int) -> float:
         model = replace(run.workload.model, layers=blocks)
@@ -79,10 +79,10 @@ def _forecast(run: PublishedRun, each: int) -> Forecast:
 T = TypeVar("T")
 
 Figure = Literal["seconds", "bytes"]
-"""Figures in which predictions are compared: the time of a step, and memory."""
+"""Figures that are compared: the time of a step, and memory."""
 
 LONGEST = 40
-"""Largest width of a source in a table, if the row has no short name."""
+"""Largest width of a source's name in a table, if the row has no short name."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Outcome:
         source: short name of its publication.
         measured: measured figures.
         prediction: predicted figures (None: there is no prediction).
-        reason: why there is no prediction.
-        assumed: assumptions of the prediction about what the row does not say.
+        reason: reason why there is no prediction.
+        assumed: assumptions of the prediction about values that the row does not have.
     """
 
     id: str
@@ -106,13 +106,13 @@ class Outcome:
     assumed: tuple[str, ...] = ()
 
     def error(self, figure: Figure) -> float | None:
-        """Return the relative error, predicted / measured - 1 (None: one of them is unknown)."""
+        """Return the relative error, predicted / measured - 1 (None: one of the two is unknown)."""
         predicted, measured = self.prediction and getattr(self.prediction, figure), getattr(self.measured, figure)
         return predicted / measured - 1 if predicted and measured else None
 
 
 def predict_outcome(row: dict[str, Any], recipe: Recipe | None = None) -> Outcome:
-    """Predict one row of a file with a recipe (None: that of the row's framework)."""
+    """Predict one row of a file with a recipe (None: the recipe of the row's framework)."""
     name, source = str(row["id"]), str(row.get("publication") or _short(str(row.get("source") or "unknown")))
     measured = read_figures(row)
     try:
@@ -130,7 +130,7 @@ def _short(source: str) -> str:
 
 
 def _state(row: dict[str, Any]) -> Prediction:
-    """Predict the memory of a row that only has the model state for a number of parameters."""
+    """Predict the memory of a row that only has the model state of a number of parameters."""
     state = records.parse(StateRecord, records.section(row, "model") | records.section(row, "parallelism"))
     bytes = sum(model_state(zero_plan(state.dp, state.zero_stage), state.params, find_precision("fp16")))
     return Prediction(None, bytes, True)
@@ -158,7 +158,7 @@ def on_every_core(
 
 
 def _end_when_interrupted() -> None:
-    """Let Ctrl-C end this process without a traceback, unless it is ignored: in the background of a script."""
+    """Let Ctrl-C end this process without a traceback, unless SIGINT is ignored, as in the background of a script."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -170,7 +170,7 @@ class ErrorSummary:
     Attributes:
         count: number of predictions.
         mean, median, worst: mean, median and largest size of the errors.
-        bias: mean of the errors. Above zero, predictions are too large.
+        bias: mean of the signed errors. If it is positive, predictions are too large.
     """
 
     count: int
@@ -204,7 +204,7 @@ def worst_errors(outcomes: Sequence[Outcome], figure: Figure, count: int) -> lis
 
 
 def wrong_fits(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return runs that are predicted to fit and did not, or ran although they are predicted not to fit."""
+    """Return runs that ran out of memory although they are predicted to fit, or ran although predicted not to fit."""
     return [
         outcome
         for outcome in outcomes

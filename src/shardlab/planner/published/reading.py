@@ -1,7 +1,7 @@
 """Conversion of a published run to a workload of the simulator: model, plan, cluster, batch and recipe.
 
-`read_run` converts a row of a file. Names that stand only in texts of a row are looked up by `find_name`. What a row
-does not say is assumed, and `assumptions` lists these assumptions.
+`read_run` converts a row of a file. `find_name` finds names inside of texts of a row. Values that a row does not have
+are assumed, and `assumptions` lists these assumptions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shardlab.strategies.schedules import SCHEDULES
 T = TypeVar("T")
 
 RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "selective", "full": "full", "selective-per-op": "per-op"}
-"""Words for what is recomputed, and the plan's."""
+"""Values of a plan's `recompute`, by their names in files."""
 
 _WORDS = {plan: word for word, plan in RECOMPUTE.items()}
 
@@ -53,7 +53,7 @@ DTYPES = {name: name for name in ("fp8", "mxfp8", "bf16", "bf16-params", "fp16",
     "float16": "fp16",
     "float32": "fp32",
 }
-"""Words for a precision, and its name without the dtype of gradients."""
+"""Names of precisions without the dtype of gradients, by their names in files."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PublishedRun:
     Attributes:
         workload: one step of the run.
         measured: measured figures.
-        assumed: assumptions about what the row does not say.
+        assumed: assumptions about values that the row does not have.
     """
 
     workload: Workload
@@ -86,10 +86,10 @@ def read_run(row: dict[str, Any], recipe: Recipe | None = None) -> PublishedRun:
 
     Args:
         row: the row.
-        recipe: recipe of the prediction (None: that of the row's framework).
+        recipe: recipe of the prediction (None: the recipe of the row's framework).
 
     Raises:
-        Incomplete: if the row lacks something that a prediction needs.
+        Incomplete: if the row lacks a value that a prediction needs.
     """
     if wrong := wrong_measurement(row):
         raise Incomplete(wrong)
@@ -130,10 +130,10 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
 
 
 def _recompute_of(record: RunRecord, recipe: Recipe) -> Any:
-    """Return what a run recomputes, in the words of a plan: the framework's default if it does not say.
+    """Return the `recompute` of a plan for a run; the framework's default if the run does not say.
 
     Raises:
-        Unknown: for an unknown word.
+        Unknown: if the run's value is unknown.
     """
     text = record.recompute
     if text is None:
@@ -146,7 +146,7 @@ def _recompute_of(record: RunRecord, recipe: Recipe) -> Any:
 
 
 def recipe_of(record: RunRecord) -> Recipe:
-    """Return the recipe of the run's framework, or else one that its source names, or else a usual one.
+    """Return the recipe of the run's framework, or of a framework that its source names, or else a usual one.
 
     Raises:
         Unknown: if the framework or the device is unknown. The message suggests the nearest name.
@@ -158,7 +158,7 @@ def recipe_of(record: RunRecord) -> Recipe:
 
 
 def _known(find: Callable[[str], T], name: str) -> T:
-    """The recipe, device or link of a name that a run gives."""
+    """Return the recipe, device or link with a name that a run has."""
     try:
         return find(name)
     except UserError as error:
@@ -166,7 +166,7 @@ def _known(find: Callable[[str], T], name: str) -> T:
 
 
 def _usual(record: RunRecord) -> str:
-    """Return the usual recipe of the device's generation, for FSDP or for Megatron."""
+    """Return the usual recipe for the device's generation, for FSDP or for Megatron."""
     sharded, recent = record.parallelism.zero_stage == 3, "float8" in device_of(record.hardware).flops
     if sharded:
         return "fsdp2" if recent else "deepspeed"
@@ -174,7 +174,7 @@ def _usual(record: RunRecord) -> str:
 
 
 def mesh_of(record: RunRecord) -> Mesh:
-    """Return the mesh of a run. If the data-parallel ranks are not given, they are the remaining GPUs."""
+    """Return the mesh of a run. If the number of data-parallel ranks is missing, it follows from the number of GPUs."""
     axes, gpus = record.parallelism, record.hardware.gpus
     cp, ep, replicas = axes.cp or 1, axes.ep or 1, axes.dp_replicate or 1
     rest = max(1, gpus // (axes.tp * axes.pp * cp * ep * replicas))
@@ -185,7 +185,7 @@ def mesh_of(record: RunRecord) -> Mesh:
 
 
 def device_of(hardware: HardwareRecord) -> Device:
-    """Return the device of a run, by its field or else by the name in the text of its GPU."""
+    """Return the device of a run by the field `device`, or else by the name in the text `gpu`."""
     name = hardware.device or find_name(hardware.gpu, [*DEVICES, *ALIASES])
     if name is None:
         if hardware.gpu is None:
@@ -211,12 +211,12 @@ def cluster_of(record: RunRecord) -> Cluster:
 def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
     """Return the model of a run, with a padded vocabulary if tensor parallelism or the recipe needs it.
 
-    With ZeRO-3 a tied head becomes a separate matrix, because FSDP gathers whole blocks, which share no matrix.
+    With ZeRO-3 a tied head becomes a separate matrix, because FSDP gathers whole blocks, which cannot share a matrix.
     """
     written, parallelism = record.model, record.parallelism
     vocabulary, to = written.vocab or recipe.defaults.vocab_size, 128 * parallelism.tp
     tied = bool(written.tied_embeddings) and zero < 3
-    if written.tied_embeddings is None and parallelism.pp > 1:  # half a block a stage takes half-blocks
+    if written.tied_embeddings is None and parallelism.pp > 1:  # stages of half a block need half-blocks
         each = 2 if _schedule(record) == "zb-v" else parallelism.interleave_v or 1
         tied = written.layers + 2 == parallelism.pp * each
     common: dict[str, Any] = {
@@ -251,7 +251,7 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
     if mesh.pp == 1:
         schedule, chunks = "1f1b", 1
     elif schedule == "interleaved-1f1b" and chunks < 2:
-        chunks = max(1, round(model.layers / mesh.pp))  # as many as there are layers: what hides most of the bubble
+        chunks = max(1, round(model.layers / mesh.pp))  # one layer in each stage, which has the smallest bubble
     stages = mesh.pp * ({"zb-v": 2, "interleaved-1f1b": chunks}.get(schedule, 1))
     shard = ("dp_shard", "cp") if mesh.cp > 1 else ("dp_shard",)
     shard = shard if mesh.dp_shard * mesh.cp > 1 else ()
@@ -271,7 +271,7 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
         stages_per_rank=chunks if schedule == "interleaved-1f1b" else None,
         layers_per_stage=dealt,
         shard_parameters=shard if zero >= 3 else (),
-        shard_gradients=shard if zero >= 2 and kept == "layer" else (),  # a pipeline's FSDP reduces once a step
+        shard_gradients=shard if zero >= 2 and kept == "layer" else (),  # in a pipeline, FSDP reduces once a step
         shard_optimizer=shard if zero >= 1 else (),
         reduce_at=recipe.defaults.reduction(zero),
         reshard_after=kept,
@@ -283,15 +283,15 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
 
 
 BY_HAND = {"zb-1p": "zb-h1", "zb-2p": "zb-h2"}
-"""Schedules that a search finds within a limit of memory (Qi et al. 2023, arXiv 2401.10241, sections 3 and 5), and
-those made by hand that hold as much. A prediction says that it assumes them."""
+"""Schedules that the search of the Zero Bubble paper finds within a memory limit (Qi et al. 2023, arXiv 2401.10241, sections
+3 and 5), and handcrafted schedules with the same memory. A prediction lists this as an assumption."""
 
 
 def _schedule(record: RunRecord) -> str | None:
-    """The run's schedule (None: it has none).
+    """Return the schedule of a run (None: the run has none).
 
     Raises:
-        Unknown: it is unknown here; the nearest is named.
+        Unknown: if the name is unknown. The message suggests the nearest name.
     """
     text = record.parallelism.schedule
     if text is None or text == "none":
@@ -303,10 +303,10 @@ def _schedule(record: RunRecord) -> str | None:
 
 
 def precision_of(record: RunRecord, recipe: Recipe) -> Precision:
-    """Find the numbers that a run uses.
+    """Return the precision of a run.
 
     Raises:
-        Unknown: for a dtype that is unknown here.
+        Unknown: if a dtype is unknown.
     """
     text = record.precision or "fp16"
     name = find_name(text, DTYPES)
@@ -319,22 +319,22 @@ def precision_of(record: RunRecord, recipe: Recipe) -> Precision:
 
 
 def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool) -> tuple[int, ...]:
-    """The `layers_per_stage` of a plan.
+    """Return the `layers_per_stage` of a plan.
 
-    Where blocks do not divide, but would with two more, the first and the last stage have one fewer, as their embedding
+    If the blocks do not divide, but two more would, the first and the last stage have one block fewer, since embedding
     and head take time as well (Megatron's standalone embedding; Llama 3, arXiv 2407.21783, section 3.3.2).
 
     >>> layers_per_stage(10, 4, fewer_at_ends=True, halves=False)
     (2, 3, 3, 2)
 
     Args:
-        blocks: of the model.
-        stages: of the pipeline.
-        fewer_at_ends: whether the first and the last stage are said to have one block fewer.
-        halves: whether a plan counts pairs of a norm and a body, two a block and one for the head.
+        blocks: number of blocks of the model.
+        stages: number of stages of the pipeline.
+        fewer_at_ends: whether the run says that the first and the last stage have one block fewer.
+        halves: whether the plan counts half-blocks: two for each block, and one for the head.
     """
     each, rest = divmod(blocks + 2, stages)
-    if each == 1 and not rest and halves:  # the ends have no block, so their neighbours share half of one with them
+    if each == 1 and not rest and halves:  # the ends have no block, so they get half of a block of their neighbours
         pairs = 2 * blocks - 1
         return (1, *_even(pairs, stages - 2), 1)
     if each > 1 and not rest and (fewer_at_ends or blocks % stages):
@@ -349,26 +349,26 @@ def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool
 
 
 def _even(count: int, stages: int) -> list[int]:
-    """Deal blocks to stages as evenly as can be; stages that have one more lie in the middle."""
+    """Divide blocks among stages as evenly as possible. Stages with one block more are in the middle."""
     each, more = divmod(count, stages)
     first = (stages - more + 1) // 2
     return [each + (first <= stage < first + more) for stage in range(stages)]
 
 
 NETWORKS = {"efa": ("efa-100", 4)}
-"""Networks that are called by a family's name: the link, and how many of them a device has (AWS p5: 32 of 100 Gb/s)."""
+"""Networks by the name of their family: the link, and the number of links of a device (AWS p5: 32 of 100 Gb/s)."""
 
 
 _INSIDE = {re.split(r"[^a-z]", name)[0] for node in NODES.values() for name in (node.intra_node, node.host, "nvme")}
 
 BETWEEN = [name for name in LINKS if re.split(r"[^a-z]", name)[0] not in _INSIDE]
-"""Links between nodes. A text that names another link describes the inside of a node."""
+"""Links between nodes. Other links in a text are within nodes."""
 
 
 def network_in(text: str | None) -> tuple[str, int] | None:
-    """The link between nodes that a text names, and how many of them a device has (None: it names none that is known).
+    """Find the link between nodes in a text, and the number of links of a device (None: there is no known link).
 
-    A link inside nodes is taken only where the text says that it leads to other nodes.
+    A link that is used within nodes counts only if the text says that it connects nodes.
 
     >>> network_in("NVLink3 intra-node; 8x HDR InfiniBand"), network_in("NVLink; EFA"), network_in("a fast network")
     (('infiniband-hdr', 1), ('efa-100', 4), None)
@@ -386,7 +386,7 @@ def network_in(text: str | None) -> tuple[str, int] | None:
 
 
 def nics_in(text: str | None) -> int | None:
-    """The number of NICs that a text gives before the name of a network (None: it gives none).
+    """Find the number of NICs before the name of a network in a text (None: there is none).
 
     >>> nics_in("NVLink3 intra-node; 8x HDR InfiniBand"), nics_in("4 x EFA"), nics_in("8x A100; InfiniBand")
     (8, 4, None)
@@ -398,13 +398,13 @@ def nics_in(text: str | None) -> int | None:
 
 
 def find_name(text: str | None, names: Iterable[str]) -> str | None:
-    """The known name whose words all stand in a text: the first one, and of those that begin alike the longest.
+    """Find a known name whose words are all in a text: the first one, or of names with the same beginning the longest.
 
-    The end of a compound does not begin a name: Megatron-DeepSpeed is not DeepSpeed.
+    The second part of a compound is not a name: Megatron-DeepSpeed is not DeepSpeed.
 
-    >>> named("A100-SXM4-40GB (Polaris)", ["a100", "a100-40gb", "h100"])
+    >>> find_name("A100-SXM4-40GB (Polaris)", ["a100", "a100-40gb", "h100"])
     'a100-40gb'
-    >>> named("amp_fp8 / bf16", ["bf16", "fp8"]), named("H1000", ["h100"])
+    >>> find_name("amp_fp8 / bf16", ["bf16", "fp8"]), find_name("H1000", ["h100"])
     ('fp8', None)
     """
     joined = re.sub(r"(\d+) ?gb\b", r"\1gb", (text or "").lower())
@@ -419,10 +419,10 @@ def find_name(text: str | None, names: Iterable[str]) -> str | None:
 
 
 def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) -> tuple[str, ...]:
-    """Short phrases, one for each thing that the record leaves open and that its prediction rests on.
+    """Return a short phrase for each value that the record does not have and that its prediction assumes.
 
     Args:
-        told: the user has said which framework ran it.
+        told: whether the user has named the framework that ran it.
     """
     assert isinstance(workload.plan, Plan)
     computes = workload.precision.name.removesuffix(WIDE)

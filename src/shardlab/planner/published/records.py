@@ -1,4 +1,4 @@
-"""Records of published runs as a file gives them: typed fields, some of which may be absent, and measured figures."""
+"""Records of published runs in a file: typed fields, some of which may be absent, and measured figures."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 
 class Incomplete(Exception):
-    """Error for a run that cannot be predicted because something is missing. The message says what."""
+    """Error for a run that cannot be predicted because a value is missing. The message names it."""
 
 
 class Unknown(Incomplete):
-    """Error for a run with an unknown name, such as that of a device or framework. The message says which."""
+    """Error for a run with an unknown name, such as that of a device or framework. The message has the name."""
 
 
 def bounded(most: int, least: int = 1) -> FieldType:
-    """Return the type of a whole number, which may be in quotes; the limits bound the cost of a simulation."""
+    """Return the type of a whole number, which may be in quotes. The limits bound the cost of a simulation."""
     wanted = f"a whole number from {least} to {most:,}"
     return FieldType(
         int,
@@ -50,10 +50,10 @@ Switch = Annotated[bool, FieldType(bool, "", lambda _: "", of_file=bool)]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord:
-    """A model's sizes, and its activation function.
+    """Sizes of a model, and its activation function.
 
     Attributes:
-        experts, top_k, capacity_factor: of a mixture of experts; without a capacity factor no token is dropped.
+        experts, top_k, capacity_factor: sizes of a mixture of experts. Without a capacity factor, no token is dropped.
     """
 
     layers: Stages
@@ -76,10 +76,10 @@ class HardwareRecord:
     """Devices and network.
 
     Attributes:
-        device: by its name in `shardlab.simulate.hardware.device`.
-        network: the link between nodes, by its name in `shardlab.simulate.hardware.cluster`.
-        nics: how many of these a node has.
-        gpu, interconnect: texts, which are read for names where these are absent.
+        device: name of the device in `shardlab.simulate.hardware.device`.
+        network: name of the link between nodes in `shardlab.simulate.hardware.cluster`.
+        nics: number of these links of a node.
+        gpu, interconnect: texts in which names are looked for if `device` or `network` is absent.
     """
 
     device: Text | None = None
@@ -96,9 +96,9 @@ class ParallelismRecord:
     """Parallelism of a run.
 
     Attributes:
-        dp: ranks that share what the ZeRO stage says.
+        dp: number of data-parallel ranks over which the state is sharded as the ZeRO stage says.
         dp_replicate: replicas of these ranks, as in FSDP's hybrid sharding.
-        offload: what goes where, as in "activations=host".
+        offload: offloaded values with their place, as in "activations=host".
     """
 
     tp: Ranks
@@ -126,7 +126,7 @@ class BatchRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StateRecord:
-    """Number of parameters of a model without further sizes, and the ranks that share it."""
+    """Number of parameters of a model without further sizes, and the ranks over which its state is sharded."""
 
     params: Parameters
     dp: Ranks
@@ -135,13 +135,13 @@ class StateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Run of a file, without its measured figures.
+    """Run in a file, without its measured figures.
 
     Attributes:
-        framework: the recipe that describes it, by name.
-        switches: values of its switches by name.
-        precision: dtype of products of matrices: fp32, bf16, fp16 or fp8.
-        gradients: dtype in which gradients are reduced: fp32, or half of that where it says anything else.
+        framework: name of the recipe that describes it.
+        switches: values of the recipe's switches by name.
+        precision: dtype of matrix products: fp32, bf16, fp16 or fp8.
+        gradients: dtype in which gradients are reduced. Any value other than fp32 means 16 bits.
     """
 
     id: Text
@@ -161,7 +161,7 @@ def read_record(row: dict[str, Any]) -> RunRecord:
     """Return the record of a row.
 
     Raises:
-        Incomplete: if a required field is missing, or a number is something else.
+        Incomplete: if a required field is missing, or a value has the wrong type.
     """
     sections = {
         "model": parse(ModelRecord, section(row, "model")),
@@ -173,16 +173,16 @@ def read_record(row: dict[str, Any]) -> RunRecord:
 
 
 def section(row: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return one object of a row, or an empty one if it is absent."""
+    """Return an object of a row; an empty one if it is absent."""
     value = row.get(name)
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 def parse(kind: type[T], written: dict[str, Any]) -> T:
-    """Return a record of a JSON object. `8`, `8.0` and `"8"` are all 8, and null means absent.
+    """Convert a JSON object to a record. `8`, `8.0` and `"8"` all mean 8, and null means absent.
 
     Raises:
-        Incomplete: if a required field is missing, or a number is something else.
+        Incomplete: if a required field is missing, or a value has the wrong type.
     """
     present = {name: value for name, value in written.items() if value is not None}
     try:
@@ -193,7 +193,7 @@ def parse(kind: type[T], written: dict[str, Any]) -> T:
 
 
 def _finite(value: Any) -> float | None:
-    """Return a number, which may be in quotes (None: it is no number)."""
+    """Return a number, which may be in quotes (None: the value is not a number)."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -204,14 +204,14 @@ def _finite(value: Any) -> float | None:
 
 
 def number(value: Any) -> float | None:
-    """Return a positive number, which may be in quotes (None: it is no positive number)."""
+    """Return a positive number, which may be in quotes (None: the value is not a positive number)."""
     found = _finite(value)
     return found if found is not None and found > 0 else None
 
 
 Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
-"""Content of a measured figure: what tensors take at their peak; what the allocator has reserved for them; all that
-the GPU holds; or parameters, gradients and optimizer state alone."""
+"""Content of a measured figure: peak of the bytes of tensors (allocated), bytes that the allocator has reserved, all
+bytes in use on the GPU, or only parameters, gradients and optimizer state."""
 
 GB, GIB = 1e9, 2.0**30
 
@@ -223,11 +223,11 @@ MEMORY_FIELDS: tuple[tuple[str, Memory, float], ...] = (
     ("peak_memory_GB_nvidia_smi", "nvidia-smi", GIB),
     ("model_state_memory_GB", "model state", GB),
 )
-"""A field of `measured`, what it includes, and its unit: the Zero Bubble paper and the ZeRO paper count in 10^9,
-torchtitan and nvidia-smi in 2^30."""
+"""(field of `measured`, its content, its unit). The Zero Bubble paper and the ZeRO paper count in 10^9, torchtitan and
+nvidia-smi in 2^30."""
 
 DENIED = {"no", "not", "never", "without", "close", "near", "nearly", "almost"}
-"""Words with which a text that tells of memory does not say that it ended a run."""
+"""Words that show that a text about memory does not mean that the run ran out of it."""
 
 STATUS = ("status", "result", "outcome", "error")
 """Fields of a row that may say how a run ended."""
@@ -238,11 +238,11 @@ class Measurement:
     """Measured figures of a run.
 
     Attributes:
-        seconds: of a step (None: not given).
-        bytes: of one GPU's memory (None: not given).
-        memory: what these bytes include.
-        out_of_memory: whether the run ended for want of memory.
-        of_block: whether the seconds are those of one block, forward and backward, for a microbatch.
+        seconds: seconds of a step (None: unknown).
+        bytes: bytes of one GPU's memory (None: unknown).
+        memory: content of these bytes.
+        out_of_memory: whether the run ran out of memory.
+        of_block: whether the seconds are those of one block's forward and backward pass on one microbatch.
     """
 
     seconds: float | None
@@ -256,11 +256,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file: a JSON list of objects, each with a unique `id`.
 
     Raises:
-        UserError: for anything else.
+        UserError: if the file has other contents.
     """
     written = read_file(path, "JSON")
     if not isinstance(written, list) or not written:
-        raise UserError(f'{path} holds no list of runs; write [{{"id": ..., "source": ..., "model": ...}}, ...]')
+        raise UserError(f'{path} has no list of runs; write [{{"id": ..., "source": ..., "model": ...}}, ...]')
     rows = cast(list[Any], written)
     for place, row in enumerate(rows):
         if not isinstance(row, dict) or not isinstance(cast(dict[str, Any], row).get("id"), str):
@@ -273,7 +273,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_figures(row: dict[str, Any]) -> Measurement:
-    """Return the measured figures of a row. If it only gives tokens/s, they are converted to seconds."""
+    """Return the measured figures of a row. If it only has tokens/s, they are converted to seconds."""
     measured, out = section(row, "measured"), ran_out_of_memory(row)
     seconds = number(measured.get("iteration_s")) or number(section(row, "derived").get("iteration_s"))
     seconds = seconds or _from_tokens(row, measured)
@@ -293,11 +293,11 @@ TIMES = {
     ),
     "derived": ("iteration_s",),
 }
-"""Fields that give a step's time or speed, by section."""
+"""Fields with the time or speed of a step, by section."""
 
 
 def wrong_measurement(row: dict[str, Any]) -> str:
-    """Say which time or speed of a row is no number above 0, and no word for a run out of memory ("": none)."""
+    """Describe a time or speed of a row that is neither a number above 0 nor says out of memory ("": there is none)."""
     for part, names in TIMES.items():
         for name in names:
             value = section(row, part).get(name)
@@ -310,10 +310,10 @@ def wrong_measurement(row: dict[str, Any]) -> str:
 
 
 def ran_out_of_memory(row: dict[str, Any]) -> bool:
-    """Whether a run says that it ended for want of memory.
+    """Return whether a row says that the run ran out of memory.
 
-    By a field `out_of_memory` or `oom` that is true, in the row or in `measured`; by these words in place of what
-    should have been measured; or as the row's status.
+    The row says so by a true field `out_of_memory` or `oom`, in the row or in `measured`; by these words in place of a
+    measured value; or by its status.
     """
     fields = section(row, "measured")
     named = [value for key, value in (*row.items(), *fields.items()) if _says_so(key)]
@@ -341,7 +341,7 @@ def _from_tokens(row: dict[str, Any], measured: dict[str, Any]) -> float | None:
 
 
 def _of_block(measured: dict[str, Any]) -> float | None:
-    """Seconds, from milliseconds of one transformer layer."""
+    """Return the seconds of one transformer layer, which are recorded in milliseconds."""
     total, parts = measured.get("layer_total_ms"), ("layer_forward_ms", "layer_backward_ms")
     forward, backward = (number(measured.get(part)) for part in parts)
     milliseconds = number(total) or (forward + backward if forward and backward else None)
