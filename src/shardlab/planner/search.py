@@ -1,14 +1,14 @@
 """Best-first local search for the fastest plan.
 
-The search moves between lines (see `shardlab.planner.lines`), and begins with those that an expert tries first. Every
-line is guessed, in about a millisecond. The most promising ones are then explored: their plans are simulated until the
-smallest share of recomputed blocks that fits is known. Of the fastest lines, all neighbours are guessed in turn. The
-search ends when no known line promises to be faster, or when its budget is used up. The best plan so far is known at
-any time.
+The search moves between lines (see `shardlab.planner.lines`), and begins with the lines that an expert tries first.
+Every line is guessed, in about a millisecond. The most promising lines are then explored: their plans are simulated
+until the smallest share of recomputed blocks that fits is known. Then all neighbours of the fastest lines are guessed.
+The search ends when no known line promises to be faster, or when its budget is used up. The best plan so far is known
+at any time.
 
-Guesses are corrected by what forecasts of similar plans differ from them (`Corrections`). Answers of workers count in
-the order of the questions, so the result of a search with a budget of forecasts depends neither on the clock nor on the
-number of workers.
+Guesses are corrected by the differences between forecasts and guesses of similar plans (`Corrections`). Answers of
+workers are processed in the order of the questions, so the result of a search with a budget of forecasts depends
+neither on the clock nor on the number of workers.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from shardlab.planner.workers import Change, Query, Workers, answer_request, app
 from shardlab.simulate.predict.forecast import Forecast
 
 OnProgress = Callable[[Results, int], None]
-"""Callback with the results so far and the number of lines that wait."""
+"""Callback with the results so far and the number of lines that wait to be explored."""
 
 IN_FLIGHT = 8
-"""Number of questions to workers at a time. It does not depend on the number of workers, so results do not either."""
+"""Number of questions to workers in flight. It is fixed, so that results do not depend on the number of workers."""
 
 GUESSED_AT_A_TIME = 6
-"""Number of lines that a worker guesses at a time."""
+"""Number of lines in a question for guesses."""
 
 TOLERANCE = 1.03
-"""Share of the memory up to which a guess counts as fitting: a forecast decides."""
+"""A guess up to this multiple of the memory counts as fitting. A forecast decides."""
 
 PROMISING = 0.02
 """Lines are explored if their corrected guess is slower than the best plan by at most this share."""
 
 FAMILY_PROMISING = -0.02
-"""`PROMISING` of the search for the best plan of a family, which need not be exact."""
+"""Value of `PROMISING` for the best plan of a family, which need not be exact."""
 
 EXPANDED = 0.05
-"""Neighbours are looked at of lines that are slower than the best plan by at most this share; of a family's best plan
-alone."""
+"""Neighbours of plans are guessed if the plan is slower than the best one by at most this share. In the search for a
+family's best plan, only neighbours of the best plan are."""
 
 MAIN_SHARE = 0.75
-"""Share of the budget for the best plan; the rest is for the best plan of each family."""
+"""Share of the budget for the best plan. The rest is for the best plan of each family."""
 
 MISSES = 48
 """Largest number of lines that are explored if none fits."""
 
 FAMILY_MISSES = 3
-"""Largest number of lines of one family that are explored if none of it fits."""
+"""Largest number of lines of one family that are explored if none of them fits."""
 
 SLOW_PASSES = 2**14
-"""Number of passes whose simulation takes so long that a line counts as twice as slow."""
+"""Number of passes to simulate at which a line is ranked as if it were twice as slow."""
 
 RECENT = 8
-"""Number of the last forecasts of a kind from which its guesses are corrected."""
+"""Number of the most recent forecasts of a kind by which its guesses are corrected."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ UNLIMITED = Budget()
 
 
 class Explored(NamedTuple):
-    """Plan of a line that was simulated.
+    """Simulated plan of a line.
 
     Attributes:
         candidate: the plan.
@@ -115,18 +115,18 @@ def guess_lines(lines: Sequence[Candidate], costs: PassCosts) -> list[Guess | No
 def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> list[Explored]:
     """Simulate plans of a line until the smallest share of recomputed blocks that fits is known.
 
-    Bytes are taken to fall linearly with the share: by the guess's slope from one forecast, then through two.
+    Bytes are assumed to be linear in the share: with the slope of the guess after one forecast, through both after two.
 
     Args:
         line: the line.
-        guess: its guess.
-        start: the share to begin with.
+        guess: guess of the line.
+        start: share with which to begin.
         costs: costs of the problem's layers.
     """
     problem, found = costs.problem, dict[float, Explored]()
     plans = [(share, plan) for share in shares_of(problem, line) if (plan := with_share(problem, line, share))]
     sizes = [SHARES[share] for share, _ in plans]
-    low, high = -1, len(plans)  # the share at `low` does not fit, and that at `high` does
+    low, high = -1, len(plans)  # the share at index `low` does not fit, and the share at `high` does
     at: int | None = max(place for place, size in enumerate(sizes) if place == 0 or size <= SHARES[start])
     while at is not None:
         share, candidate = plans[at]
@@ -138,13 +138,13 @@ def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> list
         low, high = (low, at) if fits else (at, high)
         known = {size: each.forecast.memory.unlimited for size, each in found.items()}
         at = next((p for p in range(low + 1, high) if _bytes_at(known, guess, sizes[p]) <= problem.room), None)
-        if at is None and low < high - 1 == len(plans) - 1:  # nothing has fitted
+        if at is None and low < high - 1 == len(plans) - 1:  # no share has fitted
             at = high - 1
     return list(found.values())
 
 
 def _bytes_at(known: dict[float, float], guess: Guess, share: float) -> float:
-    """Return the bytes at a share, on a line through known bytes by share, or with the guess's slope through one."""
+    """Return the bytes at a share by linear interpolation of known bytes, or with the guess's slope if one is known."""
     (first, bytes), slope = min(known.items(), key=lambda each: abs(each[0] - share)), guess.full_bytes - guess.bytes
     if len(known) > 1:
         least, most = min(known), max(known)
@@ -163,7 +163,7 @@ class Corrections:
         self._bytes: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque[float](maxlen=RECENT))
 
     def learn(self, line: Candidate, guess: Guess, explored: Explored) -> None:
-        """Note by how much a forecast differs from the guess."""
+        """Record the difference between a forecast and the guess."""
         seconds = share_between(guess.seconds, guess.full_seconds, explored.share)
         bytes = share_between(guess.bytes, guess.full_bytes, explored.share)
         for kind in _time_kinds(line):
@@ -172,13 +172,13 @@ class Corrections:
             self._bytes[kind].append(explored.forecast.memory.unlimited - bytes)
 
     def seconds(self, line: Candidate) -> float:
-        """Return the factor on guessed seconds of a line; the smallest one of similar kinds if its kind is unknown."""
+        """Return the factor for guessed seconds of a line; for an unknown kind, the smallest of similar kinds."""
         own, similar = _time_kinds(line)
         known = self._seconds.get(own) or [min(self._seconds.get(similar) or [1.0])]
         return sum(known) / len(known)
 
     def bytes(self, line: Candidate, share: float) -> float:
-        """Return the bytes to add to those guessed of a line; the fewest of similar kinds if its kind is unknown."""
+        """Return the bytes to add to a guess of a line; for an unknown kind, the fewest of similar kinds."""
         own, similar = _memory_kinds(line, share)
         known = self._bytes.get(own) or [min(self._bytes.get(similar) or [0.0])]
         return sum(known) / len(known)
@@ -203,9 +203,9 @@ class Goal:
     Attributes:
         family: the family (None: all).
         best: seconds of the fastest plan that fits.
-        missed: number of explored lines of which no plan fits.
-        fitting: plans that fit and whose neighbours are not known yet, as (seconds, serial number, plan).
-        misses: plans that do not fit and whose neighbours are not known yet, as (bytes, serial number, plan).
+        missed: number of explored lines without a plan that fits.
+        fitting: heap of plans that fit and whose neighbours are not guessed yet, as (seconds, serial number, plan).
+        misses: heap of plans that do not fit and whose neighbours are not guessed yet, as (bytes, serial number, plan).
     """
 
     family: str | None
@@ -218,7 +218,7 @@ class Goal:
         return self.family in (None, family)
 
     def note(self, outcome: PlanOutcome, serial: int) -> None:
-        """Note a simulated plan."""
+        """Record a simulated plan."""
         if outcome.fits:
             self.best = min(self.best, outcome.seconds)
         if outcome.fits or outcome.ran_out:
@@ -227,7 +227,7 @@ class Goal:
             heappush(self.misses, (outcome.forecast.memory.unlimited, serial, outcome.candidate))
 
     def expand(self, slack: float) -> Candidate | None:
-        """Take out the plan whose neighbours come next: the fastest, or the smallest if none fits (None: none does)."""
+        """Pop the plan whose neighbours are guessed next: the fastest, or if none fits the smallest (None: none)."""
         if self.best == inf:
             return heappop(self.misses)[2] if self.misses else None
         near = self.best * (1 + (max(EXPANDED, slack) if self.family is None else 0.0))
@@ -235,7 +235,7 @@ class Goal:
 
     @property
     def gives_up(self) -> bool:
-        """Whether nothing fits and enough was tried."""
+        """Whether no plan fits and enough lines were tried."""
         return self.best == inf and self.missed >= (MISSES if self.family is None else FAMILY_MISSES)
 
 
@@ -244,13 +244,13 @@ class Search:
 
     Args:
         problem: the problem.
-        workers: what guesses and simulates plans.
+        workers: processes that guess and simulate plans.
         budget: limits of the search.
         on_progress: callback for progress reports.
-        change: resource of which the search takes twice as much as `problem` has.
-        best: seconds of a known plan; only faster plans are searched.
+        change: resource of the problem that is doubled for the search.
+        best: seconds of a known plan. Only faster plans are searched.
         slack: share by which a plan may be slower than the fastest one and is still simulated.
-        families: whether to search the fastest plan of each family.
+        families: whether to search for the fastest plan of each family too.
         ran_out: plans that ran out of memory when they were run.
     """
 
@@ -279,14 +279,14 @@ class Search:
         self._unguessed: deque[Candidate] = deque()
         self._guesses: dict[Candidate, Guess] = {}
         self._waiting: list[tuple[tuple[bool, float], int, Candidate]] = []  # guessed lines, the most promising first
-        self._aside: list[tuple[tuple[bool, float], int, Candidate]] = []  # that promise too little
+        self._aside: list[tuple[tuple[bool, float], int, Candidate]] = []  # lines that promise too little
         self._unsorted = 0  # forecasts since the lines were sorted
         self._asked: deque[tuple[Future[Any], list[Candidate], bool]] = deque()
 
     def run(self) -> Results:
         """Search until the end, until the budget is used up, or until it is interrupted."""
         try:
-            with gc_paused():  # lines and guesses stay, and walking them again and again would take time
+            with gc_paused():  # lines and guesses are kept, so collections would only take time
                 self._add(seeds(self.problem))
             main = self._budget.part(MAIN_SHARE if self._families else 1.0)
             self.results.complete = self._reach(self._main, main)
@@ -298,7 +298,7 @@ class Search:
         return self.results
 
     def _search_families(self) -> None:
-        """Search the fastest plan of each family, the most promising family first."""
+        """Search for the fastest plan of each family, the most promising family first."""
         if (best := self.results.best) is not None and self.results.complete:
             self.results.searched.add(best.family)
         families: dict[str, float] = {each.family: each.seconds for each in reversed(self.results.fitting)}
@@ -316,9 +316,9 @@ class Search:
             self.results.searched.add(name)
 
     def _reach(self, goal: Goal, budget: Budget) -> bool:
-        """Search until nothing promises to be better. Return False if the budget is used up before.
+        """Search until no line promises to be better. Return False if the budget is used up before.
 
-        The budget counts only once a plan that fits is known.
+        The budget applies only after a plan that fits is known.
         """
         turn, until = 0, self._began + budget.seconds
         self._sort()
@@ -345,14 +345,14 @@ class Search:
                 return False
 
     def _add(self, lines: Iterable[Candidate]) -> None:
-        """Let lines be guessed that are new."""
+        """Queue new lines to be guessed."""
         fresh = [line for line in lines if line not in self._seen]
         self._seen.update(fresh)
         self._unguessed.extend(fresh)
         self.results.lines += len(fresh)
 
     def _ask(self, goal: Goal, turn: int) -> bool:
-        """Ask a worker to guess some lines, or to explore one (False: there is nothing to ask)."""
+        """Ask a worker to guess some lines, or to explore one. Return False if there is nothing to ask."""
         while True:
             if goal.fitting and goal.fitting[0][0] <= goal.best < inf:  # the best plan is new
                 self._expand(goal, heappop(goal.fitting)[2])
@@ -375,7 +375,7 @@ class Search:
         self._asked.append((self._workers.submit(question, self._change), lines, guessed))
 
     def _most_promising(self, goal: Goal) -> Candidate | None:
-        """Take out the first line that promises a better plan for a goal. Lines before it are put aside."""
+        """Pop the first line that promises a better plan for a goal. Lines before it are set aside."""
         if self._unsorted >= RECENT:
             self._sort()
         limit = goal.best * (1 + (max(PROMISING, self._slack) if goal.family is None else FAMILY_PROMISING))
@@ -388,14 +388,14 @@ class Search:
         return None
 
     def _sort(self) -> None:
-        """Sort all lines that are not explored anew, by what was learned since."""
+        """Sort all unexplored lines again with the current corrections."""
         self._unsorted = 0
         self._waiting = [self._entry(line) for _, _, line in (*self._waiting, *self._aside)]
         self._aside.clear()
         heapify(self._waiting)
 
     def _entry(self, line: Candidate) -> tuple[tuple[bool, float], int, Candidate]:
-        """Return a line with its sort key: lines that fit by expected seconds, then the others by bytes."""
+        """Return a line with its sort key: first lines that fit, by expected seconds, then the others, by bytes."""
         guess = self._guesses[line]
         least = guess.full_bytes + self._corrections.bytes(line, 1.0)
         if least > TOLERANCE * self.problem.room:
@@ -414,7 +414,7 @@ class Search:
         return seconds, share
 
     def _expand(self, goal: Goal, plan: Candidate) -> None:
-        """Let the neighbours of a plan be guessed."""
+        """Queue the neighbours of a plan to be guessed."""
         with gc_paused():
             near = neighbours(self.problem, plan)
         self._add(line for line in near if goal.accepts(family(line.plan)))

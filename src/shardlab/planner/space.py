@@ -1,25 +1,26 @@
-"""The space of plans: what the search may choose, and what it leaves out.
+"""The space of plans of a search, and the plans that it leaves out.
 
-Whether a plan is legal is for the code that runs plans to say: `Plan` itself, `cut_for`, the schedule's steps, and in
-the end the trace. A value that the user fixes is taken as given. Otherwise, plans are left out that cannot be better
-than others:
+The code that runs plans decides whether a plan is legal: `Plan` itself, `cut_for`, the schedule's steps, and finally
+the trace. A value that the user fixes is always used. Otherwise, the search leaves out plans that cannot be better than
+others:
 
-- Replicas of ranks that share nothing: `dp_replicate 2 x dp_shard 4` is `dp_shard 8` if nothing is sharded, or if
+- Replicas if nothing is sharded over them: `dp_replicate 2 x dp_shard 4` is `dp_shard 8` if nothing is sharded, or if
   everything is sharded over both. Sharding over `dp_replicate` alone is sharding over `dp_shard`, on ranks further
   apart.
-- Sharding over `cp` of some of parameters, gradients and state: all that is sharded is sharded over `cp` too, or none.
+- Sharding over `cp` of only some of parameters, gradients and state: all sharded ones are sharded over `cp` too, or
+  none.
 - Gradients that are reduced at every microbatch but not sharded: more messages, and no less memory.
-- Gradients that are reduced after the last microbatch (`reduce_at step`), unless the recipe does so: nothing hides it.
-- Programs that passes rewrite, whose simulation takes too long to do it for every plan.
+- Gradients that are reduced after the last microbatch (`reduce_at step`), unless the recipe does so: it is not hidden.
+- Programs that passes rewrite: simulating them for every plan would take too long.
 - Plans that the recipe's framework does not run (`capabilities.broken_limit`).
-- On one pipeline rank, any schedule but 1f1b: all others hold more microbatches at a time.
-- Selective recomputation without dropout: fused attention keeps no scores that it could save.
-- Striped sequences: without stripes, ranks of `cp` have exactly as much work.
-- Keys and values gathered over a part of `cp` (`all_gather` with a degree of Ulysses): a ring runs beside compute.
-- Sequences cut so finely that a rank has less than 1,024 tokens of them.
-- Uneven stages, unless the recipe deals them so.
-- Recomputation of other blocks than each stage's first ones: blocks are identical. Shares of them are quarters and the
-  outermost eighths.
+- On one pipeline rank, any schedule but 1f1b: all others keep more microbatches in memory.
+- Selective recomputation without dropout: fused attention does not keep scores.
+- Striped sequences: without stripes, ranks of `cp` have the same work.
+- Keys and values gathered over a part of `cp` (`all_gather` with a degree of Ulysses): a ring overlaps with compute.
+- Sequences of which a rank has less than 1,024 tokens.
+- Uneven stages, unless the recipe has them.
+- Recomputation of other blocks than each stage's first ones: blocks are identical. The shares are quarters, 1/8 and
+  7/8.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from shardlab.strategies.plan.rank_plan import ModelLayers
 from shardlab.strategies.plan.resolve import named_blocks
 
 MODEL_AXES = ("tp", "pp", "cp", "ep")
-"""Axes along which ranks share the model or a sequence."""
+"""Axes along which the model or sequences are split."""
 
 LEAST_SEQUENCE = 1024
-"""Tokens of a sequence on each context-parallel rank, at least: what is cut finer is all messages."""
+"""Smallest number of tokens of a sequence on a context-parallel rank. With fewer, messages take most of the time."""
 
 
 def meshes(problem: Problem) -> Iterator[Mesh]:
-    """Every mesh of all devices among whose data-parallel ranks the batch divides, with these all on `dp_shard`."""
+    """Yield all meshes of all devices whose data-parallel ranks divide the batch. These ranks are all on `dp_shard`."""
     limits, model, devices = problem.limits, problem.model, problem.cluster.size
     mixes = isinstance(model, MoE) or "ep" in limits.fixed  # the code that runs plans refuses the latter
     data_fixed = {"dp_shard", "dp_replicate"} & set(limits.fixed)
@@ -67,27 +68,27 @@ def meshes(problem: Problem) -> Iterator[Mesh]:
 
 
 def cuts_sequences(problem: Problem, cp: int) -> bool:
-    """Return whether plans may cut sequences over so many context-parallel ranks."""
+    """Return whether plans may split sequences over `cp` context-parallel ranks."""
     if cp == 1 or "cp" in problem.limits.fixed:
         return True
     return not problem.recipe.can_run.lacks("cp") and problem.model.seq_len >= cp * LEAST_SEQUENCE
 
 
 def is_legal(problem: Problem, candidate: Candidate) -> bool:
-    """Return whether the limits allow a candidate and the recipe's framework runs it."""
+    """Return whether the limits allow a candidate and the recipe's framework can run it."""
     return problem.limits.allow(candidate.plan) and not broken_limit(problem.workload(candidate))
 
 
 Axes = tuple[str, ...]
 
 SHARDED = ("shard_parameters", "shard_gradients", "shard_optimizer")
-"""The fields of a plan that say over which axes its state is cut."""
+"""Fields of a plan with the axes over which its state is sharded."""
 
 
 def splits(problem: Problem, data: int) -> Iterator[tuple[int, int]]:
-    """Replicas and shards that make up so many data-parallel ranks."""
+    """Yield (replicas, shards) whose product is `data`, the number of data-parallel ranks."""
     limits, lacks = problem.limits, problem.recipe.can_run.lacks("dp_replicate")
-    any_size = not lacks or "dp_shard" in limits.fixed  # then a sentence says what the framework lacks
+    any_size = not lacks or "dp_shard" in limits.fixed  # a message then says what the framework lacks
     usual = [each for each in divisors(data) if each == 1 or (each < data and any_size)]
     for replicas in limits.tried("dp_replicate", usual):
         shards, rest = divmod(data, replicas)
@@ -96,12 +97,12 @@ def splits(problem: Problem, data: int) -> Iterator[tuple[int, int]]:
 
 
 def divisors(number: int) -> list[int]:
-    """Every number that divides another, ascending."""
+    """Return all divisors of a number, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
-    """The layers of each stage of a plan: as they are fixed, or as the recipe deals them (empty: evenly)."""
+    """Return the layers of each stage of a plan, as fixed by the user or divided by the recipe (empty: evenly)."""
     if "layers_per_stage" in problem.limits.fixed:
         return problem.limits.fixed["layers_per_stage"]
     if plan.mesh.pp == 1 or problem.recipe.defaults.stages == "even":
@@ -110,7 +111,7 @@ def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
 
 
 def stage_counts(layers: int, pp: int) -> tuple[int, ...]:
-    """Numbers of stages of each rank: all that divide the layers, or, if the ranks do not, all up to 8."""
+    """Return the numbers of stages of each rank for which stages divide the layers; if `pp` does not, all up to 8."""
     found = range(2, layers // pp + 1)
     return tuple(each for each in found if layers % (pp * each) == 0 or (layers % pp and each <= 8))
 
@@ -123,11 +124,12 @@ def recomputed_blocks(
     Args:
         recompute: a share of `SHARES`, "selective", or blocks by number.
         model: the model's layers.
-        bounds: pipeline units at which stages begin and end.
-        by_number: whether blocks are named by number. Otherwise each stage recomputes as many of its first ones.
+        bounds: first pipeline unit of each stage, and the end of the last one.
+        by_number: whether the result lists blocks by number. Otherwise each stage recomputes the same number of first
+            blocks.
 
     Raises:
-        UserError: for blocks that the model lacks, or a share of so few blocks that it is all of them.
+        UserError: if the model lacks a block, or the share of few blocks is all of them.
     """
     if isinstance(recompute, tuple):
         named_blocks(recompute, model)

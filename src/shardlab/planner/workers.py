@@ -1,7 +1,8 @@
 """Processes that answer the planner's questions, one for each core.
 
-`workers` starts them, and `Workers.submit` gives one of them a question: a function of `PassCosts`, whose caches stay
-in the process. `forecast_query` is the usual question, about one plan. `TimedQueries` asks questions until a deadline.
+`workers` starts them, and `Workers.submit` sends a question to one of them. A question is a function of `PassCosts`,
+whose caches are kept in the process. `forecast_query` is the usual question, about one plan. `TimedQueries` asks
+questions until a deadline.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from shardlab.simulate.predict.forecast import Forecast, forecast
 T = TypeVar("T")
 
 Change = Literal["", "memory", "links", "batch"]
-"""A doubling that the planner tries on a problem: of each device's memory, of the bandwidth between nodes, or of the
-global batch ("": none)."""
+"""Resource of a problem that is doubled: each device's memory, the bandwidth between nodes, or the global batch ("":
+none)."""
 
 Question = Callable[[PassCosts], T]
-"""Question about a problem; `PassCosts` has the problem and caches of it."""
+"""Question about a problem. `PassCosts` has the problem and caches for it."""
 
 
 class Workers(Protocol):
-    """Processes that answer questions about one problem, or about this problem with a change."""
+    """Interface of processes that answer questions about one problem, or about this problem with a change."""
 
     def submit(self, question: Question[T], change: Change = "") -> Future[T]: ...
 
@@ -51,8 +52,8 @@ class Query:
 
     Attributes:
         candidate: the candidate.
-        known: its forecast, if that is known.
-        shares: whether to find out the parts of its step time as well.
+        known: forecast of the candidate, if known.
+        shares: whether to compute the parts of its step time as well.
     """
 
     candidate: Candidate
@@ -62,7 +63,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Answer:
-    """Forecast of a candidate, and the parts of its step time if these were asked for and can be traced."""
+    """Forecast of a candidate, and the parts of its step time if requested and if the step can be traced."""
 
     forecast: Forecast
     shares: StepShares | None
@@ -86,7 +87,7 @@ def forecast_query(query: Query, costs: PassCosts) -> Answer | None:
 
 
 def trace_or_none(compute: Callable[[], T]) -> T | None:
-    """Return a figure that needs a trace (None: the step has more ops than are traced)."""
+    """Return the result of a function that traces a step (None: the step has more ops than are traced)."""
     try:
         return compute()
     except (UserError, Endless):
@@ -94,7 +95,7 @@ def trace_or_none(compute: Callable[[], T]) -> T | None:
 
 
 def apply_change(problem: Problem, change: Change) -> Problem:
-    """Return the problem with twice as much of something."""
+    """Return the problem with a doubled resource."""
     cluster = problem.cluster
     if change == "memory":
         return replace(problem, cluster=with_memory(cluster, 2 * cluster.device.memory))
@@ -105,12 +106,12 @@ def apply_change(problem: Problem, change: Change) -> Problem:
 
 
 def with_memory(cluster: Cluster, bytes: float) -> Cluster:
-    """Return the cluster with devices of so much memory."""
+    """Return the cluster with another memory size of its devices."""
     return replace(cluster, device=replace(cluster.device, memory=bytes))
 
 
 class InProcess:
-    """This process, which answers each question at once."""
+    """Workers that consist of this process, which answers each question at once."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -140,7 +141,7 @@ class _Pool:
 def workers(problem: Problem, count: int | None = None) -> Generator[Workers]:
     """Yield workers for a problem: processes forked from this one, or this one itself if one is enough.
 
-    They are forked at the first question. Until then this process must start no thread.
+    They are forked at the first question. Until then, this process must not start a thread.
 
     Args:
         problem: the problem.
@@ -154,7 +155,7 @@ def workers(problem: Problem, count: int | None = None) -> Generator[Workers]:
     pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (problem,))
     try:
         yield _Pool(pool)
-    finally:  # nobody waits for unfinished answers; all processes are killed, so that none keeps a lock
+    finally:  # unfinished answers are dropped; all processes are killed, so that none keeps a lock
         forked = [each for each in active_children() if each not in others]
         pool.shutdown(wait=False, cancel_futures=True)
         for each in forked:
@@ -170,7 +171,7 @@ _in_worker: list[InProcess] = []
 def _begin(problem: Problem) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    gc.freeze()  # what is shared with the parent stays, and walking it would copy it
+    gc.freeze()  # a garbage collection would copy the memory that is shared with the parent
     _in_worker[:] = [InProcess(problem)]
 
 
@@ -179,16 +180,16 @@ def _answer_in_worker(question: Question[T], change: Change) -> T:
 
 
 class TimedQueries:
-    """Queries that are asked and awaited until a deadline.
+    """Queries to workers, and waits for their answers, until a deadline.
 
     Args:
         problem: the problem.
-        workers: what answers.
-        until: deadline in seconds of `time.monotonic`. After it nothing is asked, and no answer is awaited.
+        workers: processes that answer.
+        until: deadline in seconds of `time.monotonic`. After it, no query is sent and no answer is awaited.
 
     Attributes:
         problem, workers: as given.
-        missed: number of answers that were left out, by subject.
+        missed: number of answers that did not arrive in time, by subject.
     """
 
     def __init__(self, problem: Problem, workers: Workers, until: float = math.inf) -> None:
@@ -202,16 +203,16 @@ class TimedQueries:
         return max(0.0, self._until - time.monotonic())
 
     def ask(self, query: Query, change: Change = "") -> Future[Answer | None] | None:
-        """Ask a query (None: there is too little time)."""
+        """Send a query (None: there is too little time)."""
         takes = trace_seconds(self.problem.workload(query.candidate)) if query.shares else 0.0
         return self.workers.submit(partial(forecast_query, query), change) if self.left > takes else None
 
     def answer(self, coming: Future[Answer | None] | None, about: str) -> Answer | None:
-        """Wait for an answer (None: the plan is not possible, or the time is over).
+        """Wait for an answer (None: the plan is not possible, or the time is up).
 
         Args:
-            coming: the answer that comes.
-            about: subject that is counted in `missed` if there is no answer in time.
+            coming: future of the answer.
+            about: subject for `missed` if the answer does not arrive in time.
         """
         if coming is not None:
             try:
@@ -222,5 +223,5 @@ class TimedQueries:
         return None
 
     def __str__(self) -> str:
-        """Return what was left out, and how often: `what limits a family (4), an alternative (2)`."""
+        """Return the missed subjects with their numbers: `what limits a family (4), an alternative (2)`."""
         return ", ".join(f"{about} ({count})" for about, count in self.missed.items())

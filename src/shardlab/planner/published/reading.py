@@ -283,8 +283,8 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
 
 
 BY_HAND = {"zb-1p": "zb-h1", "zb-2p": "zb-h2"}
-"""Schedules that the search of the Zero Bubble paper finds within a memory limit (Qi et al. 2023, arXiv 2401.10241, sections
-3 and 5), and handcrafted schedules with the same memory. A prediction lists this as an assumption."""
+"""Handcrafted schedules in place of those that the Zero Bubble paper searches within the same memory (Qi et al. 2023,
+arXiv 2401.10241, sections 3 and 5). A prediction lists this as an assumption."""
 
 
 def _schedule(record: RunRecord) -> str | None:

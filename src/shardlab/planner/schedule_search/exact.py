@@ -1,8 +1,8 @@
 """Exact search for small problems with OR-tools' constraint solver CP-SAT, an optional dependency (`shardlab[search]`).
 
-The model has the start of every pass: passes of a rank do not overlap, each comes after those that it needs, and the
-activations of a rank stay within the limit. Microbatches of a stage keep their order, since they are alike. The solver
-gives a bound that no schedule can beat, and if it ends, a schedule that reaches it.
+The variables are the starts of all passes. Passes of a rank do not overlap, each pass starts after the passes that it
+needs, and the activations of a rank stay within the limit. Microbatches of a stage keep their order, since they are
+identical. The solver returns a lower bound of all schedules and, if it ends, a schedule that reaches it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from shardlab.common.errors import UserError
 from shardlab.planner.schedule_search.timing import Passes, Timing, timing_of
 
 MOST_PASSES = 600
-"""Passes of the largest problem that the solver is given. It seldom proves anything about a larger one in a minute."""
+"""Largest number of passes for the solver, which seldom proves anything about a larger problem in a minute."""
 
 RESOLUTION = 100_000
-"""Units of the solver in the time of the known schedule. Times are rounded down to them, so that bounds are true."""
+"""Number of time units of the solver in the known schedule. Times are rounded down, so that bounds are valid."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Proof:
     """Result of the exact search.
 
     Attributes:
-        lower_bound: time that no schedule can beat.
-        timing: a schedule that is faster than the known one (None: none was found).
-        is_complete: whether the solver has ended: up to `1 / RESOLUTION`, no schedule is faster than the faster of the
-            known one and `timing`.
+        lower_bound: lower bound of the time of all schedules.
+        timing: schedule that is faster than the known one (None: none was found).
+        is_complete: whether the solver has ended. The faster one of the known schedule and `timing` is then optimal, up
+            to a relative error of `1 / RESOLUTION`.
     """
 
     lower_bound: float
@@ -45,12 +45,12 @@ def has_solver() -> bool:
 
 
 def prove(known: Timing, seconds: float, workers: int = 2) -> Proof:
-    """Look for a faster schedule than a known one, and for a bound of all schedules.
+    """Search for a schedule that is faster than a known one, and for a lower bound of all schedules.
 
     Args:
-        known: a schedule that fits in memory.
-        seconds: time for the solver.
-        workers: threads of the solver.
+        known: schedule that fits into memory.
+        seconds: time limit of the solver.
+        workers: number of threads of the solver.
 
     Raises:
         UserError: if OR-tools is not installed, or the problem has more than `MOST_PASSES` passes.
@@ -76,7 +76,7 @@ def prove(known: Timing, seconds: float, workers: int = 2) -> Proof:
     bound = max(problem.lower_bound, solver.best_objective_bound * unit)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Proof(min(bound, known.time), None, is_complete=status == cp_model.INFEASIBLE)
-    orders = [  # weight halves of whole backward passes take no time, and come first
+    orders = [  # weight halves of whole backward passes take no time, and are sorted first
         sorted(order, key=lambda each: (solver.value(starts[each]), passes.duration[each] > 0, each))
         for order in known.orders
     ]
@@ -88,7 +88,7 @@ def prove(known: Timing, seconds: float, workers: int = 2) -> Proof:
 
 
 def _model(model: Any, passes: Passes, known: Timing, unit: float) -> list[Any]:
-    """Add the variables and the rules of a problem to a model, and return the starts of all passes."""
+    """Add the variables and constraints of a problem to a model, and return the starts of all passes."""
     problem = passes.problem
     horizon = RESOLUTION + 1
 
@@ -139,9 +139,9 @@ def _limit_memory(
     limit: float,
     scale: float,
 ) -> None:
-    """Limit the activations of a rank: they change when a pass ends, and those of a forward pass when it starts.
+    """Limit the memory of a rank's activations. It changes when forward passes start and when others end.
 
-    Amounts are rounded in favour of schedules, so that bounds are true.
+    Amounts are rounded in favour of schedules, so that lower bounds are valid.
     """
     times: list[Any] = []
     changes: list[int] = []

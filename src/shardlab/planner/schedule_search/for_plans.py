@@ -1,4 +1,4 @@
-"""Schedules for the planner's best pipeline plans: each plan, with the schedule that is fastest for its stages."""
+"""Search for schedules of the planner's best pipeline plans, each for the stages of the plan."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardlab.planner.schedule_search.problem import Placement, ScheduleProblem
 from shardlab.planner.schedule_search.search import FoundSchedule, search_schedule
 
 PLANS = 2
-"""Number of pipeline plans for which a schedule is searched."""
+"""Number of pipeline plans for which schedules are searched."""
 
 PLACEMENTS: tuple[tuple[Placement, int], ...] = (("vee", 2), ("loop", 1))
-"""Placements that are tried, with the stages of each rank."""
+"""Placements to try, with the number of stages of each rank."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class ScheduledPlan:
     """Pipeline plan with a schedule that was searched for it.
 
     Attributes:
-        candidate: the plan as it was found.
-        found: the schedule (None: none could be searched).
-        published_seconds: predicted seconds of a step with the plan's own schedule.
+        candidate: the plan with its published schedule.
+        found: the schedule (None: no schedule could be searched).
+        published_seconds: predicted seconds of a step with the plan's published schedule.
         seconds: predicted seconds of a step with the found schedule.
         tensors: bytes of tensors on the fullest rank with the found schedule.
-        reason: why no schedule could be searched.
+        reason: reason why no schedule could be searched.
     """
 
     candidate: Candidate
@@ -41,17 +41,17 @@ class ScheduledPlan:
 
     @property
     def gain(self) -> float:
-        """Share by which the plan becomes faster (0: it does not)."""
+        """Share by which the step becomes shorter (0: it does not)."""
         return max(0.0, self.published_seconds / self.seconds - 1) if self.seconds else 0.0
 
 
 def schedules_for_plans(problem: Problem, results: Results, seconds: float) -> list[ScheduledPlan]:
-    """Search schedules for the best pipeline plans of a search, each on a mesh of its own.
+    """Search for schedules of the best pipeline plans of a search, one plan for each mesh.
 
     Args:
         problem: the planning problem.
         results: results of the planner's search.
-        seconds: time for all searches.
+        seconds: time limit of all searches together.
     """
     chosen: list[PlanOutcome] = []
     for outcome in results.fitting:

@@ -1,12 +1,12 @@
-"""Schedule problems of real steps: costs of the stages of a plan for a model on a cluster, in seconds and bytes.
+"""Schedule problems of predicted steps: costs of a plan's stages on a cluster, in seconds and bytes.
 
-`problem_of` replays two microbatches of the plan one after the other, forth and back. It reads off the time of each
-pass of each stage on the second one, and the memory that the pass leaves beside gradients. Backward passes are computed
-in halves; where that holds more memory, since the input half computes activations again, there is a second problem with
-whole backward passes, which free block after block.
+`problem_of` replays the forward and backward passes of two microbatches, one after the other. From the second one it
+takes the time of each pass of each stage, and the memory that the pass leaves besides gradients. Backward passes are
+split into halves. If that needs more memory, since the input half computes activations again, there is a second problem
+with whole backward passes, which free the memory block by block.
 
-`with_schedule` puts a found schedule into the step, whose replay then says what it takes with all that the search
-leaves out: gathers and reductions, updates and queues of messages.
+`with_schedule` returns the step with a found schedule. Its replay includes what the search leaves out: gathers and
+reductions, updates, and messages that wait for the link.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _ANY_PASS = frozenset[OpKind]().union(*_PASSES)
 
 
 SHARES = (0.4, 0.2, 0.2, 0.2)
-"""Shares of the time for the searches of a problem, each with memory limits that the one before has corrected."""
+"""Shares of the time for the searches of a problem. Each search has memory limits corrected by the one before."""
 
 SPARE = 0.02
-"""Share of the budget that a rank may leave unused before a search with a higher limit."""
+"""Share of the memory budget that all ranks may leave unused without another search with higher limits."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,8 @@ class StepProblem:
 
     Attributes:
         workload: the step.
-        pipelines: its stages, with times in seconds and memory in bytes: with halves of backward passes, with whole
-            ones, or both.
-        budget: bytes of tensors on each rank at its peak, at most.
+        pipelines: problems of its pipeline, in seconds and bytes: with split backward passes, with whole ones, or both.
+        budget: limit of the peak of each rank's tensors in bytes.
     """
 
     workload: Workload
@@ -80,16 +79,16 @@ class StepProblem:
     budget: float
 
     def search(self, search: Callable[[ScheduleProblem, float], FoundSchedule]) -> tuple[FoundSchedule, Estimate]:
-        """Search a schedule, and replay the step with it.
+        """Search for a schedule, and replay the step with it.
 
-        In the replay, messages of a rank share its link, which the search leaves out. The fastest published schedule
-        with which the step fits is therefore replayed too, and is the result if it is faster.
+        In the replay, messages of a rank share its link, which the search ignores. The fastest published schedule with
+        which the step fits is therefore replayed too, and is the result if it is faster.
 
         Args:
-            search: function that searches a schedule for a pipeline, in a share of the time.
+            search: function that searches for a schedule of a pipeline, in a share of the time.
 
         Raises:
-            UserError: if no schedule is found that fits.
+            UserError: if no schedule that fits is found.
         """
         tries = [self._fitting(each, search) for each in self.pipelines]
         results = [(found, estimate) for found, estimate in tries if estimate is not None]
@@ -109,17 +108,18 @@ class StepProblem:
         return replace(best, published=replayed), estimate
 
     def faster(self, known: tuple[FoundSchedule, Estimate], other: FoundSchedule) -> tuple[FoundSchedule, Estimate]:
-        """Return a known schedule with its replay, or another one if the step fits and is faster with that."""
+        """Return a known schedule with its replay, or another schedule if the step fits and is faster with it."""
         estimate = with_schedule(self.workload, other.steps).estimate()
         return (other, estimate) if min(self._left(estimate)) >= 0 and estimate.step < known[1].step else known
 
     def _fitting(
         self, pipeline: ScheduleProblem, search: Callable[[ScheduleProblem, float], FoundSchedule]
     ) -> tuple[FoundSchedule, Estimate | None]:
-        """Return the best schedule with which the whole step fits, or one with which it does not, and None.
+        """Return the best schedule with which the whole step fits, and its replay; if none fits, any schedule and None.
 
-        The search estimates what a rank holds beside activations. The replay may hold more, such as weights that are
-        gathered for several passes, or less. The limits are then corrected by as much, and the search begins again.
+        The search estimates the memory of a rank besides activations. In the replay, a rank may hold more, such as
+        weights that are gathered for several passes, or less. The limits are then corrected by the difference, and the
+        search is repeated.
         """
         best: tuple[FoundSchedule, Estimate | None] | None = None
         seen: list[Orders] = []
@@ -148,7 +148,7 @@ class StepProblem:
         return best
 
     def _left(self, estimate: Estimate) -> list[float]:
-        """Return the bytes of the budget that each pipeline rank leaves in a replay; if negative, what it lacks."""
+        """Return the bytes of the budget that each pipeline rank leaves unused in a replay, which may be negative."""
         mesh = estimate.traced.program.mesh
         needed = {mesh.coordinate(peak.rank, "pp"): peak.bytes for peak in estimate.peaks}
         return [self.budget - needed[rank] for rank in range(mesh.pp)]
@@ -165,10 +165,10 @@ def problem_of(
     """Return the schedule problem of a pipeline plan.
 
     Args:
-        workload: the step. The schedule of its plan does not matter.
+        workload: the step. The schedule of its plan is ignored.
         placement: placement of stages on ranks.
         stages_per_rank: number of stages of each rank.
-        memory: bytes of tensors on each rank at its peak (None: as much as the device holds).
+        memory: limit of the peak of each rank's tensors in bytes (None: the memory of the device).
         objective: time to minimize.
 
     Raises:
@@ -198,7 +198,7 @@ def problem_of(
 
 
 def with_schedule(workload: Workload, steps: Steps) -> Workload:
-    """Return the step with a schedule that was found for it."""
+    """Return the step with a found schedule."""
     plan = workload.plan
     assert isinstance(plan, Plan)
     schedule = PlacedSchedule.of("found", steps, "a search")
@@ -207,13 +207,13 @@ def with_schedule(workload: Workload, steps: Steps) -> Workload:
 
 @dataclass(frozen=True)
 class _Replay:
-    """Stages of a pipeline, measured on a replay of two microbatches, one after the other.
+    """Stages of a pipeline, measured in a replay of two microbatches, one after the other.
 
     Attributes:
         stages: the passes of each stage.
-        message: time from the end of a stage's forward pass to the start of the next one's, at most.
-        beside: bytes that each rank holds at most beside what the search counts.
-        budget: bytes of tensors that a device holds.
+        message: largest time from the end of a stage's forward pass to the start of the next stage's.
+        beside: largest number of bytes of each rank that the search does not count.
+        budget: bytes of a device for tensors.
     """
 
     stages: list[_StagePasses]
@@ -278,7 +278,7 @@ class _StagePasses:
     Attributes:
         places: first and last op of each pass on the rank's tape.
         spans: start and end of each pass.
-        activation, kept: bytes that the forward pass leaves, and that the input half leaves of them or adds.
+        activation, kept: bytes that the forward pass leaves in memory, and bytes after the input half.
     """
 
     places: tuple[tuple[int, int], ...]
@@ -304,7 +304,7 @@ def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
     """Return the passes of the stage with these layers on the second microbatch."""
     program, times, memory = estimate.traced.program, estimate.times, estimate.memory[row]
     tape, specs = program.tapes[row], estimate.traced.specs[row]
-    own = [*layers, program.layers] if layers.stop == program.layers else layers  # the loss comes after the last layer
+    own = [*layers, program.layers] if layers.stop == program.layers else layers  # the loss follows the last layer
     found: tuple[list[int], ...] = ([], [], [])
     seen: set[tuple[OpKind, int]] = set()
     second = max(specs[op.inputs[0]].microbatches for op in tape if op.kind in _ANY_PASS)
@@ -324,7 +324,7 @@ def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
 
 
 def _entry(tape: Sequence[Op], place: int) -> int:
-    """Return the place of the first receive that an op has waited for since the last pass, or of the op."""
+    """Return the index of the first receive that an op has waited for since the last pass, or of the op."""
     entry = place
     while entry and tape[entry - 1].kind in (OpKind.RECV, OpKind.WAIT):
         entry -= 1
@@ -332,6 +332,6 @@ def _entry(tape: Sequence[Op], place: int) -> int:
 
 
 def _beside(estimate: Estimate, row: int, stages: Sequence[_StagePasses]) -> int:
-    """Return the bytes that a rank holds at most beside what the search counts."""
+    """Return the largest number of bytes of a rank that the search does not count."""
     during = estimate.memory[row].during
     return max(bytes - sum(stage.held_at(op) for stage in stages) for op, bytes in enumerate(during))

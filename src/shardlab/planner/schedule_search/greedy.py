@@ -1,8 +1,8 @@
-"""Greedy schedules: each rank that is free runs the best pass whose inputs are there and for which memory is left.
+"""Greedy schedules: an idle rank runs the best pass whose inputs have arrived and for which it has memory.
 
 The rules of `Policy` decide between forward passes, input halves and weight halves, as the heuristic of zero-bubble
-does (Qi et al. 2023, arXiv 2401.10241, section 3.1). `greedy_orders` follows one policy; `policies` lists those that
-are worth a try.
+does (Qi et al. 2023, arXiv 2401.10241, section 3.1). `greedy_orders` follows one policy, and `policies` lists policies
+to try.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Policy:
 
     Attributes:
         limits: memory of activations on each rank that the schedule may use.
-        input_first: whether an input half goes before a forward pass, if both are ready.
-        patience: longest time that a rank waits for an input half that is on its way rather than start a forward pass,
-            in forward passes of the rank.
-        gap: a weight half fills a gap if the gap is at least this share of its time.
-        late_first: whether, of forward passes that are ready, that of the latest stage goes first, else that of the
-            earliest microbatch.
-        pending: largest number of weight halves that wait. A rank with more runs one.
+        input_first: whether an input half runs before a forward pass if both are ready.
+        patience: longest time that a rank waits for an input half in flight instead of starting a forward pass, in
+            forward passes of the rank.
+        gap: a weight half runs in a gap that is at least this share of its time.
+        late_first: order of forward passes that are ready: the latest stage first, or (False) the earliest microbatch
+            first.
+        pending: largest number of waiting weight halves. A rank with more runs one.
     """
 
     limits: tuple[float, ...]
@@ -40,21 +40,21 @@ class Policy:
 
 
 def greedy_orders(passes: Passes, policy: Policy) -> Orders:
-    """Return the orders of a greedy schedule. It keeps the policy's limits, which leave room for one microbatch.
+    """Return the orders of a greedy schedule within the policy's limits, which must allow one microbatch.
 
-    A rank starts a forward pass of an early stage only if memory for its later stages is left, so that the oldest
-    microbatch can always go on: the schedule cannot stop.
+    A rank starts a forward pass of an early stage only if memory for its later stages is left. The oldest microbatch
+    can then always continue, so there is no deadlock.
     """
     return _Greedy(passes, policy).run()
 
 
 def policies(passes: Passes) -> Iterator[Policy]:
-    """Yield policies for a problem, the plausible ones first."""
+    """Yield policies for a problem, the most plausible first."""
     problem = passes.problem
     whole = problem.minimum_memory
     most = [min(limit, problem.microbatches * each) for limit, each in zip(problem.limits, whole, strict=True)]
     limits = [tuple(most)]
-    for factor in (1.0, 1.5, 2.0):  # as 1F1B, ZB-H1 and ZB-H2 do: fewer microbatches on later ranks
+    for factor in (1.0, 1.5, 2.0):  # like 1F1B, ZB-H1 and ZB-H2: fewer microbatches on later ranks
         ahead = [each * (1 + factor * (problem.ranks - 1 - rank)) for rank, each in enumerate(whole)]
         limits.append(tuple(min(one, other) for one, other in zip(most, ahead, strict=True)))
     for each, gap, patience, late_first, first, pending in product(
@@ -64,7 +64,7 @@ def policies(passes: Passes) -> Iterator[Policy]:
 
 
 class _Greedy:
-    """State of a greedy schedule that is being made."""
+    """State of a greedy schedule during its construction."""
 
     def __init__(self, passes: Passes, policy: Policy) -> None:
         self.passes, self.policy = passes, policy
@@ -73,7 +73,7 @@ class _Greedy:
         self.orders: Orders = [[] for _ in range(problem.ranks)]
         self.missing = [len(needs) for needs in passes.needs]
         self.ready_at = [0.0] * passes.count
-        # Passes of each rank whose inputs are made or on their way, by kind: (key, pass).
+        # Passes of each rank whose inputs are computed or in flight, by kind: (key, pass).
         self.waiting: list[list[list[tuple[float, int]]]] = [[[], [], []] for _ in range(problem.ranks)]
         self.held = [0.0] * problem.ranks
         self.reserve = [0.0] * len(problem.stages)
@@ -88,7 +88,7 @@ class _Greedy:
         ]
 
     def run(self) -> Orders:
-        """Make the schedule: at each event, a rank that is free chooses what it does until its next one."""
+        """Construct the schedule: at each event of an idle rank, it chooses a pass, or the time of its next event."""
         for each, missing in enumerate(self.missing):
             if not missing:
                 self._arrive(each)
@@ -117,7 +117,7 @@ class _Greedy:
                     self._arrive(reader)
                     place = self.passes.rank[reader]
                     heapq.heappush(events, (max(self.ready_at[reader], free[place]), place))
-                    if place in asleep:  # it may wait with a forward pass for this input half
+                    if place in asleep:  # it may have postponed a forward pass for this input half
                         heapq.heappush(events, (max(now, free[place], asleep.pop(place)), place))
             heapq.heappush(events, (end, rank))
         return self.orders
@@ -133,7 +133,7 @@ class _Greedy:
         self.waiting[self.passes.rank[each]][kind].append((key, each))
 
     def _choose(self, rank: int, now: float) -> tuple[int | None, float | None]:
-        """Return the pass that a rank runs now, or None and the time at which it should look again."""
+        """Return the pass that a rank runs now, or None and the time at which it should choose again."""
         policy = self.policy
         forwards, inputs, weights = self.waiting[rank]
         if weights and not self.passes.duration[(weight := min(weights))[1]]:
@@ -164,7 +164,7 @@ class _Greedy:
     def _first(
         self, waiting: list[tuple[float, int]], now: float, rank: int
     ) -> tuple[tuple[float, int] | None, float | None]:
-        """Return the best pass that is ready and fits in memory, and the time of the next one that will be ready."""
+        """Return the best pass that is ready and fits into memory, and the time when the next one will be ready."""
         best: tuple[float, int] | None = None
         later: float | None = None
         for each in waiting:

@@ -1,9 +1,9 @@
-"""Local search over schedules: the order of the forward passes and input halves of each rank is changed step by step.
+"""Local search over schedules, which changes the order of the forward passes and input halves of each rank.
 
-Only the order of these passes is searched. `fill` inserts the weight halves, for which no other rank waits: into the
-gaps of a rank, and before a forward pass for which memory is missing. `improve` proposes changes on the critical path
-and accepts them by late acceptance (Burke and Bykov 2017, European Journal of Operational Research 258(1)): a change is
-kept if it is no worse than the current schedule, or than the one some proposals ago.
+Only the order of these passes is searched. `fill` inserts the weight halves, for which no other rank waits, into gaps
+of a rank, and before a forward pass that lacks memory. `improve` proposes changes on the critical path and accepts them
+by late acceptance (Burke and Bykov 2017, European Journal of Operational Research 258(1)): a change is accepted if it
+is no worse than the current schedule, or than the schedule a number of proposals ago.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shardlab.planner.schedule_search.problem import TOLERANCE
 from shardlab.planner.schedule_search.timing import INPUT, WEIGHT, Orders, Passes, Timing
 
 HISTORY = 30
-"""Proposals after which a worse schedule is no longer accepted."""
+"""Number of proposals for which late acceptance looks back."""
 
 GAPS = (1.0, 0.5, 0.01)
-"""Shares of a weight half's time that a gap must have to be filled with it, which are tried."""
+"""Values of `gap` to try (see `Skeleton`)."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Skeleton:
 
     Attributes:
         orders: forward passes and input halves of each rank, in order.
-        gap: a weight half fills a gap of at least this share of its time.
+        gap: a weight half runs in a gap that is at least this share of its time.
     """
 
     orders: Orders
@@ -46,15 +46,15 @@ def skeleton_of(passes: Passes, orders: Orders, gap: float) -> Skeleton:
 
 
 def fill(passes: Passes, skeleton: Skeleton, most: float = inf) -> Timing | None:
-    """Return a schedule with its weight halves, or None if ranks wait forever or a pass does not fit in memory.
+    """Return a schedule with its weight halves, or None if there is a deadlock or a pass does not fit into memory.
 
-    Each rank runs its passes in order, as early as they can start. A weight half runs as soon as it fills a gap, or
-    when the next forward pass needs its memory; all others run at the end.
+    Each rank runs its passes in order, as early as they can start. A weight half runs in the first gap that it fills,
+    or when the next forward pass needs its memory. All others run at the end.
 
     Args:
         passes: tables of the problem.
         skeleton: the schedule without its weight halves.
-        most: memory that no rank may exceed, beside the limits of the problem.
+        most: memory limit of every rank, in addition to the limits of the problem.
     """
     duration, needs, memory, gap = passes.duration, passes.needs, passes.memory, skeleton.gap
     limits = [min(limit, most) * (1 + TOLERANCE) for limit in passes.problem.limits]
@@ -112,7 +112,7 @@ def fill(passes: Passes, skeleton: Skeleton, most: float = inf) -> Timing | None
 
 
 def with_less_memory(timing: Timing) -> Timing:
-    """Return a schedule that takes no longer, whose fullest rank holds as little as other weight halves achieve."""
+    """Return a schedule that takes no longer, with the least memory that moving weight halves achieves."""
     passes, best = timing.passes, timing
     for gap in GAPS:
         skeleton = skeleton_of(passes, timing.orders, gap)
@@ -128,13 +128,13 @@ def with_less_memory(timing: Timing) -> Timing:
 
 
 def improve(passes: Passes, starts: list[Skeleton], random: Random, stop: Callable[[float], bool]) -> Timing:
-    """Return the best schedule that the local search finds from one of the starts.
+    """Return the best schedule that the local search finds from the starts.
 
     Args:
         passes: tables of the problem.
         starts: skeletons that can be filled, the best first.
         random: source of the proposals.
-        stop: function of the best time so far that says whether to stop. It is called before each proposal.
+        stop: function that takes the best time so far and returns whether to stop. It is called before each proposal.
     """
     search = _Search(passes, starts, random)
     with suppress(KeyboardInterrupt):
@@ -160,7 +160,7 @@ class _Search:
 
     def propose(self) -> None:
         """Propose one change, and accept it or not."""
-        if self.idle > 400:  # nothing better from here: go on from the next start
+        if self.idle > 400:  # no improvement from here: continue with the next start
             self.idle = 0
             self._start_from((self.start + 1) % len(self.starts))
         skeleton = self._change()
@@ -178,7 +178,7 @@ class _Search:
         self.history.append(self.score)
 
     def _change(self) -> Skeleton | None:
-        """Return a changed skeleton: two passes next to each other are exchanged, once or again and again."""
+        """Return a skeleton in which two adjacent passes are exchanged, once or in every period."""
         random, current = self.random, self.current
         kind = random.random()
         if kind < 0.03:
@@ -194,7 +194,7 @@ class _Search:
             while target and place - target < far and self._may_swap(order[target - 1], order[place]):
                 target -= 1
             changed.insert(target, changed.pop(place))
-        else:  # the same exchange in every period from here on
+        else:  # the same exchange in every later period
             pair = self._form(order[place - 1]), self._form(order[place])
             position = place
             last = len(order) if random.random() < 0.7 else place + random.randrange(2, 40)
@@ -214,7 +214,7 @@ class _Search:
         return each // self.passes.problem.microbatches
 
     def _may_swap(self, first: int, second: int) -> bool:
-        """Return whether a pass may come before the one that precedes it. Microbatches of a stage keep their order."""
+        """Return whether two adjacent passes may be exchanged. Microbatches of a stage keep their order."""
         if self._form(first) == self._form(second):
             return False
         return all(need != first for need, _ in self.passes.needs[second])
@@ -224,19 +224,19 @@ class _Search:
         return rank, self.random.randrange(1, len(self.current.orders[rank]) or 2)
 
     def _critical_place(self) -> tuple[int, int]:
-        """Return a random pass of the critical path, as a rank and a place in its order."""
+        """Return a random pass of the critical path, as a rank and an index in its order."""
         passes, timing = self.passes, self.timing
         last = max(range(len(timing.orders)), key=lambda rank: timing.end[timing.orders[rank][-1]])
         each = self.random.choice(_critical_path(timing, last))
         rank = passes.rank[each]
         try:
             return rank, self.current.orders[rank].index(each)
-        except ValueError:  # a weight half, which the skeleton does not have
+        except ValueError:  # a weight half, which skeletons do not have
             return rank, 0
 
 
 def _critical_path(timing: Timing, rank: int) -> list[int]:
-    """Return passes, each of which starts when the next one in the list ends or its output has come."""
+    """Return the critical path backwards: each pass starts when the next one in the list ends or its output arrives."""
     passes, end = timing.passes, timing.end
     before: dict[int, int] = {}
     for order in timing.orders:
@@ -257,7 +257,7 @@ def _critical_path(timing: Timing, rank: int) -> list[int]:
 
 
 def _score(timing: Timing) -> tuple[float, float]:
-    """Return the time, and of equal times, the sum of the ranks' last ends, both in units of the lower bound."""
+    """Return the time and, to break ties, the sum of the ranks' last ends, both in units of the lower bound."""
     unit = timing.passes.problem.lower_bound
     return round(timing.time / unit, 9), round(sum(timing.end[order[-1]] for order in timing.orders) / unit, 9)
 

@@ -1,7 +1,7 @@
-"""`ScheduleProblem`: the stages of a pipeline with their costs and a memory limit, for which a schedule is searched.
+"""Schedule problems: the stages of a pipeline with their costs and a memory limit.
 
-Times and memory are in any units, as long as all times and all memory have the same one. `lower_bound` and
-`minimum_memory` say what no schedule can beat.
+All times have the same unit, and so does all memory. `lower_bound` and `minimum_memory` are lower bounds of the time
+and memory of all schedules.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from shardlab.common.errors import UserError
 from shardlab.strategies.schedules.actions import loop, vee
 
 TOLERANCE = 1e-9
-"""Share by which a memory may exceed its limit, since it is a sum of floating-point numbers."""
+"""Relative amount by which memory may exceed its limit, since it is a sum of floating-point numbers."""
 
 Placement = Literal["loop", "vee"]
 """Placement of stages on ranks: `shardlab.strategies.schedules.loop` or `vee`."""
 
 Objective = Literal["step", "span"]
-"""Time to minimize: from the start of the first pass to the end of the last one of all ranks (step), or the longest
-such time of a single rank (span), which counts if ranks start the next step without waiting for each other (Qi et al.
+"""Time to minimize. `step`: from the start of the first pass to the end of the last pass of all ranks. `span`: the
+longest such time of a single rank, which matters if ranks start the next step without waiting for each other (Qi et al.
 2023, arXiv 2401.10241, section 4)."""
 
 
@@ -34,9 +34,9 @@ class StageCosts:
     Attributes:
         forward, input, weight: times of the forward pass and of the two halves of the backward pass. If the weight half
             takes no time on any stage, the input half is the whole backward pass.
-        activation: memory from the start of the forward pass to the start of the input half.
-        kept: memory from there to the end of the weight half (None: the same). It is more if the input half computes
-            activations again.
+        activation: memory in use from the start of the forward pass to the start of the input half.
+        kept: memory in use from then to the end of the weight half (None: the same). It is larger if the input half
+            computes activations again.
     """
 
     forward: float
@@ -47,12 +47,12 @@ class StageCosts:
 
     @property
     def kept_memory(self) -> float:
-        """Memory from the start of the input half to the end of the weight half."""
+        """Memory in use from the start of the input half to the end of the weight half."""
         return self.activation if self.kept is None else self.kept
 
     @property
     def work(self) -> float:
-        """Time of all three passes."""
+        """Total time of the three passes."""
         return self.forward + self.input + self.weight
 
 
@@ -64,8 +64,8 @@ class ScheduleProblem:
         ranks: number of pipeline ranks.
         microbatches: number of microbatches of a step.
         stages: costs of all stages, in the order of the model.
-        message: time from the end of a pass to the start of the pass on another rank that reads its output.
-        limit: memory of activations on each rank, one number for all or one for each rank.
+        message: smallest time from the end of a pass to the start of the pass on another rank that reads its output.
+        limit: memory limit of activations, one number for all ranks or one for each rank.
         placement: placement of stages on ranks. A V has two stages on each rank.
         objective: time to minimize.
     """
@@ -82,8 +82,8 @@ class ScheduleProblem:
         """Check the sizes and the costs.
 
         Raises:
-            UserError: if the costs have the wrong length or are not finite numbers of zero or more, or if no schedule
-                fits the memory limit.
+            UserError: if the number of costs is wrong, a cost is negative or not finite, or no schedule fits the memory
+                limit.
         """
         each, rest = divmod(len(self.stages), self.ranks)
         if rest or not each or (self.placement == "vee" and each != 2):
@@ -115,7 +115,7 @@ class ScheduleProblem:
 
     @property
     def has_halves(self) -> bool:
-        """Whether backward passes are computed in halves. Whole ones have weight halves that take no time."""
+        """Whether backward passes are split. If they are not, weight halves take no time."""
         return any(stage.weight for stage in self.stages)
 
     @property
@@ -129,7 +129,7 @@ class ScheduleProblem:
 
     @cached_property
     def minimum_memory(self) -> tuple[float, ...]:
-        """Memory of one microbatch on each rank. No schedule needs less, and one that needs no more exists."""
+        """Memory of one microbatch on each rank, the smallest limit for which a schedule exists."""
         return tuple(
             sum(self.stages[stage].activation for stage in self.stages_of(rank)) + self.growths[rank]
             for rank in range(self.ranks)
@@ -137,17 +137,17 @@ class ScheduleProblem:
 
     @cached_property
     def growths(self) -> tuple[float, ...]:
-        """Most memory that an input half adds on each rank."""
+        """Largest memory that an input half adds on each rank."""
         added = [max(0.0, stage.kept_memory - stage.activation) for stage in self.stages]
         return tuple(max(added[stage] for stage in self.stages_of(rank)) for rank in range(self.ranks))
 
     @cached_property
     def lower_bound(self) -> float:
-        """Time that no schedule can beat: the largest of three bounds.
+        """Lower bound of the time of all schedules: the largest of three bounds.
 
-        Each rank does all its work after its first forward pass has become possible. One microbatch passes all stages
-        forth and back. A rank holds each microbatch at least as long as the way from a forward pass to its weight half,
-        so within its memory limit only so many microbatches pass in a given time.
+        Each rank does all its work after its first forward pass can start. One microbatch passes through all stages
+        forward and backward. A rank holds each microbatch at least from its forward pass to its weight half, so the
+        memory limit bounds the number of microbatches per time.
         """
         heads = self._heads
         bounds = [self._whole_way]
@@ -162,13 +162,13 @@ class ScheduleProblem:
         return known
 
     def _time_in_memory(self, rank: int, known: float) -> float:
-        """Return the time that a rank needs at least, because it holds no more than its limit.
+        """Return a lower bound of the time of a rank that follows from its memory limit.
 
-        Memory times time: each activation, times the time for which it must be held, summed over all microbatches
-        (`held`), must fit below the limit during the step. Not all of limit times step can be used. Nothing is held
-        before the rank's first forward pass (`head`). While the input halves of earlier stages end the step (`tail`),
-        only weight halves hold memory. After the first forward pass, memory fills no faster than forward passes run,
-        and at the end it empties no faster than backward passes do (`unused`). So
+        The bound compares products of memory and time. The sum over all microbatches of each activation times the time
+        for which it must be held (`held`) cannot exceed the limit times the time of the step. Moreover, a part of that
+        product cannot be used. No memory is held before the rank's first forward pass (`head`). While the input halves
+        of earlier stages end the step (`tail`), only weight halves hold memory. Memory fills no faster than forward
+        passes run, and empties no faster than backward passes run (`unused`). Therefore
 
             held + unused <= limit * (step - head - tail) + the part of weight halves in the tail
 
@@ -201,7 +201,7 @@ class ScheduleProblem:
         filling = max(0.0, limit - largest) / fill_rate
         emptying = max(0.0, limit - largest) / empty_rate
         unused = 0.0
-        if known >= head + filling + max(tail, emptying):  # so that the two do not overlap
+        if known >= head + filling + max(tail, emptying):  # otherwise the two would overlap
             unused = fill_rate * filling**2 / 2 + (empty_rate * max(0.0, emptying - tail) ** 2 / 2 if emptying else 0.0)
         return head + tail + (held + unused - min(in_weights, limit * tail)) / limit
 
@@ -226,11 +226,11 @@ class ScheduleProblem:
 
     @property
     def _whole_way(self) -> float:
-        """Time of one microbatch through all stages forth and back; of the first stage's rank, if ranks do not wait."""
+        """Time of one microbatch through all stages forward and backward; for `span`, on the first stage's rank."""
         return self._holding_times[0]
 
     def _message_after(self, stage: int) -> float:
-        """Return the time of a message from a stage to the next one: none within a rank."""
+        """Return the time of a message from a stage to the next one: 0 within a rank."""
         places = self.ranks_of_stages
         return self.message if stage + 1 < len(places) and places[stage] != places[stage + 1] else 0.0
 
@@ -242,8 +242,8 @@ def equal_stages(
 
     Args:
         ranks: number of ranks.
-        forward, input, weight: times of the passes of a rank, which its stages share.
-        stages_per_rank: number of stages of each rank. Its activations of one microbatch are 1 in all.
+        forward, input, weight: times of the passes of a rank, divided among its stages.
+        stages_per_rank: number of stages of each rank. The activations of one microbatch on a rank sum to 1.
     """
     each = StageCosts(*(value / stages_per_rank for value in (forward, input, weight, 1.0)))
     return (each,) * (ranks * stages_per_rank)

@@ -1,4 +1,4 @@
-"""`search_schedule`: published schedules, greedy ones, then a local search, until time or forecasts run out."""
+"""Search for a schedule: published schedules, greedy schedules, then a local search, until a limit is reached."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from shardlab.strategies.schedules.actions import BackwardInput
 from shardlab.strategies.schedules.steps import Steps, resolve_schedule
 
 GREEDY = 12
-"""Greedy schedules that are tried."""
+"""Number of greedy schedules to try."""
 
 STARTS = 3
-"""Schedules from which the local search starts, in turn."""
+"""Number of schedules from which the local search starts, in turn."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Published:
 
     Attributes:
         name: name of the schedule.
-        time: its time, with the costs of the problem.
-        memory: most memory of a rank.
+        time: time of the schedule with the costs of the problem.
+        memory: memory of the fullest rank.
         fits: whether every rank stays within the memory limit.
     """
 
@@ -49,12 +49,12 @@ class FoundSchedule:
     Attributes:
         problem: the problem.
         timing: the schedule and its times.
-        published: the published schedules for these sizes, the fastest first.
-        lower_bound: time that no schedule can beat.
-        source: schedule from which the search started: the name of a published one, or "greedy".
-        evaluations: number of schedules whose times were computed.
-        history: (seconds, time) of each better schedule.
-        placed: the schedule with its messages, if they are placed already.
+        published: published schedules for these sizes, the fastest first.
+        lower_bound: lower bound of the time of all schedules.
+        source: schedule from which the best one was found: the name of a published schedule, or "greedy".
+        evaluations: number of schedules that were timed.
+        history: (seconds of the search, time of the schedule) at each improvement.
+        placed: the schedule with its messages, if already known (None: computed from `timing`).
     """
 
     problem: ScheduleProblem
@@ -73,29 +73,29 @@ class FoundSchedule:
 
     @property
     def best_published(self) -> Published | None:
-        """The fastest published schedule that fits in the same memory, if one does."""
+        """The fastest published schedule within the memory limit (None: there is none)."""
         return next((each for each in self.published if each.fits), None)
 
     @property
     def gap(self) -> float:
-        """Largest share by which the schedule may be slower than the best one."""
+        """Upper bound of the share by which the schedule is slower than an optimal one."""
         return max(0.0, self.timing.time / self.lower_bound - 1)
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no schedule is faster."""
+        """Whether the schedule is proved to be optimal."""
         return self.gap <= 1e-6
 
     @property
     def bubble(self) -> float:
-        """Share of the time that the busiest rank does not compute."""
+        """Share of the time in which the busiest rank does not compute."""
         passes = self.timing.passes
         work = max(sum(passes.duration[each] for each in order) for order in self.timing.orders)
         return max(0.0, 1 - work / self.timing.time)
 
 
 def published_schedule(found: FoundSchedule, name: str) -> FoundSchedule:
-    """Return the result of a search with a published schedule in the place of the found one."""
+    """Return the result of a search with a published schedule in place of the found one."""
     problem, passes = found.problem, found.timing.passes
     steps = resolve_schedule(SCHEDULES[name], problem.ranks, problem.microbatches, problem.stages_per_rank)
     timing = timing_of(passes, *passes.orders_of(steps))
@@ -111,19 +111,19 @@ def search_schedule(
     seed: int = 0,
     on_progress: Callable[[float, float], None] | None = None,
 ) -> FoundSchedule:
-    """Return the best schedule that is found for a problem. It is never slower than a published one that fits.
+    """Search for the fastest schedule of a problem. The result is never slower than a published schedule that fits.
 
-    Of equally fast schedules, one that holds less memory is preferred.
+    Among equally fast schedules, one with less memory is preferred.
 
-    Ctrl-C ends the search early, as the time does; the result is then the best schedule so far.
+    Ctrl-C ends the search like the time limit. The result is then the best schedule so far.
 
     Args:
         problem: the problem.
-        seconds: time for the search.
-        evaluations: number of proposals of the local search, instead of a time. The result then does not depend on the
-            clock.
+        seconds: time limit of the search.
+        evaluations: number of proposals of the local search, instead of a time limit. The result then does not depend
+            on the clock.
         seed: seed of the proposals.
-        on_progress: function that is called with the seconds so far and the best time, at each better schedule.
+        on_progress: function that is called with the seconds so far and the best time at each improvement.
     """
     began = time.monotonic()
     passes = Passes(problem)
@@ -196,7 +196,7 @@ def published_steps(problem: ScheduleProblem) -> dict[str, Steps]:
 
 
 def _starts(passes: Passes, candidates: list[tuple[float, str, Orders, Timing]]) -> list[tuple[str, Skeleton]]:
-    """Return the schedules from which the local search starts, the fastest first, each with where it comes from."""
+    """Return the schedules from which the local search starts, with their sources, the fastest first."""
     starts: list[tuple[float, str, Skeleton]] = []
     for _, name, orders, _ in candidates:
         for gap in (GAPS[0], GAPS[-1]):

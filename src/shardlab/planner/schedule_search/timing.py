@@ -1,7 +1,7 @@
 """Times and memory of a schedule whose ranks each run their passes in a given order.
 
 A pass is an integer, `(kind * stages + stage) * microbatches + microbatch`, with the kinds `FORWARD`, `INPUT` and
-`WEIGHT`. `Passes` has the tables of a problem by pass; `Timing` the times of one set of orders.
+`WEIGHT`. `Passes` has tables of a problem by pass, and `Timing` has the times of one set of orders.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Passes:
         count: number of passes.
         duration: time of each pass.
         rank: rank of each pass.
-        needs: for each pass, the passes that it needs, each with the time from its end to the earliest start.
+        needs: for each pass, the passes that it needs, each with the smallest time from its end to the start of the
+            pass.
         readers: for each pass, the passes that need it.
-        memory: change of the memory of its rank by each pass: positive at a forward pass, negative at the halves of a
+        memory: change of the rank's memory by each pass: positive for a forward pass, negative for the halves of a
             backward pass.
     """
 
@@ -90,7 +91,7 @@ class Passes:
         return orders, frozenset(self.number(INPUT, action.stage, action.microbatch) for action in whole)
 
     def peak_memory(self, order: Iterable[int]) -> float:
-        """Return the most memory that a rank holds."""
+        """Return the peak memory of a rank."""
         memory, held, peak = self.memory, 0.0, 0.0
         for each in order:
             held += memory[each]
@@ -113,7 +114,7 @@ class Timing:
     Attributes:
         passes: the tables of the problem.
         orders: passes of each rank, in order.
-        end: end of each pass. Every pass starts as early as it can.
+        end: end of each pass. Every pass starts as early as possible.
     """
 
     passes: Passes
@@ -130,7 +131,7 @@ class Timing:
         return max(end - starts[order[0]] for order, end in zip(self.orders, ends, strict=True))
 
     def _latest_starts(self) -> list[float]:
-        """Return the latest start of each pass with which no rank ends later."""
+        """Return the latest start of each pass that delays no rank's end."""
         passes, end = self.passes, self.end
         latest = [inf] * passes.count
         following = {first: second for order in self.orders for first, second in pairwise(order)}
@@ -143,16 +144,16 @@ class Timing:
         return latest
 
     def _starts(self, order: list[int]) -> Iterator[float]:
-        """Yield the starts of a rank's passes. An end minus a duration could round below the end of a needed pass."""
+        """Yield the starts of a rank's passes. (End minus duration could round to before the end of a needed pass.)"""
         free = 0.0
         for each in order:
             yield max(free, *(self.end[need] + lag for need, lag in self.passes.needs[each]), 0.0)
             free = self.end[each]
 
     def idle_by_cause(self) -> dict[str, float]:
-        """Return the shares of the step in which ranks do not compute, by cause, each the mean over the ranks.
+        """Return the shares of the step in which ranks do not compute, by cause, as means over the ranks.
 
-        The causes are "before the first pass", "waiting for messages" (their transfer alone), "waiting for passes" of
+        The causes are "before the first pass", "waiting for messages" (only their transfer), "waiting for passes" of
         other ranks, and "after the last pass".
         """
         passes = self.passes
@@ -178,14 +179,14 @@ class Timing:
     def steps(self) -> Steps:
         """Return the schedule with its messages.
 
-        A send follows the pass that makes its value. Its receive follows the pass that the receiving rank runs at that
-        time. All messages are therefore in one global order, in which no deadlock is possible.
+        A send follows the pass that computes its value. Its receive follows the pass that the receiving rank runs at
+        that time. All messages are therefore in one global order, so no deadlock is possible.
         """
         passes = self.passes
         places = passes.problem.ranks_of_stages
         kinds = (Forward, BackwardInput, BackwardWeight) if passes.problem.has_halves else (Forward, Backward, None)
         steps: list[list[ShardedStep]] = [[] for _ in self.orders]
-        # Starts and ends of passes; an end comes before the starts at that time, which follow the rank's order.
+        # Starts and ends of passes. Ends come before starts at the same time, and starts follow the rank's order.
         begins = (
             (start, True, place, each)
             for order in self.orders
@@ -208,12 +209,12 @@ class Timing:
 
     @property
     def peaks(self) -> list[float]:
-        """Most memory of each rank."""
+        """Peak memory of each rank."""
         return [self.passes.peak_memory(order) for order in self.orders]
 
 
 def timing_of(passes: Passes, orders: Orders, whole: Collection[int] = frozenset()) -> Timing | None:
-    """Return the times of a schedule, or None if ranks wait for each other forever.
+    """Return the times of a schedule, or None if there is a deadlock.
 
     Args:
         passes: tables of the problem.
