@@ -95,7 +95,7 @@ def trained(rank: int, job: Job) -> tuple[float, float]:
     groups: Groups = {}
     checked, batches = job.checked(), batches_of(job)
     executor = Executor(checked, rank, job.cut, batches, Settings(job.seed, job.numbers, CPU), groups=groups)
-    evaluation = Evaluation(job, checked, rank, CPU, batches, of=executor.state, groups=groups)
+    evaluation = Evaluation(job, checked, rank, CPU, batches, weights_of=executor.state, groups=groups)
     before = evaluation.loss().mean
     for _ in range(2):
         executor.step()

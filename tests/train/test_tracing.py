@@ -320,7 +320,9 @@ def ramped(rank: int, job: Job) -> tuple[list[list[float]], list[torch.Tensor]]:
     require_same_slices(proofs, job.cut)
     first = Executor(proofs[job.microbatches], rank, job.cut, batches, settings)
     executors = {
-        count: first if count == job.microbatches else Executor(proof, rank, job.cut, batches, settings, of=first.state)
+        count: first
+        if count == job.microbatches
+        else Executor(proof, rank, job.cut, batches, settings, weights_of=first.state)
         for count, proof in proofs.items()
     }
     (arena,) = {each.state.arena.whole for each in executors.values()}  # one for all

@@ -113,7 +113,7 @@ def peaks(rank: int, job: Job, out: Path) -> tuple[dict[str, int], int, int]:
     judged = OrderedBatches(1, job.microbatches, job.microbatches, batches.validation)
     looks: dict[str, Callable[[], object]] = {
         "saved": lambda: save_weights(state, out, shard_bytes=10**6),
-        "judged": Evaluation(job, checked, rank, CPU, judged, of=state).losses,
+        "judged": Evaluation(job, checked, rank, CPU, judged, weights_of=state).losses,
         "sampled": lambda: list(ParallelWriter(state, job.model, TokenSampling(), lambda: False).generate([1, 2], 2)),
     }
     found: dict[str, int] = {}

@@ -45,8 +45,8 @@ class Executor:
         backend: backend of the process group, such as "gloo". The program must be able to run on it.
         observer: function that is called with every gradient before its update.
         groups: process groups that exist already; new ones are added (see `Communicator`).
-        of: state of another program whose weights and optimizer states this program shares. This program is its forward
-            half, or has another number of microbatches.
+        weights_of: state of another program whose weights and optimizer states this program shares. This program is its
+            forward half, or has another number of microbatches.
 
     Attributes:
         state: the rank's tensors.
@@ -71,7 +71,7 @@ class Executor:
         backend: str = "gloo",
         observer: GradientObserver | None = None,
         groups: Groups | None = None,
-        of: State | None = None,
+        weights_of: State | None = None,
     ) -> None:
         why_not = checked.why_not(backend)
         if why_not is not None:
@@ -86,7 +86,7 @@ class Executor:
             want_compilable(checked, settings.device.type)
         if settings.cuda_graph:
             want_step_graph(checked, model, settings.precision, settings.optimizer, settings.device.type)
-        self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer, of)
+        self.state = State(checked, rank, model, batches.micro_batch_size, settings, observer, weights_of)
         self.batches = batches
         self._microbatches = checked.program.microbatches
         self.links = Communicator(checked.program, rank, groups)

@@ -74,7 +74,7 @@ class State:
         rows: int,
         settings: Settings,
         observer: GradientObserver | None,
-        of: State | None = None,
+        weights_of: State | None = None,
     ) -> None:
         self.checked = checked
         self.rank = rank
@@ -84,16 +84,16 @@ class State:
         self.tape = checked.program.tapes[rank]
         self.specs = checked.specs[rank]
         self.signatures = checked.program.sizes.signatures
-        self.shapes = Shapes(checked, model, rows, None if of is None else of.shapes.flat)
+        self.shapes = Shapes(checked, model, rows, None if weights_of is None else weights_of.shapes.flat)
         self.passes = self._passes()
         self.loss_owners = loss_owners(checked)
         self.analysis = Analysis(checked, rank)
         self.values: list[Any] = [None] * (max(self.specs, default=-1) + 1)
         loaded = self.analysis.kept.loaded.values()
         self.kept: dict[tuple[int, Holds], Tensor] = {
-            key: self._initial(*key) if of is None else of.kept[key] for key in loaded
+            key: self._initial(*key) if weights_of is None else weights_of.kept[key] for key in loaded
         }
-        shared = of if checked.trains else None
+        shared = weights_of if checked.trains else None
         self.opt_states: dict[tuple[int, Holds], Slice] = {} if shared is None else shared.opt_states
         for op in self.tape:
             if op.kind is OpKind.LOAD_OPT_STATE and op.holds is not None:
@@ -102,7 +102,7 @@ class State:
                     self.opt_states[key] = self._optimizer(*key)
                     self.put_opt_state(self.specs[op.outputs[0]])()
         self.buffers = self._make_buffers()
-        arena = None if of is None else of.arena
+        arena = None if weights_of is None else weights_of.arena
         self.arena = ArenaTensors(checked, rank, self.shapes, self.dtype, settings.device, arena)
         self.step = 0
         readers = (OpKind.LOAD_BATCH, OpKind.LOSS)

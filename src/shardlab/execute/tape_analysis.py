@@ -160,8 +160,8 @@ class ArenaTensors:
     """Arena of one rank: one allocation for a whole step, and the tensors in it.
 
     Args:
-        of: arena of another program whose memory is shared, since the two never run at the same time. The memory grows
-            if necessary.
+        memory_of: arena of another program whose memory is shared, since the two never run at the same time. The memory
+            grows if necessary.
 
     Attributes:
         whole: memory of the arena, (bytes,) uint8.
@@ -176,7 +176,7 @@ class ArenaTensors:
         shapes: Shapes,
         dtype: Callable[[Spec], torch.dtype],
         device: torch.device,
-        of: ArenaTensors | None,
+        memory_of: ArenaTensors | None,
     ) -> None:
         specs, arena = checked.specs[rank], arenas_of(checked.program, checked.specs)[rank]
         size = BufferBytes(checked.program, checked.specs)
@@ -187,7 +187,7 @@ class ArenaTensors:
                 if size(spec):  # some layers of a bucket may have no parameters
                     wider = max(wider, -(-math.prod(shapes.shape(spec)) * dtype(spec).itemsize // size(spec)))
         bytes = wider * arena.bytes
-        self.whole = torch.empty(bytes, dtype=torch.uint8, device=device) if of is None else of.whole
+        self.whole = torch.empty(bytes, dtype=torch.uint8, device=device) if memory_of is None else memory_of.whole
         if self.whole.nbytes < bytes:
             self.whole.resize_(bytes)  # the tensors of the other program move with the memory
         self.tensors: dict[int, Tensor] = {}

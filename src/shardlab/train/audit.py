@@ -132,9 +132,9 @@ class Audit:
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         mine = mine.to(self.state.settings.device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        return [each.cpu() for each in everyone]
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        return [each.cpu() for each in gathered]
 
     def _recording(self, instruction: Instruction, results: Sequence[OpResult]) -> Instruction:
         def run() -> None:
@@ -162,12 +162,12 @@ def copy_of(state: State, replica: Replica) -> Tensor:
     parts: list[tuple[int, Tensor]] = []
     for key in state.analysis.kept.loaded.values():
         if key[0] == layer:
-            mine, wanted = in_equal_pieces(key[1], missing)
-            shared = Holds(mine.mask & wanted.mask, mine.of)
-            missing = Holds(wanted.mask & ~mine.mask, mine.of)
+            mine, missing_pieces = in_equal_pieces(key[1], missing)
+            shared = Holds(mine.mask & missing_pieces.mask, mine.of)
+            missing = Holds(missing_pieces.mask & ~mine.mask, mine.of)
             starts = [start for start, _ in state.shapes.ranges(layer, shared)]
-            places = state.shapes.places(layer, key[1], shared)
-            parts += [(at, state.kept[key][start:stop]) for at, (start, stop) in zip(starts, places, strict=True)]
+            ranges = state.shapes.places(layer, key[1], shared)
+            parts += [(at, state.kept[key][start:stop]) for at, (start, stop) in zip(starts, ranges, strict=True)]
     return torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])])
 
 

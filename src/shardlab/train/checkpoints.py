@@ -397,7 +397,7 @@ class ResumedRun:
         sections = {**saved.sections, "plan": plan, "train": train, "optimizer": optimizer}
         return ConfigSource(str(self.checkpoint.folder), sections)
 
-    def config(self, wanted: TrainingConfig) -> TrainingConfig:
+    def config(self, requested: TrainingConfig) -> TrainingConfig:
         """Return the configuration with which the run is resumed: the requested one, with the `init` of the run.
 
         Raises:
@@ -406,17 +406,17 @@ class ResumedRun:
         """
         saved = merge_fields([preset_source("default"), self._saved], "train")
         model = model_of([self.source(None)], 0)
-        require_same(model, wanted.model, self.checkpoint.folder)
+        require_same(model, requested.model, self.checkpoint.folder)
         step = self.checkpoint.step
         fixed = {
-            "--optimizer": (self._saved.sections["optimizer"]["optimizer"], wanted.optimizer.optimizer),
-            "--seed": (saved["seed"], wanted.train.seed),
-            "--seq-len": (model.seq_len, wanted.model.seq_len),
-            "--freeze": (_frozen(self._saved.sections["plan"]), _frozen(wanted.plan.as_dict())),
-            "--ema": (self._saved.sections["optimizer"].get("ema"), wanted.optimizer.ema),
+            "--optimizer": (self._saved.sections["optimizer"]["optimizer"], requested.optimizer.optimizer),
+            "--seed": (saved["seed"], requested.train.seed),
+            "--seq-len": (model.seq_len, requested.model.seq_len),
+            "--freeze": (_frozen(self._saved.sections["plan"]), _frozen(requested.plan.as_dict())),
+            "--ema": (self._saved.sections["optimizer"].get("ema"), requested.optimizer.ema),
             f"sequences of the first {step} steps": (
                 self.checkpoint.state["data"]["sequence"],
-                wanted.train.ramp.before(step) * wanted.train.micro_batch_size,
+                requested.train.ramp.before(step) * requested.train.micro_batch_size,
             ),
         }
         wrong = [f"{name}: {before} before, {now} now" for name, (before, now) in fixed.items() if before != now]
@@ -424,7 +424,7 @@ class ResumedRun:
             raise UserError(
                 f"{'; '.join(wrong)}; a resumed run keeps this setting, so leave it out, or begin a new run with --init"
             )
-        return replace(wanted, train=replace(wanted.train, init=saved.get("init")))
+        return replace(requested, train=replace(requested.train, init=saved.get("init")))
 
     @property
     def steps_taken(self) -> int:
@@ -439,15 +439,15 @@ class ResumedRun:
         Raises:
             UserError: if the run has finished with weights that are newer than the checkpoint, which would be lost.
         """
-        taken, finished = self.checkpoint.step, self._finished_steps
-        if self.chosen or finished <= taken:
-            return steps < taken or (steps == taken and finished == taken)
+        taken_step, finished = self.checkpoint.step, self._finished_steps
+        if self.chosen or finished <= taken_step:
+            return steps < taken_step or (steps == taken_step and finished == taken_step)
         if steps <= finished:
             return True
         raise UserError(
             f"{self.out} has the weights after {counted(finished, 'step')}, but its newest checkpoint that can be read "
-            f"is the one after step {taken}, so training on would begin there and overwrite them; give --from-step "
-            f"{taken} if that is meant, or begin a new run with --init {self.out}"
+            f"is the one after step {taken_step}, so training on would begin there and overwrite them; give "
+            f"--from-step {taken_step} if that is meant, or begin a new run with --init {self.out}"
         )
 
     def schedule_change(self, config: TrainingConfig) -> str:

@@ -104,8 +104,8 @@ class Evaluation:
         checked: program of the job.
         rank, device: number of the rank, and the device on which it computes.
         batches: microbatches on which the loss is computed.
-        of: state of a training whose weights are evaluated (None: the weights that `initial` reads).
-        initial: function that reads the weights, if `of` is None.
+        weights_of: state of a training whose weights are evaluated (None: the weights that `initial` reads).
+        initial: function that reads the weights, if `weights_of` is None.
         groups: process groups that are shared with other executors.
     """
 
@@ -117,15 +117,17 @@ class Evaluation:
         device: torch.device,
         batches: OrderedBatches,
         *,
-        of: State | None = None,
+        weights_of: State | None = None,
         initial: Initial | None = None,
         groups: Groups | None = None,
     ) -> None:
         model = replace(job, model=replace(job.model, dropout=0.0)).cut
         settings = Settings(job.seed, job.numbers, device, initial=initial)
         half = check_forward(forward_only(checked))
-        self._batches, self._device, self._of = batches, device, of
-        self._executor = Executor(half, rank, model, batches, settings, backend_of(device.type), groups=groups, of=of)
+        self._batches, self._device, self._weights_of = batches, device, weights_of
+        self._executor = Executor(
+            half, rank, model, batches, settings, backend_of(device.type), groups=groups, weights_of=weights_of
+        )
 
     def loss(self) -> Loss:
         """Compute the loss over all microbatches. Every rank calls this, and receives the same result."""
@@ -145,8 +147,8 @@ class Evaluation:
             The losses by their names in metrics.jsonl, in nats per token.
         """
         losses = {VALIDATION: self.loss().mean}
-        if self._of is not None and self._of.settings.optimizer.ema is not None:
-            with averaged_weights(self._of):
+        if self._weights_of is not None and self._weights_of.settings.optimizer.ema is not None:
+            with averaged_weights(self._weights_of):
                 losses[VALIDATION_EMA] = self.loss().mean
         return losses
 
@@ -198,15 +200,13 @@ class TextJob:
         model, is_folder = job.model, self.data.is_dir()
         tokenizer = find_tokenizer(self.folder) if is_folder else require_tokenizer(self.folder, model.vocab_size)
         at_most = None if self.batches is None else self.batches * job.micro_batch_size
-        found = read_eval_text(
-            self.data, tokenizer, self.seq_len, format=self.format, field=self.field, at_most=at_most
-        )
-        if (largest := int(found.run.tokens.max())) >= model.vocab_size:
+        text = read_eval_text(self.data, tokenizer, self.seq_len, format=self.format, field=self.field, at_most=at_most)
+        if (largest := int(text.run.tokens.max())) >= model.vocab_size:
             raise UserError(
                 f"{self.data} has token {largest}, which is outside the model's vocabulary of {model.vocab_size:,}; "
                 "give a text that the model was made for"
             )
-        return found
+        return text
 
     def with_widths(self, text: EvaluationText) -> TextJob:
         """Return this job with a model for each of the widths that keep the padding of a text small."""

@@ -326,10 +326,10 @@ def describe_fate(ranks: list[int], fate: str) -> str:
 def report_text(ranks: Mapping[int, RankReport]) -> str:
     """Return a report of where every rank was, with its stack. Ranks that agree share a line. It has no verdict."""
     lines = ["where each rank was:"]
-    places: dict[tuple[RankWait, str], list[int]] = defaultdict(list)
+    positions: dict[tuple[RankWait, str], list[int]] = defaultdict(list)
     for rank, seen in ranks.items():
-        places[seen.wait, seen.fate].append(rank)
-    for (wait, fate), members in places.items():
+        positions[seen.wait, seen.fate].append(rank)
+    for (wait, fate), members in positions.items():
         lines.append(f"  {rank_names(members)}: {_sentence(wait, max(ranks[rank].idle for rank in members), fate)}")
     lines += ["", "stacks, innermost call last:"]
     stacks: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -350,12 +350,12 @@ class RankWait:
     Attributes:
         what: the op in words, such as `waits in ...` or `is in ...`.
         blockers: ranks that it waits for; empty if it computes.
-        come: whether all of them have issued their part too, so that only the network can be the cause.
+        all_issued: whether all of them have issued their part too, so that only the network can be the cause.
     """
 
     what: str
     blockers: tuple[int, ...] = ()
-    come: bool = False
+    all_issued: bool = False
 
 
 class TapeWaits:
@@ -427,16 +427,16 @@ class TapeWaits:
 def op_text(checked: Checked, rank: int, op: Op) -> str:
     """Return an op with its layer and microbatches, such as `backward(layer 3) of microbatch 1`."""
     numbers = [*op.inputs, *op.outputs]
-    found = [checked.specs[rank][number].microbatches for number in numbers if number in checked.specs[rank]]
-    about = next((mask for mask in found if mask), 0)
+    microbatches = [checked.specs[rank][number].microbatches for number in numbers if number in checked.specs[rank]]
+    about = next((mask for mask in microbatches if mask), 0)
     text = str(op)
     return text if not about or "microbatch" in text else f"{text} of {microbatches_text(about)}"
 
 
 def find_culprits(waits: Mapping[int, RankWait]) -> list[int]:
     """Return the ranks that others wait for and that do not wait themselves; empty if all wait in a cycle."""
-    wanted = {rank for wait in waits.values() if not wait.come for rank in wait.blockers}
-    return sorted(rank for rank in wanted if rank not in waits or not waits[rank].blockers)
+    awaited = {rank for wait in waits.values() if not wait.all_issued for rank in wait.blockers}
+    return sorted(rank for rank in awaited if rank not in waits or not waits[rank].blockers)
 
 
 class ProcessState(Enum):
@@ -460,14 +460,14 @@ _LETTERS = {
 def process_state(pid: int) -> ProcessState:
     """Return the state of a process of this host, as reported by the kernel."""
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:  # the process has gone, or the system has no /proc
         try:
             os.kill(pid, 0)
         except OSError:
             return ProcessState.GONE
         return ProcessState.RUNS
-    return _LETTERS.get(letter, ProcessState.RUNS)
+    return _LETTERS.get(state, ProcessState.RUNS)
 
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -515,12 +515,12 @@ def parse_frames(text: str) -> list[str]:
     """Return the frames of the last stack in a text, outermost first. If a tape runs, only those of the op."""
     last = re.split(r"^Current thread .*$", text, flags=re.MULTILINE)[-1]
     frames = [f'File "{file}", line {line} in {name}' for file, line, name in _FRAME.findall(last)][::-1]
-    entered = [place for place, frame in enumerate(frames) if _ENTERED.search(frame)]
+    entered = [index for index, frame in enumerate(frames) if _ENTERED.search(frame)]
     return frames[entered[-1] :] if entered else frames
 
 
 def _network(waits: Mapping[int, RankWait]) -> str:
-    rank, wait = next(((rank, wait) for rank, wait in waits.items() if wait.come), next(iter(waits.items())))
+    rank, wait = next(((rank, wait) for rank, wait in waits.items() if wait.all_issued), next(iter(waits.items())))
     members = rank_names([rank, *wait.blockers])
     return f"nothing arrives between {members}, which have all issued their part: the network drops it"
 
@@ -535,9 +535,9 @@ def _namespace() -> str:
 
 def _sentence(wait: RankWait, idle: float, fate: str) -> str:
     whom = f" for {rank_names(wait.blockers)}" if wait.blockers else ""
-    come = ", which issued their part too" if wait.come and wait.blockers else ""
+    also_issued = ", which issued their part too" if wait.all_issued and wait.blockers else ""
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
-    return f"{wait.what}{whom}{come}, since {since} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
+    return f"{wait.what}{whom}{also_issued}, since {since} ({idle:.0f} s)" + (f"; it {fate}" if fate else "")
 
 
 def _before(position: TapePosition | None, tape_round: int, op: int) -> bool:

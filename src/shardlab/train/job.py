@@ -72,10 +72,10 @@ class Job:
             UserError: if there is no such strategy or pass, or its plan is for predictions alone.
         """
         entry = load(self.strategy, self.passes)
-        if entry.plan is not None and (word := entry.plan(self.ranks).recompute_inside):
+        if entry.plan is not None and (parts := entry.plan(self.ranks).recompute_inside):
             raise UserError(
-                f"recompute {word} is for predictions, with simulate and plan: ranks keep or recompute whole blocks or "
-                "attention's scores; give --recompute none, selective, full, every-N, first-N or uniform-N"
+                f"recompute {parts} is for predictions, with simulate and plan: ranks keep or recompute whole blocks "
+                "or attention's scores; give --recompute none, selective, full, every-N, first-N or uniform-N"
             )
         return entry
 

@@ -182,7 +182,9 @@ class RankSetup:
         if self.checkpoint is not None:
             self.checkpoint.restore(executor.state)
         return {
-            count: executor if each is checked else Executor(each, *arguments, groups=self._groups, of=executor.state)
+            count: executor
+            if each is checked
+            else Executor(each, *arguments, groups=self._groups, weights_of=executor.state)
             for count, each in self._programs.items()
         }
 
@@ -193,7 +195,9 @@ class RankSetup:
             job.micro_batch_size, data.validation_microbatches, job.microbatches, data.validation
         )
         state = executor.state
-        return Evaluation(job, self._checked, self._rank, self._device, sequences, of=state, groups=self._groups)
+        return Evaluation(
+            job, self._checked, self._rank, self._device, sequences, weights_of=state, groups=self._groups
+        )
 
     def make_auditing(self, executors: Iterable[Executor]) -> list[Auditing]:
         """Make the callback that audits the ranks; none unless `audit_every` is set."""

@@ -166,14 +166,14 @@ class WeightsAndBiases:
     ) -> None:
         import wandb
 
-        starts = sorted(found.groups() for path in folder.glob("wandb/*") if (found := _START.fullmatch(path.name)))
-        again: dict[str, Any] = {}
+        starts = sorted(match.groups() for path in folder.glob("wandb/*") if (match := _START.fullmatch(path.name)))
+        extra: dict[str, Any] = {}
         if starts and since and rewinds:
-            again = {"resume_from": f"{starts[-1][1]}?_step={since - 1}"}
+            extra = {"resume_from": f"{starts[-1][1]}?_step={since - 1}"}
         elif starts and since:
-            again = {"id": starts[-1][1], "resume": "allow"}
+            extra = {"id": starts[-1][1], "resume": "allow"}
         try:
-            self._run = wandb.init(project="shardlab", name=folder.name, dir=str(folder), config=dict(record), **again)
+            self._run = wandb.init(project="shardlab", name=folder.name, dir=str(folder), config=dict(record), **extra)
         except wandb.Error as error:
             raise UserError(f"--wandb: {error}; log in with wandb login, or set WANDB_MODE=offline") from error
 
@@ -211,8 +211,8 @@ def require_loggers(config: LoggingConfig) -> None:
     Raises:
         UserError: if one is missing.
     """
-    for name, asked in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
-        if asked and find_spec(name) is None:
+    for name, enabled in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
+        if enabled and find_spec(name) is None:
             raise UserError(f"--{name} needs the package {name}, which is missing: pip install {name}")
 
 
@@ -239,7 +239,7 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
     }
     if summary.validation_after_ema is not None:
         rows["validation loss of averages"] = f"{summary.validation_after_ema:.4f} after"
-    places = [f"| {each['rank']} | {each['host']} | {each['device']} | {_mesh(each)} |" for each in record["places"]]
+    rank_rows = [f"| {each['rank']} | {each['host']} | {each['device']} | {_mesh(each)} |" for each in record["places"]]
     return "\n".join(
         [
             f"# {job.title} on {counted(job.ranks, 'rank')}",
@@ -268,7 +268,7 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
             "",
             "| rank | host | device | mesh |",
             "| --- | --- | --- | --- |",
-            *places,
+            *rank_rows,
             "",
         ]
     )
@@ -292,8 +292,8 @@ def _cost(price: float | None, hours: float) -> str:
     return "give --price, for a device-hour" if price is None else f"{hours * price:.4f} at {price:g} a device-hour"
 
 
-def _mesh(place: dict[str, Any]) -> str:
-    return ", ".join(f"{axis} {number}" for axis, number in place["mesh"].items())
+def _mesh(rank: dict[str, Any]) -> str:
+    return ", ".join(f"{axis} {number}" for axis, number in rank["mesh"].items())
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str, scale: float = 1.0) -> list[float]:

@@ -126,7 +126,7 @@ class TrainingRun:
         init, sources = self.config.train.init, parse_sources(self.config.data.data)
         tokenizer = self._tokenizer(all(source.path.is_dir() for source in sources) and bool(sources))
         corpus = Corpus.open(
-            sources, self.job.model.seq_len, tokenizer=tokenizer, of=str(init or self.out), verify=verify
+            sources, self.job.model.seq_len, tokenizer=tokenizer, owner=str(init or self.out), verify=verify
         )
         corpus.require_vocabulary(self.job.model.vocab_size, None if init is None else str(init))
         return corpus
@@ -160,8 +160,8 @@ class TrainingRun:
             UserError: if weights in Hugging Face's format come without a tokenizer.
         """
         init = self.config.train.init
-        if self.continues and (found := find_tokenizer(self.out)) is not None:
-            return found
+        if self.continues and (tokenizer := find_tokenizer(self.out)) is not None:
+            return tokenizer
         if init is None:
             return None
         return find_tokenizer(init) if prepared else require_tokenizer(init, self.job.model.vocab_size)

@@ -73,14 +73,14 @@ def continue_prompt(
         tokenizer: tokenizer of the model.
     """
     tokens = tokens_of(prompt, tokenizer)
-    drawn = generate(tokens, SAMPLE_TOKENS)
-    return printable(prompt.decode(errors="replace")) + "".join(as_text(drawn, tokenizer, tokens))
+    generated = generate(tokens, SAMPLE_TOKENS)
+    return printable(prompt.decode(errors="replace")) + "".join(as_text(generated, tokenizer, tokens))
 
 
 def tokens_of(text: bytes, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of a prompt, preceded by the tokens with which every text begins."""
-    (found,) = tokenizer.encode([text])
-    return [*tokenizer.begin, *found.tolist()]
+    (encoded,) = tokenizer.encode([text])
+    return [*tokenizer.begin, *encoded.tolist()]
 
 
 def for_text(model: Model) -> Model:
@@ -226,9 +226,9 @@ class Conversation:
         writer = TextGenerator(self.model, self.flats, replace(self.choice, seed=self.choice.seed + self._answers),
                         cached=self.cached)  # fmt: skip
         self._answers += 1
-        drawn = takewhile(lambda token: token not in self.template.ends, writer.generate(tokens, self.most))
+        generated = takewhile(lambda token: token not in self.template.ends, writer.generate(tokens, self.most))
         answer = ""
-        for part in until(as_text(drawn, self.tokenizer, tokens), self.template.stop):
+        for part in until(as_text(generated, self.tokenizer, tokens), self.template.stop):
             shown = part if answer else part.lstrip()
             answer += shown
             yield shown
@@ -257,13 +257,13 @@ def until(parts: Iterator[str], stop: str) -> Iterator[str]:
     pending = ""  # may be the beginning of `stop`
     for part in parts:
         pending += part
-        before, found, _ = pending.partition(stop) if stop else (pending, "", "")
-        if found:
+        before, separator, _ = pending.partition(stop) if stop else (pending, "", "")
+        if separator:
             yield before
             return
-        kept = next((n for n in range(min(len(stop), len(pending)), 0, -1) if pending.endswith(stop[:n])), 0)
-        yield pending[: len(pending) - kept]
-        pending = pending[len(pending) - kept :]
+        overlap = next((n for n in range(min(len(stop), len(pending)), 0, -1) if pending.endswith(stop[:n])), 0)
+        yield pending[: len(pending) - overlap]
+        pending = pending[len(pending) - overlap :]
     yield pending
 
 

@@ -115,16 +115,16 @@ class StepResult:
         Raises:
             UserError: if a value is not a number, or its name is that of another figure of the step.
         """
-        found: dict[str, float] = {}
+        checked: dict[str, float] = {}
         for name, value in figures.items():
             where = f"on_metrics of the callback {callback} returned {name!r}"
             if name in self.metrics:
                 raise UserError(f"{where}, which is already a figure of every step; give it another name")
             try:
-                found[name] = float(value)
+                checked[name] = float(value)
             except (TypeError, ValueError):
                 raise UserError(f"{where} with {value!r}, which is no number; return a number for each name") from None
-        return found
+        return checked
 
 
 class StepExecutor(Protocol):

@@ -101,9 +101,9 @@ class TracedExecutor:
         records: list[RankRecord] | None = [self._record] * dist.get_world_size() if rank == 0 else None
         dist.gather_object(self._record, records)
         if records is not None:
-            everyone = {record.rank: record for record in records}
+            by_rank = {record.rank: record for record in records}
             with writing(self._folder / "trace.json") as path:
-                seen = write_trace(self._folder, self._job, self._executor.state.checked, everyone)
+                seen = write_trace(self._folder, self._job, self._executor.state.checked, by_rank)
                 save_trace_events({"measured": (seen.timeline, seen.counters)}, path)
         dist.barrier()  # no rank may remove its own file before the merged one exists
         rank_file(self._folder, rank).unlink(missing_ok=True)
@@ -292,11 +292,11 @@ def _kept_slices(
         model: model of the program.
         carried: include the gathered weights that a step carries over to the next.
     """
-    kept: list[set[tuple[OpKind, int, Holds, str]]] = []
+    slices: list[set[tuple[OpKind, int, Holds, str]]] = []
     for tape, specs in zip(checked.program.tapes, checked.specs, strict=True):
         gathers = () if carried else {op.outputs[0] for op in tape if op.kind is OpKind.ALL_GATHER}
         gathered = {key for number, key in KeptWeights(tape, specs).final.items() if number in gathers}
         forms = [(op.kind, specs[op.outputs[KEPT_RESULTS[op.kind]]].form) for op in tape if op.kind in KEPT_RESULTS]
         alone = [(kind, form) for kind, form in forms if (form.layer, form.holds) not in gathered]
-        kept.append({(kind, form.layer, form.holds, form.place) for kind, form in alone})
-    return Shapes(checked, model, 1).flat, kept
+        slices.append({(kind, form.layer, form.holds, form.place) for kind, form in alone})
+    return Shapes(checked, model, 1).flat, slices

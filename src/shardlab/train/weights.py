@@ -118,7 +118,7 @@ def save_weights(state: State, out: Path, *, shard_bytes: int = SHARD_BYTES) -> 
 
 def _all_finite(state: State) -> bool:
     """Return whether the weights of all ranks are finite."""
-    mine = all(bool(kept.isfinite().all()) for kept in state.kept.values())
+    mine = all(bool(tensor.isfinite().all()) for tensor in state.kept.values())
     finite = torch.tensor(int(mine), device=state.settings.device)
     dist.all_reduce(finite, dist.ReduceOp.MIN)
     return bool(finite)
@@ -226,6 +226,6 @@ def _run_on_all(actions: Iterable[Callable[[], None]]) -> str:
             action()
     except UserError as error:
         mine = str(error)
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return next(filter(None, everyone), "")
+    errors = [mine] * dist.get_world_size()
+    dist.all_gather_object(errors, mine)
+    return next(filter(None, errors), "")

@@ -82,9 +82,9 @@ class RunningWorld:
         coordinates = {axis: mesh.coordinate(rank, axis) for axis in mesh.used}
         cpus, threads = as_ranges(usable_cpus()), torch.get_num_threads()
         mine = RankPlace(rank, socket.gethostname(), f"{device} ({name})", coordinates, cpus, threads)
-        places = [mine] * dist.get_world_size()
-        dist.all_gather_object(places, mine)
-        return cls(places, str(dist.get_backend()), launcher_of(os.environ), versions())
+        gathered = [mine] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        return cls(gathered, str(dist.get_backend()), launcher_of(os.environ), versions())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entries in run.json."""
@@ -172,10 +172,10 @@ def require_agreement(checked: Checked, data: str, resumed: str = "") -> None:
         RuntimeError: if some ranks differ from rank 0; the message names them.
     """
     mine = (checked.program.fingerprint(), data, resumed)
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for what, place in (("another program", 0), ("other data", 1), ("another checkpoint", 2)):
-        others = [rank for rank, theirs in enumerate(everyone) if theirs[place] != everyone[0][place]]
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    for what, index in (("another program", 0), ("other data", 1), ("another checkpoint", 2)):
+        others = [rank for rank, theirs in enumerate(gathered) if theirs[index] != gathered[0][index]]
         if others:
             raise RuntimeError(
                 f"rank {', '.join(map(str, others))} has {what} than rank 0; "

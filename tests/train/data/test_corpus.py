@@ -63,7 +63,7 @@ def test_the_default_text_becomes_tokens_too(monkeypatch: pytest.MonkeyPatch) ->
 def test_data_of_another_tokenizer_than_the_model_s_are_refused(lines: Path, tmp_path: Path) -> None:
     folder = prepare([Documents(TEXTS)], tmp_path / "out", "chars").folder
     with pytest.raises(UserError, match=r"out has another tokenizer \(chars, 22 tokens\) than hf \(tokenizer.json"):
-        Corpus.open([DataSource(lines), DataSource(folder)], 8, tokenizer=LLAMA, of="hf")
+        Corpus.open([DataSource(lines), DataSource(folder)], 8, tokenizer=LLAMA, owner="hf")
 
 
 def test_tokens_of_unknown_meaning_are_refused_with_a_way_to_say_it(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_tokens_of_unknown_meaning_are_refused_with_a_way_to_say_it(tmp_path: Pa
 def test_a_large_file_is_to_be_prepared_once(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "MOST_BYTES_ENCODED", 100)
     with pytest.raises(UserError, match=r"make them once by shardlab data prepare \S+ --tokenizer hf --out FOLDER"):
-        Corpus.open([DataSource(lines)], 8, tokenizer=LLAMA, of="hf")
+        Corpus.open([DataSource(lines)], 8, tokenizer=LLAMA, owner="hf")
 
 
 def test_documents_of_an_iterable_are_a_corpus() -> None:

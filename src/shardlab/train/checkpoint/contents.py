@@ -116,8 +116,8 @@ def weight_keys(checked: Checked, rank: int) -> list[Key]:
     """Return the slices of weights that a rank keeps: slices that it loads, and slices that only its optimizer has."""
     tape = checked.program.tapes[rank]
     loaded = [(op.layer, op.holds) for op in tape if op.kind is OpKind.LOAD_WEIGHT and op.holds is not None]
-    kept = KeptWeights(tape, checked.specs[rank])
-    return [*dict.fromkeys(loaded), *(key for key in updated_keys(checked, rank) if kept.memory_of(*key) is None)]
+    weights = KeptWeights(tape, checked.specs[rank])
+    return [*dict.fromkeys(loaded), *(key for key in updated_keys(checked, rank) if weights.memory_of(*key) is None)]
 
 
 def updated_keys(checked: Checked, rank: int) -> list[Key]:
@@ -146,11 +146,11 @@ def make_moments(state: State, updates: int) -> None:
 def updates_of(state: State) -> int:
     """Return the number of updates that the optimizers of this rank have made. Skipped steps do not count."""
     counts = [
-        int(cast(float, kept["step"]))
+        int(cast(float, moments["step"]))
         for key in updated_keys(state.checked, state.rank)
         for optimizer in optimizer_of(state, key).optimizers
-        for kept in optimizer.state.values()
-        if "step" in kept
+        for moments in optimizer.state.values()
+        if "step" in moments
     ]
     return max(counts, default=0)
 
@@ -304,8 +304,8 @@ def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRa
     """Yield the moments that the optimizers of a slice keep, which have the shapes of its leaves."""
     starts = {leaf: start for start, leaf in part.leaves}
     for optimizer in part.optimizers:
-        for leaf, kept in optimizer.state.items():
-            for name, moment in kept.items():
+        for leaf, moments in optimizer.state.items():
+            for name, moment in moments.items():
                 if isinstance(moment, Tensor) and moment.shape == leaf.shape:
                     yield KeptRange(name, key[0], starts[leaf], part.current(moment).view(-1), key, place)
 

@@ -95,19 +95,19 @@ class DistributedFiles:
         """
         dtype = self._entries[name].properties.dtype
         if dtype not in DTYPES.values():
-            given = str(dtype).removeprefix("torch.")
-            raise UserError(f"tensor {name} is in {given}; weights are exchanged in {', '.join(DTYPES)}")
+            name_of_dtype = str(dtype).removeprefix("torch.")
+            raise UserError(f"tensor {name} is in {name_of_dtype}; weights are exchanged in {', '.join(DTYPES)}")
         return dtype
 
     def read(self, name: str, *where: slice | int) -> Tensor:
         """Read the part `where` of a tensor: a slice or an index for each of its first dims."""
         entry = self._entries[name]
-        given = [each if isinstance(each, slice) else slice(each, each + 1) for each in where]
-        given += [slice(None) for _ in entry.size[len(where) :]]
-        spans = [each.indices(length) for each, length in zip(given, entry.size, strict=True)]
+        slices = [each if isinstance(each, slice) else slice(each, each + 1) for each in where]
+        slices += [slice(None) for _ in entry.size[len(where) :]]
+        spans = [each.indices(length) for each, length in zip(slices, entry.size, strict=True)]
         part = torch.empty([stop - start for start, stop, _ in spans], dtype=self.dtype(name))
-        wanted = ChunkStorageMetadata(torch.Size(start for start, _, _ in spans), part.shape)
-        for item in create_read_items_for_chunk_list(name, entry, [wanted]):
+        target = ChunkStorageMetadata(torch.Size(start for start, _, _ in spans), part.shape)
+        for item in create_read_items_for_chunk_list(name, entry, [target]):
             stored = self._chunk(item.storage_index)
             part[_region(item.dest_offsets, item.lengths)] = stored[_region(item.storage_offsets, item.lengths)]
         return part[tuple(0 if isinstance(each, int) else slice(None) for each in where)]
@@ -139,14 +139,14 @@ class DistributedFiles:
             index = MetadataIndex(name, self._entries[name].chunks[0].offsets)
             self.require_files([name])
             return self._chunk(index).item()
-        empty, found = torch.Size([0]), _Value()
+        empty, loaded = torch.Size([0]), _Value()
         index = MetadataIndex(name)
         item = ReadItem(LoadItemType.BYTE_IO, index, empty, index, empty, empty)
         try:
-            self._reader.read_data(LoadPlan([item]), found).wait()
+            self._reader.read_data(LoadPlan([item]), loaded).wait()
         except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
             raise UserError(f"{self._folder}: {name} cannot be read ({str(error).splitlines()[0]})") from None
-        return found.value
+        return loaded.value
 
     def require_files(self, names: Iterable[str]) -> None:
         """Require that all chunks of some tensors exist.
@@ -164,10 +164,10 @@ class DistributedFiles:
                     "it was written by only some of the ranks, or by another program"
                 )
             for chunk in entry.chunks:
-                place = self._reader.storage_data.get(MetadataIndex(name, chunk.offsets))
-                if place is None:
+                location = self._reader.storage_data.get(MetadataIndex(name, chunk.offsets))
+                if location is None:
                     raise UserError(f"{self._folder / METADATA} does not say in which file {name} is")
-                ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
+                ends[location.relative_path] = max(ends[location.relative_path], location.offset + location.length)
         for name, end in sorted(ends.items()):
             path = self._folder / name
             if not path.is_file():
@@ -336,10 +336,10 @@ class _Unpickler(pickle.Unpickler):
         if (module_name == "torch" or module_name.startswith("torch.distributed.checkpoint.")) and (
             "." not in global_name
         ):
-            found = super().find_class(module_name, global_name)
-            record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
-            if record or found is torch.Size or isinstance(found, torch.dtype | torch.layout):
-                return found
+            value = super().find_class(module_name, global_name)
+            record = isinstance(value, type) and (dataclasses.is_dataclass(value) or issubclass(value, enum.Enum))
+            if record or value is torch.Size or isinstance(value, torch.dtype | torch.layout):
+                return value
         raise pickle.UnpicklingError(f"it needs {module_name}.{global_name}, which does not describe tensors")
 
 

@@ -233,14 +233,14 @@ class CheckpointTensors:
         for piece in self._checkpoint.pieces[block, parameter.name] if elements.numel() else ():
             experts, mine, across = piece.numbers
             here = (experts == matrix).nonzero()
-            wanted = torch.isin(rows, mine).nonzero()[:, 0]
+            subset = torch.isin(rows, mine).nonzero()[:, 0]
             low = int(torch.searchsorted(across, columns[0]))
             high = int(torch.searchsorted(across, columns[-1], right=True))
-            if not len(here) or not len(wanted) or low == high:
+            if not len(here) or not len(subset) or low == high:
                 continue
-            begins = torch.searchsorted(mine, rows[wanted]) + int(here) * piece.rows
+            begins = torch.searchsorted(mine, rows[subset]) + int(here) * piece.rows
             into = across[low:high] - columns[0]
-            elements[wanted[:, None], into] = torch.cat(list(self._rows(piece, begins, low, high))).view(-1, high - low)
+            elements[subset[:, None], into] = torch.cat(list(self._rows(piece, begins, low, high))).view(-1, high - low)
         return elements
 
     def _rows(self, piece: ParameterPiece, numbers: Tensor, low: int, high: int) -> Iterator[Tensor]:

@@ -39,7 +39,7 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 def steps_in(disk: Disk, checkpoints: Path) -> list[int]:
     """Return the steps of the checkpoints in a folder, ascending."""
-    return sorted(int(found[1]) for name in disk.names(checkpoints) if (found := _NAME.fullmatch(name)))
+    return sorted(int(match[1]) for name in disk.names(checkpoints) if (match := _NAME.fullmatch(name)))
 
 
 def part_of(folder: Path) -> Path:

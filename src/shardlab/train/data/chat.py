@@ -74,11 +74,11 @@ def _read_template(path: Path, config: dict[str, Any]) -> str | None:
     """Return the template of a folder. If it has several, return the one named `default`."""
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    found: Any = config.get("chat_template")
-    if isinstance(found, list):
-        named = [each["template"] for each in cast(list[dict[str, Any]], found) if each["name"] == "default"]
-        found = named[0] if named else None
-    return found if isinstance(found, str) else None
+    template: Any = config.get("chat_template")
+    if isinstance(template, list):
+        named = [each["template"] for each in cast(list[dict[str, Any]], template) if each["name"] == "default"]
+        template = named[0] if named else None
+    return template if isinstance(template, str) else None
 
 
 def _compile_template(written: str, special: dict[str, str], folder: Path) -> Callable[[Sequence[Message]], str]:
@@ -115,15 +115,15 @@ def _remove_generation_marks(written: str) -> str:
 
 def _find_end_tokens(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokens that end an answer according to any file of the folder."""
-    found: set[int] = set() if tokenizer.end is None else {tokenizer.end}
+    ends: set[int] = set() if tokenizer.end is None else {tokenizer.end}
     for name in ("generation_config.json", "config.json"):
-        given: Any = _table(folder / name).get("eos_token_id")
-        listed = cast(list[Any], given) if isinstance(given, list) else [given]
-        found |= {each for each in listed if isinstance(each, int)}
+        token_ids: Any = _table(folder / name).get("eos_token_id")
+        listed = cast(list[Any], token_ids) if isinstance(token_ids, list) else [token_ids]
+        ends |= {each for each in listed if isinstance(each, int)}
     if eos := token_text(config.get("eos_token")):
         tokens = tokenizer.encode_spelled(eos)
-        found |= set(tokens) if len(tokens) == 1 else set()
-    return frozenset(found)
+        ends |= set(tokens) if len(tokens) == 1 else set()
+    return frozenset(ends)
 
 
 def _to_json(
@@ -138,5 +138,5 @@ def _to_json(
 
 
 def _table(path: Path) -> dict[str, Any]:
-    found: Any = read_file(path, "JSON") if path.is_file() else {}
-    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+    table: Any = read_file(path, "JSON") if path.is_file() else {}
+    return cast(dict[str, Any], table) if isinstance(table, dict) else {}

@@ -175,7 +175,7 @@ class Corpus:
         seq_len: int,
         *,
         tokenizer: Tokenizer | None = None,
-        of: str = "the model",
+        owner: str = "the model",
         verify: bool = False,
     ) -> Corpus:
         """Mix the sources in the ratio of their weights. Without sources, open the default text.
@@ -185,7 +185,7 @@ class Corpus:
             seq_len: tokens of a sequence.
             tokenizer: encodes files, and must be the tokenizer of folders (None: files are bytes, and folders have
                 their own).
-            of: owner of the tokenizer, for error messages.
+            owner: owner of the tokenizer, for error messages.
             verify: as in `from_folder`.
 
         Raises:
@@ -195,8 +195,8 @@ class Corpus:
             if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
                 return cls.from_text(default_text(), seq_len, DEFAULT_NAME)
             return cls.encode(Documents([default_text().rpartition(b"\n")[0]], DEFAULT_NAME), tokenizer, seq_len)
-        found = [cls._open_source(source.path, seq_len, tokenizer, of, verify=verify) for source in sources]
-        first, *others = found
+        corpora = [cls._open_source(source.path, seq_len, tokenizer, owner, verify=verify) for source in sources]
+        first, *others = corpora
         for other, source in zip(others, sources[1:], strict=True):
             if not same_tokens(first.tokenizer, other.tokenizer):
                 raise UserError(
@@ -208,11 +208,11 @@ class Corpus:
             path, weight = sources[shares.index(0)].path, sources[shares.index(0)].weight
             raise UserError(f"{path}: a weight of {weight:g} is less than a part in {FINEST}; give more, or leave out")
         return cls(
-            SequenceStream(tuple(run for each in found for run in each.training.runs), shares),
-            SequenceStream(tuple(run for each in found for run in each.validation.runs), shares),
+            SequenceStream(tuple(run for each in corpora for run in each.training.runs), shares),
+            SequenceStream(tuple(run for each in corpora for run in each.validation.runs), shares),
             first.tokenizer if tokenizer is None else tokenizer,
-            tuple(origin for each in found for origin in each.origins),
-            tuple(note for each in found for note in each.notes),
+            tuple(origin for each in corpora for origin in each.origins),
+            tuple(note for each in corpora for note in each.notes),
         )
 
     @property
@@ -227,12 +227,12 @@ class Corpus:
         each = zip(self.origins, self.training.shares, strict=True)
         return [{**origin.record(), "share": share / total} for origin, share in each]
 
-    def require_vocabulary(self, vocab_size: int, of: str | None = None) -> None:
+    def require_vocabulary(self, vocab_size: int, weights_folder: str | None = None) -> None:
         """Refuse a model whose vocabulary lacks tokens that occur.
 
         Args:
             vocab_size: size of the model's vocabulary.
-            of: folder from which the model's weights come (None: they are random). Their vocabulary cannot grow.
+            weights_folder: folder of the model's weights (None: they are random). Their vocabulary cannot grow.
 
         Raises:
             UserError: if the vocabulary is too small. The message has the largest token and the remedy.
@@ -244,8 +244,8 @@ class Corpus:
             names = ", ".join(origin.name for origin in self.origins)
             what = (
                 f"give --vocab-size {self.tokenizer.vocab_size}"
-                if of is None
-                else f"leave that token out, for {of} has no row for it"
+                if weights_folder is None
+                else f"leave that token out, for {weights_folder} has no row for it"
             )
             raise UserError(
                 f"{names}: tokens go up to {largest:,} ({self.tokenizer.kind}), but the model's vocabulary is "
@@ -253,31 +253,31 @@ class Corpus:
             )
 
     @classmethod
-    def _open_source(cls, path: Path, seq_len: int, tokenizer: Tokenizer | None, of: str, *, verify: bool) -> Corpus:
+    def _open_source(cls, path: Path, seq_len: int, tokenizer: Tokenizer | None, owner: str, *, verify: bool) -> Corpus:
         """Open one source. A text whose tokens are its bytes stays in its file."""
         if path.is_dir():
-            found = cls.from_folder(path, seq_len, verify=verify)
-            if tokenizer is not None and not same_tokens(found.tokenizer, tokenizer):
+            corpus = cls.from_folder(path, seq_len, verify=verify)
+            if tokenizer is not None and not same_tokens(corpus.tokenizer, tokenizer):
                 raise UserError(
-                    f"{path} has another tokenizer ({_about(found.tokenizer)}) than {of} "
-                    f"({_about(tokenizer)}); give the text itself, or prepare it by --tokenizer {of}"
+                    f"{path} has another tokenizer ({_about(corpus.tokenizer)}) than {owner} "
+                    f"({_about(tokenizer)}); give the text itself, or prepare it by --tokenizer {owner}"
                 )
-            return found
-        given, by = Input.guess(path), tokenizer or ByteTokenizer()
-        if given.format == "text" and isinstance(by, ByteTokenizer):
+            return corpus
+        source, by = Input.guess(path), tokenizer or ByteTokenizer()
+        if source.format == "text" and isinstance(by, ByteTokenizer):
             return cls.from_text(map_text(path), seq_len, str(path))
-        if given.format == "tokens" and tokenizer is None:
+        if source.format == "tokens" and tokenizer is None:
             raise UserError(
                 f"{path} has tokens, not a text; say whose they are (nanoGPT's are gpt2's) by shardlab data prepare "
                 f"{path} --tokenizer gpt2 --out FOLDER, and give the folder"
             )
-        if given.size > MOST_BYTES_ENCODED:
-            whose = "" if tokenizer is None else f" --tokenizer {of}"
+        if source.size > MOST_BYTES_ENCODED:
+            option = "" if tokenizer is None else f" --tokenizer {owner}"
             raise UserError(
-                f"{path} has {given.size:,} bytes, of which every rank would make tokens; make them once by shardlab "
-                f"data prepare {path}{whose} --out FOLDER, and give the folder"
+                f"{path} has {source.size:,} bytes, of which every rank would make tokens; make them once by shardlab "
+                f"data prepare {path}{option} --out FOLDER, and give the folder"
             )
-        return cls.encode(given, by, seq_len)
+        return cls.encode(source, by, seq_len)
 
 
 @dataclass(frozen=True)
@@ -318,13 +318,13 @@ def _about(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens"
 
 
-def _parse_source(word: str) -> DataSource:
-    path, colon, weight = word.rpartition(":")
-    if not colon or Path(word).exists():
-        return DataSource(Path(word))
+def _parse_source(text: str) -> DataSource:
+    path, colon, weight = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return DataSource(Path(text))
     try:
         return DataSource(Path(path), float(weight))
     except UserError:
         raise
     except ValueError:
-        raise UserError(f"{word}: {weight!r} is no weight; give PATH:NUMBER, as in {path}:0.7") from None
+        raise UserError(f"{text}: {weight!r} is no weight; give PATH:NUMBER, as in {path}:0.7") from None

@@ -180,18 +180,18 @@ class Input:
         """
         require_regular_file(path)
         formats = ", ".join(get_args(Format))
-        found = (
+        known = (
             SUFFIXES.get(path.suffix.lower())
             if format is None
             else next((each for each in get_args(Format) if each == format), None)
         )
-        if found is None:
+        if known is None:
             what = f"file type {path.suffix!r}" if format is None else f"format {format!r}"
             raise UserError(
                 f"{path}: unknown {what}; known are {', '.join(SUFFIXES)}, and --format ({formats}) says what a file "
                 "of another name is"
             )
-        return cls(path, found, field)
+        return cls(path, known, field)
 
     @classmethod
     def guess(cls, path: Path, field: str = "text") -> Input:
@@ -201,14 +201,14 @@ class Input:
             UserError: if there is no such file, or its first bytes are those of another format.
         """
         require_regular_file(path)
-        found = SUFFIXES.get(path.suffix.lower())
-        if found is None:
+        format = SUFFIXES.get(path.suffix.lower())
+        if format is None:
             with path.open("rb") as file:
                 first = file.read(8)
             for mark, what in NOT_TEXT.items():
                 if first.startswith(mark):
                     raise UserError(f"{path} is {what}, not a text; give the text in it, or rename the file")
-        return cls(path, found or "text", field)
+        return cls(path, format or "text", field)
 
     @property
     def name(self) -> str:
@@ -448,12 +448,12 @@ def _token_array(document: object, where: str) -> NDArray[np.integer]:
         UserError: if the document does not consist of tokens.
     """
     try:
-        found: NDArray[Any] = np.asarray(document)
+        array: NDArray[Any] = np.asarray(document)
     except ValueError:
-        found = np.empty((0, 0))
-    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise UserError(f"{where} is {_kind(document)}; give a text, bytes, or one row of tokens")
-    return found.astype(np.int64)
+    return array.astype(np.int64)
 
 
 def _place(text: bytes, error: UnicodeDecodeError) -> str:
@@ -464,8 +464,8 @@ def _detect_encoding(text: bytes) -> str | None:
     """Guess the encoding of a text that is not UTF-8 from its first bytes: a byte order mark, or a zero beside a
     letter.
     """
-    found = next((name for mark, name in BYTE_ORDER_MARKS.items() if text.startswith(mark)), None)
-    return found or ("UTF-16" if len(text) > 1 and 0 in text[:2] and text[:2] != bytes(2) else None)
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if text.startswith(mark)), None)
+    return encoding or ("UTF-16" if len(text) > 1 and 0 in text[:2] and text[:2] != bytes(2) else None)
 
 
 def _parse_json(line: bytes) -> Any:
@@ -500,9 +500,9 @@ def _kind(value: object) -> str:
 
 
 def _require_shakespeare(text: bytes, name: str) -> None:
-    found = hashlib.sha256(text).hexdigest()
-    if found != SHAKESPEARE_SHA256:
+    digest = hashlib.sha256(text).hexdigest()
+    if digest != SHAKESPEARE_SHA256:
         raise UserError(
-            f"{name} is not tiny Shakespeare ({len(text):,} bytes with the SHA-256 {found[:8]}..., not 1,115,394 with "
+            f"{name} is not tiny Shakespeare ({len(text):,} bytes with the SHA-256 {digest[:8]}..., not 1,115,394 with "
             f"{SHAKESPEARE_SHA256[:8]}...); fetch {SHAKESPEARE_URL} again"
         )

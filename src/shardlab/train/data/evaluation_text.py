@@ -70,15 +70,15 @@ class EvaluationText:
         A whole document counts with the bytes of its text minus the bytes of its first token.
         """
         first, last, counts = self._documents
-        judged = np.clip(sequences - (np.cumsum(counts) - counts), 0, counts)
-        ends = np.minimum(first + judged * self.seq_len, last)
-        found = 0
+        counted = np.clip(sequences - (np.cumsum(counts) - counts), 0, counts)
+        ends = np.minimum(first + counted * self.seq_len, last)
+        total = 0
         for number in np.flatnonzero(ends > first).tolist():
             a, b = int(first[number]), int(ends[number])
             whole = None if self.run.sizes is None else int(self.run.sizes[number])
             size = whole if whole is not None and b == last[number] else self._count(a, b + 1)
-            found += max(0, size - self._count(a, a + 1))
-        return found
+            total += max(0, size - self._count(a, a + 1))
+        return total
 
     @cached_property
     def _documents(self) -> tuple[Numbers, Numbers, Numbers]:
@@ -90,8 +90,8 @@ class EvaluationText:
     def _spans(self) -> tuple[Numbers, Numbers]:
         """Index of the first token and of the last target of each sequence: (sequences,) each."""
         first, last, counts = self._documents
-        place: Numbers = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts: Numbers = np.repeat(first, counts) + place * self.seq_len
+        index: Numbers = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts: Numbers = np.repeat(first, counts) + index * self.seq_len
         return starts, np.minimum(starts + self.seq_len, np.repeat(last, counts))
 
     def _count(self, start: int, stop: int) -> int:
@@ -122,22 +122,22 @@ def read_eval_text(
     """
     if path.is_dir():
         prepared = PreparedFolder.open(path)
-        own = prepared.tokenizer()
-        if tokenizer is not None and not same_tokens(own, tokenizer):
+        saved = prepared.tokenizer()
+        if tokenizer is not None and not same_tokens(saved, tokenizer):
             raise UserError(
-                f"{path} has another tokenizer ({own.kind}, {own.vocab_size:,} tokens) than the model "
+                f"{path} has another tokenizer ({saved.kind}, {saved.vocab_size:,} tokens) than the model "
                 f"({tokenizer.kind}, {tokenizer.vocab_size:,} tokens); give the text, or prepare it for the model"
             )
-        found = EvaluationText(prepared.run("validation"), own, seq_len, prepared.manifest.lost)
+        text = EvaluationText(prepared.run("validation"), saved, seq_len, prepared.manifest.lost)
     else:
         assert tokenizer is not None, "a file's tokens are the model's"
-        given = Input.guess(path, field) if format is None else Input.from_path(path, format, field)
-        found = _read_file(given, tokenizer, seq_len, at_most)
-    if not len(found):
+        file = Input.guess(path, field) if format is None else Input.from_path(path, format, field)
+        text = _read_file(file, tokenizer, seq_len, at_most)
+    if not len(text):
         raise UserError(
             f"{path} has no token to predict: each is predicted from those before it in its document; give two or more"
         )
-    return found
+    return text
 
 
 def count_first_token_bytes(run: TokenRun, tokenizer: Tokenizer) -> int:
@@ -148,12 +148,12 @@ def count_first_token_bytes(run: TokenRun, tokenizer: Tokenizer) -> int:
     return int(np.dot(sizes, counts))
 
 
-def _read_file(given: Input, tokenizer: Tokenizer, seq_len: int, at_most: int | None) -> EvaluationText:
+def _read_file(file: Input, tokenizer: Tokenizer, seq_len: int, at_most: int | None) -> EvaluationText:
     """Encode a file as `shardlab data prepare` does. If bytes are tokens, the text is mapped instead."""
-    if given.format == "text" and isinstance(tokenizer, ByteTokenizer):
-        text = map_text(given.path)
+    if file.format == "text" and isinstance(tokenizer, ByteTokenizer):
+        text = map_text(file.path)
         run = TokenRun(np.frombuffer(text, np.uint8), sizes=np.array([len(text)]))
         return EvaluationText(run, tokenizer, seq_len)
-    text = encode_in_memory(given, tokenizer, None if at_most is None else (at_most, seq_len))
+    text = encode_in_memory(file, tokenizer, None if at_most is None else (at_most, seq_len))
     run = text.ends.part(text.tokens, 0, len(text.tokens), tokenizer)
     return EvaluationText(run, tokenizer, seq_len, text.lost)

@@ -124,9 +124,9 @@ def make_tokenizer(name: str, train_bpe: int | None, documents: DocumentReader) 
     if name.endswith(".json"):
         return read_tokenizer(Path(name))
     if (folder := Path(name)).is_dir():
-        if (found := open_tokenizer(folder)) is None:
+        if (tokenizer := open_tokenizer(folder)) is None:
             raise UserError(f"--tokenizer {name} is a folder without a tokenizer; name one with a tokenizer.json")
-        return found
+        return tokenizer
     names = Characters.kind, ByteTokenizer.kind, Gpt2.kind
     raise unknown_name("tokenizer", name, names, ", a path to a tokenizer.json, and a folder that has one")
 
@@ -192,8 +192,8 @@ def lost_text(lost: Mapping[str, int]) -> str:
     if len(lost) == 1 and len(name := next(iter(lost))) > 1:
         what = f"{total:,} words or characters" if total > 1 else "1 word or character"
         return f"the tokenizer has no token for {what} of the text, which become{'' if total > 1 else 's'} {name!r}"
-    which = ", ".join([*names, *(["..."] if len(lost) > 5 else [])])
-    how = f"are dropped ({which})" if total > 1 else f"is dropped ({which})"
+    listed_names = ", ".join([*names, *(["..."] if len(lost) > 5 else [])])
+    how = f"are dropped ({listed_names})" if total > 1 else f"is dropped ({listed_names})"
     return f"the tokenizer has no token for {counted(total, 'character')} of the text, which {how}"
 
 
@@ -214,10 +214,10 @@ def encode_documents(
     for pieces in reading.batches(batch):
         source = pieces[0][0]
         with name_source_in_errors(source):
-            found = iter(tokenizer.encode([piece.text for _, piece in pieces if piece.tokens is None]))
+            encoded = iter(tokenizer.encode([piece.text for _, piece in pieces if piece.tokens is None]))
             for _, piece in pieces:
                 if piece.tokens is None:
-                    tokens = next(found)
+                    tokens = next(encoded)
                     if missing := tokenizer.count_lost(piece.text, tokens):
                         lost.update(missing)
                     yield EncodedPiece(
@@ -313,20 +313,20 @@ class PieceBoundaries:
 
     def part(self, tokens: Tokens, start: int, stop: int, tokenizer: Tokenizer) -> TokenRun:
         """Return a range of the tokens, with its documents and the bytes of their texts."""
-        places, sizes = np.frombuffer(self.tokens, np.int64), np.frombuffer(self.bytes, np.int64)
+        boundaries, sizes = np.frombuffer(self.tokens, np.int64), np.frombuffer(self.bytes, np.int64)
         last = np.frombuffer(self.documents, np.int64)
-        inner = (places[last] > start) & (places[last] < stop)
-        starts = places[last][inner]
+        inner = (boundaries[last] > start) & (boundaries[last] < stop)
+        starts = boundaries[last][inner]
         at = [self._bytes_before(place, tokens, tokenizer) for place in (start, stop)]
         bytes_at = np.concatenate([at[:1], sizes[last][inner], at[1:]])
         return TokenRun(tokens[start:stop], starts - start, np.diff(bytes_at))
 
-    def _bytes_before(self, place: int, tokens: Tokens, tokenizer: Tokenizer) -> int:
+    def _bytes_before(self, token: int, tokens: Tokens, tokenizer: Tokenizer) -> int:
         """Count the bytes of text before a token. If the token is inside of a piece, the piece is decoded up to it."""
-        piece = int(np.searchsorted(np.frombuffer(self.tokens, np.int64), place))
-        if self.tokens[piece] == place:
+        piece = int(np.searchsorted(np.frombuffer(self.tokens, np.int64), token))
+        if self.tokens[piece] == token:
             return self.bytes[piece]
-        before = tokenizer.count_bytes(np.asarray(tokens[self.tokens[piece - 1] : place]))
+        before = tokenizer.count_bytes(np.asarray(tokens[self.tokens[piece - 1] : token]))
         return min(self.bytes[piece - 1] + before, self.bytes[piece])
 
 

@@ -104,10 +104,10 @@ class Manifest:
         path = folder / MANIFEST
         if not path.is_file():
             raise UserError(f"{folder} has no {MANIFEST}; name a folder that shardlab data prepare has made")
-        found = read_table(read_file(path, "JSON"), str(path))
-        if (format := found.pop("format", None)) != FORMAT:
+        table = read_table(read_file(path, "JSON"), str(path))
+        if (format := table.pop("format", None)) != FORMAT:
             raise UserError(f"{path} has format {format!r}, not {FORMAT}; prepare the data again")
-        return read_settings(cls, found, str(path))
+        return read_settings(cls, table, str(path))
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ class PreparedFolder:
             UserError: if there is no manifest, or a file is missing or has another size.
         """
         manifest = Manifest.read(folder)
-        for name, wanted in manifest.files.items():
+        for name, expected in manifest.files.items():
             path = folder / name
             size = path.stat().st_size if path.is_file() else None
-            if size != wanted.bytes:
-                found = "is missing" if size is None else f"has {size:,} bytes, not {wanted.bytes:,}"
-                raise UserError(f"{path} {found}: the data are torn; prepare them again, or copy them whole")
+            if size != expected.bytes:
+                problem = "is missing" if size is None else f"has {size:,} bytes, not {expected.bytes:,}"
+                raise UserError(f"{path} {problem}: the data are torn; prepare them again, or copy them whole")
         return cls(folder, manifest, FileHash.of_file(folder / MANIFEST).sha256)
 
     @property
@@ -151,8 +151,8 @@ class PreparedFolder:
         Raises:
             UserError: if a file differs. The message has the first one.
         """
-        for name, wanted in self.manifest.files.items():
-            if FileHash.of_file(self.folder / name) != wanted:
+        for name, expected in self.manifest.files.items():
+            if FileHash.of_file(self.folder / name) != expected:
                 raise UserError(
                     f"{self.folder / name} has another checksum than its manifest says: the data are torn; prepare "
                     "them again, or copy them whole"
@@ -220,7 +220,7 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     record = read_table(read_file(path, "JSON"), str(path)) if (path := folder / RECORD).is_file() else {}
     if record.get("tokenizer") is not None:
         saved = read_settings(TokenizerRecord, record["tokenizer"], str(path), "tokenizer", strict=False)
-        contents = {name: _read_verified(folder / name, wanted) for name, wanted in saved.files.items()}
+        contents = {name: _read_verified(folder / name, expected) for name, expected in saved.files.items()}
         return restore(saved.kind, contents, saved.end)
     path, of_bytes = folder / "tokenizer.json", export_tokenizer(ByteTokenizer())["tokenizer.json"]
     if path.is_file() and path.read_bytes() == of_bytes:
@@ -248,13 +248,13 @@ def require_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     Raises:
         UserError: if a folder in Hugging Face's format has no tokenizer, and its vocabulary is not that of bytes.
     """
-    found = find_tokenizer(folder)
-    if found is None and not (run_folder(folder) / RECORD).is_file() and vocab_size != ByteTokenizer.vocab_size:
+    tokenizer = find_tokenizer(folder)
+    if tokenizer is None and not (run_folder(folder) / RECORD).is_file() and vocab_size != ByteTokenizer.vocab_size:
         raise UserError(
             f"{folder} has no tokenizer (such as a tokenizer.json), and a vocabulary of {vocab_size:,} tokens is not "
             "that of bytes; copy its tokenizer there, or name the prepared folder of its data with --data"
         )
-    return found or ByteTokenizer()
+    return tokenizer or ByteTokenizer()
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -329,9 +329,9 @@ def checksum(text: Text, at_most: int) -> Checksum:
     )
 
 
-def _read_verified(path: Path, wanted: FileHash) -> bytes:
+def _read_verified(path: Path, expected: FileHash) -> bytes:
     content = path.read_bytes() if path.is_file() else None
-    if content is None or FileHash.of_content(content) != wanted:
-        found = "is missing" if content is None else "has another checksum than run.json says"
-        raise UserError(f"{path} {found}: the model was trained with another tokenizer; copy the run's folder whole")
+    if content is None or FileHash.of_content(content) != expected:
+        problem = "is missing" if content is None else "has another checksum than run.json says"
+        raise UserError(f"{path} {problem}: the model was trained with another tokenizer; copy the run's folder whole")
     return content

@@ -93,8 +93,8 @@ class SequenceStream:
         """Count the targets of some sequences that contribute to the loss."""
         if not any(run.starts.size for run in self.runs):
             return numbers.size * seq_len
-        sources, places = self._locate(numbers, seq_len, seed)
-        return sum(run.count_targets(places[sources == source], seq_len) for source, run in enumerate(self.runs))
+        sources, indices = self._locate(numbers, seq_len, seed)
+        return sum(run.count_targets(indices[sources == source], seq_len) for source, run in enumerate(self.runs))
 
     def cut(self, numbers: Numbers, seq_len: int, seed: int | None) -> tuple[Numbers, Numbers]:
         """Return tokens and targets of the sequences with some numbers: (numbers, seq_len) each, -1 for a target that
@@ -106,11 +106,11 @@ class SequenceStream:
             seed: seed of the shuffles. Every epoch of a source contains each of its sequences once, in a new order.
                 None: the order of the text.
         """
-        sources, places = self._locate(numbers, seq_len, seed)
+        sources, indices = self._locate(numbers, seq_len, seed)
         tokens, targets = np.empty((2, numbers.size, seq_len), np.int64)
         for source, run in enumerate(self.runs):
             mine = sources == source
-            tokens[mine], targets[mine] = run.cut(places[mine], seq_len)
+            tokens[mine], targets[mine] = run.cut(indices[mine], seq_len)
         return tokens, targets
 
     def epochs(self, sequences: int, seq_len: int) -> list[float]:
@@ -132,13 +132,13 @@ class SequenceStream:
         ends = np.cumsum(self.shares)
         sources = np.searchsorted(ends, slots, "right")
         shares = np.array(self.shares)[sources]
-        drawn = turns * shares + slots - (ends[sources] - shares)  # number of earlier sequences of this source
-        places = np.empty_like(drawn)
+        earlier = turns * shares + slots - (ends[sources] - shares)  # number of earlier sequences of this source
+        indices = np.empty_like(earlier)
         for source, run in enumerate(self.runs):
             mine, size = sources == source, run.sequences(seq_len)
-            epochs, place = np.divmod(drawn[mine], size)
-            places[mine] = place if seed is None else shuffle(place, size, f"source {source}", seed, epochs)
-        return sources, places
+            epochs, index = np.divmod(earlier[mine], size)
+            indices[mine] = index if seed is None else shuffle(index, size, f"source {source}", seed, epochs)
+        return sources, indices
 
 
 FINEST = 1000
@@ -177,10 +177,10 @@ def shuffle(numbers: Numbers, size: int, purpose: str, seed: int, epochs: Number
     base = int.from_bytes(hashlib.blake2b(repr((purpose, seed)).encode(), digest_size=8).digest(), "little")
     keys = _mix(epochs.astype(np.uint64) ^ np.uint64(base))
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))  # bits; 4 ** half is less than 4 * size
-    found = _permute(numbers.astype(np.uint64), keys, half)
-    while (outside := found >= size).any():
-        found[outside] = _permute(found[outside], keys[outside], half)
-    return found.astype(np.int64)
+    permuted = _permute(numbers.astype(np.uint64), keys, half)
+    while (outside := permuted >= size).any():
+        permuted[outside] = _permute(permuted[outside], keys[outside], half)
+    return permuted.astype(np.int64)
 
 
 def _permute(numbers: NDArray[np.uint64], keys: NDArray[np.uint64], half: np.uint64) -> NDArray[np.uint64]:

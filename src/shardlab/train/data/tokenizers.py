@@ -159,10 +159,10 @@ class Characters(Tokenizer):
     @classmethod
     def from_texts(cls, texts: Iterable[str]) -> Characters:
         """Create the tokenizer with the characters that occur in some texts."""
-        found: set[str] = set()
+        characters: set[str] = set()
         for text in texts:
-            found.update(text)
-        return cls(sorted(found))
+            characters.update(text)
+        return cls(sorted(characters))
 
     @classmethod
     def read(cls, files: dict[str, bytes]) -> Characters:
@@ -171,8 +171,8 @@ class Characters(Tokenizer):
         Raises:
             UserError: if the file is not a list of characters.
         """
-        found: Any = json.loads(files[cls.FILE])
-        characters = cast(list[Any], found if isinstance(found, list) else [None])
+        listed: Any = json.loads(files[cls.FILE])
+        characters = cast(list[Any], listed if isinstance(listed, list) else [None])
         if not all(isinstance(each, str) and len(each) == 1 for each in characters):
             raise UserError(f"{cls.FILE} is not a list of characters; copy its folder again")
         return cls(characters)
@@ -246,23 +246,23 @@ class Gpt2(Tokenizer):
         """
         folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
         cache = Path(folder) if folder else Path(tempfile.gettempdir(), "data-gym-cache")
-        found: dict[str, bytes] = {}
-        for name, wanted in GPT2_FILES.items():
-            places = (cache / hashlib.sha1((GPT2_URL + name).encode()).hexdigest(), cache / name)
-            file = next((place for place in places if place.is_file()), None)
+        contents: dict[str, bytes] = {}
+        for name, sha256 in GPT2_FILES.items():
+            paths = (cache / hashlib.sha1((GPT2_URL + name).encode()).hexdigest(), cache / name)
+            file = next((path for path in paths if path.is_file()), None)
             if file is None:
                 raise UserError(
                     f"the tokenizer gpt2 needs two files that are not in {cache}; fetch {GPT2_URL}vocab.bpe and "
                     f"{GPT2_URL}encoder.json into a folder, and set TIKTOKEN_CACHE_DIR to that folder"
                 )
-            found[name] = file.read_bytes()
-            if hashlib.sha256(found[name]).hexdigest() != wanted:
+            contents[name] = file.read_bytes()
+            if hashlib.sha256(contents[name]).hexdigest() != sha256:
                 raise UserError(f"{file} is not GPT-2's {name} (its checksum differs); fetch {GPT2_URL}{name} again")
-        return cls(found)
+        return cls(contents)
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        found: list[list[int]] = self._encoding.encode_ordinary_batch([decode_utf8(text) for text in texts])
-        return [np.array(tokens, np.int64) for tokens in found]
+        encoded: list[list[int]] = self._encoding.encode_ordinary_batch([decode_utf8(text) for text in texts])
+        return [np.array(tokens, np.int64) for tokens in encoded]
 
     def decode(self, tokens: NDArray[np.integer]) -> bytes:
         return self._encoding.decode_bytes(np.minimum(tokens, self.vocab_size - 1).tolist())
@@ -348,12 +348,12 @@ class HuggingFace(Tokenizer):
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
         words = [decode_utf8(text) for text in texts]
         try:
-            found: list[Any] = self._tokenizer.encode_batch_fast(words, add_special_tokens=False)
+            encodings: list[Any] = self._tokenizer.encode_batch_fast(words, add_special_tokens=False)
         except Exception as error:  # as above
             raise UserError(
                 f"{self._name} cannot encode this text ({error}); use another tokenizer, or --train-bpe"
             ) from None
-        return [np.array(each.ids, np.int64) for each in found]
+        return [np.array(each.ids, np.int64) for each in encodings]
 
     def encode_spelled(self, text: str) -> list[int]:
         self._tokenizer.encode_special_tokens = False
@@ -380,12 +380,12 @@ class HuggingFace(Tokenizer):
         return {each: count for each, count in Counter(decode_utf8(text)).items() if not self._knows(each)}
 
     def token_texts(self) -> list[bytes]:
-        found: list[bytes] = []
+        texts: list[bytes] = []
         for token in range(self.vocab_size):
             word = self._spelled(token)
             whole = "ByteLevel" in self._decoders and all(letter in self._letters for letter in word)
-            found.append(bytes(self._letters[letter] for letter in word) if whole else _unescape_bytes(word))
-        return found
+            texts.append(bytes(self._letters[letter] for letter in word) if whole else _unescape_bytes(word))
+        return texts
 
     def files(self) -> dict[str, bytes]:
         return {
@@ -405,8 +405,8 @@ class HuggingFace(Tokenizer):
 
         The library's own decoders turn such bytes into U+FFFD.
         """
-        if (found := self._spellings.get(token)) is not None:
-            return found
+        if (spelling := self._spellings.get(token)) is not None:
+            return spelling
         word = self.token(token)
         if "ByteFallback" in self._decoders and BYTE_TOKEN.fullmatch(word):
             word = _escape_bytes(bytes([int(word[3:5], 16)]))
@@ -656,10 +656,10 @@ def _json(content: dict[str, Any]) -> bytes:
 
 def _table(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
-        found: Any = json.loads(files.get(name, b"{}"))
+        table: Any = json.loads(files.get(name, b"{}"))
     except ValueError as error:
         raise UserError(f"{name} beside the tokenizer is not JSON ({error}); copy the folder again") from None
-    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+    return cast(dict[str, Any], table) if isinstance(table, dict) else {}
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -99,10 +99,10 @@ def _in_torchtitan(source: WeightSource) -> AdamState | str:
         for part in parts
     ]
     names = list(dict.fromkeys(names))
-    wanted = [f"{OPTIMIZER}state.{name}.{moment}" for name in names for moment in MOMENTS]
-    if missing := [name for name in wanted if name not in files.all_names]:
+    required = [f"{OPTIMIZER}state.{name}.{moment}" for name in names for moment in MOMENTS]
+    if missing := [name for name in required if name not in files.all_names]:
         return f"{missing[0]}, which the checkpoint does not have"
-    files.require_files(wanted)
+    files.require_files(required)
     counts = {int(files.value(f"{OPTIMIZER}state.{name}.step")) for name in names}
     if len(counts) != 1:
         return f"one number of updates for all parameters; there are {', '.join(map(str, sorted(counts)))}"
@@ -115,8 +115,8 @@ def _moment_source(source: WeightSource, moment: str) -> WeightSource:
     """Return a source whose weights are one of the moments."""
 
     def parts(block: int, parameter: Any) -> Any:
-        found = source.parts(block, parameter)
-        return [[each._replace(name=f"{OPTIMIZER}state.{each.name}.{moment}") for each in inside] for inside in found]
+        lists = source.parts(block, parameter)
+        return [[each._replace(name=f"{OPTIMIZER}state.{each.name}.{moment}") for each in inside] for inside in lists]
 
     return replace(source, parts=parts)
 

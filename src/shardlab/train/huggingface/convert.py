@@ -163,8 +163,8 @@ def _as_run(source: Source, out: Path, settings: Path, shard_bytes: int, follow:
             f"{out} cannot be written ({reason(error)}); free some space, or name another folder"
         ) from error
     count = sum(each.numel for each in planned)
-    kept = [each for each in source.left_out if each not in ("optimizer", "train_state")]
-    return Converted(str(out), "shardlab", name_of(type(source.model)), count, len(planned), written, kept)
+    left_out = [each for each in source.left_out if each not in ("optimizer", "train_state")]
+    return Converted(str(out), "shardlab", name_of(type(source.model)), count, len(planned), written, left_out)
 
 
 def _write_safetensors(single: Path, planned: Sequence[OutputTensor], shard_bytes: int, follow: Track) -> None:
@@ -230,12 +230,12 @@ def _tensors_of(
     source: Source, block: int, parameter: Parameter, parts: Sequence[Sequence[Part]]
 ) -> list[OutputTensor]:
     """List the tensors that store a parameter. One tensor may store several of its parts, or all its experts."""
-    places: dict[str, list[tuple[int, Part]]] = {}
+    by_tensor: dict[str, list[tuple[int, Part]]] = {}
     for matrix, each in enumerate(parts):
         for part in each:
-            places.setdefault(part.name, []).append((matrix, part))
+            by_tensor.setdefault(part.name, []).append((matrix, part))
     planned: list[OutputTensor] = []
-    for name, inside in places.items():
+    for name, inside in by_tensor.items():
         (matrix, part), several = inside[0], inside[0][1].expert is not None
         shape = (len(inside), *part.shape) if several else part.shape
         if several:
@@ -273,18 +273,18 @@ def _read_parts(
     across = torch.arange(part.columns)
     if part.transposed:
         return source.read(block, parameter, matrix, part.start + torch.arange(part.rows), across[start:stop]).t()
-    found = torch.empty(stop - start, part.columns, dtype=source.dtype(block, parameter))
+    result = torch.empty(stop - start, part.columns, dtype=source.dtype(block, parameter))
     for part in parts:
         theirs = part.theirs(torch.arange(part.rows))
         mine = ((theirs >= start) & (theirs < stop)).nonzero()[:, 0]
-        rows = source.read(block, parameter, matrix, part.start + mine, across).to(found.dtype)
-        found[theirs[mine] - start] = rows
-        if part.heads is not None and not part.heads.stride and not torch.equal(found[theirs[mine] - start], rows):
+        rows = source.read(block, parameter, matrix, part.start + mine, across).to(result.dtype)
+        result[theirs[mine] - start] = rows
+        if part.heads is not None and not part.heads.stride and not torch.equal(result[theirs[mine] - start], rows):
             raise UserError(
                 f"{source.folder}: each head of block {block} has another {parameter.name}, and torchtitan has one "
                 "weight for all heads; --to shardlab keeps them"
             )
-    return found[:, 0] if part.vector else found
+    return result[:, 0] if part.vector else result
 
 
 def _zeros(rest: tuple[int, ...], start: int, stop: int) -> Tensor:
@@ -304,16 +304,16 @@ def _write_config(
         write_atomically(folder / RUN, _json(record | ({"huggingface": dict(source.config)} if source.config else {})))
         return
     family, model = family_of(source.model, str(source.folder))
-    kept: dict[str, Any] = dict(source.config) if source.config.get("model_type") == family.model_type else {}
+    fields: dict[str, Any] = dict(source.config) if source.config.get("model_type") == family.model_type else {}
     config = write_config(family, model)
     # These fields are written below, or are no longer valid.
     for name in ("rope_parameters", "dtype", "transformers_version", "head_dim"):
-        kept.pop(name, None)
+        fields.pop(name, None)
     for name in ("bos_token_id", "eos_token_id", "architectures"):
-        config[name] = kept.get(name, config[name])
+        config[name] = fields.get(name, config[name])
     config |= {name: token for name, token in special.items() if config[name] is None}
     (dtype,) = dtypes if len(dtypes) == 1 else (torch.float32,)
-    write_atomically(folder / CONFIG, _json(kept | config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
+    write_atomically(folder / CONFIG, _json(fields | config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
 
 
 def _has_family(source: Source) -> bool:

@@ -45,14 +45,14 @@ def read_model(config: Mapping[str, Any], source: str) -> tuple[Family, GPT]:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise UserError(f"{source}: model_type is {kind!r}, but {listed(FAMILIES)} are the models that are exchanged")
-    found = read_config(config, source)
-    if found.differences:
+    described = read_config(config, source)
+    if described.differences:
         raise UserError(
-            f"{source} is of another architecture than Shardlab's {type(found.model).__name__}: "
-            f"{'; '.join(found.differences)}"
+            f"{source} is of another architecture than Shardlab's {type(described.model).__name__}: "
+            f"{'; '.join(described.differences)}"
         )
-    _check_experts(found.model, source)
-    return family, found.model
+    _check_experts(described.model, source)
+    return family, described.model
 
 
 def family_of(model: Blocks, source: str) -> tuple[Family, GPT]:

@@ -146,9 +146,9 @@ class WeightSource:
 
     def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
         """Return the data type of a parameter: the widest one of its parts."""
-        found = [self.tensors.dtype(self.name(part)) for parts in self.parts(block, parameter) for part in parts]
-        wide = found[0]
-        for each in found[1:]:
+        dtypes = [self.tensors.dtype(self.name(part)) for parts in self.parts(block, parameter) for part in parts]
+        wide = dtypes[0]
+        for each in dtypes[1:]:
             wide = torch.promote_types(wide, each)
         return wide
 
@@ -161,12 +161,12 @@ class WeightSource:
             rows: indices, ascending.
             columns: consecutive indices.
         """
-        found: list[Tensor] = []
+        pieces: list[Tensor] = []
         for part in self.parts(block, parameter)[matrix]:
             mine = rows[(rows >= part.start) & (rows < part.start + part.rows)] - part.start
             breaks = (mine.diff() != 1).nonzero()[:, 0] + 1
-            found += [self._read(part, run, columns) for run in torch.tensor_split(mine, breaks) if len(run)]
-        return torch.cat(found) if found else torch.empty(0, len(columns))
+            pieces += [self._read(part, run, columns) for run in torch.tensor_split(mine, breaks) if len(run)]
+        return torch.cat(pieces) if pieces else torch.empty(0, len(columns))
 
     def parameters(self) -> Iterator[tuple[int, Parameter]]:
         """Yield every parameter with its block."""
@@ -178,25 +178,25 @@ class WeightSource:
         Raises:
             UserError: if not. The message names the tensors that are missing, superfluous, or of another shape.
         """
-        wanted: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for block, parameter in self.parameters():
             for parts in self.parts(block, parameter):
                 for part in parts:
                     several = () if part.expert is None else (parameter.shape[0],)
-                    wanted[self.name(part)] = (*several, *part.shape)
+                    shapes[self.name(part)] = (*several, *part.shape)
         there = self.tensors.names
-        if missing := sorted(wanted.keys() - there):
+        if missing := sorted(shapes.keys() - there):
             raise UserError(
-                f"{self.folder} lacks {counted(len(missing), 'tensor')} of its model's {len(wanted)}: {_some(missing)}"
+                f"{self.folder} lacks {counted(len(missing), 'tensor')} of its model's {len(shapes)}: {_some(missing)}"
             )
-        for name, shape in wanted.items():
+        for name, shape in shapes.items():
             self.tensors.dtype(name)
-            if (given := self.tensors.shape(name)) != shape:
+            if (stored := self.tensors.shape(name)) != shape:
                 raise UserError(
-                    f"{self.folder}: {name} is {_dims(given)}, but the model's fields make it {_dims(shape)}; "
+                    f"{self.folder}: {name} is {_dims(stored)}, but the model's fields make it {_dims(shape)}; "
                     "its configuration is not that of these weights"
                 )
-        extra = sorted(name for name in there - wanted.keys() if not name.endswith(ignored))
+        extra = sorted(name for name in there - shapes.keys() if not name.endswith(ignored))
         zeros = (".bias", *EXPERT_BIASES) if not self.model.bias else EXPERT_BIASES  # transformers' GPT-2 has biases
         extra = [name for name in extra if not name.endswith(zeros) or bool(self.tensors.read(name).any())]
         if balancing := [name for name in extra if name.endswith(EXPERT_BIASES)]:
@@ -219,14 +219,14 @@ class WeightSource:
         first, across = int(theirs.min()), _slice(columns)
         down = slice(first, int(theirs.max()) + 1)
         if part.vector:
-            found = self.tensors.read(name, down)[:, None]
+            matrix = self.tensors.read(name, down)[:, None]
         elif part.transposed:
-            found = self.tensors.read(name, across, down).t()
+            matrix = self.tensors.read(name, across, down).t()
         elif part.expert is not None:
-            found = self.tensors.read(name, part.expert, down, across)
+            matrix = self.tensors.read(name, part.expert, down, across)
         else:
-            found = self.tensors.read(name, down, across)
-        return found[theirs - first] if part.heads else found
+            matrix = self.tensors.read(name, down, across)
+        return matrix[theirs - first] if part.heads else matrix
 
     def _want_tied(self, head: str) -> None:
         """Refuse a stored head that differs from the embedding to which it is tied.
@@ -297,11 +297,11 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
             "torchtitan's form"
         )
     config = read_table(read_file(folder / CONFIG, "JSON"), str(folder / CONFIG))
-    family, found = read_model(config, str(folder / CONFIG))
-    model = changed(found, str(folder / CONFIG))
+    family, file_model = read_model(config, str(folder / CONFIG))
+    model = changed(file_model, str(folder / CONFIG))
     tensors = TensorFiles(weight_files(folder / SINGLE))
     bare = not any(name.startswith(family.prefix) for name in tensors.names)
-    parts = partial(family.naming.parts, found)
+    parts = partial(family.naming.parts, file_model)
     return WeightSource(folder, "hf", model, tensors, parts, family.prefix if bare else "", config).check(
         family.ignored
     )
@@ -374,20 +374,20 @@ def initial_from(folder: Path, model: Model) -> Initial:
     return initial
 
 
-def require_same(given: Blocks, wanted: Model, folder: Path) -> None:
+def require_same(source: Blocks, model: Model, folder: Path) -> None:
     """Refuse the weights of another model. Dropout and the load of experts may differ, and sequences may be shorter.
 
     Raises:
         UserError: if the models differ. The message lists every field that does.
     """
-    have, want = _shared_fields(given), _shared_fields(wanted)
+    have, want = _shared_fields(source), _shared_fields(model)
     wrong = [
         f"{name} is {have.get(name)!r}, not {want.get(name)!r}"
         for name in (have | want)
         if have.get(name) != want.get(name)
     ]
-    if given.seq_len < wanted.seq_len:
-        wrong.append(f"seq_len is {given.seq_len}, less than {wanted.seq_len}")
+    if source.seq_len < model.seq_len:
+        wrong.append(f"seq_len is {source.seq_len}, less than {model.seq_len}")
     if wrong:
         raise UserError(f"{folder} has the weights of another model: {'; '.join(wrong)}")
 
@@ -396,9 +396,9 @@ def _unchanged(model: Blocks, source: str) -> Blocks:
     return model
 
 
-def _slice(places: Tensor) -> slice:
+def _slice(indices: Tensor) -> slice:
     """Return consecutive indices as a slice."""
-    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
+    return slice(int(indices[0]), int(indices[-1]) + 1) if len(indices) else slice(0, 0)
 
 
 def _dims(shape: tuple[int, ...]) -> str:

@@ -152,8 +152,8 @@ def store_of(environment: LaunchEnvironment, timeout: timedelta = dist.default_p
     """
     if environment not in _STORES:
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        found = (_agent_store if agents else _rank_0_store)(environment, timeout.total_seconds())
-        _STORES[environment] = found, count()
+        base = (_agent_store if agents else _rank_0_store)(environment, timeout.total_seconds())
+        _STORES[environment] = base, count()
     store, uses = _STORES[environment]
     return dist.PrefixStore(str(next(uses)), store)
 
@@ -175,7 +175,7 @@ class RankExchange:
         self._store: dist.Store = dist.HashStore() if environment is None else store_of(environment, timeout)
         self._round = 0
 
-    def exchange(self, word: str) -> list[str]:
+    def exchange(self, text: str) -> list[str]:
         """Send the string of this rank, wait for the strings of all ranks, and return them by rank.
 
         Raises:
@@ -184,18 +184,18 @@ class RankExchange:
         self._round += 1
         store = dist.PrefixStore(str(self._round), self._store)
         try:
-            store.set(str(self.rank), word)
+            store.set(str(self.rank), text)
             if self.rank:
                 self._wait(store, ["words"], "")
                 words: list[str] = json.loads(store.get("words"))
                 store.set(f"heard {self.rank}", "")
                 return words
-            everyone = [str(rank) for rank in range(self.world)]
-            self._wait(store, everyone, "")
-            words = [store.get(other).decode() for other in everyone]
+            keys = [str(rank) for rank in range(self.world)]
+            self._wait(store, keys, "")
+            words = [store.get(other).decode() for other in keys]
             store.set("words", json.dumps(words))
             # The store of rank 0 is closed when rank 0 ends.
-            self._wait(store, [f"heard {other}" for other in everyone[1:]], "heard ")
+            self._wait(store, [f"heard {other}" for other in keys[1:]], "heard ")
             return words
         except dist.DistError as error:
             others = "the others" if self.rank == 0 else "rank 0"
@@ -210,16 +210,16 @@ class RankExchange:
         Raises:
             UserError: on every rank, if the function raised one on any rank; that of the first such rank.
         """
-        found: list[Result] = []
+        results: list[Result] = []
         wrong = ""
         try:
-            found.append(act())
+            results.append(act())
         except UserError as error:
             wrong = str(error)
         for mistake in self.exchange(wrong):
             if mistake:
                 raise UserError(mistake)
-        return found[0]
+        return results[0]
 
     def _wait(self, store: dist.Store, keys: list[str], prefix: str) -> None:
         """Wait for keys of a store. Ranks whose key `prefix` + rank is absent are reported as missing."""
@@ -261,8 +261,8 @@ async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int
     ranks: list[_CommandRank] = []
     try:
         for rank in range(count):
-            place = LaunchEnvironment(rank, count, rank, "127.0.0.1", store.port, count)
-            variables = {**os.environ, **place.variables(), **_as_torchrun(attempt, restarts)}
+            environment = LaunchEnvironment(rank, count, rank, "127.0.0.1", store.port, count)
+            variables = {**os.environ, **environment.variables(), **_as_torchrun(attempt, restarts)}
             process = await asyncio.create_subprocess_exec(
                 *words, env=variables, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -284,7 +284,7 @@ def _as_torchrun(attempt: int, restarts: int) -> dict[str, str]:
 
 
 async def _watch(ranks: Sequence[_CommandRank]) -> Outcome:
-    asked: list[tuple[int, float]] = []  # signals that asked this process to end, with their times
+    requests: list[tuple[int, float]] = []  # signals that asked this process to end, with their times
     loop = asyncio.get_running_loop()
 
     def send(number: int) -> None:
@@ -293,11 +293,11 @@ async def _watch(ranks: Sequence[_CommandRank]) -> Outcome:
 
     def pass_on(number: int) -> None:
         now = loop.time()
-        if not asked:
-            asked.append((number, now))
+        if not requests:
+            requests.append((number, now))
             loop.call_later(KILL_SECONDS, send, signal.SIGKILL)
             send(number)
-        elif number != signal.SIGHUP and now - asked[0][1] > REPEAT_SECONDS:
+        elif number != signal.SIGHUP and now - requests[0][1] > REPEAT_SECONDS:
             send(signal.SIGKILL)
 
     for number in STOP_SIGNALS:
@@ -308,16 +308,16 @@ async def _watch(ranks: Sequence[_CommandRank]) -> Outcome:
     while running and not _failed(ranks):
         _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     if running:
-        await asyncio.wait(running, timeout=KILL_SECONDS if asked else REPORT_SECONDS)
+        await asyncio.wait(running, timeout=KILL_SECONDS if requests else REPORT_SECONDS)
     failed = _failed(ranks)
     for number in (signal.SIGTERM, signal.SIGKILL):
         running = {task for task in running if not task.done()}
         if running:
             send(number)
             await asyncio.wait(running, timeout=KILL_SECONDS)
-    own = [rank for rank in failed if not sounds_lost(rank.output)] or failed
-    first = min(own, key=lambda rank: rank.ended, default=None)
-    why = asked[0][0] if asked else 0
+    causes = [rank for rank in failed if not sounds_lost(rank.output)] or failed
+    first = min(causes, key=lambda rank: rank.ended, default=None)
+    why = requests[0][0] if requests else 0
     if first is None:
         return Outcome(why)
     return Outcome(why, first.number, first.process.returncode or 0, first.output)
@@ -404,16 +404,16 @@ def _rank_0_store(environment: LaunchEnvironment, limit: float) -> dist.Store:
         except dist.DistNetworkError as error:
             raise port_in_use(environment, str(error).splitlines()[0]) from error
     _wait_for_listener(environment, limit)
-    found: list[dist.Store] = []
-    thread = threading.Thread(target=lambda: found.append(_client(environment)), daemon=True)
+    stores: list[dist.Store] = []
+    thread = threading.Thread(target=lambda: stores.append(_client(environment)), daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
-    if not found:
+    if not stores:
         raise UserError(
             f"rank {environment.rank} did not find rank 0 at {environment.where}: the port is in use by something "
             "else; choose another in MASTER_PORT"
         )
-    return found[0]
+    return stores[0]
 
 
 def _client(environment: LaunchEnvironment) -> dist.Store:

@@ -92,9 +92,9 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
         _agree([*(getattr(facts, name) for facts in worlds), number(environment, variable)])
         for name, variable in (("local_rank", "LOCAL_RANK"), ("local_world", "LOCAL_WORLD_SIZE"))
     )
-    place = _Hosts(environment, worlds, rank, world, local_rank, local_world)
-    address, here = place.address(), place.local_world()
-    return LaunchEnvironment(rank.value, world.value, place.local_rank(here), address, port.value, here)
+    hosts = _Hosts(environment, worlds, rank, world, local_rank, local_world)
+    address, here = hosts.address(), hosts.local_world()
+    return LaunchEnvironment(rank.value, world.value, hosts.local_rank(here), address, port.value, here)
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class _Hosts:
     @property
     def read(self) -> str:
         """Variables that were read, as text for a message."""
-        own = [fact for fact in (self.own_rank, self.own_world) if fact is not None]
-        return ", ".join(map(str, (self.rank, self.world, *own)))
+        local = [fact for fact in (self.own_rank, self.own_world) if fact is not None]
+        return ", ".join(map(str, (self.rank, self.world, *local)))
 
     @cached_property
     def hosts(self) -> Fact | None:
@@ -133,26 +133,26 @@ class _Hosts:
         Raises:
             UserError: when variables contradict each other.
         """
-        hosts, own, meeting = self.hosts, self.own_world, self.environment.get("MASTER_ADDR")
-        if own is not None and own.value > self.world.value:
-            raise UserError(f"{own} but {self.world}; set {own.variable} to the ranks of this host")
+        hosts, local, meeting = self.hosts, self.own_world, self.environment.get("MASTER_ADDR")
+        if local is not None and local.value > self.world.value:
+            raise UserError(f"{local} but {self.world}; set {local.variable} to the ranks of this host")
         by_hosts = None if hosts is None else hosts.value == 1
-        by_size = None if own is None else own.value == self.world.value
+        by_size = None if local is None else local.value == self.world.value
         if hosts is not None and None is not by_size != by_hosts:
             raise UserError(
-                f"{own} and {self.world}, but by {hosts.variable} the hosts are {hosts.value}; unset those that do not "
-                "belong to what started the ranks"
+                f"{local} and {self.world}, but by {hosts.variable} the hosts are {hosts.value}; unset those that do "
+                "not belong to what started the ranks"
             )
         known = by_hosts if by_size is None else by_size
-        found = True if self.world.value == 1 else known
+        one_host = True if self.world.value == 1 else known
         if meeting and _is_loopback(meeting) and not from_torchrun(self.environment):
-            if found is False:
+            if one_host is False:
                 raise UserError(
                     f"MASTER_ADDR is {meeting}, which is another host on each, but the {self.world.value} ranks are on "
                     f"several hosts ({self.read}); set MASTER_ADDR to the host of rank 0"
                 )
             return True
-        return found
+        return one_host
 
     def local_world(self) -> int | None:
         """Number of ranks on this host, if it is known."""
@@ -169,21 +169,21 @@ class _Hosts:
         Raises:
             UserError: if it cannot be determined.
         """
-        own, alone = self.own_rank, self.rank.value if self.one_host else 0 if here == 1 else None
-        if own is None:
+        local_rank, alone = self.own_rank, self.rank.value if self.one_host else 0 if here == 1 else None
+        if local_rank is None:
             if alone is None:
                 raise UserError(
                     f"{self.read}, but no variable says which rank of its host this is; set LOCAL_RANK for each rank, "
                     "counted from 0 on each host"
                 )
             return alone
-        if own.value >= (self.world.value if here is None else here):
+        if local_rank.value >= (self.world.value if here is None else here):
             size = self.own_world or self.world
-            raise UserError(f"{own} but {size}; ranks are counted from 0, so set {own.variable} to less")
-        if alone is not None and own.value != alone:
+            raise UserError(f"{local_rank} but {size}; ranks are counted from 0, so set {local_rank.variable} to less")
+        if alone is not None and local_rank.value != alone:
             where = "all ranks are on one host" if self.one_host else f"{self.own_world}"
-            raise UserError(f"{own} but {self.rank}, and {where}; set {own.variable} to {alone}")
-        return own.value
+            raise UserError(f"{local_rank} but {self.rank}, and {where}; set {local_rank.variable} to {alone}")
+        return local_rank.value
 
     def address(self) -> str:
         """Return the address of the meeting point.
@@ -227,16 +227,16 @@ def require_port(environment: Mapping[str, str]) -> None:
     Raises:
         UserError: if not. The message names the variable to change.
     """
-    found = find_launch_environment(environment)
-    if found is None or found.rank or found.world == 1 or from_torchrun(environment):
+    world = find_launch_environment(environment)
+    if world is None or world.rank or world.world == 1 or from_torchrun(environment):
         return
     family, both = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
     try:
-        server = socket.create_server(("", found.port), family=family, dualstack_ipv6=both)
+        server = socket.create_server(("", world.port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        raise port_in_use(found, os.strerror(error.errno or 0)) from None
+        raise port_in_use(world, os.strerror(error.errno or 0)) from None
     with server:
-        _require_own(found, server)
+        _require_own(world, server)
 
 
 def port_in_use(environment: LaunchEnvironment, reason: str) -> UserError:
@@ -360,7 +360,7 @@ def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
         lines = groups.read_text().splitlines()
     except OSError:
         return None
-    found: list[float] = []
+    quotas: list[float] = []
     for line in lines:
         if line.startswith("0::"):
             folder = root / line.removeprefix("0::").strip().lstrip("/")
@@ -368,8 +368,8 @@ def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
                 if each.is_relative_to(root):
                     with suppress(OSError, ValueError):  # the root group has no such file, and "max" is not a number
                         quota, period = (each / "cpu.max").read_text().split()
-                        found.append(int(quota) / int(period))
-    return min(found, default=None)
+                        quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 def as_ranges(cpus: Iterable[int]) -> str:
@@ -423,12 +423,12 @@ def _hosts_of_pbs(environment: Mapping[str, str]) -> list[str]:
         ) from error
 
 
-def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
+def _require_own(world: LaunchEnvironment, server: socket.socket) -> None:
     """Refuse an address at which rank 0 cannot connect to itself, since the others could not connect either."""
     token, why = secrets.token_bytes(16), "something else answers there"
     deadline = time.monotonic() + CONNECT_SECONDS
     try:
-        with socket.create_connection((found.address, found.port), timeout=CONNECT_SECONDS) as client:
+        with socket.create_connection((world.address, world.port), timeout=CONNECT_SECONDS) as client:
             client.sendall(token)
             client.shutdown(socket.SHUT_WR)
             while (left := deadline - time.monotonic()) > 0:
@@ -443,7 +443,7 @@ def _require_own(found: LaunchEnvironment, server: socket.socket) -> None:
     except OSError as error:
         why = error.strerror or str(error)
     raise UserError(
-        f"rank 0 runs on {socket.gethostname()} and cannot connect to itself at {found.where}, where the others look "
+        f"rank 0 runs on {socket.gethostname()} and cannot connect to itself at {world.where}, where the others look "
         f"for it ({why}); set MASTER_ADDR to the host of rank 0"
     )
 

@@ -52,8 +52,8 @@ def catch_signals() -> Generator[socket.socket]:
             yield reader
             return
         writer.setblocking(False)
-        taken = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, _nothing) or signal.SIG_DFL for number in taken}
+        caught = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, _nothing) or signal.SIG_DFL for number in caught}
         woken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
             yield reader

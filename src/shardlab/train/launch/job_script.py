@@ -143,7 +143,7 @@ def keep_script(script: str, run: Path) -> Generator[None]:
     Raises:
         UserError: when it cannot be written.
     """
-    made = not run.exists()
+    is_new = not run.exists()
     try:
         with writing(run / SCRIPT):
             run.mkdir(parents=True, exist_ok=True)
@@ -151,14 +151,14 @@ def keep_script(script: str, run: Path) -> Generator[None]:
                 part.write_text(script)
                 yield
     except BaseException:
-        if made:
+        if is_new:
             with suppress(OSError):
                 run.rmdir()
         raise
 
 
 def _slurm(job: SubmittedJob) -> str:
-    asked = {
+    options = {
         "job-name": job.name,
         "nodes": job.nodes,
         "ntasks-per-node": job.ranks_per_node,
@@ -173,7 +173,7 @@ def _slurm(job: SubmittedJob) -> str:
     }
     # srun has not taken this over from sbatch since 22.05
     cpus = "" if job.cpus_per_rank is None else f"--cpus-per-task={job.cpus_per_rank} "
-    lines = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None]
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     return "\n".join(
         [
             "#!/bin/bash",
@@ -209,7 +209,7 @@ def _pbs(job: SubmittedJob) -> str:
         raise UserError(f"{job.queue_option} {job.queue!r}: a job of PBS has one queue; give one")
     each = f"ncpus={job.ranks_per_node * (job.cpus_per_rank or 1)}:mpiprocs={job.ranks_per_node}"
     gpus = "" if job.gpus_per_node is None else f":ngpus={job.gpus_per_node}"
-    asked = {
+    options = {
         "-N": job.name,
         "-l select": f"{job.nodes}:{each}{gpus}",
         "-l walltime": job.time,
@@ -218,7 +218,7 @@ def _pbs(job: SubmittedJob) -> str:
         "-r": "y",
         "-j": "oe",
     }
-    lines = [f"#PBS {name}{'=' if ' ' in name else ' '}{value}" for name, value in asked.items() if value is not None]
+    lines = [f"#PBS {name}{'=' if ' ' in name else ' '}{value}" for name, value in options.items() if value is not None]
     ranks, limit = job.nodes * job.ranks_per_node, job.seconds - WARNING
     started = f"mpiexec -n {ranks} {shlex.join(job.command)}"
     return "\n".join(

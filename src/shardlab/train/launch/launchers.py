@@ -89,18 +89,18 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
         return [by_torchrun]
     # A script set these variables, in the step of another launcher or of none.
     users = [] if by_torchrun is None else [by_torchrun]
-    found = [facts for launcher in MPI if (facts := _facts_of(launcher, environment)) is not None]
+    launchers = [facts for launcher in MPI if (facts := _facts_of(launcher, environment)) is not None]
     # These are mpiexec's, since srun sets no local rank for PMI.
-    inner = [facts for facts in found if facts.local_rank is not None]
+    inner = [facts for facts in launchers if facts.local_rank is not None]
     step = None if _is_shell(environment) else slurm_step(environment)
     if step is None:
-        return [*(inner if "SLURM_STEP_NUM_TASKS" in environment else found), *users]
+        return [*(inner if "SLURM_STEP_NUM_TASKS" in environment else launchers), *users]
     if _starts_one_on_each_host(step):
         local = [facts for facts in [*inner, *users] if facts.local_rank is not None]
         other = [facts for facts in local if _numbers_of(facts) != _numbers_of(step)]
         if other:
             return [*inner, *users]  # a launcher starts its daemons by srun, or was itself started by srun
-    return [*inner, step, *(facts for facts in found if facts not in inner), *users]
+    return [*inner, step, *(facts for facts in launchers if facts not in inner), *users]
 
 
 def from_torchrun(environment: Mapping[str, str]) -> bool:
@@ -177,7 +177,7 @@ def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
     """
     if not re.fullmatch(rf"{_HOST}(?:,{_HOST})*", text):
         raise UserError(f"{variable} is {text!r}, which is no list of hosts such as n[3-4,07]; set MASTER_ADDR")
-    found: list[str] = []
+    hosts: list[str] = []
     for words in re.findall(_HOST, text):
         ends = [""]
         for part in re.findall(rf"{_NUMBERS}|[^\[]+", words):
@@ -185,8 +185,8 @@ def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
             if len(ends) * len(each) > MOST_HOSTS:
                 raise UserError(f"{variable} is {text!r}, which names more than {MOST_HOSTS} hosts; set MASTER_ADDR")
             ends = ["".join(pair) for pair in product(ends, each)]
-        found += ends
-    return found
+        hosts += ends
+    return hosts
 
 
 def expand_counts(text: str, variable: str) -> list[int]:
@@ -197,10 +197,10 @@ def expand_counts(text: str, variable: str) -> list[int]:
     """
     counts: list[int] = []
     for words in text.split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", words)
-        if found is None:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", words)
+        if match is None:
             raise UserError(f"{variable} is {text!r}, which is no list of tasks such as 2(x3),1; {_ONE_STEP}")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 

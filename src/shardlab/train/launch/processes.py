@@ -225,18 +225,18 @@ class RankProcesses:
             report, verdict = self._hang
             raise RankFailed(verdict, report)
         failed = {rank: answer for rank, answer in self._answers.items() if answer.time}
-        own = {rank: answer for rank, answer in failed.items() if not answer.lost}
-        if own:
-            rank = min(own, key=lambda rank: own[rank].time)
-            if own[rank].sentence:
-                raise UserError(own[rank].sentence)
-            raise self._failure(f"rank {rank} failed, and the run ended with it.\n\n{own[rank].trace}")
-        asked = self._asked < float("inf")
+        causes = {rank: answer for rank, answer in failed.items() if not answer.lost}
+        if causes:
+            rank = min(causes, key=lambda rank: causes[rank].time)
+            if causes[rank].sentence:
+                raise UserError(causes[rank].sentence)
+            raise self._failure(f"rank {rank} failed, and the run ended with it.\n\n{causes[rank].trace}")
+        requested = self._asked < float("inf")
         unexplained = self._ended.keys() - self._answers.keys() - (self._killed if failed else set())
         silent = [rank for rank in self._ended if rank in unexplained]
-        if 0 in self._answers and 0 not in failed and (asked or (not silent and not failed)):
+        if 0 in self._answers and 0 not in failed and (requested or (not silent and not failed)):
             return self._answers[0].result
-        if asked:
+        if requested:
             late = [rank for rank, code in self._ended.items() if code == -signal.SIGALRM]
             raise KeyboardInterrupt(self._late or (_late(late, self._grace) if late else ""))
         for rank in silent:
@@ -244,8 +244,8 @@ class RankProcesses:
                 raise KeyboardInterrupt(f"rank {rank} got {signal.Signals(-self._ended[rank]).name}")
         if silent:  # later errors of other ranks are only consequences
             code = next((self._ended[rank] for rank in silent if self._ended[rank] < 0), self._ended[silent[0]])
-            alike = [rank for rank in silent if self._ended[rank] == code]
-            raise self._failure(describe_end(alike, how_ended(code)))
+            same_code = [rank for rank in silent if self._ended[rank] == code]
+            raise self._failure(describe_end(same_code, how_ended(code)))
         rank = min(failed, key=lambda rank: failed[rank].time)
         raise self._failure(f"rank {rank} lost its connection, and the run ended with it.\n\n{failed[rank].trace}")
 

@@ -197,7 +197,7 @@ def run_ranks(
         return _call(environment.rank, device, function, *arguments)
 
 
-def require_own_devices(places: Sequence[str]) -> None:
+def require_own_devices(identities: Sequence[str]) -> None:
     """Refuse ranks on different types of devices, which use different backends, and several ranks on one GPU.
 
     Raises:
@@ -205,18 +205,18 @@ def require_own_devices(places: Sequence[str]) -> None:
     """
     seen: dict[str, int] = {}
     kinds: dict[str, tuple[int, str]] = {}
-    for rank, place in enumerate(places):
-        kind, host, gpu = json.loads(place)
+    for rank, identity in enumerate(identities):
+        kind, host, gpu = json.loads(identity)
         kinds.setdefault(kind, (rank, host))
-        if gpu and (first := seen.setdefault(place, rank)) != rank:
+        if gpu and (first := seen.setdefault(identity, rank)) != rank:
             raise UserError(
                 f"ranks {first} and {rank} compute on the same GPU of {host}; show each rank a different GPU by "
                 "CUDA_VISIBLE_DEVICES (srun --gpus-per-task=1), or show all GPUs to all ranks"
             )
     if len(kinds) > 1:
-        found = " and ".join(f"rank {rank} ({host}) on {kind}" for kind, (rank, host) in kinds.items())
+        devices = " and ".join(f"rank {rank} ({host}) on {kind}" for kind, (rank, host) in kinds.items())
         raise UserError(
-            f"the ranks compute on different kinds of device: {found}; see why GPUs are missing there (shardlab "
+            f"the ranks compute on different kinds of device: {devices}; see why GPUs are missing there (shardlab "
             "doctor), or hide them all by CUDA_VISIBLE_DEVICES="
         )
 
@@ -258,10 +258,10 @@ def rendezvous_file() -> Generator[Path]:
         raise _disk_error(error) from None
     try:
         try:
-            held = _create_lock(folder)
+            lock = _create_lock(folder)
         except OSError as error:
             raise _disk_error(error) from None
-        with held:
+        with lock:
             yield folder / "store"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -308,18 +308,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(rank: int, device: torch.device, error: BaseException) -> UserError:
     """Return the error of a rank that is out of memory, with the requested and the available memory and the remedy."""
-    found = _REQUESTED.search(str(error))
-    asked = found[1] if found else "memory"
-    if asked.endswith(" bytes"):
-        asked = bytes_text(int(asked.partition(" ")[0]))
+    match = _REQUESTED.search(str(error))
+    requested = match[1] if match else "memory"
+    if requested.endswith(" bytes"):
+        requested = bytes_text(int(requested.partition(" ")[0]))
     limit = memory_limit()
     has = "its GPU has free" if device.type == "cuda" else "is free on this host"
     if device.type != "cuda" and limit is not None:
         has = f"the process may take by its limit of {bytes_text(limit)} (ulimit -d or -v)"
-    place = "host" if device.type == "cuda" else "disk"
+    target = "host" if device.type == "cuda" else "disk"
     return UserError(
-        f"rank {rank} is out of memory: it asked for {asked}, more than {has}; keep less on each rank, by "
-        f"--offload parameters={place} optimizer={place}, a strategy that shards such as fsdp or zero-3, more ranks, "
+        f"rank {rank} is out of memory: it asked for {requested}, more than {has}; keep less on each rank, by "
+        f"--offload parameters={target} optimizer={target}, a strategy that shards such as fsdp or zero-3, more ranks, "
         "or a smaller --micro-batch-size"
     )
 
@@ -385,8 +385,8 @@ def _identify(device: torch.device) -> str:
     """Return the identity of a rank's device as JSON: its type, the host, and the GPU's UUID."""
     import torch
 
-    found: Any = cast(Any, torch.cuda).get_device_properties(device) if device.type == "cuda" else None
-    gpu = "" if found is None else str(getattr(found, "uuid", ""))
+    properties: Any = cast(Any, torch.cuda).get_device_properties(device) if device.type == "cuda" else None
+    gpu = "" if properties is None else str(getattr(properties, "uuid", ""))
     slices = any("MIG" in os.environ.get(name, "") for name in ONE_GPU)  # slices of one GPU may have the same UUID
     return json.dumps((device.type, socket.gethostname(), "" if slices else gpu))
 
@@ -394,9 +394,9 @@ def _identify(device: torch.device) -> str:
 def _gather(mine: tuple[str, str]) -> list[tuple[str, str]]:
     import torch.distributed as dist
 
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def _start_local(
@@ -490,10 +490,10 @@ def _create_lock(folder: Path) -> FileIO:
     """Create the locked file of a folder. It is renamed after it is locked, so that no process finds it unlocked."""
     new = folder / "new"
     new.write_bytes(bytes(RESERVED_BYTES))
-    held = FileIO(new, "ab")
-    _lock(held)
+    file = FileIO(new, "ab")
+    _lock(file)
     new.rename(folder / LOCK)
-    return held
+    return file
 
 
 def _lock(file: FileIO) -> bool:
@@ -507,14 +507,14 @@ def _lock(file: FileIO) -> bool:
 
 def _remove_stale(temporary: Path) -> None:
     """Remove folders of processes that were killed before they could remove them."""
-    for held in temporary.glob(f"{PREFIX}*/{LOCK}"):
+    for lock in temporary.glob(f"{PREFIX}*/{LOCK}"):
         try:
-            file = FileIO(held, "ab")
+            file = FileIO(lock, "ab")
         except OSError:  # the folder has just been removed, or belongs to another user
             continue
         with file:
             if _lock(file):
-                shutil.rmtree(held.parent, ignore_errors=True)
+                shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def _disk_error(error: OSError) -> UserError:

@@ -102,8 +102,8 @@ def train_reference(
             parameter_views(layout, moves),
             strict=True,
         )
-        for parameter, tensor, gradient, its in of_layer:
-            if not its.any():
+        for parameter, tensor, gradient, mask in of_layer:
+            if not mask.any():
                 continue
             pair, role = ([tensor], [gradient]), 0 if parameter.decayed else 1
             if config.optimizer == "muon" and parameter.hidden_matrix:
@@ -127,8 +127,8 @@ def train_reference(
             loss = cross_entropy(x, targets) / batches.counted(step, count)
             loss.backward()
             mean += loss.detach().cpu()
-            for layout, total, its in zip(layouts, sums, parameters, strict=True):
-                _add_gradients(parameter_views(layout, total), its)
+            for layout, total, leaves in zip(layouts, sums, parameters, strict=True):
+                _add_gradients(parameter_views(layout, total), leaves)
         gradients.append([total.to(CPU, copy=True) for total in sums])
         losses.append(float(mean))
         for tensor, gradient in updated:

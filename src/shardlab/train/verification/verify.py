@@ -127,16 +127,16 @@ def verify_rank(
     state = executor.state
     if trained is not None:
         trained(state)
-    kept: list[Slices] = [state.kept]
+    stored: list[Slices] = [state.kept]
     if job.ema is not None:
         with averaged_weights(state):
-            kept.append({key: weight.clone() for key, weight in state.kept.items()})
+            stored.append({key: weight.clone() for key, weight in state.kept.items()})
 
     def errors(expected: Reference, other: Reference | None = None) -> Errors:
         """Compare this rank's slices, or the same slices of another reference, with the expected ones."""
         pairs = zip(other.losses if other else losses, expected.losses, strict=True)
         loss_errors = [abs(a - b) / abs(b) for a, b in pairs]
-        slices = [*gradients, *kept]
+        slices = [*gradients, *stored]
         if other is not None:
             slices = [
                 {key: _slice(state, whole, *key) for key in mine}
