@@ -187,8 +187,8 @@ def measure_overlap(
     usual = max(usual, alone)
     counts = [max(1, round(length / fmean(LENGTHS) * usual / product)) for length in LENGTHS]
     cycles = iterations_for(len(counts) * (usual + alone), seconds, at_least=1)
-    found = [[of_round(what, each) for what in (compute, between, beside)] for each in batches(cycles, BATCHES)]
-    computing, waiting, together = (median(times) for times in zip(*found, strict=True))
+    measured = [[of_round(what, each) for what in (compute, between, beside)] for each in batches(cycles, BATCHES)]
+    computing, waiting, together = (median(times) for times in zip(*measured, strict=True))
     return OverlapPoint(kind, team.size, case.bytes, alone, computing, max(alone, waiting - computing), together)
 
 
@@ -264,12 +264,12 @@ def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
         return _send_recv(elements, team)
     call, is_root = CALLS[kind], team.index == 0
     whole = team.values(team.index, elements)
-    given = None
+    piece = None
     if call.gives and (is_root or not call.root_gives):
-        given = whole if call.gives == "whole" else whole[: elements // team.size].clone()
-    result, start = prepare(kind, team.group, given, whole, 0, Reduction.SUM)
+        piece = whole if call.gives == "whole" else whole[: elements // team.size].clone()
+    result, start = prepare(kind, team.group, piece, whole, 0, Reduction.SUM)
     expected = None if result is None else _expected(kind, elements, team)
-    sums = given if "reduce" in kind and call.in_place else None
+    sums = piece if "reduce" in kind and call.in_place else None
     return CollectiveCase(4 * elements if call.receives else 0, lambda: start().wait, result, expected, sums)
 
 
@@ -280,8 +280,8 @@ def _expected(kind: str, elements: int, team: Team) -> Tensor:
     elif "reduce" in kind:
         whole = team.sum(elements)
     else:
-        place = team.index if kind == "all_to_all" else 0
-        whole = torch.cat([team.values(rank, elements).chunk(team.size)[place] for rank in range(team.size)])
+        position = team.index if kind == "all_to_all" else 0
+        whole = torch.cat([team.values(rank, elements).chunk(team.size)[position] for rank in range(team.size)])
     return whole.chunk(team.size)[team.index] if CALLS[kind].receives == "piece" else whole
 
 

@@ -150,17 +150,17 @@ def fit_kernels(points: Sequence[LayerPoint]) -> Rates:
     rates: Rates = {}
     for dtype in sorted({point.dtype for point in points}):
         of_dtype = [point for point in points if point.dtype == dtype]
-        alike = _fit(of_dtype, any_pointwise=True)
+        pointwise = _fit(of_dtype, any_pointwise=True)
         apart = _fit(of_dtype, any_pointwise=False)
-        rates |= {(family, dtype): rate for family, rate in (alike | apart).items()}
+        rates |= {(family, dtype): rate for family, rate in (pointwise | apart).items()}
     return rates
 
 
 def predict(point: LayerPoint, rates: Rates) -> float:
     """Return the predicted seconds of an op on a layer."""
-    own = rates.get((f"op:{point.op}", point.dtype))
+    overhead = rates.get((f"op:{point.op}", point.dtype))
     kernels = (rates[family, point.dtype].seconds(flops, bytes) for family, flops, bytes in point.kernels)
-    return (own.launch if own else 0.0) + sum(kernels)
+    return (overhead.launch if overhead else 0.0) + sum(kernels)
 
 
 def errors_by_layer(points: Sequence[LayerPoint], rates: Rates) -> dict[tuple[str, str], FitErrors]:
@@ -196,19 +196,19 @@ class FittedLine:
 
 def collective_seconds(points: Sequence[Point]) -> dict[tuple[str, int], dict[int, float]]:
     """Return the measured seconds by bytes, for each (name of the collective in a profile, ranks)."""
-    found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    seconds: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for point in points:
         if isinstance(point, CollectivePoint):
-            found[profiled_name(point.kind, point.bytes, point.ranks), point.ranks][point.bytes] = point.seconds
-    return found
+            seconds[profiled_name(point.kind, point.bytes, point.ranks), point.ranks][point.bytes] = point.seconds
+    return seconds
 
 
 def fit_lines(points: Sequence[Point]) -> dict[tuple[str, int], FittedLine]:
     """Return the line of every collective and group size, fitted to `collective_seconds`."""
-    return {key: fit_line(found) for key, found in collective_seconds(points).items()}
+    return {key: fit_line(seconds) for key, seconds in collective_seconds(points).items()}
 
 
-def fit_line(found: Mapping[int, float]) -> FittedLine:
+def fit_line(seconds_by_size: Mapping[int, float]) -> FittedLine:
     """Fit the line of a collective.
 
     If the time grows less with the size than the points scatter, the fit has no finite bandwidth. The bandwidth is then
@@ -216,16 +216,16 @@ def fit_line(found: Mapping[int, float]) -> FittedLine:
     longer.
 
     Args:
-        found: seconds by bytes. A barrier has no bytes, so its line has only a latency.
+        seconds_by_size: seconds by bytes. A barrier has no bytes, so its line has only a latency.
     """
-    line = AlphaBeta(*alpha_beta([*found], [*found.values()]))
-    errors, largest = line_errors(line, found), max(found)
+    line = AlphaBeta(*alpha_beta([*seconds_by_size], [*seconds_by_size.values()]))
+    errors, largest = line_errors(line, seconds_by_size), max(seconds_by_size)
     doubt = None
     if largest and line.beta * largest <= errors.median * line.alpha:
-        beta = found[largest] / largest
-        line = AlphaBeta(max(0.0, median(seconds - beta * size for size, seconds in found.items())), beta)
-        errors = line_errors(line, found)
-        doubt = NO_SLOPE if len(found) > 1 else ONE_SIZE
+        beta = seconds_by_size[largest] / largest
+        line = AlphaBeta(max(0.0, median(seconds - beta * size for size, seconds in seconds_by_size.items())), beta)
+        errors = line_errors(line, seconds_by_size)
+        doubt = NO_SLOPE if len(seconds_by_size) > 1 else ONE_SIZE
     elif errors.median > MOST_MISSED:
         doubt = SCATTERED
     elif largest and line.alpha == 0:
@@ -233,9 +233,9 @@ def fit_line(found: Mapping[int, float]) -> FittedLine:
     return FittedLine(line, errors, doubt)
 
 
-def line_errors(line: AlphaBeta, found: Mapping[int, float]) -> FitErrors:
+def line_errors(line: AlphaBeta, seconds: Mapping[int, float]) -> FitErrors:
     """Return the errors of a line on its points."""
-    return FitErrors.between([line.seconds(size) for size in found], [*found.values()])
+    return FitErrors.between([line.seconds(size) for size in seconds], [*seconds.values()])
 
 
 def fit_contention(points: Sequence[OverlapPoint]) -> float:
@@ -588,20 +588,20 @@ def heads_of(width: int) -> int:
 def _fit(points: Sequence[LayerPoint], any_pointwise: bool) -> dict[str, Rate]:
     families: dict[str, None] = {}
     for point in points:
-        own = [f"op:{point.op}"] if point.op in OPS_WITH_OVERHEAD else []
-        families |= dict.fromkeys([*own, *(_family(kernel, any_pointwise) for kernel in point.kernels)])
-    place = {family: number for number, family in enumerate(families)}
-    matrix: Array = np.zeros((len(points), len(place), 3))
+        overhead = [f"op:{point.op}"] if point.op in OPS_WITH_OVERHEAD else []
+        families |= dict.fromkeys([*overhead, *(_family(kernel, any_pointwise) for kernel in point.kernels)])
+    column = {family: number for number, family in enumerate(families)}
+    matrix: Array = np.zeros((len(points), len(column), 3))
     for row, point in zip(matrix, points, strict=True):
         if point.op in OPS_WITH_OVERHEAD:
-            row[place[f"op:{point.op}"], 0] = 1
+            row[column[f"op:{point.op}"], 0] = 1
         for kernel in point.kernels:
-            row[place[_family(kernel, any_pointwise)]] += (1, *kernel[1:])
+            row[column[_family(kernel, any_pointwise)]] += (1, *kernel[1:])
     measured = np.array([point.seconds for point in points])
-    found = fit_relative(matrix.reshape(len(points), -1), measured).reshape(-1, 3)
+    fitted = fit_relative(matrix.reshape(len(points), -1), measured).reshape(-1, 3)
     return {
         family: Rate(float(launch), float(1 / flop) if flop else 0.0, float(1 / byte) if byte else 0.0)
-        for family, (launch, flop, byte) in zip(families, found, strict=True)
+        for family, (launch, flop, byte) in zip(families, fitted, strict=True)
     }
 
 

@@ -70,15 +70,15 @@ def measure_compute(rank: int, device: torch.device, bench: ComputeBench, file: 
     """
     world = MeasuringRanks(rank, device)
     plan = bench.plan(world.size)
-    own = torch.get_num_threads()
-    alone = max(own, threads_of([CpuShare.of_this_process()]))  # as a run on one rank does
+    threads = torch.get_num_threads()
+    alone = max(threads, threads_of([CpuShare.of_this_process()]))  # as a run on one rank does
     progress = Progress(len(plan), show=rank == 0)
     for processes, dtype, shape in plan:
         what = "large products" if shape is None else f"width {shape.width}, {shape.rows} x {shape.tokens} tokens"
         progress.say(f"{what}, {dtype}, {processes} at once")
         world.meet()
         crowd = Crowd(world, processes)
-        torch.set_num_threads(alone if processes == 1 else own)
+        torch.set_num_threads(alone if processes == 1 else threads)
         if rank < processes:
             for point in [_peak(crowd, dtype, bench.seconds)] if shape is None else _layers(crowd, bench, shape, dtype):
                 if rank == 0:
@@ -171,8 +171,8 @@ def _addition(crowd: Crowd, shape: Shape, dtype: str) -> LayerPoint:
 def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoint]:
     """Run steps with a mark of the clock between any two ops."""
     model, device, clock = subject.model, crowd.world.device, Clock(crowd.world.device)
-    drawn = Batches(Corpus.open((), model.seq_len), model.seq_len, subject.rows, MICROBATCHES, seed=0)
-    batches = KnownTokens(drawn, model.vocab_size)
+    sampler = Batches(Corpus.open((), model.seq_len), model.seq_len, subject.rows, MICROBATCHES, seed=0)
+    batches = KnownTokens(sampler, model.vocab_size)
     settings = Settings(precision=precision_for_dtype(subject.dtype), device=device)
     executor = Executor(subject.checked(), 0, model, batches, settings)
     executor.instructions = [clock.mark, *(_with_mark(run, clock) for run in executor.instructions)]
@@ -192,11 +192,11 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     steps = iterations_for(crowd.mean(sum(step())), budget, at_least=3, at_most=50)
     calls: dict[OpKey, list[list[float]]] = defaultdict(list)
     for _ in range(steps):
-        found: dict[OpKey, list[float]] = defaultdict(list)
+        by_key: dict[OpKey, list[float]] = defaultdict(list)
         for op, took in zip(tape, step(), strict=True):
-            found[_key_of(op)].append(took)
-        found[ALL_UPDATES] = [sum(found[ALL_UPDATES])]
-        for key, each in found.items():
+            by_key[_key_of(op)].append(took)
+        by_key[ALL_UPDATES] = [sum(by_key[ALL_UPDATES])]
+        for key, each in by_key.items():
             calls[key].append(each)
     ops: dict[OpKey, dict[int, Op]] = defaultdict(dict)
     for op in tape:

@@ -83,12 +83,13 @@ COLORS = ("#54aeff", "#d4a72c", "#d0d7de")
 """Colors of compute, overhead and waiting."""
 
 
-def plot_strategies(found: Mapping[str, list[tuple[StrategyPair, Comparison]]], paths: list[Path]) -> None:
+def plot_strategies(pairs_of: Mapping[str, list[tuple[StrategyPair, Comparison]]], paths: list[Path]) -> None:
     """Draw the steps of each strategy, ours above PyTorch's, in units of PyTorch's median, in a panel for each size."""
     with style():
-        rows = max(map(len, found.values()))
-        figure = Figure(figsize=(4.6 * len(found), 0.7 + 0.55 * rows), layout="constrained")
-        for axis, (title, pairs) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        rows = max(map(len, pairs_of.values()))
+        figure = Figure(figsize=(4.6 * len(pairs_of), 0.7 + 0.55 * rows), layout="constrained")
+        axes = figure.subplots(1, len(pairs_of), squeeze=False)[0]
+        for axis, (title, pairs) in zip(axes, pairs_of.items(), strict=True):
             _panel(axis, title, pairs)
         figure.supxlabel("time of a step over PyTorch's: ours above, PyTorch's below", fontsize=8)
         for path in paths:
@@ -110,11 +111,11 @@ def _ticks(set_ticks: Callable[..., Any], sizes: Sequence[int], text: Callable[[
 def _panel(axis: Any, title: str, pairs: list[tuple[StrategyPair, Comparison]]) -> None:
     for row, (_, compared) in enumerate(pairs):
         unit = median(compared.theirs.seconds)
-        for place, side in ((row - 0.2, compared.ours), (row + 0.2, compared.theirs)):
+        for y, side in ((row - 0.2, compared.ours), (row + 0.2, compared.theirs)):
             at = 0.0
             for name, color, part in zip(Parts._fields, COLORS, side.parts(compared.floor), strict=True):
                 label = name if row == 0 and side is compared.ours else None
-                axis.barh(place, max(0.0, part) / unit, 0.36, at, color=color, label=label)
+                axis.barh(y, max(0.0, part) / unit, 0.36, at, color=color, label=label)
                 at += max(0.0, part) / unit
         low, middle, high = compared.ratio
         axis.errorbar(middle, row - 0.2, xerr=[[middle - low], [high - middle]], fmt="o", ms=3, color="#24292f")

@@ -85,11 +85,11 @@ def find(name: int | str) -> CourseEntry:
         UserError: if there is none. The message suggests the nearest name.
     """
     entries = all_entries()
-    wanted = str(name).strip().lower().replace("-", "_")
+    key = str(name).strip().lower().replace("-", "_")
     for entry in entries:
-        if wanted in (entry.name.lower(), str(entry.exercise.number)):
+        if key in (entry.name.lower(), str(entry.exercise.number)):
             return entry
-    near = closest_name(wanted, [entry.name for entry in entries])
+    near = closest_name(key, [entry.name for entry in entries])
     hint = f"did you mean {near}?" if near else "`shardlab learn list` lists them"
     raise UserError(f"there is no exercise {name!r}; {hint}")
 
@@ -104,8 +104,8 @@ def all_entries() -> tuple[CourseEntry, ...]:
 def _entries_of(package: str) -> Iterator[CourseEntry]:
     """Yield the exercises of a package and its subpackages."""
     root = importlib.import_module(package)
-    for found in pkgutil.walk_packages(root.__path__, f"{package}."):
-        module = importlib.import_module(found.name)
+    for info in pkgutil.walk_packages(root.__path__, f"{package}."):
+        module = importlib.import_module(info.name)
         exercise = getattr(module, "EXERCISE", None)
         if isinstance(exercise, Exercise):
             yield CourseEntry(exercise, module, inspect.getsource(module))

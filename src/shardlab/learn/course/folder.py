@@ -208,23 +208,23 @@ class CourseFolder:
     @classmethod
     def _from_json(cls, path: Path, read: object) -> CourseFolder:
         """Return the folder for a progress file's content. Invalid fields count as missing: students may edit it."""
-        given = cast(dict[str, Any], read) if isinstance(read, dict) else {}
+        fields = cast(dict[str, Any], read) if isinstance(read, dict) else {}
         known = {entry.name for entry in all_entries()}
 
         def table(name: str, kind: type) -> dict[str, Any]:
-            values = given.get(name)
+            values = fields.get(name)
             items = cast(dict[str, Any], values).items() if isinstance(values, dict) else ()
             return {key: value for key, value in items if isinstance(value, kind)}
 
-        passed = given.get("passed")
+        passed = fields.get("passed")
         names = [name for name in cast(list[Any], passed) if isinstance(name, str)] if isinstance(passed, list) else []
-        current = given.get("current")
+        current = fields.get("current")
         if current not in known:
             left = [entry.name for entry in all_entries() if entry.name not in names]
             current = (left or [all_entries()[0].name])[0]
         hints = {name: min(max(0, number), HINTS) for name, number in table("hints", int).items()}
-        others = {name: value for name, value in given.items() if name not in cls.__dataclass_fields__}
-        version = given.get("format")
+        others = {name: value for name, value in fields.items() if name not in cls.__dataclass_fields__}
+        version = fields.get("format")
         format = version if isinstance(version, int) else FORMAT
         return cls(path, cast(str, current), names, hints, table("starts", str), format, others)
 

@@ -253,8 +253,8 @@ def _plan(solution: Any) -> Plan:
     except (Refused, UserError):
         raise
     except Exception as error:
-        place = at_line(line_of_error(error))
-        raise UserError(f"the function raised {type(error).__name__}: {error}{place}; mend it there") from error
+        line = at_line(line_of_error(error))
+        raise UserError(f"the function raised {type(error).__name__}: {error}{line}; mend it there") from error
     if not isinstance(plan, Plan):
         raise UserError(f"the function returned {plan!r:.60}; return a Plan")
     return plan
@@ -269,13 +269,13 @@ def _predicted(exercise: Exercise, plan: Plan) -> Figures:
     cluster, entry = find_cluster(exercise.cluster), plan_entry(exercise, plan)
     assert entry.plan is not None
     model, precision = find_model(exercise.model), find_precision("bf16")
-    found = forecast(Workload(plan, model, cluster, exercise.microbatches, 1, precision))
-    if not found.memory.fits:
-        need, have = found.memory.unlimited, found.memory.capacity
+    prediction = forecast(Workload(plan, model, cluster, exercise.microbatches, 1, precision))
+    if not prediction.memory.fits:
+        need, have = prediction.memory.unlimited, prediction.memory.capacity
         raise UserError(
             f"a device needs {need / 2**30:.1f} GiB and has {have / 2**30:.1f} GiB; shard or recompute more"
         )
-    return Figures(found.seconds, round(found.memory.unlimited))
+    return Figures(prediction.seconds, round(prediction.memory.unlimited))
 
 
 def _published(exercise: Exercise, checked: Checked) -> PuzzleFigures | None:

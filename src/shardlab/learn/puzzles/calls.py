@@ -355,10 +355,10 @@ class AsyncioWatch:
             self._settling = True
             self._loop.call_soon(self._look, self._moves, 0)
 
-    def _look(self, moves: int, turns: int) -> None:
+    def _look(self, moves: int, idle_turns: int) -> None:
         assert self._loop is not None
-        if moves != self._moves or turns < SETTLING_TURNS:
-            self._loop.call_soon(self._look, self._moves, turns + 1 if moves == self._moves else 0)
+        if moves != self._moves or idle_turns < SETTLING_TURNS:
+            self._loop.call_soon(self._look, self._moves, idle_turns + 1 if moves == self._moves else 0)
             return
         self._settling = False
         running = self._running()

@@ -148,7 +148,7 @@ class Mailboxes:
     """Messages in flight, and ranks that wait for a message."""
 
     def __init__(self) -> None:
-        self.letters: list[Message] = []
+        self.messages: list[Message] = []
         self.readers: list[Receiver] = []
 
     def advance(self) -> bool:
@@ -157,25 +157,25 @@ class Mailboxes:
         A rank receives the message that was sent first. Of two messages sent at the same time, it is that of the lower
         rank.
         """
-        letters = sorted(
-            (letter for letter in self.letters if letter.inside or not letter.future.done()),
-            key=lambda letter: (letter.sent, letter.rank),
+        messages = sorted(
+            (message for message in self.messages if message.inside or not message.future.done()),
+            key=lambda message: (message.sent, message.rank),
         )
-        first = {letter.to: letter for letter in reversed(letters)}
-        full = {letter.to for letter in letters if letter.inside}
+        first = {message.to: message for message in reversed(messages)}
+        full = {message.to for message in messages if message.inside}
         reader = {reader.rank: reader for reader in reversed(self.readers) if not reader.future.done()}
-        self.letters, self.readers = letters, [r for r in self.readers if not r.future.done()]
-        possible = [(letter.sent, 0, to) for to, letter in first.items() if to not in full]
+        self.messages, self.readers = messages, [r for r in self.readers if not r.future.done()]
+        possible = [(message.sent, 0, to) for to, message in first.items() if to not in full]
         possible += [(max(first[to].sent, reader[to].since), 1, to) for to in first.keys() & reader.keys()]
         if not possible:
             return False
-        _, taken, to = min(possible)
-        letter = first[to]
-        if taken:
-            self.letters.remove(letter)
-            reader[to].go_on(letter)
-        letter.inside = True
-        letter.go_on()
+        _, is_received, to = min(possible)
+        message = first[to]
+        if is_received:
+            self.messages.remove(message)
+            reader[to].go_on(message)
+        message.inside = True
+        message.go_on()
         return True
 
 

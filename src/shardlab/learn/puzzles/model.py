@@ -140,12 +140,12 @@ class Stores:
         return values
 
 
-def values_in(things: Iterable[Any]) -> Iterable[PuzzleValue]:
+def values_in(objects: Iterable[Any]) -> Iterable[PuzzleValue]:
     """Yield the values among some objects, also in lists, tuples and dicts, since a message may be one."""
-    for thing in things:
-        if isinstance(thing, dict):
-            thing = list(cast(dict[Any, Any], thing).values())
-        parts = cast(list[Any], thing) if isinstance(thing, (list, tuple)) else [thing]
+    for each in objects:
+        if isinstance(each, dict):
+            each = list(cast(dict[Any, Any], each).values())
+        parts = cast(list[Any], each) if isinstance(each, (list, tuple)) else [each]
         yield from (part for part in parts if isinstance(part, PuzzleValue))
 
 
@@ -227,8 +227,8 @@ class PuzzleCompute(Stores):
             specs = self._spec(op, "activation", inp), self._spec(op, "gradient", grad)
             self._layer(op, layer).backward(specs[0], specs[1:], self._weight(op, weight))
         self.note("backward", inp, grad, weight, layer=layer, batches=inp.batches)
-        of = self.LAYERS, inp.batches, self.BATCHES
-        return record_derived((WeightGrad(layer, *of), ActivationGrad(layer - 1, *of)))
+        sizes = self.LAYERS, inp.batches, self.BATCHES
+        return record_derived((WeightGrad(layer, *sizes), ActivationGrad(layer - 1, *sizes)))
 
     def update(
         self, layer: int, weight_grad: WeightGrad, weight: Weight, opt_state: OptState, shard: int = 0
@@ -353,18 +353,18 @@ class PuzzleModel(PuzzleCompute):
         self._enter(f"pass_to(rank {rank})", line, [self.rank, rank], v)
         self.note("pass", v, to=rank)
         about = str(v.spec) if isinstance(v, PuzzleValue) else repr(v)[:40]
-        letter = Message(self.rank, line, rank, v, self.time, about)
-        self._run.mail.letters.append(letter)
-        await self._wait(letter)
+        message = Message(self.rank, line, rank, v, self.time, about)
+        self._run.mail.messages.append(message)
+        await self._wait(message)
 
     async def _receive(self, line: SourceLine | None) -> Any:
         self._enter("receive", line, [self.rank])
         reader = Receiver(self.rank, line, self.time, self._run.watch)
         self._run.mail.readers.append(reader)
-        letter: Message = await self._wait(reader)
-        self.time = max(self.time, letter.sent)
-        self.note("pass", source=letter.rank)
-        return record_derived(letter.value)
+        message: Message = await self._wait(reader)
+        self.time = max(self.time, message.sent)
+        self.note("pass", source=message.rank)
+        return record_derived(message.value)
 
     async def _wait(self, blocked: Blocked) -> Any:
         result = await self._run.watch.block(blocked)
@@ -404,11 +404,11 @@ def verify(models: Sequence[PuzzleModel]) -> None:
 
 def draw(models: Sequence[PuzzleModel]) -> Picture:
     """Print the start time of the last op and the largest memory, and return a picture of all ranks."""
-    events = [(place, event) for place, model in enumerate(models) for event in model.log]
+    events = [(number, event) for number, model in enumerate(models) for event in model.log]
     if events:
         steps = max(model.log[-1].time for model in models if model.log)
-        place, peak = max(events, key=lambda pair: pair[1].memory)  # the first of equals
-        print(f"Timesteps: {steps} \nMaximum Memory: {peak.memory} at GPU: {place} time: {peak.time}")
+        number, peak = max(events, key=lambda pair: pair[1].memory)  # the first of equals
+        print(f"Timesteps: {steps} \nMaximum Memory: {peak.memory} at GPU: {number} time: {peak.time}")
     else:
         print("Timesteps: 0 \nMaximum Memory: 0: nothing has been computed")
     return timeline_picture(timeline_of(models))

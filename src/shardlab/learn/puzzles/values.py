@@ -230,13 +230,13 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
     """Return the combination of pieces of one value. Replicas are accepted, and pieces need not be adjacent."""
     first = specs[0]
     holds = first.holds
-    for spec, who in zip(specs, names, strict=True):
+    for spec, name in zip(specs, names, strict=True):
         if spec.kind in ROW_KINDS:
-            given = f"{who} gave {spec}, and activations are not cut into shards"
+            given = f"{name} gave {spec}, and activations are not cut into shards"
             raise Refused("wrong kind", op, given, "put weights, optimizer states and their gradients together")
         if spec.form.but(holds=first.holds) is not first.form or spec.cells != first.cells:
             why = "of one value" if spec.cells == first.cells else "that sum the same microbatches"
-            given = f"{names[0]} gave {first} and {who} {spec}"
+            given = f"{names[0]} gave {first} and {name} {spec}"
             raise Refused("other values", op, given, f"put pieces {why} together")
         mine, theirs = in_equal_pieces(holds, spec.holds)
         holds = Holds(mine.mask | theirs.mask, mine.of)

@@ -157,38 +157,38 @@ CheckResult = tuple[State, str, str] | str
 
 
 def _python(facts: HostFacts) -> CheckResult:
-    found = facts.versions["python"] or ""
-    return found if _number(found) >= PYTHON else ("error", found, "install Python 3.11 or later, and make .venv anew")
+    text = facts.versions["python"] or ""
+    return text if _number(text) >= PYTHON else ("error", text, "install Python 3.11 or later, and make .venv anew")
 
 
 def _torch(facts: HostFacts) -> CheckResult:
-    found = facts.versions["torch"] or ""
-    return found if _number(found) >= TORCH else ("error", found or "missing", "pip install 'torch>=2.9'")
+    version = facts.versions["torch"] or ""
+    return version if _number(version) >= TORCH else ("error", version or "missing", "pip install 'torch>=2.9'")
 
 
 def _packages(facts: HostFacts) -> CheckResult:
-    others = {name: found for name, found in facts.versions.items() if name not in ("python", "torch", "shardlab")}
-    missing = [name for name, found in others.items() if found is None]
+    others = {name: version for name, version in facts.versions.items() if name not in ("python", "torch", "shardlab")}
+    missing = [name for name, version in others.items() if version is None]
     if missing:
         return "error", f"{', '.join(missing)} missing", f"pip install {' '.join(missing)}"
-    return ", ".join(f"{name} {found}" for name, found in others.items())
+    return ", ".join(f"{name} {version}" for name, version in others.items())
 
 
 def _backend(facts: HostFacts) -> CheckResult:
-    wanted = "nccl" if facts.gpus else "gloo"
-    found = ", ".join(facts.distributed) or "none"
-    if wanted in facts.distributed:
-        return f"{wanted} (torch has {found})"
-    return "error", f"torch has {found}", f"install a torch that is built with {wanted}, from pytorch.org"
+    backend = "nccl" if facts.gpus else "gloo"
+    backends = ", ".join(facts.distributed) or "none"
+    if backend in facts.distributed:
+        return f"{backend} (torch has {backends})"
+    return "error", f"torch has {backends}", f"install a torch that is built with {backend}, from pytorch.org"
 
 
 def _devices(facts: HostFacts) -> CheckResult:
     if facts.gpus and facts.ranks > len(facts.gpus):
-        found = f"{counted(len(facts.gpus), 'GPU')} for {counted(facts.ranks, 'rank')}"
+        text = f"{counted(len(facts.gpus), 'GPU')} for {counted(facts.ranks, 'rank')}"
         fewer = f"start {counted(len(facts.gpus), 'rank')} on a host"
         if facts.launcher == "shardlab":
-            return "warning", f"{found}: all compute on the CPU", fewer
-        return "error", found, fewer
+            return "warning", f"{text}: all compute on the CPU", fewer
+        return "error", text, fewer
     if facts.gpus:
         return f"{len(facts.gpus)} x {facts.gpus[0]}"
     if facts.driver and facts.cuda is None:
@@ -200,13 +200,13 @@ def _devices(facts: HostFacts) -> CheckResult:
 
 
 def _cpus(facts: HostFacts) -> CheckResult:
-    found = f"{counted(facts.cpus, 'CPU')} for {counted(facts.ranks, 'rank')}"
+    text = f"{counted(facts.cpus, 'CPU')} for {counted(facts.ranks, 'rank')}"
     if facts.ranks > facts.cpus:
-        return "warning", found, "ask the scheduler for more CPUs per task, or start fewer ranks here"
+        return "warning", text, "ask the scheduler for more CPUs per task, or start fewer ranks here"
     threads = int(facts.threads) if facts.threads and facts.threads.isdecimal() else 1
     if threads * facts.ranks > facts.cpus and facts.ranks > 1:
-        return "warning", f"{found} of {threads} threads", f"set OMP_NUM_THREADS={facts.cpus // facts.ranks}"
-    return found
+        return "warning", f"{text} of {threads} threads", f"set OMP_NUM_THREADS={facts.cpus // facts.ranks}"
+    return text
 
 
 def _launcher(facts: HostFacts) -> CheckResult:
@@ -225,41 +225,41 @@ def _open_files(facts: HostFacts) -> CheckResult:
 def _locked_memory(facts: HostFacts) -> CheckResult:
     if facts.locked_memory is None:
         return "without limit"
-    found = f"{_size(facts.locked_memory)}"
+    limit = f"{_size(facts.locked_memory)}"
     if facts.infiniband:
-        return "warning", f"{found}, with InfiniBand", "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-    return f"{found} (matters for InfiniBand, which is not here)"
+        return "warning", f"{limit}, with InfiniBand", "ulimit -l unlimited, or docker run --ulimit memlock=-1"
+    return f"{limit} (matters for InfiniBand, which is not here)"
 
 
 def _shared_memory(facts: HostFacts) -> CheckResult:
     remedy = "mount it larger: docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
     if facts.shared_memory is None:
         return "warning", "no /dev/shm", "mount -t tmpfs tmpfs /dev/shm; NCCL and torch share memory there"
-    found = f"{_size(facts.shared_memory)} free in /dev/shm"
-    return ("warning", found, remedy) if facts.shared_memory < SHARED_WANTED else found
+    free = f"{_size(facts.shared_memory)} free in /dev/shm"
+    return ("warning", free, remedy) if facts.shared_memory < SHARED_WANTED else free
 
 
 def _memory(facts: HostFacts) -> CheckResult:
     if facts.memory is None:
         return "not known"
-    found = f"{_size(facts.memory)} available for {counted(facts.ranks, 'rank')}"
+    text = f"{_size(facts.memory)} available for {counted(facts.ranks, 'rank')}"
     if facts.memory < MEMORY_PER_RANK * facts.ranks:
         wants = f"{_size(MEMORY_PER_RANK)} a rank at least"
-        return "warning", found, f"start fewer ranks here, or free some: {wants}"
-    return found
+        return "warning", text, f"start fewer ranks here, or free some: {wants}"
+    return text
 
 
 def _disk(facts: HostFacts) -> CheckResult:
-    found = f"{_size(facts.disk)} free"
+    text = f"{_size(facts.disk)} free"
     if facts.write_error is not None:
         return ("error", f"{facts.folder}: {facts.write_error}", "go to a folder that can be written, for runs")
     if facts.write_speed is not None:
-        found += f", {facts.write_speed / 1e6:,.0f} MB/s"
+        text += f", {facts.write_speed / 1e6:,.0f} MB/s"
     if facts.disk < DISK_WANTED:
-        return "warning", found, f"free some space in {facts.folder}, or train elsewhere"
+        return "warning", text, f"free some space in {facts.folder}, or train elsewhere"
     if facts.write_speed is not None and facts.write_speed < SLOW_DISK:
-        return "warning", found, "keep runs on a faster disk (--out): checkpoints will take long"
-    return found
+        return "warning", text, "keep runs on a faster disk (--out): checkpoints will take long"
+    return text
 
 
 HOST_CHECKS: dict[str, Callable[[HostFacts], CheckResult]] = {
@@ -284,16 +284,16 @@ def check_host(facts: HostFacts, host: str = "") -> Iterator[Finding]:
         yield finding(name, check(facts), host)
 
 
-def finding(check: str, judged: CheckResult, host: str = "") -> Finding:
+def finding(check: str, result: CheckResult, host: str = "") -> Finding:
     """Return the result of a check as a finding."""
-    if isinstance(judged, str):
-        return Finding(check, judged, host=host)
-    state, present, remedy = judged
+    if isinstance(result, str):
+        return Finding(check, result, host=host)
+    state, present, remedy = result
     return Finding(check, present, remedy, state, host)
 
 
-def _limit(which: int) -> int | None:
-    soft, _ = resource.getrlimit(which)
+def _limit(resource_kind: int) -> int | None:
+    soft, _ = resource.getrlimit(resource_kind)
     return None if soft == resource.RLIM_INFINITY else soft
 
 

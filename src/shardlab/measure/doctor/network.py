@@ -138,20 +138,20 @@ class SmokeResult:
 
     def failures(self) -> list[str]:
         """Return a sentence for each failure."""
-        found: list[str] = []
+        failures: list[str] = []
         for each in self.trained:
             if not each.verdict.ok:
-                found.append(f"{each.strategy} is {max(each.verdict.all):.1e} from one device")
+                failures.append(f"{each.strategy} is {max(each.verdict.all):.1e} from one device")
             if each.unequal:
-                found.append(
+                failures.append(
                     f"{each.strategy}: rank {', '.join(map(str, each.unequal))} has other weights than its replica"
                 )
         if self.all_reduce is not None and self.all_reduce.wrong:
-            found.append(f"an all-reduce gave {self.all_reduce.wrong} wrong numbers")
+            failures.append(f"an all-reduce gave {self.all_reduce.wrong} wrong numbers")
         for link in self.links:
             if link.wrong:
-                found.append(f"{link.wrong} numbers arrived wrong between ranks {link.first} and {link.second}")
-        return found
+                failures.append(f"{link.wrong} numbers arrived wrong between ranks {link.first} and {link.second}")
+        return failures
 
 
 def smoke_job(strategy: str, ranks: int) -> Job:
@@ -194,8 +194,8 @@ def _versions(facts: WorldFacts) -> CheckResult:
     for other in facts.hosts:
         for name, version in other.versions.items():
             if version != reference[name]:
-                found = f"{name} {reference[name]} on rank 0, {version} on rank {other.rank} ({other.host})"
-                return "error", found, "install the same everywhere, such as by constraints.txt"
+                text = f"{name} {reference[name]} on rank 0, {version} on rank {other.rank} ({other.host})"
+                return "error", text, "install the same everywhere, such as by constraints.txt"
     return f"the same on {counted(len(facts.hosts), 'rank')}"
 
 
@@ -204,15 +204,15 @@ def _clocks(facts: WorldFacts) -> CheckResult:
     apart = facts.clocks[rank]
     if abs(apart) < CLOCKS_APART:
         return f"at most {1000 * abs(apart):.1f} ms apart"
-    found = f"rank {rank} ({facts.hosts[rank].host}) is {abs(apart):,.1f} s {'ahead' if apart > 0 else 'behind'}"
-    return "warning", found, "start chrony or ntpd there"
+    text = f"rank {rank} ({facts.hosts[rank].host}) is {abs(apart):,.1f} s {'ahead' if apart > 0 else 'behind'}"
+    return "warning", text, "start chrony or ntpd there"
 
 
 def _messages(facts: WorldFacts) -> CheckResult:
     wrong = [link for link in facts.links if link.wrong]
     if wrong:
-        found = f"{wrong[0].wrong} numbers arrived wrong between ranks {wrong[0].first} and {wrong[0].second}"
-        return "error", found, "do not train over this link; look at its network card and memory"
+        text = f"{wrong[0].wrong} numbers arrived wrong between ranks {wrong[0].first} and {wrong[0].second}"
+        return "error", text, "do not train over this link; look at its network card and memory"
     return "all that was sent has arrived"
 
 
@@ -221,14 +221,14 @@ def _links(facts: WorldFacts) -> CheckResult:
         return "one rank: none"
     usual = median(link.bandwidth for link in facts.links)
     slowest = min(facts.links, key=lambda link: link.bandwidth)
-    found = f"latency {1e6 * median(link.latency for link in facts.links):,.0f} us, {usual / 1e9:.2f} GB/s"
+    text = f"latency {1e6 * median(link.latency for link in facts.links):,.0f} us, {usual / 1e9:.2f} GB/s"
     if len(facts.links) > 1:
         names = [facts.hosts[rank].host for rank in (slowest.first, slowest.second)]
         between = "on one host" if names[0] == names[1] else f"{names[0]} to {names[1]}"
-        found += f"; slowest {slowest.bandwidth / 1e9:.2f} GB/s: ranks {slowest.first}-{slowest.second}, {between}"
+        text += f"; slowest {slowest.bandwidth / 1e9:.2f} GB/s: ranks {slowest.first}-{slowest.second}, {between}"
     if slowest.bandwidth * SLOWER < usual:
-        return "warning", found, "look at that link; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the interface"
-    return found
+        return "warning", text, "look at that link; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the interface"
+    return text
 
 
 WORLD_CHECKS: dict[str, Callable[[WorldFacts], CheckResult]] = {
@@ -277,19 +277,19 @@ def _clock_offset(rank: int, device: torch.device) -> float:
                 dist.recv(now, other)
                 dist.send(now.fill_(time.time()), other)
             elif rank == other:
-                asked = time.time()
+                sent = time.time()
                 dist.send(now, 0)
                 dist.recv(now, 0)
-                took = time.time() - asked
+                took = time.time() - sent
                 if took < best:
-                    best, ahead = took, asked + took / 2 - float(now)
+                    best, ahead = took, sent + took / 2 - float(now)
     return ahead
 
 
 def _gather(mine: T) -> list[T]:
-    found = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def _unequal_ranks(state: State) -> list[int]:
@@ -298,9 +298,9 @@ def _unequal_ranks(state: State) -> list[int]:
         (layer, repr(holds)): hashlib.sha256(slices.cpu().numpy().tobytes()).hexdigest()
         for (layer, holds), slices in state.kept.items()
     }
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
     first: dict[tuple[int, str], str] = {}
-    for theirs in everyone:
+    for theirs in gathered:
         first = theirs | first
-    return [rank for rank, theirs in enumerate(everyone) if any(first[key] != value for key, value in theirs.items())]
+    return [rank for rank, theirs in enumerate(gathered) if any(first[key] != value for key, value in theirs.items())]

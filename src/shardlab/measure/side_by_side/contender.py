@@ -112,10 +112,10 @@ def gpt_module(model: GPT, layers: range, seed: int, device: torch.device) -> GP
     module = GPTModule(model, layers)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
-        for place, layer in enumerate(layers):
+        for position, layer in enumerate(layers):
             first = initial_weights(model, layer, seed, torch.float32)
             for name, weights in named_views(model.layout(layer), first).items():
-                parameters.get(name, parameters.get(f"blocks.{place}.{name}", weights)).copy_(weights)
+                parameters.get(name, parameters.get(f"blocks.{position}.{name}", weights)).copy_(weights)
     return module.to(device)
 
 
@@ -265,12 +265,12 @@ class LowerBound:
         return torch.zeros(2, dtype=torch.float64, device=self._tokens.device)
 
     def _pass(self, module: GPTModule) -> None:
-        made: Tensor = module(self._tokens if module.embeds else self._features)
+        output: Tensor = module(self._tokens if module.embeds else self._features)
         self._features.grad = None
         if module.scores:
-            loss_of(made, self._tokens % made.shape[-1]).backward()
+            loss_of(output, self._tokens % output.shape[-1]).backward()
         else:
-            made.backward(self._gradient)
+            output.backward(self._gradient)
 
 
 MemoryRun = tuple[Contender, list[Tensor], int]
@@ -297,12 +297,12 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:  # its ops on local tensors are dispatched here too
             return NotImplemented
-        made = func(*args, **kwargs or {})
+        output = func(*args, **kwargs or {})
         if active_fake_mode() is None:
-            for tensor in tree_leaves(made):
+            for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor):
                     self._see(tensor.untyped_storage())
-        return made
+        return output
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = _address(storage)

@@ -234,9 +234,9 @@ class Pipeline:
     def step(self) -> Tensor:
         x, targets = (each.to(self._device) for each in self._batches.whole(self._at))
         losses: list[Tensor] = []
-        given = (x,) if self._first else ()
-        wanted = {"target": targets, "losses": losses} if self._last else {}
-        self._schedule.step(*given, **wanted)
+        arguments = (x,) if self._first else ()
+        keywords = {"target": targets, "losses": losses} if self._last else {}
+        self._schedule.step(*arguments, **keywords)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._at += 1

@@ -303,8 +303,8 @@ def find_pairs(names: tuple[str, ...], passes: str = "none") -> list[StrategyPai
         UserError: if there is no such pair or pass. The message suggests the nearest name.
     """
     named_passes(passes)
-    found = [find_by_name(PAIRS, name, "pair with a strategy") for name in names] or PAIRS.values()
-    return [replace(pair, passes=passes) for pair in found]
+    pairs = [find_by_name(PAIRS, name, "pair with a strategy") for name in names] or PAIRS.values()
+    return [replace(pair, passes=passes) for pair in pairs]
 
 
 @dataclass(frozen=True)

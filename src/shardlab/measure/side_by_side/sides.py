@@ -153,8 +153,8 @@ def find_transport(device: torch.device, transport: str = "") -> str:
 
 def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -> Comparison:
     """Create all sides by the functions in `makes`, alternate their steps, and return the comparison."""
-    found, losses = take_turns(makes, [(SIDES[1], SIDES[0], *SIDES[2:]), SIDES], turns, device)
-    return Comparison(found["ours"], found["theirs"], found["floor"], losses["ours"], losses["theirs"])
+    timed, losses = take_turns(makes, [(SIDES[1], SIDES[0], *SIDES[2:]), SIDES], turns, device)
+    return Comparison(timed["ours"], timed["theirs"], timed["floor"], losses["ours"], losses["theirs"])
 
 
 def take_turns(
@@ -199,7 +199,7 @@ def _take_turns(
         return total.tolist()
 
     ranks = dist.get_world_size()
-    found = {
+    timed = {
         side: Side(
             over_ranks(seconds[side], dist.ReduceOp.MAX),
             [total / ranks for total in over_ranks(computing[side], dist.ReduceOp.SUM)],
@@ -207,7 +207,7 @@ def _take_turns(
         )
         for side in makes
     }
-    return found, {side: _mean_losses(losses[side]) for side in makes}
+    return timed, {side: _mean_losses(losses[side]) for side in makes}
 
 
 def _time_step(contender: Contender, device: torch.device) -> tuple[Tensor, float, float]:
