@@ -16,6 +16,21 @@ function randomLane(next, count, end) {
   return laneFrom(spans.map((_, at) => at), spans.map(([start]) => start), spans.map(([, stop]) => stop));
 }
 
+test("labels of rows do not overlap, and the selected row has one", () => {
+  for (const [rows, height] of [[4, 500], [64, 500], [64, 300], [200, 900]]) {
+    const places = layout.layoutOf(rows, 1, height);
+    for (const selected of [0, 1, 2, 5, rows - 1]) {
+      for (const scroll of [0, places.most]) {
+        const labelled = layout.labelledRows(places, scroll, selected);
+        const [first, last] = layout.visibleRows(places, scroll);
+        assert.equal(labelled.includes(selected), first <= selected && selected <= last);
+        labelled.slice(1).forEach((row, at) => assert.ok((row - labelled[at]) * places.row >= 11));
+        assert.ok(labelled.length * 33 >= (last - first) * Math.min(11, places.row));
+      }
+    }
+  }
+});
+
 test("the visible range has every op that overlaps the view", () => {
   const next = random(2);
   for (let time = 0; time < 200; time += 1) {

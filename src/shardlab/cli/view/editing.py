@@ -19,6 +19,7 @@ from shardlab.cli.plan_options import checked
 from shardlab.cli.simulate.command import sizes_text
 from shardlab.cli.simulate.step_options import StepOptions
 from shardlab.cli.step_request import StepRequest
+from shardlab.common.text import counted
 from shardlab.common.user_code import file_and_name, load_module
 from shardlab.draw.viewer.columns import encode
 from shardlab.draw.viewer.step_tables import ShownTimeline, Step, step_tables
@@ -275,7 +276,8 @@ def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
     each = len({cell.microbatch for row in rows for cell in row if cell.kind in ACTIONS})
     if (len(rows), each) != (ranks, microbatches):
         raise UserError(
-            f"the schedule has {len(rows)} ranks and {each} microbatches; the pipeline has {ranks} and {microbatches}"
+            f"the schedule has {counted(len(rows), 'rank')} and {counted(each, 'microbatch')}; "
+            f"the pipeline has {ranks} and {microbatches}"
         )
     steps = [[cell.step(placed) for cell in row] for row in rows]
     actions = [[step for step in row if isinstance(step, Action)] for row in steps]

@@ -12,6 +12,9 @@ export const AXIS = 26;
 const LOWEST = 6;
 const HIGHEST = 44;
 
+/** Height of a row's label in pixels. */
+const LABEL = 11;
+
 /** Height of the compute lane as a share of its track. */
 const COMPUTE = 0.62;
 
@@ -43,6 +46,17 @@ export function visibleRows(layout, scroll) {
   const first = Math.max(0, Math.floor(scroll / layout.row));
   const last = Math.min(layout.rows - 1, Math.floor((scroll + layout.height - AXIS) / layout.row));
   return [first, last];
+}
+
+/** Rows that have a label: the selected one, and as many others as do not overlap it or each other. */
+export function labelledRows(layout, scroll, selected) {
+  const [first, last] = visibleRows(layout, scroll);
+  const every = Math.max(1, Math.ceil(LABEL / layout.row));
+  const rows = [];
+  for (let row = first; row <= last; row += 1) {
+    if (row === selected || (row % every === 0 && Math.abs(row - selected) >= every)) rows.push(row);
+  }
+  return rows;
 }
 
 /** First entry of a sorted array that is above a value. */

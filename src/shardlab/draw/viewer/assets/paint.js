@@ -1,7 +1,7 @@
 // Drawing on the two canvases: the rows of all ranks with their time axis, and the memory of one row below them.
 
 import { KINDS, MEMORY, SURFACES, inkOn } from "./colors.js";
-import { AXIS, coverPixels, firstAbove, isCrowded, trackBox, visibleRange, visibleRows, writePixels } from "./layout.js";
+import { AXIS, coverPixels, firstAbove, isCrowded, labelledRows, trackBox, visibleRange, visibleRows, writePixels } from "./layout.js";
 import { pixelAt, shortMemoryText, ticksOf, timeText } from "./scale.js";
 
 /** Width of the column with the row names in pixels. */
@@ -21,7 +21,7 @@ export function drawTimelines(context, scene) {
   if (scene.showPath) drawPath(context, scene);
   drawMarks(context, scene);
   drawAxis(context, scene);
-  drawNames(context, scene, first, last);
+  drawNames(context, scene);
 }
 
 function drawTracks(context, scene, first, last) {
@@ -177,20 +177,18 @@ function drawAxis(context, scene) {
   }
 }
 
-function drawNames(context, scene, first, last) {
+function drawNames(context, scene) {
   const { model, layout, scroll, theme } = scene;
   const surface = SURFACES[theme];
   context.fillStyle = surface.ground;
   context.fillRect(0, 0, GUTTER - 1, layout.height);
-  const every = Math.max(1, Math.ceil(11 / layout.row));
   const size = Math.min(12, Math.max(9, layout.row - 2));
   context.font = `${size}px ${FONT}`;
   context.textAlign = "right";
   context.textBaseline = "middle";
-  for (let row = first; row <= last; row += 1) {
-    if (row % every && row !== scene.row) continue;
+  for (const row of labelledRows(layout, scroll, scene.row)) {
     const box = trackBox(layout, row, 0, scroll);
-    const middle = box.top + (layout.row - 4) / 2;
+    const middle = Math.max(box.top + (layout.row - 4) / 2, row === 0 && !scroll ? AXIS + size / 2 : 0);
     context.fillStyle = row === scene.row ? surface.accent : surface.faint;
     const short = model.header.rows[row].name.replace(/ \(.*/, "");
     if (model.timelines.length > 1 && layout.track >= 12) {
