@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 295,
     "check": 2280,
-    "cli": 8070,
+    "cli": 8080,
     "common": 840,
     "draw": 1710,
     "execute": 3785,

@@ -137,6 +137,8 @@ def test_a_run_without_a_prediction_and_with_a_lost_rank_says_so(
     remarks = header_of()["remarks"]
     assert "incomplete: rank 0 left no record" in remarks
     assert any(remark.startswith("there is no prediction") for remark in remarks)
+    assert main(["view", "run"]) == 0
+    assert "incomplete: rank 0 left no record" in capsys.readouterr().out
 
 
 def test_a_trace_of_a_run_that_is_cut_off_is_shown_as_far_as_it_goes(
@@ -146,8 +148,9 @@ def test_a_trace_of_a_run_that_is_cut_off_is_shown_as_far_as_it_goes(
     written(folder / "run")
     path = folder / "run" / MEASURED
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:4]))
-    shown(["run", "--out", "view.html"], capsys)
-    assert any("is cut off" in remark for remark in header_of()["remarks"])
+    remarks = shown(["run", "--out", "view.html"], capsys)["remarks"]
+    assert any("is cut off" in remark for remark in remarks)
+    assert header_of()["remarks"] == remarks
 
 
 def test_other_files_are_refused_in_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
+from rich.text import Text
 
 from shardlab.cli.compare import traced_run
 from shardlab.cli.console import print_path
@@ -53,6 +54,7 @@ class PageContents:
         title, note: title of the page, and the sentence below it.
         packed: packed tables of the page.
         timelines: figures of each timeline by its name, and whether they are in seconds.
+        remarks: sentences below the figures.
     """
 
     title: str
@@ -60,6 +62,7 @@ class PageContents:
     packed: bytes
     timelines: Mapping[str, Figures]
     in_seconds: bool
+    remarks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,9 @@ class View(StepOptions):
             with writing("--out", out):
                 save_page(shown.packed, shown.title, out)
         report = figures_report(shown.title, shown.note, shown.timelines, in_seconds=shown.in_seconds)
+        report.data["remarks"] = list(shown.remarks)
+        for remark in shown.remarks:
+            report.line(Text(remark, "yellow"))
         if out is not None:
             report.data["page"] = str(out)
             report.line()
@@ -230,7 +236,9 @@ def _contents_of_step(step: Step) -> PageContents:
     from shardlab.draw.viewer.step_tables import step_tables
 
     figures = {each.name: found for each, found in zip(step.shown, step.figures, strict=True)}
-    return PageContents(step.title, step.note, step_tables(step), figures, step.shown[0].timeline.in_seconds)
+    return PageContents(
+        step.title, step.note, step_tables(step), figures, step.shown[0].timeline.in_seconds, step.remarks
+    )
 
 
 def _schedule_of(entry: StrategyEntry, ranks: int) -> str:
