@@ -67,12 +67,13 @@ class TokenRun:
 
     def cut(self, numbers: Numbers, seq_len: int) -> tuple[Numbers, Numbers]:
         """Return tokens and targets of some sequences, (numbers, seq_len) each. A target that does not count is -1."""
-        tokens, targets = np.empty((2, numbers.size, seq_len), np.int64)
-        for row, start in enumerate((numbers * seq_len).tolist()):
-            sequence = self.tokens[start : start + seq_len + 1]
-            tokens[row], targets[row] = sequence[:-1], sequence[1:]
-            low, high = np.searchsorted(self.starts, (start, start + seq_len), "right")
-            targets[row, self.starts[low:high] - start - 1] = -1
+        first = numbers * seq_len
+        sequences = np.asarray(self.tokens)[first[:, None] + np.arange(seq_len + 1)].astype(np.int64)
+        tokens, targets = np.ascontiguousarray(sequences[:, :-1]), np.ascontiguousarray(sequences[:, 1:])
+        if self.starts.size:
+            lows, highs = (np.searchsorted(self.starts, start, "right") for start in (first, first + seq_len))
+            for row, (low, high) in enumerate(zip(lows, highs, strict=True)):
+                targets[row, self.starts[low:high] - first[row] - 1] = -1
         return tokens, targets
 
 
@@ -127,7 +128,7 @@ class SequenceStream:
         """Return the source of each sequence, and its index among the sequences of that source."""
         together = sum(self.shares)
         turns, slots = np.divmod(numbers, together)
-        if seed is not None:
+        if seed is not None and together > 1:
             slots = shuffle(slots, together, "sources", seed, turns)
         ends = np.cumsum(self.shares)
         sources = np.searchsorted(ends, slots, "right")
@@ -175,25 +176,35 @@ def shuffle(numbers: Numbers, size: int, purpose: str, seed: int, epochs: Number
         Positions, (n,). Over the numbers 0 to size - 1 of one epoch, each position occurs once.
     """
     base = int.from_bytes(hashlib.blake2b(repr((purpose, seed)).encode(), digest_size=8).digest(), "little")
-    keys = _mix(epochs.astype(np.uint64) ^ np.uint64(base))
+    round_keys = _mix(_mix(epochs.astype(np.uint64) ^ np.uint64(base)) + _ROUND_NUMBERS)
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))  # bits; 4 ** half is less than 4 * size
-    permuted = _permute(numbers.astype(np.uint64), keys, half)
+    permuted = _permute(numbers.astype(np.uint64), round_keys, half)
     while (outside := permuted >= size).any():
-        permuted[outside] = _permute(permuted[outside], keys[outside], half)
+        permuted[outside] = _permute(permuted[outside], round_keys[:, outside], half)
     return permuted.astype(np.int64)
 
 
-def _permute(numbers: NDArray[np.uint64], keys: NDArray[np.uint64], half: np.uint64) -> NDArray[np.uint64]:
+_ROUND_NUMBERS = np.arange(ROUNDS, dtype=np.uint64)[:, None]
+
+
+def _permute(numbers: NDArray[np.uint64], round_keys: NDArray[np.uint64], half: np.uint64) -> NDArray[np.uint64]:
+    """Send numbers (n,) once through the network. `round_keys` is (ROUNDS, n)."""
     mask = np.uint64((1 << int(half)) - 1)
     left, right = numbers >> half, numbers & mask
-    for number in range(ROUNDS):
-        left, right = right, left ^ (_mix(right ^ _mix(keys + np.uint64(number))) & mask)
+    for keys in round_keys:
+        left, right = right, left ^ (_mix(right ^ keys) & mask)
     return left << half | right
+
+
+_INCREMENT, _FIRST_FACTOR, _SECOND_FACTOR, *_SHIFTS = np.array(
+    [0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 30, 27, 31], np.uint64
+)
 
 
 def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Hash 64-bit numbers so that every bit depends on all bits of the input. Arithmetic is modulo 2 ** 64."""
-    z = numbers + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    first, second, third = _SHIFTS
+    z = numbers + _INCREMENT
+    z = (z ^ (z >> first)) * _FIRST_FACTOR
+    z = (z ^ (z >> second)) * _SECOND_FACTOR
+    return z ^ (z >> third)
