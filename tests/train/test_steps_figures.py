@@ -17,7 +17,7 @@ from tests.support import tokenizer_files
 
 
 def test_a_straggler_is_seen_in_the_spread() -> None:
-    figures = mean_min_max(torch.tensor([[1.0, 3.0], [0.1, 0.3], [0.2, 0.2], [8.0, 8.0]]))
+    figures = mean_min_max([[1.0, 3.0], [0.1, 0.3], [0.2, 0.2], [8.0, 8.0]])
     assert (figures["dt"], figures["dt_min"], figures["dt_max"]) == (2.0, 1.0, 3.0)
     assert (figures["dtb_min"], figures["memory_max"]) == (pytest.approx(0.2), 8.0)
 

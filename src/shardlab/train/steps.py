@@ -296,11 +296,11 @@ class Training:
     def _result(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:
         """Wait for the sum over the ranks, and return the step's result."""
         work.wait()
-        run, sums = self.run, sums.cpu()
-        total, tokens, stopping, warned = (float(figure) for figure in sums[:4])
-        codes, norms, *rows = sums[4:].view(-1, run.config.plan.ranks)
-        known = norms[~norms.isnan()]
-        spread = mean_min_max(torch.stack(rows[: len(RANK_FIGURES)]))
+        run = self.run
+        total, tokens, stopping, warned = cast(list[float], sums[:4].tolist())
+        codes, norms, *rows = cast(list[list[float]], sums[4:].view(-1, run.config.plan.ranks).tolist())
+        known = [norm for norm in norms if not math.isnan(norm)]
+        spread = mean_min_max(rows[: len(RANK_FIGURES)])
         job, loss = run.job, total / max(1.0, tokens)
         sequences = run.config.train.ramp.microbatches(step) * job.micro_batch_size
         metrics = {
@@ -308,7 +308,7 @@ class Training:
             "loss": loss,
             "bits_per_byte": bits_per_byte(loss, self._bytes_per_token),
             "learning_rate": run.config.optimizer.rate(step),
-            "grad_norm": math.sqrt(known[0]) if len(known) else None,
+            "grad_norm": math.sqrt(known[0]) if known else None,
             **spread,
             **speeds(job.model, sequences, spread["dt"], job.ranks, run.peak),
         }
@@ -316,7 +316,7 @@ class Training:
         stops = run.config.train.non_finite == "stop"
         what = _describe_non_finite(faults, step, run) if any(faults) else ""
         for callback, messages in zip(self.callbacks, rows[len(RANK_FIGURES) :], strict=True):
-            callback.on_messages([float(message) for message in messages])
+            callback.on_messages(messages)
         if stopping:
             grace = WARNED_GRACE if warned else GRACE
             self._stop.ask(grace)  # even if only another rank was asked: every rank has to end in time
@@ -355,16 +355,16 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def mean_min_max(ranks: Tensor) -> dict[str, float]:
+def mean_min_max(ranks: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the mean, minimum and maximum over the ranks of each figure.
 
     Args:
         ranks: (figures, ranks), the figures in the order of RANK_FIGURES.
     """
     return {
-        name + suffix: float(figure)
+        name + suffix: figure
         for name, row in zip(RANK_FIGURES, ranks, strict=True)
-        for suffix, figure in (("", row.mean()), ("_min", row.min()), ("_max", row.max()))
+        for suffix, figure in (("", math.fsum(row) / len(row)), ("_min", min(row)), ("_max", max(row)))
     }
 
 
