@@ -67,6 +67,14 @@ def test_the_plain_loop_and_ours_have_one_loss(run: Run) -> None:
     assert ours["tokens_per_second"] > 0
 
 
+def test_a_small_step_takes_turns_with_a_plain_loop(run: Run) -> None:
+    done = run("small_step.py --turns 3 --json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for clock in ("cpu", "wall"):
+        assert min(found[clock].values()) > 0
+
+
 @pytest.mark.thorough
 def test_a_table_shows_a_step_beside_its_prediction(run: Run) -> None:
     done = run("gpu.py --cpu --no-compile --warm-up 1 --steps 2 --sequences 2")
