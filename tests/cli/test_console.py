@@ -65,6 +65,9 @@ STEP = "a step has --microbatches of --micro-batch-size sequences"
         ("train", "--num_train_epochs=3", "a run's length is in --steps"),
         ("train", "--N-Layer", "did you mean --layers?"),
         ("train", "--tokenizer", "the tokenizer comes from the folder in --data"),
+        ("train", "--tp_size", "did you mean --tp?"),
+        ("train", "--optimizer.lr", "did you mean --learning-rate?"),
+        ("train", "--training.local_batch_size", "did you mean --micro-batch-size?"),
         ("train", "--stepz", "did you mean --steps?"),
         ("train", "--zzz", "--help lists them"),
         ("simulate", "--global-batch-size", "did you mean --global-batch?"),
@@ -80,6 +83,30 @@ def test_an_unknown_option_is_answered_with_what_was_meant(
     said = capsys.readouterr().err
     assert said.startswith(f"shardlab: there is no option {option}; {meaning}")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "meaning"),
+    [
+        ("evaluate", "did you mean eval?"),
+        ("generate", "did you mean sample?"),
+        ("resume", "did you mean train --resume?"),
+        ("Fine_Tune", "did you mean train --init?"),
+        ("trian", "did you mean train?"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_what_was_meant(word: str, meaning: str, capsys: Captured) -> None:
+    assert main([word, "runs/a"]) == 2
+    assert capsys.readouterr().err == f"shardlab: there is no command {word!r}; {meaning}\n"
+
+
+def test_every_command_that_is_suggested_exists_and_no_name_for_it_is_a_command() -> None:
+    for meaning, names in help_tables()["peer_commands"].items():
+        command, *options = meaning.split(" --")
+        assert command in COMMANDS or command.split()[0] in COMMANDS
+        assert not set(names.split()) & set(COMMANDS)
+        kind = next((each for each in EMPTY if command == type(each).__name__.lower()), None)
+        assert not options or (kind is not None and options[0] in option_names(kind)), meaning
 
 
 def test_every_meaning_is_an_option_or_speaks_of_options_and_no_peer_is_answered_with_itself() -> None:

@@ -24,7 +24,7 @@ from shardlab.cli.bench.command import Bench
 from shardlab.cli.checkpoint import CheckpointCommand
 from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
-from shardlab.cli.console import meant_by, mistakes_as_sentences, print_json, unreadable_python
+from shardlab.cli.console import command_meant_by, meant_by, mistakes_as_sentences, print_json, unreadable_python
 from shardlab.cli.convert import Convert
 from shardlab.cli.data import DataCommand
 from shardlab.cli.doctor import Doctor, SmokeTest
@@ -169,7 +169,7 @@ def _parsed(words: list[str]) -> Any:
     if (pair := " ".join(words[:2])) in COMMANDS:
         words = [pair, *words[2:]]
     if not words[0].startswith("-") and words[0] not in COMMANDS:
-        raise UserError(f"there is no command {words[0]!r}; {suggest_name(words[0], COMMANDS)}")
+        raise UserError(f"there is no command {words[0]!r}; {command_meant_by(words[0], COMMANDS)}")
     if {"-h", "--help"} & set(words):
         from shardlab.cli.console import print_help
 

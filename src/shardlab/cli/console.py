@@ -380,11 +380,24 @@ def meant_by(word: str, flags: Collection[str]) -> str:
         flags: options of the command.
     """
     option = word.partition("=")[0].lower().replace("_", "-")
+    option = f"--{option.removeprefix('--').rpartition('.')[2]}"  # torchtitan's options begin with their section
     for meaning, peers in help_tables()["peers"].items():
         if option.removeprefix("--") in peers.split() and set(re.findall(r"--[a-z-]+", meaning)) <= set(flags):
             return f"did you mean {meaning}?" if meaning in flags else meaning
     close = closest_name(option, flags)
     return f"did you mean {close}?" if close else "--help lists them"
+
+
+def command_meant_by(word: str, commands: Collection[str]) -> str:
+    """Return the second half of a sentence about a command that does not exist.
+
+    >>> command_meant_by("finetune", ["train", "eval"]), command_meant_by("evla", ["train", "eval"])
+    ('did you mean train --init?', 'did you mean eval?')
+    """
+    for meaning, names in help_tables()["peer_commands"].items():
+        if word.lower().replace("_", "-") in names.split():
+            return f"did you mean {meaning}?"
+    return suggest_name(word, commands)
 
 
 def unreadable_python(error: BaseException) -> str | None:
