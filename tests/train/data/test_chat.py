@@ -9,7 +9,7 @@ import pytest
 
 from shardlab.common.errors import UserError
 from shardlab.train.data.chat import chat_template
-from shardlab.train.data.tokenizers import ByteTokenizer, HuggingFace
+from shardlab.train.data.tokenizers import ByteTokenizer, Characters, HuggingFace
 from tests.support.tokenizer_files import byte_fallback, of_transformers
 
 TALK = [
@@ -41,6 +41,11 @@ def test_without_a_template_the_sides_have_names(tmp_path: Path) -> None:
     template = chat_template(tmp_path, ByteTokenizer())
     assert template.render(TALK) == "User: Who art thou?\nAssistant: A friend.\nUser: Stand.\nAssistant:"
     assert (template.stop, template.ends) == ("\nUser:", frozenset())
+
+
+def test_a_vocabulary_without_the_plain_template_s_characters_is_refused_before_anyone_types(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot write the plain one.*':'.*give --prompt TEXT"):
+        chat_template(tmp_path, Characters.from_texts(["User Assistant \n"]))
 
 
 @pytest.mark.parametrize("form", ["config", "named", "file"])

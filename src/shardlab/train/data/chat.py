@@ -52,13 +52,20 @@ def chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
     A template is in chat_template.jinja, or in the field chat_template of tokenizer_config.json.
 
     Raises:
-        UserError: if the template is invalid.
+        UserError: if the template is invalid, or if there is none and the vocabulary lacks characters of the plain one.
     """
     folder = run_folder(folder)
     config = _table(folder / "tokenizer_config.json")
     written = _read_template(folder / "chat_template.jinja", config)
     ends = _find_end_tokens(folder, config, tokenizer)
     if written is None:
+        try:
+            tokenizer.encode([_render_plain([{"role": role, "content": ""} for role in PLAIN_NAMES]).encode()])
+        except UserError as error:
+            raise UserError(
+                "this folder has no chat template, and its tokenizer cannot write the plain one, 'User: ...' and "
+                f"'Assistant: ...' ({str(error).partition(';')[0]}); give --prompt TEXT instead of --chat"
+            ) from None
         return ChatTemplate(_render_plain, ends, f"\n{PLAIN_NAMES['user']}:", tokenizer.begin)
     files = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
     special = read_special_tokens({path.name: path.read_bytes() for path in files if path.is_file()})
