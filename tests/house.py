@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 295,
     "check": 2280,
-    "cli": 8080,
+    "cli": 8095,
     "common": 840,
     "draw": 1710,
     "execute": 3785,
@@ -29,7 +29,7 @@ CODE_LINES = {
     "planner": 4160,
     "simulate": 7275,
     "strategies": 2730,
-    "train": 9060,
+    "train": 9070,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 
