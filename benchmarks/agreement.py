@@ -70,7 +70,7 @@ BENCH = (
     "collectives --ranks 2 --min 2KB --max 32MB --seconds 1.6 --kinds all_reduce all_gather reduce_scatter send_recv",
     "compute --ranks 2 --batches 1x64 4x64 2x256 --seconds 0.3",
 )
-"""What is measured of the machine."""
+"""Options of the two runs of `shardlab bench` that measure the machine."""
 
 STATE = ("parameters", "optimizer")
 
@@ -88,10 +88,10 @@ class Options:
     """Take a profile from another machine."""
 
     timed: int = 15
-    """How many steps of each case are timed; the median counts."""
+    """Timed steps of each case, of which the median counts."""
 
     ops: bool = False
-    """Show by kind of op, over all cases, what was predicted and measured."""
+    """Show predicted and measured seconds by kind of op, over all cases."""
 
     markdown: bool = False
     """Print the tables as Markdown."""
@@ -102,7 +102,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """One case; seconds, and the bytes of the rank that holds most."""
+    """Result of one case: seconds, and bytes of the rank with the largest memory."""
 
     strategy: str
     model: str
@@ -129,7 +129,7 @@ def bench(folder: Path) -> Profile:
 
 
 def run_case(job: Job, cluster: Cluster, folder: Path, timed: int) -> Row:
-    """Predict it, run it."""
+    """Predict a case and run it."""
     checked = job.checked()
     prices = ClusterPrices(job.cut, job.micro_batch_size, cluster.at_work(job.ranks), PRECISIONS["fp32"])
     predicted = estimate(checked, prices)
@@ -147,7 +147,7 @@ def run_case(job: Job, cluster: Cluster, folder: Path, timed: int) -> Row:
         ops[row.kind.value] = before[0] + (row.seconds.predicted or 0), before[1] + (row.seconds.measured or 0)
 
     def both(kept: bool) -> tuple[float, float]:
-        """Predicted and measured bytes: of state that is kept, or of all else."""
+        """Predicted and measured bytes of state that stays between steps, or of all else."""
         predicted, seen = (
             sum(bytes for name, bytes in each.items() if (name in STATE) == kept)
             for each in (told, measured.live[rank])
@@ -160,7 +160,7 @@ def run_case(job: Job, cluster: Cluster, folder: Path, timed: int) -> Row:
 
 
 def error(pair: tuple[float, float]) -> float:
-    """Of a prediction, relative to what was measured: above 0 is too much."""
+    """Error of a prediction relative to the measurement; above 0, the prediction is too high."""
     return pair[0] / pair[1] - 1
 
 
@@ -171,7 +171,7 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def show(rows: Sequence[Row], options: Options) -> None:
-    """Print a line for each case, the errors of all of them, and perhaps where they come from."""
+    """Print a line for each case, the errors of all cases, and optionally seconds by kind of op."""
     console = Console(highlight=False, width=160 if options.markdown else None)
 
     def table(left: Sequence[str], right: Sequence[str]) -> Table:

@@ -32,14 +32,14 @@ from shardlab.train.run import TrainingRun
 
 @dataclass(frozen=True)
 class Save:
-    """What one save took, in seconds.
+    """Seconds of one save.
 
     Attributes:
-        bytes: of the checkpoint.
-        stall: for which the steps stood still.
-        whole: from then until the checkpoint was complete.
-        disk: that the disk takes for a file of so many bytes, written and synced.
-        step, beside: of a step alone, and of one during a save.
+        bytes: size of the checkpoint.
+        stall: seconds for which no step could run.
+        whole: seconds from the end of the stall until the checkpoint was complete.
+        disk: seconds that the disk takes to write and sync a file of `bytes`.
+        step, beside: seconds of a step alone, and of one during a save.
     """
 
     bytes: int
@@ -96,7 +96,7 @@ def write(path: Path, size: int) -> float:
 
 
 def main(hidden_size: int = 512, layers: int = 4, ranks: int = 2, saves: int = 5, folder: Path | None = None) -> None:
-    """Save a model's state a few times, and print medians; the first save, which takes its memory, stands apart."""
+    """Save a model's state a few times, and print medians; the first save, which allocates memory, is printed apart."""
     load = os.getloadavg()[0]
     out = Path(tempfile.mkdtemp(dir=folder))
     config = TrainingConfig(

@@ -38,7 +38,7 @@ MODELS = {
     "small": (GPT(layers=4, hidden_size=128, heads=4, vocab_size=256, seq_len=64), 8),
     "tiny": (GPT(layers=8, hidden_size=8, heads=1, vocab_size=16, seq_len=4), 1),
 }
-"""Models, and sequences of a microbatch; a step has four."""
+"""Models with the sequences of a microbatch; a step has four microbatches."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Options:
     """Pairs of steps of each model."""
 
     repeat: int = 5
-    """How often all of it is done; each time has a line of its own."""
+    """Repetitions of the whole measurement; each has a line."""
 
     json: bool = False
     """Print JSON alone."""

@@ -47,7 +47,7 @@ STEP, NOISE, WIDTH, LEAST = 0.02, 0.05, 0.30, -0.9
 """Relative change of a constant for its derivative, relative error of a run, width of a prior, and least change."""
 
 OTHER = {"a100-40gb": "h100", "h100": "a100-40gb", "h100-96gb": "h100", "h200": "h100", "gb200": "h100"}
-"""For each device, another one whose figures are the prior of its own."""
+"""For each device, the device whose figures are its prior."""
 
 PRIORS: dict[tuple[str, str], float] = {
     ("mi300x", "matmul.bfloat16"): 0.42,
@@ -66,11 +66,11 @@ class Constant:
 
     Attributes:
         owner: the first device, link or recipe that has it ("": it is of all).
-        name: of its figure; "matmul.float16" stands for bfloat16 as well.
-        key: of a figure of several numbers, which.
-        value: today's.
-        prior: what is expected without any run.
-        figure: of a recipe's number, the figure that a recipe with it has.
+        name: name of the figure; "matmul.float16" also applies to bfloat16.
+        key: which number, for a figure of several numbers.
+        value: value in the files.
+        prior: expected value without any run.
+        figure: for a number of a recipe, the figure of a recipe with this number.
     """
 
     owner: str
@@ -165,7 +165,7 @@ def _of_all() -> Iterator[Constant]:
 
 
 Change = Mapping[Constant, float]
-"""Constants, and by how much of itself each is changed."""
+"""Constants, and the relative change of each."""
 
 
 def changed(workload: Workload, changes: Change) -> Workload:
@@ -225,7 +225,7 @@ def errors_of(task: tuple[dict[str, Any], Change]) -> Errors | None:
 def fit(
     rows: Sequence[int], now: Sequence[Errors], slopes: Sequence[Mapping[int, Errors]], all: Sequence[Constant]
 ) -> Change:
-    """Changes that make the squared errors of some rows least, with the priors."""
+    """Changes that minimize the squared errors of some rows, with the priors."""
     system = [
         ([(each[n][kind] or 0.0) if n in each else 0.0 for each in slopes], -(now[n][kind] or 0.0))
         for n in rows
@@ -257,7 +257,7 @@ class Fits:
     """Values of all constants under fits to runs, each by the name of the constant.
 
     Attributes:
-        runs: number of runs that inform the constant.
+        runs: number of runs that depend on the constant.
         now: value with which the fit began.
         together: value of a fit to all sources.
         without: by source, values of a fit to all others.
@@ -291,7 +291,7 @@ class Refit:
 
 
 def rows_of(path: Path, every: int) -> list[dict[str, Any]]:
-    """Runs of a file that name their framework: of each source the first, and then one in so many."""
+    """Runs of a file that name their framework: the first of each source, and every `every`-th after it."""
     by_source = defaultdict[str, list[dict[str, Any]]](list)
     for row in read_rows(path):
         if row.get("framework"):
@@ -341,7 +341,7 @@ def predict_with(fits: Fits, rows: Sequence[dict[str, Any]]) -> Refit:
 
 
 def main() -> None:
-    """Print every constant, as it is and as the runs have it, and the errors of each source."""
+    """Print every constant with its fitted values, and the errors of each source."""
     words = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     words.add_argument("runs", nargs="?", type=Path, default=RUNS)
     words.add_argument("--every", type=int, default=1)

@@ -84,13 +84,13 @@ class Options:
     """Replay every op of every candidate as well: minutes."""
 
     search: bool = False
-    """Time plans of llama3-70b, 80 identical blocks on 256 devices, as a search meets them."""
+    """Time plans of llama3-70b, 80 identical blocks on 256 devices, in the order of a search."""
 
 
 def candidates(
     name: str, cluster: str, sequences: int, sizes: tuple[int, ...], tps: tuple[int, ...], pps: tuple[int, ...]
 ) -> Iterator[Workload]:
-    """List the plans that divide."""
+    """List the candidates whose mesh divides the model."""
     devices = find_cluster(cluster)
     for micro_batch_size, tp, pp, (stage, shards) in product(sizes, tps, pps, ZERO.items()):
         ranks = devices.size // (tp * pp)
@@ -103,7 +103,7 @@ def candidates(
 
 
 def searched() -> list[dict[str, object]]:
-    """Return for each plan and recipe the milliseconds of a forecast that follows a like one."""
+    """Return for each plan and recipe the milliseconds of a forecast that follows a similar one."""
     devices, rows = find_cluster("h100x256"), list[dict[str, object]]()
     for name, (words, each) in PLANS.items():
         row: dict[str, object] = {"plan": name}
@@ -135,7 +135,7 @@ def main(options: Options) -> None:
 
 
 def measured(options: Options) -> list[dict[str, object]]:
-    """Return for each list of candidates how long their forecasts take."""
+    """Return the times of the forecasts for each list of candidates."""
     rows: list[dict[str, object]] = []
     for name, cluster, *rest in LISTS:
         seconds: list[float] = []

@@ -59,7 +59,7 @@ AGREED = 1e-2
 
 BENCH = "--widths 768 --batches 4x1024 12x1024 --vocab-size 50304"
 BENCH_TINY = "--widths 32 64 --batches 2x32 4x32 --seconds 0.05"
-"""What is measured of the machine for the prediction."""
+"""Options of `shardlab bench`, whose profile the prediction uses."""
 
 TRACED = "--layers 12 --hidden-size 768 --heads 12 --vocab-size 50304 --seq-len 1024 --micro-batch-size 12"
 TRACED_TINY = "--layers 2 --hidden-size 32 --heads 2 --seq-len 32 --micro-batch-size 2"
@@ -80,7 +80,7 @@ class Options:
     """Record a step and compare it with its prediction, for which the machine is measured first."""
 
     sequences: int = 12
-    """Sequences of a step on each rank."""
+    """Sequences of each rank's step."""
 
     warm_up: int = 10
     """Steps of each loop that are not timed."""
@@ -110,7 +110,7 @@ class RandomBatches:
 
 
 class PlainBlock(nn.Module):
-    """A block of GPT-2, as one would write it for one device."""
+    """A block of GPT-2, written for one device."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Took:
     Attributes:
         losses: of each step.
         seconds: of a timed step.
-        memory: bytes on a GPU at most; of the process on a CPU.
+        memory: peak bytes of the GPU, or of the process on a CPU.
     """
 
     losses: list[float]
@@ -171,7 +171,7 @@ class Took:
 
 
 def timed(step: Callable[[int], Tensor], device: torch.device, options: Options) -> Took:
-    """Run a loop; nobody waits for the device within it."""
+    """Time a loop, without synchronizing the device within it."""
     losses: list[Tensor] = []
     start = 0.0
     for number in range(options.warm_up + options.steps):
@@ -220,7 +220,7 @@ def plain_rank(rank: int, device: torch.device, model: GPT, compile: bool, optio
 def our_rank(
     rank: int, device: torch.device, job: Job, compile: bool, options: Options, cuda_graph: bool = False
 ) -> Took | None:
-    """Run one rank's part of a job; rank 0 tells."""
+    """Run one rank's part of a job; rank 0 reports."""
     settings = Settings(job.seed, job.numbers, device, config_of(options), compile=compile, cuda_graph=cuda_graph)
     batches = RandomBatches(job.micro_batch_size, cast(GPT, job.model))
     executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device.type))
@@ -248,17 +248,17 @@ class Row:
 
 
 def plans(ranks: int) -> dict[str, Plan]:
-    """What several GPUs run."""
+    """Plans for several GPUs."""
     mesh = Mesh(dp_shard=ranks)
     zero = Plan(mesh, shard_parameters=SHARD, shard_gradients=SHARD, shard_optimizer=SHARD)
     return {"data parallel": Plan(mesh), "zero-3": zero}
 
 
 def loops(model: GPT, options: Options) -> list[Row]:
-    """All loops on one rank, whose losses agree, then the plans on as many ranks as there are GPUs.
+    """Run all loops on one rank, compare their losses, and run the plans on as many ranks as there are GPUs.
 
     Raises:
-        UserError: when they do not agree.
+        UserError: if the losses do not agree.
     """
     rows: list[Row] = []
     peak = peak_of()
@@ -304,10 +304,10 @@ def peak_of() -> float | None:
 
 
 def shardlab(words: Sequence[str], folder: Path) -> Any:
-    """Run a command in a folder, with a profile of its own there; what it prints as JSON.
+    """Run a command in a folder, which also contains the profile, and return its JSON output.
 
     Raises:
-        UserError: when it fails, with the last line that it said.
+        UserError: if it fails, with the last line of its output.
     """
     environment = os.environ | {"XDG_CACHE_HOME": str(folder)}
     command = [sys.executable, "-m", "shardlab", *words, "--json"]
@@ -333,7 +333,7 @@ def agreement(options: Options, ranks: int) -> dict[str, float]:
 
 
 def show(rows: Sequence[Row], found: dict[str, Any]) -> None:
-    """Print one table, and a line for each other finding."""
+    """Print one table, and a line for each other result."""
     console = Console(highlight=False)
     table = Table("loop", "ranks", "compile", box=None, header_style="dim")
     for heading in ("loss", "ms/step", "tokens/s", "MFU", "peak MiB"):

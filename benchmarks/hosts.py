@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LIMIT = 300.0
-"""Seconds for everything that is waited for."""
+"""Timeout of every wait, in seconds."""
 
 STEPS, TIMEOUT, SPEED, LOSS = 800, 10, "200mbit", 2
 
@@ -33,11 +33,11 @@ SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", "TORCH_DISABL
 """The last since a host that joins later would else wait for an address that torchrun tells in its first round."""
 
 SAID = ("where each rank was", "waits in", "shardlab: rank", "shardlab: nothing arrives", "resumed after step")
-"""Of what the ranks say, the lines that are shown."""
+"""Lines of the ranks' output that are shown."""
 
 
 def done(*words: str) -> str:
-    """What a command prints."""
+    """Output of a command."""
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
@@ -52,12 +52,12 @@ class Host:
         done("ip", "netns", "add", self.space)
 
     def inside(self, *words: str) -> list[str]:
-        """A command as it runs on this host."""
+        """Return the command line that runs a command on this host."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name]
         return ["ip", "netns", "exec", self.space, *named, *words]
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start a command, whose words go into a log."""
+        """Start a command, whose output goes into a log."""
         self._logs += 1
         environment = {**os.environ, **SETTINGS}
         with (self._folder / f"{self.name}-{self._logs}.log").open("wb") as log:
@@ -67,11 +67,11 @@ class Host:
 
     @property
     def output(self) -> str:
-        """What its commands have written."""
+        """Output of its commands."""
         return "".join(path.read_text() for path in sorted(self._folder.glob(f"{self.name}-*.log")))
 
     def tune(self, speed: str | None) -> None:
-        """Set how much the cable takes, in tc's words; None: as much as it can."""
+        """Limit the speed of the cable by arguments of tc (None: no limit)."""
         if speed is None:
             done(*self.inside("tc", "qdisc", "del", "dev", "cable", "root"))
         else:
@@ -79,7 +79,7 @@ class Host:
             done(*self.inside("tc", "qdisc", "replace", "dev", "cable", *shaped))
 
     def drop(self, rule: str | None) -> None:
-        """Drop packets that come, by nft's rule; None: none."""
+        """Drop incoming packets by a rule of nft (None: drop none)."""
         with suppress(subprocess.CalledProcessError):
             done(*self.inside("nft", "delete", "table", "inet", "cable"))
         if rule is not None:
@@ -162,7 +162,7 @@ class Run:
         return []
 
     def trains(self, ranks: int) -> bool:
-        """Whether so many ranks have taken steps, and saved, since they began."""
+        """Whether this many ranks have taken steps, and saved, since they started."""
         with suppress(OSError, ValueError):
             record = json.loads((self.out / "run.json").read_text())
             since = int(str(record["resumed"] or "-0").rpartition("-")[2])
@@ -172,7 +172,7 @@ class Run:
 
 
 def show(hosts: tuple[Host, Host], seen: list[int]) -> None:
-    """Print what the hosts have written since, as far as it matters here."""
+    """Print the relevant new lines of the hosts' output."""
     for number, host in enumerate(hosts):
         output = host.output
         for line in output[seen[number] :].splitlines():
@@ -182,7 +182,7 @@ def show(hosts: tuple[Host, Host], seen: list[int]) -> None:
 
 
 def main() -> int:
-    """Measure the cable, train over it, and print what becomes of the run; 0 if it ended as one device would have."""
+    """Measure the cable, train over it, and print the result; 0 if the losses are those of one device."""
     missing = [name for name in ("ip", "tc", "nft", "unshare") if shutil.which(name) is None]
     if missing or os.geteuid():
         print(f"run this as root, with iproute2, nftables and util-linux installed; missing: {missing}")

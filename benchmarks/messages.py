@@ -42,10 +42,10 @@ class Options:
     """Processes."""
 
     kilobytes: tuple[int, ...] = (16, 256, 1024, 4096, 16384)
-    """Sizes of the whole value."""
+    """Sizes of the full tensor."""
 
     turns: int = 20
-    """Calls of each way that are timed."""
+    """Timed calls of each implementation."""
 
     json: bool = False
     """Print JSON alone."""
@@ -53,7 +53,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """One collective of one size: seconds."""
+    """Seconds of one collective of one size."""
 
     collective: str
     kilobytes: int

@@ -65,7 +65,7 @@ HERE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Options:
-    """Time the executor's own part of a step."""
+    """Time the overhead of the executor."""
 
     turns: int = 100
     """Steps that are timed, of each kind."""
@@ -77,8 +77,8 @@ class Options:
     """Functions that are listed for each strategy."""
 
     against: Path | None = None
-    """Another checkout of Shardlab: both trees take turns, each time in new processes, and the medians of the ratios of
-    this one's overhead by the other's are shown (0.5: half of it)."""
+    """Another checkout of Shardlab. Both trees alternate, each time in new processes. The medians of the ratios of this
+    tree's overhead to the other's are shown (0.5: half of it)."""
 
     repeat: int = 5
     """Turns of both trees."""
@@ -91,7 +91,7 @@ class Options:
 
 
 class SameBatch:
-    """One microbatch, again and again, so that data costs nothing."""
+    """One microbatch, repeated, so that data costs nothing."""
 
     def __init__(self, rows: int) -> None:
         self.micro_batch_size = rows
@@ -105,7 +105,7 @@ class SameBatch:
 
 
 def on_a_rank(rank: int, device: torch.device, name: str, options: Options) -> dict[str, Any]:
-    """What one strategy's step takes on this rank, in seconds."""
+    """Seconds of a strategy's step on this rank."""
     ranks = dist.get_world_size()
     rows = SEQUENCES // CASES[name]
     job = Job(load(name).for_job(ranks), ranks, CASES[name], MODEL, rows)
@@ -140,7 +140,7 @@ def plain(name: str, ranks: int, rank: int, device: torch.device) -> Any:
 
 
 def seconds_of_plain(floor: Any, turns: int, whole: float) -> dict[str, float]:
-    """Seconds of a plain step's parts."""
+    """Seconds of the parts of a plain step."""
     took: dict[str, float] = defaultdict(float)
     least: dict[str, float] = defaultdict(lambda: float("inf"))
 
@@ -165,9 +165,9 @@ def seconds_of_plain(floor: Any, turns: int, whole: float) -> dict[str, float]:
 
 
 def seconds_by_kind(executor: Executor, turns: int) -> dict[str, dict[str, float]]:
-    """For each kind of op how many there are, and the seconds of all of them, in the step that takes least.
+    """Number of ops and their total seconds by kind of op, in the fastest step.
 
-    What is between them, the clock included, is a kind of its own, "between ops", of which there is none.
+    The time between ops, the clock included, is a further kind, "between ops", with 0 ops.
     """
     tape, plain = executor.state.tape, executor.instructions
     took: list[float] = []
@@ -198,7 +198,7 @@ def seconds_by_kind(executor: Executor, turns: int) -> dict[str, dict[str, float
 
 
 def busiest(executor: Executor, turns: int, count: int) -> list[dict[str, Any]]:
-    """The functions that take most by themselves, in seconds of a step; what they call does not count."""
+    """The functions with the largest self time (without their callees), in seconds of a step."""
     profile = cProfile.Profile(time.thread_time)
     with profile:
         for _ in range(turns):
@@ -212,7 +212,7 @@ def busiest(executor: Executor, turns: int, count: int) -> list[dict[str, Any]]:
 
 
 def figures(found: dict[str, Any]) -> dict[str, float]:
-    """Microseconds an op, and plain PyTorch's share of them."""
+    """Microseconds per op, and plain PyTorch's share of them."""
     ops = found["ops"]
     return {
         "ops": ops,
@@ -224,7 +224,7 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 
 def parts_of(found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Microseconds of a step's parts, plain PyTorch's beside them, and the difference over all ops of the step."""
+    """Microseconds of a step's parts, those of plain PyTorch, and the difference divided by the ops of the step."""
     kinds = {kind: row["seconds"] for kind, row in found["kinds"].items()}
     seconds = {part: sum(kinds.pop(kind, 0.0) for kind in of_part) for part, of_part in PARTS.items()}
     between = kinds.pop("between ops")
@@ -238,7 +238,7 @@ def parts_of(found: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def measured_in(tree: Path, name: str, options: Options) -> dict[str, Any]:
-    """One strategy, with the code of a tree, in new processes."""
+    """Measure one strategy with the code of a tree, in new processes."""
     words = ["--only", name, "--turns", str(options.turns), "--functions", "0", "--json"]
     words += [] if tree == HERE else ["--no-plain"]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
@@ -248,7 +248,7 @@ def measured_in(tree: Path, name: str, options: Options) -> dict[str, Any]:
 
 
 def compared(name: str, against: Path, options: Options) -> dict[str, float]:
-    """Medians over turns of both trees' overhead an op, and of this one's by the other's."""
+    """Medians over turns of both trees' overhead per op, and of the ratio of this tree's to the other's."""
     mine: list[float] = []
     theirs: list[float] = []
     steps: list[float] = []
@@ -296,7 +296,7 @@ def show_table(heading: str, rows: dict[str, dict[str, float]], as_json: bool) -
 
 
 def show_rows(name: str, what: str, rows: list[tuple[Any, ...]], step: float) -> None:
-    """Print what a step's time goes to: each row's calls in a step, microseconds of one, and share of a plain step."""
+    """Print the parts of a step's time: calls per step, microseconds per call, and share of a plain step."""
     table = Table(f"{name}: {what}", "in a step", "us each", "us", "of the step", box=None, header_style="dim")
     for label, calls, seconds in rows:
         each = (

@@ -39,7 +39,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Options:
-    """Time steps with one reduction in flight, and with those of a block."""
+    """Time steps with one reduction in flight, and with all reductions of a block in flight."""
 
     ranks: int = 2
     """Data-parallel processes."""

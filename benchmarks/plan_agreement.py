@@ -63,12 +63,12 @@ CASES: list[tuple[Blocks, int, int]] = [  # model, sequences of the global batch
     (GPT(layers=6, hidden_size=64, heads=2, seq_len=64, vocab_size=256), 8, 2),
     (Llama(layers=4, hidden_size=192, heads=4, kv_heads=2, seq_len=128, vocab_size=256), 4, 1),
 ]
-"""Small models, of which some compute much and communicate little, and some the other way round."""
+"""Small models: some compute much and communicate little, and some the other way round."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Plan small models by this machine's profile, run every plan, and see how good the chosen one is."""
+    """Plan small models by this machine's profile, run every plan, and compare the chosen one with the fastest."""
 
     profile: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: measured first)")] = (
         None
@@ -79,16 +79,16 @@ class Options:
     """Take a profile from another machine."""
 
     rounds: int = 40
-    """How often each plan is run at most that may be the fastest."""
+    """Maximum number of runs of each plan that may be the fastest."""
 
     seconds: float = 40.0
-    """Seconds of a case after which no other round begins."""
+    """Seconds of a case after which no further round begins."""
 
     cases: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...", help_behavior_hint="(default: all)")] = ()
     """Numbers of the cases to run, from 1."""
 
     plans: bool = False
-    """Show every plan, what was predicted and measured."""
+    """Show predicted and measured seconds of every plan."""
 
     json: bool = False
     """Print JSON alone."""
@@ -96,7 +96,7 @@ class Options:
 
 @dataclass(frozen=True)
 class PlanTimes:
-    """A plan of a case's space; seconds of a step."""
+    """Predicted and measured seconds of a step of one plan in a case's space."""
 
     family: str
     plan: str
@@ -105,14 +105,14 @@ class PlanTimes:
 
     @property
     def error(self) -> float:
-        """Above 0 is too long."""
+        """Relative error of the prediction; above 0, it is too long."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One model and batch: the plan that is predicted fastest, the fastest of those that took turns with it, and the
-    whole space."""
+    """Result of one model and batch: the plan that is predicted fastest, the fastest of the plans that alternated with
+    it, and the whole space."""
 
     model: str
     sequences: int
@@ -138,7 +138,7 @@ class CaseResult:
 
     @classmethod
     def of_dict(cls, found: dict[str, Any]) -> CaseResult:
-        """The case of which `as_dict` has told."""
+        """Return the case from the output of `as_dict`."""
         plans = [PlanTimes(**each) for each in found["plans"]]
         chosen, raced = (PlanTimes(**found[name]) for name in ("chosen", "raced"))
         return cls(found["model"], found["sequences"], chosen, raced, plans)
@@ -146,8 +146,8 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """A model and batch, its space, and the places there of the plan that is predicted fastest and of those that take
-    turns, of which it is the first."""
+    """A model and batch, its space, and the indices in the space of the plans that alternate; the first is the plan
+    that is predicted fastest."""
 
     model: str
     sequences: int
@@ -156,7 +156,7 @@ class PlannedCase:
     plans: list[PlanTimes]
 
     def with_times(self, measured: Sequence[float]) -> CaseResult:
-        """The case, measured."""
+        """Return the result of the case with measured times."""
         plans = [replace(each, measured=seconds) for each, seconds in zip(self.plans, measured, strict=True)]
         raced = min((plans[at] for at in self.turns), key=lambda each: each.measured)
         return CaseResult(self.model, self.sequences, plans[self.turns[0]], raced, plans)
@@ -179,7 +179,7 @@ def plan_case(model: Blocks, sequences: int, most: int, cluster: Cluster) -> Pla
 
 
 def time_cases(rank: int, device: torch.device, cases: Sequence[PlannedCase], options: Options, results: Path) -> None:
-    """Run every plan of every case; the first rank tells each case as it ends, and adds it to a file of results."""
+    """Run every plan of every case; rank 0 prints each case when it ends, and appends it to a file of results."""
     for number, case in enumerate(cases, 1):
         turns = Race(options.rounds, options.seconds, always=case.turns)
         result = case.with_times(race_rank(rank, device, case.jobs, turns))
@@ -190,13 +190,13 @@ def time_cases(rank: int, device: torch.device, cases: Sequence[PlannedCase], op
 
 
 def read_results(file: Path) -> list[CaseResult]:
-    """Read what `time_cases` has written; none if there is no file."""
+    """Read the results that `time_cases` has written; none if there is no file."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [CaseResult.of_dict(json.loads(line)) for line in lines]
 
 
 def tell(place: str, case: CaseResult) -> None:
-    """Print a case in two lines: what was chosen, and where the prediction erred."""
+    """Print a case in two lines: the choice, and the errors of the prediction."""
     families: dict[str, list[float]] = {}
     for each in case.plans:
         families.setdefault(each.family, []).append(each.error)
@@ -265,7 +265,7 @@ def show(results: Sequence[CaseResult], options: Options) -> None:
 
 
 def main(options: Options) -> int:
-    """Measure, plan and run; after Ctrl-C tell the cases that were run."""
+    """Measure, plan and run; after Ctrl-C, print the cases that were run."""
     load, began = os.getloadavg()[0], time.perf_counter()
     if load > 0.5:
         print(f"plan_agreement: the machine is busy (load {load:.1f}); its timings tell little", file=sys.stderr)
@@ -294,7 +294,7 @@ def main(options: Options) -> int:
 
 
 def read_profile(file: Path, other_machine: bool) -> Profile:
-    """Read the profile that was named, of this machine unless another one's may be taken."""
+    """Read the profile that the options name; it must be of this machine unless another one's is allowed."""
     return Profile.read(file, here=this_machine(), other_machine=other_machine)
 
 

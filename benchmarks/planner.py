@@ -43,7 +43,7 @@ from shardlab.planner.workers import workers  # noqa: E402
 from shardlab.simulate.hardware import Cluster, Profile  # noqa: E402
 
 LOADING = time.monotonic() - BEGAN
-"""Seconds in which the planner was loaded."""
+"""Seconds of loading the planner."""
 
 PROBLEMS = {
     "llama3-8b, h100x8, torchtitan": PlanCommand(model="llama3-8b", cluster="h100x8", recipe="torchtitan"),
@@ -93,10 +93,10 @@ class Options:
     """A profile that shardlab bench has written, for the last problem."""
 
     only: str = ""
-    """Only problems whose name has this in it."""
+    """Only problems whose name contains this."""
 
     forecasts: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: seconds count)")] = None
-    """End a search after about so many simulated plans, and compare after numbers of plans instead of seconds."""
+    """End a search after about this many simulated plans, and compare after numbers of plans instead of seconds."""
 
     json: bool = False
     """Print JSON alone."""
@@ -107,7 +107,7 @@ class Row:
     """Search of one problem.
 
     Attributes:
-        problem, plan: which, and the best plan of the first search.
+        problem, plan: name of the problem, and the best plan of the first search.
         step: seconds of its step.
         seconds: seconds until the search ended, with loading.
         cpu_seconds: CPU seconds of all processes of the search.

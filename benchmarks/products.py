@@ -28,13 +28,13 @@ from shardlab.train.launch.ranks import set_heap
 
 @dataclass(frozen=True)
 class Options:
-    """Time products by oneDNN beside torch's own."""
+    """Time matrix products of oneDNN and of torch."""
 
     widths: tuple[int, ...] = (256, 768)
     """Features of the model: each block has matrices of width x 3 width, width x width, width x 4 width and back."""
 
     tokens: tuple[int, ...] = (256, 1024)
-    """Rows of what is multiplied."""
+    """Rows of the input."""
 
     turns: int = 40
     """Calls of each kernel that are timed."""
@@ -45,7 +45,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """A matrix, and the seconds of its products: the map, and the gradient of what it reads."""
+    """A matrix, and the seconds of its products: the linear map, and the gradient of its input."""
 
     tokens: int
     inputs: int

@@ -75,7 +75,7 @@ def read_fits() -> Fits:
 
 
 def out_of_date(*, quick: bool) -> Iterator[str]:
-    """Yield sentences about files that are not what the runs give."""
+    """Yield sentences about files that differ from the results of the runs."""
     fits = read_fits()
     yield from stale_fits(fits)
     rows = rows_of(RUNS, 1)
@@ -191,7 +191,7 @@ TABLES: dict[str, dict[int, Column]] = {
         **{8: ("now", 1, _size), 9: ("left_out", 1, _size)},
     },
 }
-"""By the beginning of a table's first line, its columns that follow from predictions, by place."""
+"""The columns that follow from predictions, by index, of each table, named by the beginning of its first line."""
 
 
 def page_text(page: str, made: Refit) -> str:
@@ -221,7 +221,7 @@ def page_text(page: str, made: Refit) -> str:
 
 
 def _publishers(label: str, made: Refit) -> list[str]:
-    """Return the publication with which a label begins, the longest one."""
+    """Return the longest publication name with which a label begins."""
     known = {row["publication"] for row in made.rows}
     return sorted((name for name in known if label == name or label.startswith(f"{name}, ")), key=len)[-1:]
 

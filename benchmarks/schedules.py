@@ -128,7 +128,7 @@ def main(seconds: float = 5.0, train: bool = False, ranks: tuple[int, ...] = (2,
 
 
 def _trained(ranks: int, seconds: float, turns: int) -> str:
-    """Return what a searched schedule gains in real steps, beside its prediction."""
+    """Return the measured gain of a searched schedule, and the predicted one."""
     found, published = _searched(ranks, seconds)
     times: dict[str, list[float]] = {published: [], "found": []}
     with tempfile.TemporaryDirectory() as folder:

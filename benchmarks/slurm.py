@@ -49,24 +49,24 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens at."""
+    """A free port of this host."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 
 
 def output_of(*command: str) -> str:
-    """What a command prints."""
+    """Output of a command."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def steps_of(run: Path) -> int:
-    """How many steps a run has on record."""
+    """Number of steps that a run has recorded."""
     metrics = run / "metrics.jsonl"
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def start_munge() -> subprocess.Popen[bytes] | None:
-    """Start the daemon that vouches for users, unless one is there."""
+    """Start munge's daemon, which authenticates users, unless one runs already."""
     if (
         Path("/run/munge/munge.socket.2").is_socket()
         and subprocess.run(["munge", "-n"], capture_output=True).returncode == 0

@@ -52,7 +52,7 @@ PLANS = [  # a plan, layers or the blocks of a model whose layers are cut, micro
 
 
 async def last_rank_forgets_a_message(rank: Rank) -> None:
-    """A pipeline whose last rank waits for one more activation than is ever sent to it."""
+    """A pipeline whose last rank waits for one activation that is never sent."""
     stage = rank.index
     rank.weights[stage], rank.opt_states[stage] = rank.load_weights(stage)
     for m in rank.microbatches:
@@ -79,8 +79,8 @@ class Options:
     """Cases that are timed, by name; all without it."""
 
     against: Path | None = None
-    """Another checkout of Shardlab: both trees take turns, each time in a new process, and the medians of the ratios of
-    their times are shown (above 1: this tree is faster)."""
+    """Another checkout of Shardlab. Both trees alternate, each time in a new process. The medians of the ratios of the
+    other tree's times to this one's are shown (above 1: this tree is faster)."""
 
     json: bool = False
     """Print JSON alone."""
@@ -98,7 +98,7 @@ def named_cases() -> dict[str, Case]:
 
 
 def timed(case: Case, repeat: int) -> dict[str, float]:
-    """Least CPU seconds of tracing and of checking."""
+    """Minimum CPU seconds of tracing and of checking."""
     tracing: list[float] = []
     checking: list[float] = []
     entries = 0
@@ -136,7 +136,7 @@ def timed_in(tree: Path, name: str) -> dict[str, float]:
 
 
 def compared(name: str, against: Path, repeat: int) -> dict[str, float]:
-    """Median ratios of the other tree's times by this one's."""
+    """Median ratios of the other tree's times to this one's."""
     here = Path(__file__).parents[1]
     ratios: dict[str, list[float]] = {"trace": [], "check": [], "both": []}
     entries = 0.0

@@ -34,14 +34,14 @@ AWAY = with_offload("update-early", ["parameters=disk", "optimizer=disk"])
 
 
 def taken() -> int:
-    """Bytes of private memory that this process has taken."""
+    """Bytes of private memory of this process."""
     found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None, "Linux says so"
     return 1024 * int(found[1])
 
 
 def train(rank: int, device: torch.device, run: TrainingRun, room: int | None) -> Summary | None:
-    """A rank's training, within what it has taken already and so many bytes more."""
+    """Train on a rank that may take `room` bytes more than it has taken already."""
     if room is not None:
         limit = taken() + room
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -52,7 +52,7 @@ def train(rank: int, device: torch.device, run: TrainingRun, room: int | None) -
 
 
 def losses(out: Path) -> list[float]:
-    """Of each step of a run."""
+    """Loss of each step of a run."""
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -62,10 +62,10 @@ def main(
     """Train with and without a limit.
 
     Args:
-        ranks, layers, hidden_size: of the model, and of the processes that train it.
-        room: MiB of a rank.
-        steps: of each run.
-        strategy: a built-in name.
+        ranks, layers, hidden_size: number of processes, and size of the model.
+        room: MiB that a rank may take beyond its memory before training.
+        steps: number of steps of each run.
+        strategy: name of a built-in strategy.
     """
     model = GPT(layers=layers, hidden_size=hidden_size, heads=4, seq_len=32)
     state = 12 * model.parameter_count // ranks

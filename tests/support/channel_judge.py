@@ -1,7 +1,7 @@
 """A second opinion on channel models: ranks and channels take their steps in random order until nothing can move.
 
-Written from the models' definitions alone, one communication at a time and without any bookkeeping for speed; what it
-says of a program must not depend on the order that chance picks.
+It is written from the models' definitions alone, handles one communication at a time, and has no bookkeeping for speed.
+Its verdict on a program must not depend on the random order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Part:
 
 
 class Chance:
-    """Plays a program under one model."""
+    """Executes the communication of a program in random order, under one channel model."""
 
     def __init__(self, program: Program, model: ChannelModel, random: Random) -> None:
         self.tapes = [
@@ -41,7 +41,7 @@ class Chance:
         self.made: set[Hashable] = set()
 
     def hangs(self) -> bool:
-        """Whether a rank does not reach its end."""
+        """Whether a rank does not reach the end of its tape."""
         while True:
             steps = [self._advance(rank) for rank in range(len(self.tapes)) if self._can_advance(rank)]
             steps += [self._complete(parts) for parts in self._ready()]
@@ -61,7 +61,7 @@ class Chance:
         return self.model is not ChannelModel.QUEUED_PER_PAIR or op.batch >= 0 or self._is_made(Part(rank, op))
 
     def _is_made(self, part: Part) -> bool:
-        """Whether a communicator was used before, or all of its ranks are about to use it."""
+        """Whether a communicator exists: it was used before, or all of its ranks are about to use it."""
         wanted = _communicator(part)
         if wanted in self.made:
             return True
@@ -69,7 +69,7 @@ class Chance:
         return all(self._next_communicator(rank) == wanted for rank in ranks)
 
     def _next_communicator(self, rank: int) -> Hashable:
-        """What a rank's next op communicates on, if it does and there is one."""
+        """Return the communicator of a rank's next op, if that op communicates."""
         rest = self.tapes[rank][self.at[rank] :]
         return _communicator(Part(rank, rest[0])) if rest and rest[0].kind is not OpKind.WAIT else None
 
@@ -94,7 +94,7 @@ class Chance:
         return step
 
     def _ready(self) -> list[list[Part]]:
-        """Communications of which every part is issued, and stands where the model lets it run."""
+        """Communications whose parts are all issued, and that the model lets run now."""
         ready: list[list[Part]] = []
         for parts in self._matched():
             together = self.model is ChannelModel.QUEUED or len({_communicator(part) for part in parts}) == 1
@@ -103,7 +103,7 @@ class Chance:
         return ready
 
     def _matched(self) -> list[list[Part]]:
-        """The first of each kind that wait for one another: completed ones have left, so first meets first."""
+        """The first pending parts that match each other; completed parts are no longer in the queues."""
         firsts: dict[Hashable, dict[int, Part]] = defaultdict(dict)
         wanted: dict[Hashable, int] = {}
         for part in self.issued:
@@ -118,7 +118,7 @@ class Chance:
         return [list(parts.values()) for key, parts in firsts.items() if len(parts) == wanted[key]]
 
     def _at_head(self, part: Part) -> bool:
-        """Nothing issued earlier by this rank in the same queue is unfinished, but its own batch."""
+        """Whether all earlier parts of this rank in the same queue are complete, apart from those of the same batch."""
         for other in self.issued:
             if other is part:
                 return True

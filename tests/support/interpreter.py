@@ -1,9 +1,9 @@
-"""The independent judge: executes tapes on small integer arrays and compares what comes out with one device.
+"""The independent judge: executes tapes on small integer arrays and compares the results with those of one device.
 
-It knows ops only by what they do to arrays. Neither the rules of tracing nor the checks are used here; a value is its
-numbers and the places (elements of a layer, or rows of a batch) that they belong to. Arithmetic is exact, modulo a
-prime, and each op depends on everything that it is given, so a wrong layer, microbatch, slice or version of a weight,
-or a gradient counted twice, changes the numbers that come out.
+It knows ops only by their effects on arrays, and uses neither the rules of tracing nor the checks. A value is its
+numbers and their positions (elements of a layer, or rows of a batch). Arithmetic is exact, modulo a prime, and each
+result depends on all inputs of its op. Therefore a wrong layer, microbatch, slice or version of a weight, or a gradient
+counted twice, changes the numbers of the result.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ARITY: dict[OpKind, tuple[tuple[int, ...], tuple[int, ...]]] = {
     OpKind.WAIT: ((0,), (0,)),
     OpKind.FREE: ((1,), (0,)),
 }
-"""How many values each op may read, and make; layers take and give as many as they are made for."""
+"""Number of inputs and outputs that each op may have; those of layers depend on the layer."""
 
 
 class Outcome(Enum):
@@ -69,7 +69,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Right; Wrong: other numbers than one device's; Hangs; Broken: an op cannot be done, or something is left over."""
+    """Right; Wrong: numbers differ from one device's; Hangs; Broken: an op is impossible, or something is left over."""
 
     outcome: Outcome
     reason: str = ""
@@ -130,7 +130,7 @@ class Interpreter:
         return rank.at > start
 
     def _compare(self) -> Verdict:
-        """The final slices against one device's, and nothing left over."""
+        """Compare the final slices with those of one device, and require that nothing is left over."""
         self.links.finish()
         clips = any(rank.clips for rank in self.ranks)
         trained = {layer for rank in self.ranks for kind, layer, _ in rank.loaded if kind is OpKind.LOAD_OPT_STATE}

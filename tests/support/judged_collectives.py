@@ -14,7 +14,7 @@ from tests.support.pieces import PRIME, BrokenTape, Owner, Piece, numbers_of, su
 
 
 def combined(kind: OpKind, pieces: list[Piece], sequence: int) -> list[Piece]:
-    """Return the result of each member of a collective. `sequence` rows are one sequence, and are cut one by one."""
+    """Return the result of each member of a collective. Each sequence, of `sequence` rows, is cut by itself."""
     if kind is OpKind.ALL_GATHER:
         return [_gathered(pieces)] * len(pieces)
     if kind is OpKind.ALL_TO_ALL:
@@ -32,7 +32,7 @@ def combined(kind: OpKind, pieces: list[Piece], sequence: int) -> list[Piece]:
 
 
 def _gathered(pieces: list[Piece]) -> Piece:
-    """Side by side, in order: columns where all have the same rows, else rows or elements."""
+    """Concatenate in order: along columns where all pieces have the same rows, else along rows or elements."""
     first = pieces[0]
     if len({piece.data.ndim for piece in pieces}) > 1:
         raise BrokenTape("the gathered pieces do not fit side by side")
@@ -47,7 +47,7 @@ def _gathered(pieces: list[Piece]) -> Piece:
 
 
 def _gathered_columns(pieces: list[Piece]) -> Piece:
-    """One sort after the other, as the first piece has them, and each in order."""
+    """Concatenate columns, by kind in the first piece's order, and by number within a kind."""
     columns = [column for piece in pieces for column in piece.columns]
     if len(set(columns)) < len(columns):
         raise BrokenTape("the gathered columns are several ranks'")
@@ -58,12 +58,12 @@ def _gathered_columns(pieces: list[Piece]) -> Piece:
 
 
 def owners_of(pieces: list[Piece]) -> tuple[Owner, ...]:
-    """The members of a collective that puts rows together."""
+    """Return the owners of the rows in a collective that concatenates rows."""
     return tuple((piece.where, piece.owners) for piece in pieces)
 
 
 def _given_back(whole: Piece) -> list[Piece]:
-    """The rows of each member that gave some."""
+    """Return to each member the rows that it contributed."""
     places = {row: place for place, row in enumerate(whole.where)}
     return [
         Piece(where, whole.data[[places[row] for row in where]], whole.columns, owners)
@@ -72,7 +72,7 @@ def _given_back(whole: Piece) -> list[Piece]:
 
 
 def scattered_rows(total: Piece, parts: int, sequence: int) -> list[Piece]:
-    """Rows to whom they belonged; else every sequence in equal runs, and rows that are no sequences in order."""
+    """Return rows to their owners if there are any; else cut every sequence, or the rows, into equal runs."""
     if len(total.owners) == parts:
         return _given_back(total)
     sequences: dict[int, list[int]] = defaultdict(list)
@@ -92,7 +92,7 @@ def scattered_rows(total: Piece, parts: int, sequence: int) -> list[Piece]:
 
 
 def exchanged(pieces: list[Piece], sequence: int) -> list[Piece]:
-    """Rows put together and columns dealt; or columns put together, and rows dealt, where all have the same rows."""
+    """Gather rows and scatter columns; or gather columns and scatter rows, where all pieces have the same rows."""
     whole = _gathered(pieces)
     if whole.where == pieces[0].where:
         return scattered_rows(whole, len(pieces), sequence)
@@ -100,7 +100,7 @@ def exchanged(pieces: list[Piece], sequence: int) -> list[Piece]:
 
 
 def scattered_columns(whole: Piece, parts: int) -> list[Piece]:
-    """Equal runs of the numbers that columns have: of each sort."""
+    """Cut the numbers of the columns into equal runs, for each kind of column."""
     numbers = numbers_of(whole)
     size, rest = divmod(len(numbers), parts)
     if rest or not numbers:
@@ -117,7 +117,7 @@ def scattered_columns(whole: Piece, parts: int) -> list[Piece]:
 
 
 def received(op: Op, ranks: Sequence[int], given: Sequence[Piece | None], sequence: int) -> Sequence[Piece | None]:
-    """In group order; `sequence` rows are one."""
+    """Return what each member receives, in group order; `sequence` rows are one sequence."""
     if op.kind is OpKind.BARRIER:
         return [None] * len(ranks)
     if op.kind in (OpKind.BROADCAST, OpKind.SCATTER):
@@ -135,7 +135,7 @@ def received(op: Op, ranks: Sequence[int], given: Sequence[Piece | None], sequen
 
 
 def _root(op: Op, ranks: Sequence[int]) -> int:
-    """The root's place in the group."""
+    """Index of the root in the group."""
     if op.root not in ranks:
         raise BrokenTape("the root is not of the group")
     return list(ranks).index(op.root)
@@ -151,7 +151,7 @@ def _given_by_root(op: Op, root: int, given: Sequence[Piece | None]) -> Sequence
 
 
 def _dealt(whole: Piece, parts: int) -> list[Piece]:
-    """Equal runs of what the root has, in order."""
+    """Cut the root's value into equal runs, in order."""
     size, rest = divmod(len(whole.where), parts)
     if rest:
         raise BrokenTape("the value does not divide among the members")
@@ -176,7 +176,7 @@ def _reduced(op: Op, pieces: list[Piece]) -> Piece:
 
 
 UNLIKE = 0
-"""In place of the scale of what was made from values of several scales."""
+"""Scale of a result whose inputs have several scales."""
 
 _GRADIENTS = {
     OpKind.BACKWARD: slice(1, None, 3),
@@ -184,11 +184,11 @@ _GRADIENTS = {
     OpKind.BACKWARD_WEIGHT: slice(1, 2),
     OpKind.ATTEND_BACKWARD: slice(3, 4),
 }
-"""Which of an op's inputs are gradients; of others all."""
+"""Indices of an op's inputs that are gradients; for other kinds, all inputs."""
 
 
 def scale_made(rank: JudgedRank, op: Op, microbatches: int) -> int:
-    """The scale of what an op makes of what lives."""
+    """Scale of an op's result, from the values in memory."""
     if op.kind is OpKind.LOSS:
         return 1
     given = op.inputs[_GRADIENTS.get(op.kind, slice(None))]
@@ -197,7 +197,7 @@ def scale_made(rank: JudgedRank, op: Op, microbatches: int) -> int:
 
 
 def common_scale(pieces: Iterable[Piece]) -> int:
-    """The scale of what is made from pieces."""
+    """Scale of a result of these pieces."""
     scales = {piece.scale for piece in pieces} or {1}
     return scales.pop() if len(scales) == 1 else UNLIKE
 
@@ -230,7 +230,7 @@ class Links:
         self.communications: dict[tuple[object, int], dict[int, tuple[Op, Piece | None]]] = defaultdict(dict)
 
     def start(self, rank: JudgedRank, op: Op, place: str) -> None:
-        """A rank issues its part of a communication; what a copy makes lies in a place."""
+        """Issue a rank's part of a communication; the result of a copy lies in the memory that the op names."""
         if op.kind is OpKind.SEND:
             rank.issue(op)
             rank.arrived[op.handle] = None

@@ -16,7 +16,7 @@ from tests.support.pieces import PRIME, Array, BrokenTape, Piece, owned, summed
 from tests.support.toy_network import Network
 
 PLACE = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 1}
-"""Where the weight and its state stand in what a layer has."""
+"""Index of the weight and of its optimizer state among a layer's initial arrays."""
 
 
 def load(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
@@ -55,7 +55,7 @@ def forward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> No
 
 
 def _place(op: Op) -> int:
-    """Which of equal parts an op names."""
+    """Index of the part, among equal parts, that an op names."""
     mask, parts = op.holds or (0, 0)
     if mask not in {1 << place for place in range(parts)}:
         raise BrokenTape("there is no such part")
@@ -85,7 +85,7 @@ def loss(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
 
 
 def backward(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
-    """Whole, or the input's half."""
+    """Run a whole backward pass, or the half for the input's gradient."""
     activation, gradient, weight, saved, *others = op.inputs
     layer, read = network.layer(op.layer), [rank.read(n) for n in (activation, gradient, weight, *others)]
     made, half = layer.backward_input(read, rank.take(rank.saved, saved, activation, op.layer))
@@ -125,7 +125,7 @@ def scale(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None
 
 
 def cast(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
-    """Numbers are exact here; but a copy of a weight is no memory that is kept."""
+    """Cast a value: numbers stay exact here, but the copy of a weight is no view of the rank's weights."""
     piece = rank.read(op.inputs[0])
     rank.write(op.outputs[0], replace(piece, data=piece.data.copy()))
 
@@ -138,7 +138,7 @@ def zero_gradient(rank: JudgedRank, op: Op, network: Network, microbatches: int)
 
 
 def slice_(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
-    """A view of parameters, so that whoever writes them writes it too; of rows a copy, for nobody writes them."""
+    """Slice parameters as a view, which later writes change as well, and rows as a copy, since no op writes rows."""
     piece, place = rank.read(op.inputs[0]), _place(op)
     parts = op.holds.of if op.holds else 1
     if piece.data.ndim == 2:
@@ -159,7 +159,7 @@ def concatenate(rank: JudgedRank, op: Op, network: Network, microbatches: int) -
 
 
 def _elements(value: Piece, where: tuple[int, ...]) -> Array:
-    """Some of what a value holds."""
+    """Some elements of a value."""
     places = {e: i for i, e in enumerate(value.where)}
     if value.data.ndim != 1 or any(e not in places for e in where):
         raise BrokenTape("the gradient, the weight or the direction lacks elements")
@@ -173,7 +173,7 @@ def _squared(norms: Sequence[Piece]) -> int:
 
 
 def _matrices(op: Op, network: Network) -> int:
-    """How many matrices are stepped whole."""
+    """Number of matrices that the optimizer updates as a whole."""
     if op.layer not in network.weights:
         raise BrokenTape("there is no such layer")
     return network.matrices[op.layer]
@@ -239,7 +239,7 @@ COMPUTE: dict[OpKind, Callable[[JudgedRank, Op, Network, int], None]] = {
     OpKind.UPDATE: update,
     OpKind.FREE: free,
 }
-"""Each is given the rank, the op, the network and how many microbatches the step has."""
+"""Functions by kind of op; their arguments are the rank, the op, the network and the number of microbatches."""
 
 
 # Which numbers values are in: torch computes with several of one dtype, and layers compute in their own.
@@ -248,11 +248,11 @@ COMPUTE: dict[OpKind, Callable[[JudgedRank, Op, Network, int], None]] = {
 _KEEPS = frozenset({OpKind.SCALE, OpKind.SLICE, OpKind.ADD, OpKind.CONCATENATE})
 _OF_GRADIENTS = frozenset({OpKind.NORM, OpKind.DIRECTION, OpKind.UPDATE})
 _ANY = {OpKind.CAST: 1, OpKind.FREE: 1} | dict.fromkeys(_OF_GRADIENTS, 1) | dict.fromkeys(_KEEPS, 99)
-"""How many of its first inputs an op takes in any dtype."""
+"""Number of an op's first inputs that may have any dtype."""
 
 
 def dtype_made(rank: JudgedRank, op: Op) -> str | None:
-    """The dtype that an op hands on, or makes, of what lives (None: that of the kind)."""
+    """Dtype of an op's result, from the values in memory (None: that of the kind)."""
     read = [rank.memory[number].dtype for number in op.inputs if number in rank.memory]
     if any(read[_ANY.get(op.kind, 0) :]):
         raise BrokenTape("a value is in other numbers than are computed in")
@@ -269,16 +269,17 @@ def dtype_made(rank: JudgedRank, op: Op) -> str | None:
 
 
 _ON_HOST = {OpKind.ADD: 2, OpKind.NORM: 1, OpKind.UPDATE: 3, OpKind.CONCATENATE: 99}
-"""How many of its first inputs an op takes from the host's memory, if all of them lie there."""
+"""Number of an op's first inputs that it reads from host memory, if all of them lie there."""
 
 _PLACES = ("host", "disk")
 
 
 def place_made(rank: JudgedRank, op: Op) -> str:
-    """Where what an op makes lies.
+    """Memory in which the result of an op lies.
 
     Raises:
-        BrokenTape: when it reads what lies elsewhere than it computes, or copies from where to where there is no way.
+        BrokenTape: if an input lies in another memory than the op needs, or a copy between these memories is not
+            possible.
     """
     read = [rank.memory[number].place for number in op.inputs if number in rank.memory]
     if op.kind in (OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.OFFLOAD):

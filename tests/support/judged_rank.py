@@ -1,4 +1,4 @@
-"""One rank's memory while its tape is judged, and its place on the tape."""
+"""One rank's memory while its tape is judged, and its position on the tape."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class JudgedRank:
     """Memory of a rank.
 
     Attributes:
-        memory: the values that live, by number.
-        saved: number to (the activation that owns it, what a forward pass has kept, the layer, and the elements of its
-            weight that it is about).
-        halves: the same, between the halves of a backward pass.
+        memory: the values in memory, by number.
+        saved: by number, (the activation that owns it, data saved by a forward pass, the layer, and the elements of the
+            layer's weight that were used).
+        halves: the same, for data saved between the halves of a backward pass.
         weights: the memory that its loaded weights are views of.
-        in_flight: handle to (value read, value made, index of the op).
-        arrived: handle to what it has brought (None: nothing).
-        loaded: what was loaded: the op's kind, the layer, and the elements; and where that lies.
-        clips: whether an update was given a norm.
+        in_flight: by handle, (number of the input, number of the output, index of the op).
+        arrived: by handle, the value that has arrived (None: none).
+        loaded: memory in which a loaded value lies, by (kind of op, layer, elements).
+        clips: whether an update has a norm among its inputs.
     """
 
     def __init__(self, index: int, ops: list[Op]) -> None:
@@ -81,24 +81,24 @@ class JudgedRank:
             raise BrokenTape(f"value {number} is written over")
 
     def issue(self, op: Op) -> None:
-        """A communication starts."""
+        """Start a communication."""
         if op.handle in self.in_flight:
             raise BrokenTape(f"handle {op.handle} is in flight already")
         read, made = op.inputs[0] if op.inputs else None, op.outputs[0] if op.outputs else None
         self.in_flight[op.handle] = read, made, self.at
 
     def being_read(self) -> list[Array]:
-        """What communications in flight read."""
+        """Return the arrays that communications in flight read."""
         numbers = [read for read, _, _ in self.in_flight.values()]
         return [self.memory[read].data for read in numbers if read is not None and read in self.memory]
 
     def given(self, number: int) -> Piece:
-        """A value as a communication takes it along: a copy, for the rank may write over its own."""
+        """Return a copy of a value for a communication, since the rank may overwrite its own."""
         piece = self.read(number)
         return replace(piece, data=piece.data.copy())
 
     def wait(self, handle: int) -> bool:
-        """Whether a communication has ended; what it brings is then there."""
+        """Return whether a communication has ended; if so, its output is in memory."""
         if handle not in self.in_flight:
             raise BrokenTape(f"rank {self.index} waits for handle {handle}, which is not in flight")
         if handle not in self.arrived:
@@ -122,7 +122,7 @@ class JudgedRank:
 
 
 Name = tuple[int, tuple[int, ...]]
-"""A layer and the elements of it that are kept."""
+"""A layer, and those of its elements that a rank keeps."""
 
 MOVES_VALUES = (
     OpKind.ALL_GATHER, OpKind.GATHER, OpKind.RECV, OpKind.BROADCAST, OpKind.SCATTER, OpKind.OFFLOAD, OpKind.RELOAD,
@@ -130,7 +130,7 @@ MOVES_VALUES = (
 
 
 def elements_of(op: Op) -> tuple[int, ...]:
-    """Return the elements of a load; none if there are no such slices."""
+    """Return the elements of a load; none if its slices do not exist."""
     mask, of = op.holds or (0, 0)
     if of < 1 or ELEMENTS % of or mask <= 0 or mask >> of:
         return ()
@@ -141,8 +141,8 @@ class KeptWeights:
     """A rank's buffers, by layer and elements, and how its tape treats the values that are views of them.
 
     Attributes:
-        written: which elements of each buffer have got new numbers in this step.
-        twice: layers of which an update has written such an element.
+        written: for each buffer, a mask of the elements that this step has written.
+        twice: layers in which an update has written an element that this step had written already.
     """
 
     def __init__(self, ops: list[Op]) -> None:
@@ -169,7 +169,7 @@ class KeptWeights:
                 self.over[op.inputs[0]] = max(after, self.over.get(op.inputs[0], len(ops)))
 
     def step(self, layer: int, state: Piece, weight: Piece, made: Array, in_flight: list[Array]) -> Array:
-        """Move elements on by the step from a given weight to the one made of it; their new values, a view of a run."""
+        """Write the new values of an update into a buffer and return them, as a view if they are contiguous."""
         where = state.where
         owner = next((name for name in self.buffers if name[0] == layer and set(where) <= set(name[1])), None)
         if owner is None:
@@ -193,7 +193,7 @@ class KeptWeights:
         return buffer[run] if places == list(range(run.start, run.stop)) else buffer[places]
 
     def take(self, op: Op, at: int, number: int, piece: Piece) -> Array:
-        """What arrives, in the place of the weight that it is the new value of, if that has ended before op `at`."""
+        """Return an arrived value, written into the buffer of its old weight if that ended before op `at`."""
         where, data = piece.where, piece.data
         old = None if number in self.states else self.number.get((op.layer, where))
         if old is not None and self.place[op.layer, where] != piece.place:
@@ -209,5 +209,5 @@ class KeptWeights:
 
 
 def _places(held: tuple[int, ...], where: tuple[int, ...]) -> list[int]:
-    """Where some elements stand among those that are held."""
+    """Indices of some elements among those of a buffer."""
     return [held.index(element) for element in where]

@@ -1,8 +1,8 @@
-"""Many more mutants and random programs than the tests have time for: `python -m tests.support.long_run --help`.
+"""Check many more mutants and random programs than the tests have time for: `python -m tests.support.long_run --help`.
 
-It prints, for each kind of mistake, how many mutants were judged right, wrong, hanging or broken, and how many of each
-the check let pass; only right ones may pass. Then how many valid programs passed, as they are and rewritten by passes;
-all must.
+For each kind of mistake, it prints how many mutants were judged right, wrong, hanging or broken, and how many of each
+passed the check; only right ones may pass. Then it prints how many valid programs passed, both unchanged and rewritten
+by passes; all must pass.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ WRITERS: list[Callable[[int], Program]] = [
     random_attention,
     random_experts,
 ]
-"""Of valid programs, each from a seed."""
+"""Generators of valid programs from a seed."""
 
 LONGEST = 600
-"""Ops of a program that mistakes are put into."""
+"""Maximum number of ops of a program that is mutated."""
 
 
 def subjects(random: Random) -> Iterator[Program]:
-    """Small programs of all sorts, without end: plans for every model, and programs written at random."""
+    """Yield small programs without end: plans for every model, and random programs."""
     while True:
         seed = random.randrange(10**6)
         yield random_plan(seed, ranks=random.choice([2, 3, 4])).program
@@ -50,7 +50,7 @@ def subjects(random: Random) -> Iterator[Program]:
 
 
 def mutants(wanted: int, random: Random) -> None:
-    """Judge and check so many."""
+    """Judge and check this many mutants."""
     found: dict[str, Counter[tuple[Outcome, bool]]] = {kind: Counter() for kind in MUTATIONS}
     done = survivors = 0
     for program in subjects(random):
@@ -78,7 +78,7 @@ def mutants(wanted: int, random: Random) -> None:
 
 
 def programs(wanted: int, random: Random) -> None:
-    """Check so many valid programs, and judge them."""
+    """Check and judge this many valid programs."""
     alarms = 0
     for number in range(wanted):
         seed = random.randrange(10**9)
@@ -94,7 +94,7 @@ def programs(wanted: int, random: Random) -> None:
 
 
 def wrongly_passed(program: Program, random: Random) -> str | None:
-    """Run passes over a program, in any order and with any number; say which of them makes a wrong one (None: none)."""
+    """Run passes over a program in random order and number; return the pass that makes it wrong (None: none)."""
     for each in random.choices(list(PASSES.values()), k=4):
         number = random.choice([1, 2, 3, 8, 99])
         with suppress(CannotApply):

@@ -38,7 +38,7 @@ def kib_grown(convert: str, folder: Path, piece: int) -> int:
     Args:
         convert: Python source of `convert(name)`.
         folder: folder in which the process runs.
-        piece: bytes of a piece that is read at once, and after which pages are given back.
+        piece: bytes that are read at once; pages are freed after each piece.
     """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     environment["MALLOC_MMAP_THRESHOLD_"] = str(2**18)  # or freed memory stays with the process

@@ -30,7 +30,7 @@ def places(program: Program, *kinds: OpKind) -> Iterator[tuple[int, int, Op]]:
 
 
 def changed(program: Program, rank: int, at: int, *ops: Op) -> Program:
-    """One op replaced by others (or by none)."""
+    """Replace one op by others (or by none)."""
     tape = program.tapes[rank]
     return with_tape(program, rank, [*tape[:at], *ops, *tape[at + 1 :]])
 
@@ -46,7 +46,7 @@ def wait_of(program: Program, rank: int, handle: int) -> int:
 
 
 def renamed(ops: list[Op], old: int, new: int) -> list[Op]:
-    """Later ops read another value."""
+    """Let ops read value `new` in place of `old`."""
     return [
         op._replace(inputs=tuple(new if n == old else n for n in op.inputs)) if old in op.inputs else op for op in ops
     ]
@@ -58,14 +58,14 @@ def fresh_number(tape: list[Op]) -> int:
 
 
 def living_on(tape: list[Op], number: int) -> list[Op]:
-    """The tape with a value that is freed only when the step ends."""
+    """Free a value only at the end of the tape."""
     free = Op(OpKind.FREE, -1, (number,))
     at = tape.index(free) if free in tape else len(tape)
     return [*tape[:at], *tape[at + 1 :], free]
 
 
 def without_summand(tape: list[Op], number: int) -> list[Op] | None:
-    """The tape without a value that is only added to another, and goes on with that; None if it is not."""
+    """Leave out an ADD and one of its inputs, and continue with the other; None if other ops read the input."""
     readers = [op for op in tape if number in op.inputs and op.kind is not OpKind.FREE]
     if len(readers) != 1 or readers[0].kind is not OpKind.ADD:
         return None
@@ -76,7 +76,7 @@ def without_summand(tape: list[Op], number: int) -> list[Op] | None:
 
 
 def added_twice(tape: list[Op], at: int, number: int, layer: int) -> list[Op]:
-    """The tape goes on with a value and itself, from after op `at` on."""
+    """Add a value to itself after op `at`, and continue with the sum."""
     fresh = fresh_number(tape)
     add = Op(OpKind.ADD, layer, (number, number), (fresh,))
     rest = [op for op in tape[at + 1 :] if op != Op(OpKind.FREE, -1, (number,))]
@@ -84,7 +84,7 @@ def added_twice(tape: list[Op], at: int, number: int, layer: int) -> list[Op]:
 
 
 def reading(program: Program, rank: int, op: Op, place: int, other: int) -> Program:
-    """An op reads another value, and both that and its own live to the step's end."""
+    """Let an op read another value, and free both values only at the end of the tape."""
     if other == op.inputs[place]:
         return program
     tape = living_on(living_on(program.tapes[rank], op.inputs[place]), other)
@@ -93,7 +93,7 @@ def reading(program: Program, rank: int, op: Op, place: int, other: int) -> Prog
 
 
 def everywhere(program: Program, at: int, op: Op) -> Iterator[tuple[int, Op]]:
-    """(rank, op) of all ranks that do the same at the same place of their tapes."""
+    """Yield (rank, op) of all ranks whose op at this index has the same kind and layer."""
     for rank, tape in enumerate(program.tapes):
         if at < len(tape) and (tape[at].kind, tape[at].layer) == (op.kind, op.layer):
             yield rank, tape[at]

@@ -1,6 +1,6 @@
-"""Mistakes put into correct tapes: each mutation yields programs that differ from a right one in one place.
+"""Mistakes put into correct tapes: each mutation yields programs that differ from a correct one by one mistake.
 
-`MUTATIONS` has all of them, by their names in words; each file beside this one has those of one idea.
+`MUTATIONS` contains all of them by name. Each file `mutations_of_*` has those of one topic.
 """
 
 from __future__ import annotations

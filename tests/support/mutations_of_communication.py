@@ -27,7 +27,7 @@ REDUCES = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})
 
 
 def communications(program: Program, kinds: frozenset[OpKind]) -> Iterator[list[tuple[int, int]]]:
-    """For each collective, (rank, index) of its members' ops: the k-th of a group on each."""
+    """Yield (rank, index) of the members' ops for each collective: the k-th op of a group on each rank."""
     calls: dict[tuple[Group, int], list[list[tuple[int, int]]]] = {}
     for rank, tape in enumerate(program.tapes):
         counts: dict[Group, int] = {}
@@ -43,7 +43,7 @@ def communications(program: Program, kinds: frozenset[OpKind]) -> Iterator[list[
 
 
 def without_collective(program: Program, members: list[tuple[int, int]]) -> Program:
-    """These members do not issue it, and each goes on with its own value."""
+    """Leave out a collective on these members, each of which continues with its input."""
     for rank, at in members:
         tape = program.tapes[rank]
         op, wait = tape[at], wait_of(program, rank, tape[at].handle)
@@ -71,7 +71,7 @@ def missing_gather(program: Program) -> Iterator[Program]:
 
 @mutation
 def double_reduce(program: Program) -> Iterator[Program]:
-    """Every member reduces the result once more, and goes on with that."""
+    """Reduce the result once more on every member, and continue with the new result."""
     for members in communications(program, REDUCES):
         mutant = program
         for rank, at in members:
@@ -107,7 +107,7 @@ def collective_of_another_kind_everywhere(program: Program) -> Iterator[Program]
 
 @mutation
 def collectives_in_another_order(program: Program) -> Iterator[Program]:
-    """One rank issues two collectives of a group in the other order."""
+    """Issue two successive collectives in the opposite order on one rank."""
     for rank, tape in enumerate(program.tapes):
         calls = [i for i, op in enumerate(tape) if op.kind in COLLECTIVES]
         for one, other in itertools.pairwise(calls):
@@ -143,7 +143,7 @@ def wrong_group(program: Program) -> Iterator[Program]:
 
 
 Exchange = tuple[int, Op]
-"""Where rank 0 issues an all_to_all, and the op."""
+"""Index on rank 0's tape of an all_to_all, and the op."""
 
 
 def exchanges(program: Program) -> list[Exchange]:
@@ -152,7 +152,7 @@ def exchanges(program: Program) -> list[Exchange]:
 
 
 def neighbours(program: Program) -> Iterator[Sequence[Exchange]]:
-    """Each exchange, those of one attention or of one pass through experts, of one pass forward and back, and all."""
+    """Yield each exchange alone, successive ones (of an attention, experts, or both passes), and all together."""
     found = exchanges(program)
     for size in (1, 2, 3, 4, 6):
         for first in range(len(found) - size + 1):
@@ -162,7 +162,7 @@ def neighbours(program: Program) -> Iterator[Sequence[Exchange]]:
 
 
 def without_exchange(program: Program, at: int, op: Op) -> Program:
-    """All ranks go on with their own values."""
+    """Leave out an exchange on all ranks, which continue with their inputs."""
     mutant = program
     for rank, its in everywhere(program, at, op):
         tape = mutant.tapes[rank]
@@ -174,7 +174,7 @@ def without_exchange(program: Program, at: int, op: Op) -> Program:
 
 @mutation
 def exchange_left_out(program: Program) -> Iterator[Program]:
-    """The values stay where they were made."""
+    """Leave out exchanges on all ranks."""
     for some in neighbours(program):
         mutant = program
         for at, op in reversed(some):
@@ -184,7 +184,7 @@ def exchange_left_out(program: Program) -> Iterator[Program]:
 
 @mutation
 def exchange_in_another_order(program: Program) -> Iterator[Program]:
-    """The members meet in another order, so that each has another one's pieces."""
+    """Permute the ranks of the group, so that each member gets the pieces of another one."""
     for some in neighbours(program):
         for step in (-1, 1):
             mutant = program
@@ -199,7 +199,7 @@ def exchange_in_another_order(program: Program) -> Iterator[Program]:
 
 @mutation
 def exchanged_twice(program: Program) -> Iterator[Program]:
-    """All ranks exchange the result once more, and go on with that."""
+    """Exchange the result once more on all ranks, and continue with the new result."""
     for at, op in exchanges(program):
         mutant = program
         for rank, its in everywhere(program, at, op):
@@ -208,7 +208,7 @@ def exchanged_twice(program: Program) -> Iterator[Program]:
 
 
 def then(tape: list[Op], at: int, collective: Op) -> list[Op]:
-    """The tape goes on with what a collective makes of a value, which op `at` has made, or what it has begun."""
+    """Issue a collective on an output of op `at`, after its WAIT if it has one, and continue with the result."""
     (number,), fresh, handle = collective.inputs, fresh_number(tape), 1 + max(op.handle for op in tape)
     if tape[at].handle >= 0:
         at = next(there for there, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle == tape[at].handle)
@@ -219,7 +219,7 @@ def then(tape: list[Op], at: int, collective: Op) -> list[Op]:
 
 @mutation
 def value_of_another_exchange(program: Program) -> Iterator[Program]:
-    """Ranks exchange, or go on with, what is of another layer, microbatch or direction; rank 0 alone, or all."""
+    """Use the input or output of another exchange (of another layer, microbatch or pass), on rank 0 or on all ranks."""
     for (at, op), (there, other) in itertools.permutations(exchanges(program), 2):
         yield reading(program, 0, op, 0, other.inputs[0])
         sent = went_on = program
@@ -256,7 +256,7 @@ def collectives_of_one_value_in_another_order(program: Program) -> Iterator[Prog
 
 @mutation
 def reduced_after_it_is_used(program: Program) -> Iterator[Program]:
-    """A layer, or an exchange, is given a term of a sum; what it makes of that is reduced in its place."""
+    """Give a layer or an exchange one term of a sum, and reduce its output in place of the sum."""
     for at, op in enumerate(program.tapes[0]):
         if op.kind not in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER):
             continue
@@ -268,7 +268,7 @@ def reduced_after_it_is_used(program: Program) -> Iterator[Program]:
 
 
 def used_before(program: Program, tape: list[Op], reduce: Op) -> list[Op] | None:
-    """A tape on which the first that reads a sum reads its own term; None if nothing is made of it."""
+    """Let the first reader of a sum read the rank's term, and reduce the reader's output; None if it has no output."""
     (term,), (total,) = reduce.inputs, reduce.outputs
     reader = next((o for o in tape if total in o.inputs and o.kind is not OpKind.FREE), None)
     if reader is None or not reader.outputs:
@@ -331,7 +331,7 @@ def dropped_recv(program: Program) -> Iterator[Program]:
 
 
 def swapped(program: Program, kind: OpKind) -> Iterator[Program]:
-    """Two messages between the same ranks change places."""
+    """Swap two messages between the same ranks, or move one behind the other."""
     for rank, tape in enumerate(program.tapes):
         messages = [i for i, op in enumerate(tape) if op.kind is kind]
         for n, one in enumerate(messages):
@@ -355,7 +355,7 @@ def swapped_recvs(program: Program) -> Iterator[Program]:
 
 @mutation
 def swapped_senders_values(program: Program) -> Iterator[Program]:
-    """Two sends keep their places, but each sends the other's value."""
+    """Swap the values of two successive sends."""
     for rank, tape in enumerate(program.tapes):
         sends = [i for i, op in enumerate(tape) if op.kind is OpKind.SEND]
         for one, other in itertools.pairwise(sends):
@@ -368,7 +368,7 @@ def swapped_senders_values(program: Program) -> Iterator[Program]:
 
 @mutation
 def broken_batch(program: Program) -> Iterator[Program]:
-    """Ops that an exchange issues together are torn apart, or others are counted in."""
+    """Take an op out of the batch of an exchange, or add another op to it."""
     for rank, at, op in places(program, OpKind.SEND, OpKind.RECV):
         yield changed(program, rank, at, op._replace(batch=0 if op.batch else 5))
         if op.batch >= 0 and at + 2 < len(program.tapes[rank]):
@@ -380,7 +380,7 @@ def broken_batch(program: Program) -> Iterator[Program]:
 
 @mutation
 def another_root(program: Program) -> Iterator[Program]:
-    """On one member; or on all, so that they agree, but the value is not where they say."""
+    """Change the root on one member, or on all members, so that they agree on a wrong root."""
     for rank, at, op in places(program, *COLLECTIVES):
         for root in range(-1, program.ranks + 1):
             if root != op.root:
@@ -396,7 +396,7 @@ def another_root(program: Program) -> Iterator[Program]:
 
 @mutation
 def another_reduction(program: Program) -> Iterator[Program]:
-    """On one member, or on all."""
+    """Change the reduction on one member, or on all."""
     for members in communications(program, COLLECTIVES):
         for reduction in Reduction:
             mutant = program
@@ -411,7 +411,7 @@ def another_reduction(program: Program) -> Iterator[Program]:
 
 @mutation
 def another_value_from_the_root(program: Program) -> Iterator[Program]:
-    """The receiving ranks mean another layer, other microbatches or another kind."""
+    """Let receiving ranks expect another layer or other microbatches."""
     for rank, at, op in places(program, *ROOT_GIVES):
         if op.expect is not None:
             for layer, microbatches in ((1, 0), (-1, 0), (0, 1), (0, -9)):
@@ -423,7 +423,7 @@ def another_value_from_the_root(program: Program) -> Iterator[Program]:
 
 @mutation
 def root_left_out(program: Program) -> Iterator[Program]:
-    """The root goes on alone with its own part: its value, or what it would have given."""
+    """Leave out a collective on its root, which continues with its input or its part of it."""
     for members in communications(program, ROOTED):
         for rank, at in members:
             tape = program.tapes[rank]
@@ -461,7 +461,7 @@ BLOCKS = (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES)
 
 @mutation
 def another_block_sent(program: Program) -> Iterator[Program]:
-    """A block, or a gradient of one, in the place of another, on one rank or on all."""
+    """Send another block, or the gradient of another block, on one rank or on all."""
     for rank, at, op in places(program, OpKind.SEND):
         blocks = blocks_of(program, program.tapes[rank])
         for other in sorted(blocks - set(op.inputs)) if op.inputs[0] in blocks else []:
@@ -474,7 +474,7 @@ def another_block_sent(program: Program) -> Iterator[Program]:
 
 
 def blocks_of(program: Program, tape: list[Op]) -> set[int]:
-    """The numbers of a rank's blocks of keys and values, its own and those that came, and of their gradients."""
+    """Numbers of a rank's blocks of keys and values, local and received, and of their gradients."""
     found: set[int] = set()
     for op in tape:
         came = op.expect is not None and op.expect.kind in BLOCKS
@@ -488,13 +488,13 @@ def blocks_of(program: Program, tape: list[Op]) -> set[int]:
 
 
 def exchanges_of_mutations_of_hops(program: Program, at: int, op: Op) -> list[tuple[int, Op]]:
-    """(rank, send) of all ranks that exchange the same at the same place."""
+    """Yield (rank, send) of all ranks that have the same send at the same index."""
     return [(rank, its) for rank, its in everywhere(program, at, op) if its.batch >= 0]
 
 
 @mutation
 def hop_the_other_way(program: Program) -> Iterator[Program]:
-    """All ranks send one hop's block or gradient to the rank before them: it comes to queries, or home, wrongly."""
+    """Send one hop's block or gradient in the opposite direction on all ranks, so that it reaches a wrong rank."""
     for at, op in enumerate(program.tapes[0]):
         if op.kind is not OpKind.SEND or op.batch < 0:
             continue
@@ -509,7 +509,7 @@ def hop_the_other_way(program: Program) -> Iterator[Program]:
 
 @mutation
 def hop_left_out(program: Program) -> Iterator[Program]:
-    """Nobody sends, and each goes on with what it has: a block twice, or a gradient that is not at home."""
+    """Leave out one hop on all ranks: each continues with its block, or with a gradient of another rank's block."""
     for at, op in enumerate(program.tapes[0]):
         if op.kind is not OpKind.SEND or op.batch < 0:
             continue

@@ -1,4 +1,4 @@
-"""Mistakes in attention over cut sequences: in what queries meet, and in who has which slices."""
+"""Mistakes in attention over cut sequences: in the blocks that queries attend to, and in the ranks' slices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def block_met_twice(program: Program) -> Iterator[Program]:
 
 @mutation
 def block_left_out(program: Program) -> Iterator[Program]:
-    """The sum goes on without what it gives; or it is not met at all."""
+    """Leave the result of a block out of the sum, or leave out the op that computes it as well."""
     for rank, _, op in places(program, *MEETS):
         for number in op.outputs:
             rest = without_summand(program.tapes[rank], number)
@@ -53,7 +53,7 @@ def block_left_out(program: Program) -> Iterator[Program]:
 
 @mutation
 def blocks_of_another_meeting(program: Program) -> Iterator[Program]:
-    """Queries, block, attended or gradient are those of another layer, microbatch or hop; on one rank or on all."""
+    """Use an input (queries, block, result or gradient) of another layer, microbatch or hop, on one rank or on all."""
     for rank, at, op in places(program, *MEETS):
         others = [(there, o) for r, there, o in places(program, op.kind) if r == rank and o != op]
         for there, other in others:
@@ -70,7 +70,7 @@ def blocks_of_another_meeting(program: Program) -> Iterator[Program]:
 
 @mutation
 def attended_in_part(program: Program) -> Iterator[Program]:
-    """The next layer, or the way back, reads what the queries have mixed before they have met all."""
+    """Let the next layer or the backward pass read a partial sum of attention, before all blocks are added."""
     for rank, tape in enumerate(program.tapes):
         made = {n for op in tape if op.kind is OpKind.ATTEND for n in op.outputs}
         for op in tape:
@@ -86,7 +86,7 @@ def attended_in_part(program: Program) -> Iterator[Program]:
 
 @mutation
 def slices_dealt_otherwise(program: Program) -> Iterator[Program]:
-    """A rank reads other slices of the sequence; or two have changed places; or all have runs of them."""
+    """Read other slices of the sequence on one rank, swap those of two ranks, or give all ranks contiguous slices."""
     loads = [place for place in places(program, OpKind.LOAD_BATCH) if place[2].holds]
     for rank, at, op in loads:
         assert op.holds is not None
@@ -114,7 +114,7 @@ def slices_dealt_otherwise(program: Program) -> Iterator[Program]:
 
 @mutation
 def weight_half_left_out(program: Program) -> Iterator[Program]:
-    """The input's half is done, and the sum goes on without the weight's."""
+    """Leave out the backward half for the weight."""
     for rank, at, op in places(program, OpKind.BACKWARD_WEIGHT):
         yield changed(program, rank, at)
         rest = without_summand(program.tapes[rank], op.outputs[0])
@@ -124,7 +124,7 @@ def weight_half_left_out(program: Program) -> Iterator[Program]:
 
 @mutation
 def weight_half_done_twice(program: Program) -> Iterator[Program]:
-    """Again from what the first half left; or its gradient is added twice."""
+    """Run the backward half for the weight twice, or add its gradient twice."""
     for rank, at, op in places(program, OpKind.BACKWARD_WEIGHT):
         tape = program.tapes[rank]
         fresh, (gradient,) = fresh_number(tape), op.outputs
@@ -142,7 +142,7 @@ def weight_half_done_twice(program: Program) -> Iterator[Program]:
 
 @mutation
 def weight_half_of_another_microbatch(program: Program) -> Iterator[Program]:
-    """Some or all of what it reads belongs to another microbatch or layer, and is kept alive for it."""
+    """Use some or all inputs of another microbatch or layer, which are kept in memory for it."""
     for rank, _, op in places(program, OpKind.BACKWARD_WEIGHT):
         for _, _, other in [p for p in places(program, OpKind.BACKWARD_WEIGHT) if p[0] == rank and p[2] != op]:
             for swapped in itertools.product((False, True), repeat=3):
@@ -169,7 +169,7 @@ def weight_half_before_its_input_half(program: Program) -> Iterator[Program]:
 
 @mutation
 def whole_backward_and_a_weight_half(program: Program) -> Iterator[Program]:
-    """A backward pass is done whole, and once more its weight's half."""
+    """Run the whole backward pass, and then the half for the weight again."""
     for rank, at, op in places(program, OpKind.BACKWARD_INPUT):
         tape = program.tapes[rank]
         fresh = fresh_number(tape)
@@ -179,7 +179,7 @@ def whole_backward_and_a_weight_half(program: Program) -> Iterator[Program]:
 
 @mutation
 def state_of_another_shard(program: Program) -> Iterator[Program]:
-    """Two ranks of a group load one another's slice of the optimizer state; or both load the same one."""
+    """Swap the slices of the optimizer state of two ranks, or load the same slice on both."""
     loads = list(places(program, OpKind.LOAD_OPT_STATE))
     for (one, at, op), (other, there, theirs) in itertools.combinations(loads, 2):
         if one != other and op.layer == theirs.layer and op.holds != theirs.holds:
@@ -190,7 +190,7 @@ def state_of_another_shard(program: Program) -> Iterator[Program]:
 
 @mutation
 def new_weight_not_gathered(program: Program) -> Iterator[Program]:
-    """The step ends with the slice that was updated, on one rank or on all."""
+    """Leave out the gather of the updated slice, on one rank or on all."""
     everywhere = program
     for rank, tape in enumerate(program.tapes):
         updated = {op.outputs[0]: op for op in tape if op.kind is OpKind.UPDATE}
@@ -211,7 +211,7 @@ def _ungathered(tape: list[Op], gather: Op) -> list[Op]:
 
 
 def scalars(tape: list[Op]) -> set[int]:
-    """The numbers of a tape's norms and of their sums."""
+    """Numbers of the values of norms and of their sums on a tape."""
     found: set[int] = set()
     for op in tape:
         summed = op.kind in (OpKind.ADD, OpKind.ALL_REDUCE) and op.inputs[0] in found
@@ -230,7 +230,7 @@ def norm_without_a_layer(program: Program) -> Iterator[Program]:
 
 @mutation
 def part_of_the_norm_twice(program: Program) -> Iterator[Program]:
-    """A part is added to itself; or another layer's stands in its place."""
+    """Add a part of the norm to itself, or use another layer's part in its place."""
     for rank, at, op in places(program, OpKind.NORM):
         tape, (part,) = program.tapes[rank], op.outputs
         yield with_tape(program, rank, added_twice(tape, at, part, 0))
@@ -243,7 +243,7 @@ def part_of_the_norm_twice(program: Program) -> Iterator[Program]:
 
 @mutation
 def norm_of_an_unfinished_gradient(program: Program) -> Iterator[Program]:
-    """It reads what is reduced, or added to, later."""
+    """Compute the norm of a gradient that is reduced, or added to, later."""
     for rank, _, op in places(program, OpKind.NORM):
         tape = program.tapes[rank]
         for number in sorted({n for o in tape if o.kind not in (OpKind.FREE, OpKind.WAIT) for n in o.inputs}):
@@ -266,7 +266,7 @@ def update_with_a_part_of_the_norm(program: Program) -> Iterator[Program]:
 
 @mutation
 def update_without_the_norm(program: Program) -> Iterator[Program]:
-    """One update, or all of a rank's."""
+    """Take the norm from one update, or from all updates of a rank."""
     for rank, at, op in places(program, OpKind.UPDATE):
         if len(op.inputs) > 3:
             yield changed(program, rank, at, _without_norm(op))
@@ -282,7 +282,7 @@ def _without_norm(update: Op) -> Op:
 
 @mutation
 def squares_counted_on_every_rank(program: Program) -> Iterator[Program]:
-    """The sum of squares over an axis comes last, so that squares which all of its ranks have are counted by each."""
+    """Sum the squares over an axis last, so that squares of replicated gradients are counted by every rank."""
     tape = program.tapes[0]
     found = scalars(tape)
     for at, op in enumerate(tape):
@@ -315,7 +315,7 @@ def _reduced_last(program: Program, rank: int, op: Op) -> list[Op]:
 
 
 def directed(program: Program) -> Iterator[tuple[int, Op, int]]:
-    """(rank, update, direction) of every update that is given one."""
+    """Yield (rank, update, direction) of every update that reads a direction."""
     for rank, tape in enumerate(program.tapes):
         made = {op.outputs[0]: op.inputs for op in tape if op.kind in (OpKind.DIRECTION, OpKind.ALL_GATHER)}
         first = {op.outputs[0] for op in tape if op.kind is OpKind.DIRECTION}
@@ -337,7 +337,7 @@ def update_without_the_direction(program: Program) -> Iterator[Program]:
 
 @mutation
 def direction_not_gathered(program: Program) -> Iterator[Program]:
-    """Over the last axis, or at all."""
+    """Leave out the gather of a direction over the last axis, or over all axes."""
     for rank, op, direction in directed(program):
         tape = program.tapes[rank]
         gathers = {gather.outputs[0]: gather.inputs[0] for gather in tape if gather.kind is OpKind.ALL_GATHER}
@@ -367,7 +367,7 @@ def direction_of_another_gradient(program: Program) -> Iterator[Program]:
 
 @mutation
 def direction_without_the_norm(program: Program) -> Iterator[Program]:
-    """One, or all of a layer's."""
+    """Take the norm from one direction, or from all directions of a layer."""
     for rank, at, op in places(program, OpKind.DIRECTION):
         if op.inputs[2:]:
             yield changed(program, rank, at, op._replace(inputs=op.inputs[:2]))
@@ -390,7 +390,7 @@ def direction_with_a_part_of_the_norm(program: Program) -> Iterator[Program]:
 
 @mutation
 def direction_with_a_new_state(program: Program) -> Iterator[Program]:
-    """It is computed after an update has moved the state."""
+    """Compute a direction from a state that an update has already changed."""
     for rank, _, op in places(program, OpKind.DIRECTION):
         for update in program.tapes[rank]:
             if update.kind is OpKind.UPDATE:
@@ -401,12 +401,12 @@ def direction_with_a_new_state(program: Program) -> Iterator[Program]:
 
 
 CARRIED = {OpKind.FORWARD: 2, OpKind.BACKWARD: 4, OpKind.BACKWARD_INPUT: 4}
-"""From which place on ops read what is carried, or its gradient."""
+"""Index from which on the inputs of ops are carried values, or their gradients."""
 
 
 @mutation
 def carried_of_another_pass(program: Program) -> Iterator[Program]:
-    """A layer is given what was carried for another layer or microbatch, on one rank or on all."""
+    """Use a carried value of another layer or microbatch, on one rank or on all."""
     for rank, at, op in places(program, *CARRIED):
         for place in range(CARRIED[op.kind], len(op.inputs)):
             for r, there, other in places(program, op.kind):
@@ -423,7 +423,7 @@ def carried_of_another_pass(program: Program) -> Iterator[Program]:
 
 @mutation
 def another_part_of_the_experts(program: Program) -> Iterator[Program]:
-    """A rank dispatches to another one's part, to all or to less; or all ranks to the next one's, or to half."""
+    """Dispatch to the experts of another part, to all experts or to fewer, on one rank or on all."""
     for rank, at, op in places(program, OpKind.FORWARD):
         if op.holds is None:
             continue
@@ -437,7 +437,7 @@ def another_part_of_the_experts(program: Program) -> Iterator[Program]:
 
 
 def other_part(holds: Holds, way: int) -> Holds | None:
-    """The next one, the first half of it, twice as much, all as one part, all."""
+    """Return the next part, its first half, a part of twice the size, all experts as one part, or None (all)."""
     place, of = holds.mask.bit_length() - 1, holds.of
     others = Holds(1 << (place + 1) % of, of), Holds(1 << 2 * place, 2 * of), Holds(1 << place // 2, (of + 1) // 2)
     return (*others, Holds(1, 1), None)[way]
@@ -450,7 +450,7 @@ GRADIENTS = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
 
 
 def uses(program: Program) -> Iterator[tuple[int, int, Op]]:
-    """Where the gradient of a shared weight is made, by either layer."""
+    """Yield (rank, index, op) of the ops that compute a gradient of the shared weight, in either layer."""
     for rank, at, op in places(program, *GRADIENTS):
         if program.sizes.tied and op.layer in (0, program.layers - 1):
             yield rank, at, op
@@ -458,7 +458,7 @@ def uses(program: Program) -> Iterator[tuple[int, int, Op]]:
 
 @mutation
 def use_of_a_tied_weight_left_out(program: Program) -> Iterator[Program]:
-    """A gradient of the shared weight is made and not added, on one rank or on all."""
+    """Compute a gradient of the shared weight but do not add it, on one rank or on all."""
     for rank, at, op in uses(program):
         chosen = [(rank, op)]
         for members in (chosen, list(everywhere(program, at, op))):
@@ -480,7 +480,7 @@ def use_of_a_tied_weight_twice(program: Program) -> Iterator[Program]:
 
 @mutation
 def one_use_of_a_tied_weight_for_the_other(program: Program) -> Iterator[Program]:
-    """The embedding's gradient is added where the head's should be, or another microbatch's; all others live on."""
+    """Add the gradient of the other use of the weight, or of another microbatch, in place of the right one."""
     for rank, _, op in uses(program):
         for r, _, other in uses(program):
             if r != rank or other == op:
@@ -497,7 +497,7 @@ def one_use_of_a_tied_weight_for_the_other(program: Program) -> Iterator[Program
 
 @mutation
 def squares_of_a_tied_weight_twice(program: Program) -> Iterator[Program]:
-    """Each rank that keeps the weight adds its squares to the norm that its updates are given."""
+    """Add the squares of the shared weight's gradient to the norm a second time, on each rank with the weight."""
     if not program.sizes.tied:
         return
     for rank, at, op in places(program, OpKind.UPDATE):
@@ -515,7 +515,7 @@ def squares_of_a_tied_weight_twice(program: Program) -> Iterator[Program]:
 
 @mutation
 def head_updated_as_if_alone(program: Program) -> Iterator[Program]:
-    """The gradients of the two uses do not meet: each rank updates its copy with what it has."""
+    """Leave out the sum of the gradients of both uses: each rank updates its copy with its local gradient."""
     if not program.sizes.tied:
         return
     mutant = program

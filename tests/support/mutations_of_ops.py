@@ -24,7 +24,7 @@ def duplicated_op(program: Program) -> Iterator[Program]:
 
 @mutation
 def duplicated_op_with_new_numbers(program: Program) -> Iterator[Program]:
-    """An op done again, and its result used in place of the first one."""
+    """Run an op again, and use the new result in place of the first one."""
     for rank, at, op in places(program):
         tape = program.tapes[rank]
         fresh = fresh_number(tape)
@@ -65,7 +65,7 @@ def wrong_layer(program: Program) -> Iterator[Program]:
 
 @mutation
 def wrong_value(program: Program) -> Iterator[Program]:
-    """An op reads another value of its rank: of another layer, microbatch or kind, partial or stale."""
+    """Let an op read another value of its rank: of another layer, microbatch or kind, partial or stale."""
     for rank, at, op in places(program):
         numbers = sorted({n for o in program.tapes[rank] for n in o.outputs})
         for place, number in enumerate(op.inputs):

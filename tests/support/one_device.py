@@ -28,7 +28,7 @@ def direction(layer: int, state: Array, gradient: Array, norm: int = 0) -> Array
 
 
 def way_of_whole(matrices: int, where: tuple[int, ...], values: Array) -> Array:
-    """How each element goes depends on all of its matrix, of which a layer has so many."""
+    """Direction of each element, which depends on its whole matrix, for a layer with this many matrices."""
     size = ELEMENTS // matrices
     whole = np.zeros(ELEMENTS, np.int64)
     whole[list(where)] = values
@@ -47,7 +47,7 @@ def initial(layer: int) -> tuple[Array, Array]:
 
 
 def squares(layer: int, places: tuple[int, ...], gradient: Array) -> int:
-    """A part of the norm; places count, so that another slice's squares are another number."""
+    """A part of the norm; it depends on positions, so that the squares of another slice give another number."""
     where = np.array(places, np.int64) + 1000 * layer
     return int((gradient * gradient % PRIME * where % PRIME).sum() % PRIME)
 
@@ -56,7 +56,7 @@ def squares(layer: int, places: tuple[int, ...], gradient: Array) -> int:
 def one_device(
     network: Network, microbatches: int, clips: bool, frozen: frozenset[int] = frozenset()
 ) -> list[tuple[Array, Array]]:
-    """(weight, state) of each layer that has its own; what is frozen stays, and does not count in the norm."""
+    """(weight, state) of each layer with weights; frozen layers do not change, and do not count in the norm."""
     made = list(enumerate(gradients(network, microbatches)))
     parts = [squares(layer, EVERYWHERE, dw) for layer, dw in made if layer not in frozen]
     norm = sum(parts) % PRIME if clips else 0
@@ -71,7 +71,7 @@ def one_device(
 
 
 def gradients(network: Network, microbatches: int) -> list[Array]:
-    """One pass forward and one back, of the whole batch; a tied weight's gradient is that of both its uses."""
+    """Gradients of the whole batch; the gradient of a tied weight is the sum over both uses."""
     weights = [Piece(EVERYWHERE, initial(network.weight_of(layer))[0]) for layer in range(len(network.kinds))]
     passes: list[tuple[Piece, Any, list[Piece]]] = []  # of each layer: its input, what it kept, queries and the rest
     value = network.batch(tuple(range(microbatches)))

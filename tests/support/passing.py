@@ -10,14 +10,14 @@ from tests.support.interpreter import judge
 
 
 def is_right(program: Program) -> Checked:
-    """It passes the check, and computes the right numbers."""
+    """Require that a program passes the check and computes the right numbers."""
     checked, verdict = check(program), judge(program)
     assert verdict.right, verdict.reason
     return checked
 
 
 def is_right_everywhere(program: Program) -> None:
-    """It is right, hangs on no channel, and runs on processes."""
+    """Require that a program is right, hangs under no channel model, and runs on processes."""
     checked = is_right(program)
     assert set(checked.models.values()) == {None}
     assert checked.not_runnable is None
@@ -27,9 +27,9 @@ def is_right_everywhere(program: Program) -> None:
 
 
 def gradients(rank: Rank, microbatches: Iterable[int] | None = None) -> Iterator[tuple[int, Value]]:
-    """Each layer and its weight's gradient, of some microbatches (None: the rank's share), the last layer first.
+    """Yield each layer and its weight's gradient for some microbatches (None: the rank's share), last layer first.
 
-    Weights and states that a program has not loaded are loaded whole.
+    Weights and states that a program has not loaded are loaded unsliced.
     """
     for l in rank.layers:
         if l not in rank.weights:

@@ -1,4 +1,4 @@
-"""Values of the judge: numbers modulo a prime, and the places that they belong to."""
+"""Values of the judge: numbers modulo a prime, and their positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ELEMENTS = WIDTH * WIDTH
 Array = NDArray[np.int64]
 
 Column = tuple[str, int]
-"""What a column is and which: ("expert", 3), ("key", 0)."""
+"""Kind and number of a column: ("expert", 3), ("key", 0)."""
 
 
 class BrokenTape(Exception):
@@ -25,13 +25,13 @@ class BrokenTape(Exception):
 
 @dataclass
 class Piece:
-    """Numbers, and where they belong: `data[i]` is element or row `where[i]`.
+    """Numbers and their positions: `data[i]` is element or row `where[i]`.
 
-    A row is a microbatch, or a token: number microbatch * (tokens of a sequence) + place. Where the numbers of a row
-    may be on several ranks, `columns` says which these are: logits, buffers of experts, keys and values of heads. Rows
-    that were put together remember whose they were, in `owners`: what takes them apart gives each rank back what it
-    sent. `dtype` names the numbers after a cast, `place` where they lie beside the device; `scale` is the number by
-    which gradients have been multiplied since the loss.
+    A row is a microbatch, or a token: number microbatch * (tokens of a sequence) + position. Where the columns of a row
+    may be on several ranks, `columns` names those of the piece: logits, buffers of experts, keys and values of heads.
+    Gathered rows have their former ranks in `owners`, to which a later scatter returns them. `dtype` is the dtype after
+    a cast, `place` the memory if it is not the device's, and `scale` the number by which gradients have been multiplied
+    since the loss.
     """
 
     where: tuple[int, ...]
@@ -44,22 +44,22 @@ class Piece:
 
 
 Owner = tuple[tuple[int, ...], "tuple[Owner, ...]"]
-"""(rows, owners of these) that one member of a collective gave."""
+"""(rows, their owners) that one member of a collective contributed."""
 
 
 def labels(numbers: Iterable[int], *sorts: str) -> tuple[Column, ...]:
-    """Columns with these numbers, of one sort after the other."""
+    """Columns with these numbers, by kind."""
     found = tuple(numbers)
     return tuple((sort, number) for sort in sorts for number in found)
 
 
 def numbers_of(piece: Piece) -> list[int]:
-    """Return the numbers of its columns, ascending, each once."""
+    """Return the distinct numbers of a piece's columns, ascending."""
     return sorted({number for _, number in piece.columns})
 
 
 def owned(made: list[Piece], read: Piece) -> list[Piece]:
-    """Give results to the owners of the rows from which they were made."""
+    """Set the owners of results to those of the rows from which they were computed."""
     return [replace(piece, owners=read.owners) if piece.where == read.where else piece for piece in made]
 
 
@@ -82,7 +82,7 @@ def whole(piece: Piece) -> Array:
 
 
 def summed(pieces: list[Piece]) -> Piece:
-    """The sum as the first one understands it: what others' numbers are about is not looked at."""
+    """Sum pieces with the positions of the first one; those of the others are ignored."""
     if len({piece.data.shape for piece in pieces}) > 1:
         raise BrokenTape("arrays of other shapes are summed")
     data = sum((piece.data for piece in pieces[1:]), pieces[0].data) % PRIME

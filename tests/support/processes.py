@@ -51,7 +51,7 @@ def started(
     """Start a program in a session of its own with pipes for its output, and kill the session when the block ends.
 
     Args:
-        start: `subprocess.Popen`, or `WarmStarts.start` for Python's words.
+        start: `subprocess.Popen`, or `WarmStarts.start` for arguments of Python.
         options: further arguments of `subprocess.Popen`.
     """
     pipe = subprocess.PIPE
@@ -69,8 +69,8 @@ class LeftProcess:
     """Process that still runs although the test that started it is over.
 
     Attributes:
-        pid: its number.
-        command: its words.
+        pid: number of the process.
+        command: command line.
         test: the test that started it, or "" if it was started between tests.
     """
 
@@ -114,11 +114,11 @@ def _strings(file: Path) -> list[str]:
 
 
 PATIENCE = 600.0
-"""Seconds that a test waits for what surely happens. A test that passes takes a few; one that fails takes them all."""
+"""Seconds that a test waits for an expected event. A test that passes takes a few; one that fails takes them all."""
 
 
 def until(happens: Callable[[], object], said: Callable[[], object] = lambda: "it has not happened") -> None:
-    """Wait for something to happen; fail with what `said` gives if it does not."""
+    """Wait for an event; if it does not happen, fail with the message of `said`."""
     deadline = time.monotonic() + PATIENCE
     while not happens():
         assert time.monotonic() < deadline, said()
@@ -134,8 +134,8 @@ _numbers = count(os.getpid() * 101)
 def free_port() -> int:
     """A free port of 127.0.0.1, another one each time.
 
-    The system gives ports from 32768 on to whoever asks for any, and could give away a free one before it is used; this
-    one is below. Processes that test at the same time begin at places of their own.
+    The system assigns ports from 32768 on to any process, perhaps before the test uses a free one; this port is below.
+    Processes that test at the same time begin their search at different ports.
     """
     while True:
         port = 10_000 + next(_numbers) % 20_000
@@ -149,7 +149,7 @@ def free_port() -> int:
 
 @contextmanager
 def files_of_at_most(size: int) -> Generator[None, None, None]:
-    """A longer file is refused by the system, as by a full disk; Python ignores the signal that comes with it."""
+    """Let the system refuse longer files, as a full disk would; Python ignores the signal that comes with it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -1,9 +1,9 @@
-"""Random programs of context parallelism that are right by construction: no ring and no plan, but any way to meet.
+"""Random programs of context parallelism that are right by construction, without a ring and without a plan.
 
-The slices of sequences are dealt to the ranks at random. Each block goes straight to the ranks whose queries see it, or
-all are gathered; queries meet blocks in any order, and what each gives is added up in any order. The way back is free
-as well: a block's gradients are sent home one by one, or reduce-scattered where the slices happen to be balanced. Or
-slices of sequences are exchanged for heads, if all ranks have equally many.
+The slices of sequences are assigned to the ranks at random. Each block is sent to the ranks whose queries see it, or
+all are gathered; queries attend to blocks in any order, and the results are added in any order. The backward pass is
+random as well: a block's gradients are sent to its rank one by one, or reduce-scattered where the slices are balanced.
+Or slices of sequences are exchanged for heads, if all ranks have equally many.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AttentionWriter:
             rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
     async def passes(self, unit: list[int]) -> None:
-        """Forward and back with some microbatches."""
+        """Write the forward and backward pass of some microbatches."""
         rank, residual = self.rank, list[Value]()
         x = rank.load_batch(unit, self.agreed.dealt[self.here])
         inputs: list[Value] = []
@@ -87,7 +87,7 @@ class AttentionWriter:
         return value
 
     def added(self, store: Store, parts: list[Value]) -> Value:
-        """All parts, in any order."""
+        """Add all parts, in any order."""
         parts = [self.kept(store, part) for part in parts]
         while len(parts) > 1:
             one, other = (parts.pop(self.random.randrange(len(parts))) for _ in range(2))
@@ -95,7 +95,7 @@ class AttentionWriter:
         return parts[0]
 
     async def blocks(self, l: int, own: Value) -> list[tuple[int, Value]]:
-        """(whose, keys and values) of all that this rank's queries see, in any order."""
+        """(rank, keys and values) of all blocks that this rank's queries see, in any order."""
         rank, agreed = self.rank, self.agreed
         others = [place for place in range(len(self.ring)) if place != self.here]
         for place in self.random.sample(others, len(others)):
@@ -217,7 +217,7 @@ class ExpertWriter:
             rank.weights[l], rank.opt_states[l] = rank.update(l, total, rank.weights[l], rank.opt_states[l])
 
     def axes_of(self, layer: int) -> list[str]:
-        """Those that cut a layer, outermost first."""
+        """Axes that cut a layer, outermost first."""
         cut = self.rank.sizes.signatures[layer].cut
         return [axis for index in cut for axis in (["cp", "ep"] if index == "expert" else ["tp"])]
 

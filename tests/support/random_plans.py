@@ -1,4 +1,4 @@
-"""Plans at random, each with a model and a number of microbatches that it fits: programs that must be right."""
+"""Random plans, each with a model and a number of microbatches that fit it; their programs must be right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.pieces import WIDTH
 
 
 def routed(layers: int, *, attention_apart: bool = False) -> Sizes:
-    """A mixture in half-blocks, whose experts are cut by their features too."""
+    """A mixture of experts in half-blocks, whose experts may also be cut along their features."""
     model = MoE(layers=layers - 1, shared_experts=int(attention_apart))
     return cut(model, tp=2, ep=2, attention_apart=attention_apart).sizes(1, 4)
 
@@ -38,7 +38,7 @@ MODELS: dict[str, Callable[[int], Sizes]] = {
     "routed": routed,
     "routed apart": lambda layers: routed(layers, attention_apart=True),
 }
-"""Of so many whole layers, or of one block fewer in finer ones."""
+"""Models with this many whole layers, or with one block fewer in finer layers."""
 
 SLICED_OVER = {
     "halves": ["tp"],
@@ -53,7 +53,7 @@ SLICED_OVER = {
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for one of `MODELS` of some size; with Muon it steps whole matrices."""
+    """A plan for one of `MODELS` of some size; with Muon, the optimizer updates whole matrices."""
 
     plan: Plan_imported
     layers: int
@@ -68,7 +68,7 @@ class Planned:
 
 
 def random_mesh(random: Random, model: str, ranks: int) -> Mesh:
-    """One of at most so many ranks; a model's own axes are more often cut than not."""
+    """Return a mesh of at most this many ranks; the axes of the model are more often cut than not."""
     while True:
         sizes = {axis: random.choice([1, 1, 2, 2, 4]) for axis in ("pp", "dp_replicate", "dp_shard")}
         for axis in SLICED_OVER.get(model, ()):
@@ -179,7 +179,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 
 class Cut:
-    """Into which slices a layer is cut: everything of it along the first so many of some axes, in their order.
+    """Slices of a layer: each of its tensors is cut along a number of first axes, in their order.
 
     The optimizer state is cut finest; the weight and the reduced gradient along as many axes as it, or fewer.
     """
@@ -194,7 +194,7 @@ class Cut:
 
 
 class Plan:
-    """What all ranks agree on."""
+    """Choices that all ranks share."""
 
     def __init__(self, shape: Shape) -> None:
         random = Random(shape.seed)
@@ -221,19 +221,19 @@ class Plan:
         self.checkpoint = random.random() < 0.3
         self.update_order = random.sample(range(shape.layers), shape.layers)
         self.by_root = random.choice([0.0, 0.3, 0.8])
-        """The chance of each collective to go by way of a root."""
+        """Probability of each collective to run by way of a root."""
         few = shape.pp * columns <= 4  # more slices than those the judge's layers cannot be cut into
         self.by_hand = random.choice([0.0, 0.3, 0.8]) * few
-        """The chance of each collective to be written out, as messages between slices."""
+        """Probability of each collective to be replaced by messages between slices."""
         tokens = factor_of(Fraction(2, 3), ((1, 2), ((1 << shape.microbatches) - 1, -1)))
         self.factor = random.choice([ONE, ONE, ONE, factor_of(shape.microbatches), tokens])
-        """By what every loss is multiplied."""
+        """Factor of every loss."""
         self.chunks = [random.choice([1, 1, 2, 3]) if few else 1 for _ in range(shape.layers)]
-        """In how many slices each layer is updated, one after the other."""
+        """Number of slices in which each layer is updated, one after the other."""
 
 
 def schedule(plan: Plan, position: int) -> Iterator[tuple[str, int]]:
-    """Some forwards ahead, then in turns: never fewer ahead than the next stage, so nobody starves."""
+    """Some forward passes first, at least as many as on the next stage, then forward and backward passes in turn."""
     ahead = plan.warmups[position]
     for i in range(plan.units + ahead):
         if i < plan.units:

@@ -1,8 +1,8 @@
-"""Random programs that are right by construction: data parallel, sharded and pipelined in one, with free choices.
+"""Random programs that are right by construction: data parallel, sharded and pipelined at once, with random choices.
 
-What all ranks must agree on (the split of layers and microbatches, the schedule, the order of collectives) is drawn
-from one seed; what each may do as it likes (when to await, which keys to use, what to store, free or recompute, when to
-do the weight's half of a backward pass) from a seed of its own.
+Choices that all ranks must share (the split of layers and microbatches, the schedule, the order of collectives) are
+drawn from one seed. Choices of a rank (when to await, which keys to use, what to store, free or recompute, when to run
+the backward half for the weight) are drawn from a seed of the rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Shape", "program_of", "random_program", "random_shape", "shapes"]
 
 
 class Writer:
-    """Writes one rank's part, taking its own choices at random."""
+    """Writes one rank's part, with random choices."""
 
     def __init__(self, rank: Rank, shape: Shape, plan: Plan) -> None:
         self.rank = rank
@@ -36,7 +36,7 @@ class Writer:
         self.full: dict[int, Handle[Value]] = {}
         self.grads: dict[int, list[Value | Handle[Value]]] = {l: [] for l in self.stage}
         self.halves: list[tuple[int, int]] = []
-        """(layer, unit) of the backward passes whose weight's half is still to be done."""
+        """(layer, unit) of the backward passes whose half for the weight is pending."""
         self.loose: list[Handle[None]] = []
         self.asked: dict[str, list[Handle[Value]]] = {"activations": [], "grad_activations": []}
         self.taken = 0
@@ -89,7 +89,7 @@ class Writer:
     # Weights.
 
     def slice_of(self, cut: Sequence[str | None]) -> tuple[int, int]:
-        """This rank's slice of what is cut along some axes, one after the other."""
+        """This rank's slice of a tensor that is cut along some axes, one after the other."""
         shard, of = 0, 1
         for axis in cut:
             group = self.rank.group(axis).ranks
@@ -97,7 +97,7 @@ class Writer:
         return shard, of
 
     async def gather(self, value: Value, cut: Sequence[str | None]) -> Handle[Value]:
-        """Back from the finest slices; the last gather is left in flight."""
+        """Gather from the finest slices; the last gather stays in flight."""
         for axis in reversed(cut[1:]):
             value = await (await self.calls.all_gather(value, axis))
         return await self.calls.all_gather(value, cut[0])
@@ -132,7 +132,7 @@ class Writer:
             self.send(rank.activations.pop((after, unit)), "grad_activations")
 
     def send(self, value: Value, back: str) -> None:
-        """To the neighbour from which the kind `back` comes, perhaps crossing with the next one of that kind."""
+        """Send to the neighbour that sends values of kind `back`, perhaps in an exchange with the next one of these."""
         rank = self.rank
         if self.maybe(0.3):
             stores = {"activations": rank.activations, "grad_activations": rank.grad_activations}
@@ -148,13 +148,13 @@ class Writer:
         return self.column[self.position + (1 if kind == "grad_activations" else -1)]
 
     def expected(self, kind: str) -> tuple[str, int, list[int]] | None:
-        """The next message of a kind."""
+        """Return the next expected message of a kind."""
         layer = self.stage[0] if kind == "activations" else self.stage[-1] + 1
         order = self.plan.forwards if kind == "activations" else self.plan.backwards
         return (kind, layer, self.batches[order[len(self.asked[kind])]]) if self.maybe(0.8) else None
 
     async def received(self, kind: str, unit: int) -> Value:
-        """A unit's message; receives are issued in the order of the units, and may be issued early."""
+        """Return the message of a unit; receives are issued in the order of the units, and perhaps early."""
         order = self.plan.forwards if kind == "activations" else self.plan.backwards
         asked = self.asked[kind]
         while len(asked) <= order.index(unit) or (len(asked) < len(order) and self.maybe(0.2)):
@@ -211,7 +211,7 @@ class Writer:
     # Gradients.
 
     async def reduce(self, l: int, value: Value) -> Value | Handle[Value]:
-        """Over the layer's axes in turn, scattered along those that cut its gradient; the last is left in flight."""
+        """Reduce over the layer's axes in turn, scattering where they cut its gradient; the last stays in flight."""
         cut = self.plan.cuts[l]
         *before, last = [
             (self.calls.reduce_scatter if place < len(cut.gradient) else self.calls.all_reduce, axis)
@@ -223,7 +223,7 @@ class Writer:
         return await verb(value, axis)
 
     async def summed(self, l: int, *, finished: bool = True) -> Value:
-        """All that came, scaled back if it is `finished`, added in any order."""
+        """Add all received gradients in any order, and scale the sum back if it is `finished`."""
         parts: list[Value] = []
         for part in self.grads[l]:
             value = part if isinstance(part, Value) else await part
@@ -263,7 +263,7 @@ class Writer:
             self.loose.append(rank.send(rank.scalars[0], to=self.column[self.position + 1]))
 
     async def update(self, l: int) -> Handle[Value] | None:
-        """The layer's update; gives the gather of its new weight, if the state's slice is smaller than the weight's."""
+        """Update the layer; return the gather of its new weight if the state's slice is smaller than the weight's."""
         rank, cut = self.rank, self.plan.cuts[l]
         total = await self.summed(l)
         if self.plan.idle_gather[l]:
@@ -285,7 +285,7 @@ class Writer:
         return None
 
     def update_in_chunks(self, l: int, total: Value, weight: Value, *norm: Value) -> tuple[Value, Value]:
-        """Slice after slice, in any order; the gradient and the weight may be given whole, or their slices."""
+        """Update slice after slice, in any order; the update reads the whole gradient and weight, or their slices."""
         rank, chunks, states = self.rank, self.plan.chunks[l], self.rank.opt_states
         old, state, whole = rank.weights, states[l], total.spec.holds
         old["old", l], rank.grad_weights["old", l] = weight, total
@@ -333,7 +333,7 @@ def exchange(to: int, source: int) -> Call:
 
 
 def batch(others: list[int]) -> Call:
-    """A message to and from each of some ranks, all together; the handle of the last."""
+    """Exchange messages with some ranks in one batch; return the handle of the last one."""
 
     def call(rank: Rank) -> Handle[object]:
         last: Handle[object] | None = None
@@ -352,10 +352,10 @@ def mean(members: list[int]) -> Call:
 
 
 def chatter(seed: int) -> Program | None:
-    """Data parallelism of one layer on 2-4 ranks that first talk; None if not even buffered sends end it.
+    """Data parallelism of one layer on 2-4 ranks that first communicate; None if it hangs even with buffered sends.
 
-    Calls are drawn in one order of all ranks. Then each rank issues some of its own later or earlier, and awaits each
-    one now or some time later.
+    Calls are drawn in one order for all ranks. Then each rank issues some of its calls later or earlier, and awaits
+    each one at once or later.
     """
     random = Random(seed)
     ranks = random.randint(2, 4)
@@ -393,7 +393,7 @@ def chatter(seed: int) -> Program | None:
 
 
 def drawn(random: Random, ranks: int) -> list[tuple[int, list[Call]]]:
-    """Draw a communication of some ranks: a message, a crossing, a ring of exchanges or a collective."""
+    """Draw a communication of some ranks: a message, two opposite messages, a ring of exchanges or a collective."""
     a, b = random.sample(range(ranks), 2)
     kind = random.choice(["message", "message", "message", "crossing", "ring", "collective", "all pairs"])
     if kind == "message":
@@ -456,8 +456,8 @@ class Agreed:
         self.reduces = random.sample(["cp", "dp_shard"], 2)
         is_even = len({len(mine) for mine in self.dealt}) == 1
         self.exchanges = [is_even and random.random() < 0.4 for _ in self.gathers]
-        """Layers whose queries, keys and values are exchanged: slices of sequences for heads."""
+        """Layers whose queries, keys and values are exchanged from slices of sequences to heads."""
 
     def sees(self, one: int, other: int) -> bool:
-        """Whether queries of one rank see keys of the other."""
+        """Whether queries of one rank see keys of another."""
         return min(self.dealt[other]) <= max(self.dealt[one])

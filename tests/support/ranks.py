@@ -31,12 +31,12 @@ PRELOAD = [
     "tests.train.jobs",
     "tests.support.short_runs",
 ]
-"""What ranks import, their own tests included: once for all ranks, since the first start of a rank starts the server
-that forks all later ones. torch's optimizers import torch._dynamo at their first use."""
+"""Modules that ranks import, those of their tests included. They are imported once for all ranks, in the server that
+forks them. torch's optimizers import torch._dynamo at their first use."""
 
 
 PATIENCE_SECONDS = 20.0
-"""How long the other ranks may take after one has failed: they may be waiting for it, and wait for ever."""
+"""Seconds that the other ranks may take after one has failed; they may be waiting for it for ever."""
 
 
 class Ranks:
@@ -46,7 +46,7 @@ class Ranks:
         patience: seconds that the other ranks have once one has failed (None: `PATIENCE_SECONDS`).
 
     Attributes:
-        usable: whether the world can still be called: no longer where a rank died, or waits for one that failed.
+        usable: whether the world can still be called; false after a rank died, or if it waits for one that failed.
     """
 
     def __init__(self, size: int, patience: float | None = None) -> None:
@@ -127,11 +127,11 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
 
 
 def _forget_groups() -> None:
-    """End the process groups that earlier calls have made, once all ranks have done with them.
+    """Destroy the process groups of earlier calls, once all ranks have finished with them.
 
-    gloo has a thread for each, which looks for messages a hundred times a second for as long as the group lives. torch
-    names a group by its members and by how many there are; so that no name comes again, under which the store has dead
-    addresses, those that are gone go on to be counted.
+    gloo has a thread for each group, which polls for messages a hundred times a second while the group exists. torch
+    names a group by its members and by the number of groups. Destroyed groups still count in this number; otherwise a
+    name would occur again, for which the store has old addresses.
     """
     import torch.distributed as dist
 

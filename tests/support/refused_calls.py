@@ -1,4 +1,4 @@
-"""The smallest calls, programs and tapes that break a rule each, by a name of what is wrong."""
+"""The smallest calls, programs and tapes that each break a rule, by the name of the mistake."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ async def batches_twice(rank: Rank) -> None:
 
 
 def expecting(expect: Any) -> Callable[[], object]:
-    """A receive that expects so."""
+    """A receive with this expected value."""
     return two(lambda rank: rank.recv(source=1 - rank.index, expect=expect))
 
 
@@ -274,7 +274,7 @@ async def root_gives_another(rank: Rank) -> None:
 
 
 async def written_over(rank: Rank) -> None:
-    """The update is given a gathered copy of the weight, and then what was loaded is read."""
+    """An update of a gathered copy of the weight, followed by a read of the loaded weight."""
     rank.weights[0], rank.opt_states[0] = rank.load_weights(0, rank.index, 2)
     full = rank.weights["full"] = await rank.all_gather(rank.weights[0])
     rank.activations[0] = rank.load_batch([rank.index])
@@ -289,7 +289,7 @@ async def clipped_on_rank_1(rank: Rank) -> None:
 
 
 async def clipped_twice(rank: Rank) -> None:
-    """Two halves of a layer, of which one is updated by the norm."""
+    """Two slices of a layer, of which one is updated with the norm."""
     weight = rank.load_weight(0)
     states = [rank.load_opt_state(0, place, 2) for place in range(2)]
     rank.weights[0] = weight
@@ -307,7 +307,7 @@ async def parted(rank: Rank, part: tuple[int, int]) -> None:
 
 
 def to_the_last_norm(rank: Rank, *, save: bool = True) -> Value:
-    """The gradient of what norm 5 makes, after a forward pass of half-blocks; perhaps that norm's saves nothing."""
+    """Gradient of norm 5's output after a forward pass of half-blocks; optionally, this norm saves nothing."""
     for l in rank.layers:
         rank.weights[l] = rank.load_weight(l)
     rank.activations[0] = rank.load_batch([0])
@@ -322,7 +322,7 @@ def to_the_last_norm(rank: Rank, *, save: bool = True) -> Value:
 
 
 async def other_half(rank: Rank) -> None:
-    """The forward pass is by whole weights, and a backward pass by half of one."""
+    """A forward pass with whole weights, and a backward pass with half of one."""
     gradient = to_the_last_norm(rank)
     rank.weights["half"] = rank.load_weight(4, 0, 2)
     _, gradient, _ = rank.backward(5, rank.activations[5], (gradient,), rank.weights[5])
@@ -402,7 +402,7 @@ def made_up() -> Exception:
 
 
 def standing(call: Callable[[], object]) -> Callable[[], object]:
-    """A call on rank 0, which has done nothing yet."""
+    """A call on rank 0 before its first op."""
     return lambda: (Model(rank=0).storage(), call())
 
 
@@ -437,9 +437,9 @@ class Done:
 
 
 class Detour:
-    """Issues collectives as they are, by way of one rank of their group, or as messages between slices.
+    """Issues collectives unchanged, by way of one rank of their group, or as messages between slices.
 
-    What all members must agree on is drawn from the seed and from how many calls the group has made.
+    Choices that all members share are drawn from the seed and the number of earlier calls of the group.
     """
 
     def __init__(self, rank: Rank, seed: int, chance: float, by_hand: float) -> None:
@@ -451,18 +451,18 @@ class Detour:
         self.hand = 0
 
     def by_hand(self, axis: str | None) -> bool:
-        """Whether the call that comes next is written out."""
+        """Whether the next call is replaced by messages."""
         ranks = self.rank.group(axis).ranks
         return len(ranks) > 1 and Random(f"{self.seed} {axis} {self.calls[axis]} hand").random() < self.chance_by_hand
 
     def peers(self, axis: str | None, shift: int) -> tuple[int, int]:
-        """The ranks so many places after and before this one."""
+        """The ranks at this distance after and before this one in the group."""
         ranks = self.rank.group(axis).ranks
         place = ranks.index(self.rank.index)
         return ranks[(place + shift) % len(ranks)], ranks[place - shift]
 
     async def gathered(self, value: Value, axis: str | None) -> Value:
-        """All pieces, each sent on and on around a ring."""
+        """All pieces, sent around a ring."""
         rank = self.rank
         store = rank.weights if value.spec.kind is Kind.WEIGHT else rank.grad_weights
         self.hand += 1
@@ -500,7 +500,7 @@ class Detour:
         return Random(f"{self.seed} {axis} {self.calls[axis]}")
 
     def root(self, axis: str | None) -> int:
-        """A rank of the group by whose way a call goes (-1: none)."""
+        """The rank of the group by way of which a call goes (-1: none)."""
         random = self.next_random(axis)
         return random.choice(self.rank.group(axis).ranks) if random.random() < self.chance else -1
 
@@ -533,6 +533,6 @@ class Detour:
         return self.rank.scatter(await self.rank.reduce(value, root=root, axis=axis), root=root, axis=axis)
 
     async def weight(self, value: Value, axis: str | None) -> Handle[Value]:
-        """A whole weight that all members have: their mean, least or largest, which is the same."""
+        """A whole weight that all members have, by a reduction that does not change it: mean, minimum or maximum."""
         by = self.next_random(axis).choice(("mean", "min", "max"))
         return self.rank.all_reduce(value, axis=axis, reduction=by)

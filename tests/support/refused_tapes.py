@@ -1,4 +1,4 @@
-"""Tapes with one op that is wrong, by a name of what is wrong; a tape may come from a file and say anything."""
+"""Tapes with one wrong op, by the name of the mistake; a tape from a file may contain anything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.refused_calls import begun, reducing, single
 def put(
     program: Callable[[], Program], kind: OpKind, change: Callable[[Op], list[Op]], layer: int | None = None
 ) -> Callable[[], object]:
-    """A right program in which the first op of a kind, and perhaps of a layer, is changed."""
+    """A correct program in which the first op of a kind, and optionally of a layer, is changed."""
 
     def call() -> object:
         mutant = program()
@@ -49,7 +49,7 @@ def fields(kind: OpKind, strategy: Strategy = single, ranks: int = 1, **changes:
 
 
 async def from_the_other(rank: Rank) -> None:
-    """Rank 0 is sent a weight by rank 1, in a batch."""
+    """Rank 1 sends a weight to rank 0, in a batch."""
     with rank.batch_p2p():
         handle = rank.recv(source=1, expect=("weights", 0, None)) if rank.index == 0 else None
         if rank.index:
@@ -59,12 +59,12 @@ async def from_the_other(rank: Rank) -> None:
 
 
 async def from_a_root(rank: Rank) -> None:
-    """Rank 0 is given a weight by rank 1."""
+    """Rank 0 receives a weight from rank 1."""
     await rank.broadcast(rank.load_weight(0) if rank.index else None, root=1)
 
 
 async def lends(rank: Rank) -> None:
-    """Each rank is sent the other's weight, and updates its own."""
+    """Each rank receives the other's weight, and updates its own."""
     activation, gradient, weight = begun(rank)
     await rank.exchange(weight, to=1 - rank.index, source=1 - rank.index)
     made, _ = rank.backward(0, activation, gradient, weight)
@@ -123,7 +123,7 @@ def by_the_whole_weight(op: Op) -> list[Op]:
 
 
 def in_one_room() -> object:
-    """Two gradients, which a rank has at once."""
+    """Two gradients that a rank has in memory at the same time."""
     program = trace(reduces_twice, 2, 1, 4)
     program.tapes[0] = [op._replace(offset=0) if op.kind is OpKind.BACKWARD else op for op in program.tapes[0]]
     return check(program)
@@ -209,7 +209,7 @@ BODIES = Toy(Sizes.half_blocks(1), Mesh(tp=2), 2)
 """Bodies 0, 2, 4, 6 and norms 1, 3, 5, cut along heads, features and the vocabulary; two slices of each sequence."""
 
 EXPERTS = Toy(routed(2), Mesh(ep=2))
-"""Layer 4 sends tokens to experts, 5 has these, 6 combines what they make."""
+"""Layer 4 sends tokens to experts, layer 5 has the experts, layer 6 combines their outputs."""
 
 
 def rows(kind: Kind, cells: int, toy: Toy = BODIES, layer: int = 1, **form: Any) -> Spec:
@@ -252,7 +252,7 @@ def parted(layer: int, part: Holds) -> Callable[[], object]:
 
 
 def routed_back(term: int) -> object:
-    """A backward pass of what was sent to expert 0, given the routing's gradient of others."""
+    """A backward pass of the buffer of expert 0, with the gradient of other experts' routing."""
     gradients = [
         EXPERTS.spec_of(Kind.GRAD_ACTIVATION, 5, 0b1, slices={"expert": 0b01}),
         EXPERTS.spec_of(Kind.GRAD_ROUTING, 6, 0b1, term=Term(("expert",), term)),

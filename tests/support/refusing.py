@@ -1,4 +1,4 @@
-"""Expected refusals, by their fields. The sentences are pinned once, in a table of refusals."""
+"""Expected refusals, by their fields. Their messages are pinned once, in a table of refusals."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def told(rule: Rule, **fields: object) -> Told:
 
 
 def tells(refused: BaseException | None, rule: Rule | Told, **fields: object) -> None:
-    """Want a refusal by this rule with these fields; what is doubled or missing may not be left out."""
+    """Expect a refusal by this rule with these fields; fields for doubled or missing things are required."""
     assert isinstance(refused, Refused), f"not refused: {refused!r}"
     wanted = _wanted(Told(rule, fields) if isinstance(rule, str) else rule)
     assert {name: getattr(refused, name) for name in wanted} == wanted, str(refused)
 
 
 def says(refused: Refused, said: Told) -> bool:
-    """Whether a refusal is this one."""
+    """Whether a refusal is the expected one."""
     return all(getattr(refused, name) == value for name, value in _wanted(said).items())
 
 
@@ -44,7 +44,7 @@ def _wanted(said: Told) -> dict[str, object]:
 def refuses(
     rule: Rule | Told, *, error: type[Refused] = Refused, **fields: object
 ) -> Generator[pytest.ExceptionInfo[Refused], None, None]:
-    """Want the block to be refused so."""
+    """Expect this refusal in the block."""
     with pytest.raises(error) as caught:
         yield caught
     tells(caught.value, rule, **fields)
@@ -58,7 +58,7 @@ def refusal_of(call: Callable[[], object]) -> Refused:
 
 
 def sentence_of(call: Callable[[], object]) -> str:
-    """Return the sentence of a call's refusal, without lines of files."""
+    """Return the message of a call's refusal, without lines of files."""
     refused = refusal_of(call)
     refused.line = refused.trail = ""
     return str(refused)

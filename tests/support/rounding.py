@@ -1,4 +1,4 @@
-"""The judge with sums that mind their order, as those of floating point do: which replicas end apart."""
+"""The judge with sums that depend on their order, as in floating point: finds replicas that end up different."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.toy_network import Network
 
 
 def replicas_apart(checked: Checked) -> set[int]:
-    """The layers of whose weights or optimizer states two ranks end with other numbers."""
+    """Layers whose weights or optimizer states differ between two ranks after the step."""
     judged = Interpreter(checked.program)
     with _rounding([InPlace(tape).fused for tape in checked.program.tapes]):
         judged.judge()
@@ -35,12 +35,12 @@ def replicas_apart(checked: Checked) -> set[int]:
 
 
 def _added(one: Array, other: Array) -> Array:
-    """Commutes and does not associate, as a sum of floats."""
+    """A sum that is commutative but not associative, as for floats."""
     return (one + other + one * other % PRIME * ((one + other) % PRIME)) % PRIME
 
 
 def _fused(older: Array, newer: Array) -> Array:
-    """A gradient that its backward pass adds to an older one, which is rounded once."""
+    """A gradient that its backward pass adds to an older one, with one rounding."""
     return (older + newer + older * older % PRIME * newer) % PRIME
 
 
@@ -50,7 +50,7 @@ def _summed(pieces: list[Piece]) -> Piece:
 
 @contextmanager
 def _rounding(fused: Sequence[Mapping[int, tuple[int, int]]]) -> Generator[None, None, None]:
-    """Have sums round; `fused` says of each rank which of its ADDs are done by backward passes, and of what."""
+    """Round sums; `fused` gives for each rank the ADDs that backward passes perform, with their gradients."""
 
     def add(rank: JudgedRank, op: Op, network: Network, microbatches: int) -> None:
         pair = fused[rank.index].get(rank.at)

@@ -8,6 +8,6 @@ from shardlab.execute.optimizers.flat_slice import Slice, step_together
 
 
 def stepped(kept: Slice, gradient: Tensor, step: int, squared_norm: float | None = None) -> None:
-    """Step a slice by a gradient, unless that is dropped."""
+    """Update a slice with a gradient, unless the gradient is dropped."""
     if kept.take(gradient, kept.config.rate(step), squared_norm):
         step_together([kept])

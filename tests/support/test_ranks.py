@@ -1,4 +1,4 @@
-"""The processes that tests share: one that fails must not let a test wait for ever."""
+"""The processes that tests share: after one fails, no test waits for ever."""
 
 from __future__ import annotations
 

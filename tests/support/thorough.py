@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def sampled(cases: Iterable[T], keep: Callable[[T], bool]) -> list[Any]:
-    """Return cases for `pytest.mark.parametrize`, of which the suite runs only those to keep.
+    """Return cases for `pytest.mark.parametrize`, of which the suite runs only the ones to keep.
 
     A tuple has a value for each name.
     """

@@ -15,7 +15,7 @@ LLAMA2 = ("<unk>", "<s>", "</s>")
 
 
 def byte_level(special: Sequence[str] = ("<|endoftext|>",), first: bool = False) -> Any:
-    """GPT-2's and Llama 3's kind, without any pair: each byte is a token; special ones come first, or after them."""
+    """The kind of GPT-2 and Llama 3, without merges: each byte is a token; special tokens come first or last."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*special, *letters] if first else letters
     made: Any = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
@@ -26,8 +26,8 @@ def byte_level(special: Sequence[str] = ("<|endoftext|>",), first: bool = False)
 
 
 def byte_fallback(words: Iterable[str], *, bos: bool = False) -> Any:
-    """Llama 2's kind: a word's first piece has a space before it, unknown characters are bytes, and the decoder drops
-    the first space of a text.
+    """The kind of Llama 2: a word's first piece begins with a space, unknown characters are bytes, and the decoder
+    drops the first space of a text.
     """
     vocabulary = {each: number for number, each in enumerate(LLAMA2)}
     vocabulary |= {f"<0x{byte:02X}>": len(LLAMA2) + byte for byte in range(256)}
@@ -56,7 +56,7 @@ def byte_fallback(words: Iterable[str], *, bos: bool = False) -> Any:
 
 
 def metaspace(texts: Sequence[str]) -> Any:
-    """T5's kind: pieces of a unigram model, in which a space is a letter of the next word."""
+    """The kind of T5: pieces of a unigram model, in which a space is a character of the next word."""
     made: Any = Tokenizer(models.Unigram())
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Metaspace()
@@ -79,7 +79,7 @@ def words(known: Sequence[str], *, unknown: str | None = "<unk>") -> Any:
 
 
 def dropping(letters: str) -> Any:
-    """Pairs without an unknown token and without bytes: what is not among the letters is dropped."""
+    """Merges without an unknown token and without bytes: characters outside the alphabet are dropped."""
     vocabulary = {letter: number for number, letter in enumerate(letters)}
     made: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     made.decoder = decoders.Fuse()

@@ -1,8 +1,9 @@
 """The judge's attention, head by head; a projection's weight has a head in each row.
 
-u_h = x . W_h, q = u, k = u + u * u, v = 3 u + 2 u * u. A query meets the keys of its own sequence up to its own place:
-with t = q k + layer and s = t + t * t, it sums s v (the mix) and s (the weights). Queries may meet the blocks in any
-order, since both are sums; what the next layer reads is mix * weights, as softmax's quotient needs all of both.
+u_h = x . W_h, q = u, k = u + u * u, v = 3 u + 2 u * u. A query attends to the keys of its sequence up to its position:
+with t = q k + layer and s = t + t * t, it sums s v (the mix) and s (the weights). Queries may attend to blocks in any
+order, since both are sums. The next layer reads mix * weights, which needs both complete sums, as softmax's quotient
+does.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def halves(piece: Piece) -> tuple[Array, Array]:
 
 
 def _seen(sequence: int, queries: Piece, keys_values: Piece) -> Array:
-    """Which queries see which keys, (queries, keys, 1)."""
+    """Mask of the keys that each query sees, (queries, keys, 1)."""
     ours, theirs = (np.array(piece.where, np.int64) for piece in (queries, keys_values))
     return ((ours[:, None] // sequence == theirs // sequence) & (theirs <= ours[:, None]))[:, :, None]
 

@@ -1,5 +1,5 @@
 """The judge's experts: with a weight W_e for each hidden feature of an expert, z = x W_e + shift of the buffer's number
-x, and the result is the sum of (z + z * z) W_e over the features. Slices of these make terms of it.
+x, and the result is the sum of (z + z * z) W_e over the features. Slices of the features give terms of the result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Ran(NamedTuple):
 
 
 class Experts:
-    """Buffers to results, expert by expert; which expert a buffer was meant for is not looked at."""
+    """Maps buffers to results, expert by expert; the number of the expert in a buffer's columns is ignored."""
 
     def __init__(self, place: Place) -> None:
         self.shift = 17 * place.number + 5
@@ -67,9 +67,9 @@ class Experts:
 
 @cache
 def grid(where: tuple[int, ...], slices: tuple[int, int]) -> tuple[list[int], int]:
-    """The order in which elements are expert by expert, feature by feature; and of how many experts they are.
+    """The order that sorts elements by expert and feature, and the number of experts.
 
-    A layer has them in order of slices of experts, slices of features, and within these.
+    The elements of a layer are ordered by slice of experts, by slice of features, and then within these slices.
     """
     inner = [WIDTH // count for count in slices]
     each = np.arange(ELEMENTS).reshape(*slices, *inner).transpose(0, 2, 1, 3).reshape(-1)

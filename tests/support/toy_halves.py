@@ -24,7 +24,7 @@ class Kept(NamedTuple):
 
 
 class Body:
-    """One of kind `sliced`, or `tokenwise`: then each token is alone."""
+    """A body of kind `sliced`, or `tokenwise`, which does not mix tokens."""
 
     def __init__(self, place: Place) -> None:
         self.shift, self.is_last = 17 * place.number + 5, place.is_last
@@ -63,7 +63,7 @@ class Body:
 
 
 def mixing(where: tuple[int, ...], sequence: int) -> Array:
-    """The matrix by which tokens of one sequence see each other, of the tokens that are there."""
+    """The matrix that mixes the tokens of each sequence, for the tokens of a piece."""
     own = np.eye(len(where), dtype=np.int64)
     if sequence == 1:
         return own
@@ -73,5 +73,5 @@ def mixing(where: tuple[int, ...], sequence: int) -> Array:
 
 
 def mixed(matrix: Array, x: Array) -> Array:
-    """Their product, one term after the other: a sequence may be long."""
+    """Matrix product, computed term by term, since a sequence may be long."""
     return (matrix[:, :, None] * x[None, :, :] % PRIME).sum(1) % PRIME

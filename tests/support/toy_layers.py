@@ -1,4 +1,4 @@
-"""The judge's toy layers: what all are to the judge, and whole ones, z = x W + b, y = z + z * z, row by row."""
+"""The judge's toy layers: their interface, and whole layers, z = x W + b, y = z + z * z, row by row."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ EVERYWHERE = tuple(range(ELEMENTS))
 
 
 class ToyLayer(Protocol):
-    """Pieces to pieces. Inputs and outputs stand in the order in which ops name them.
+    """Functions from pieces to pieces, with inputs and outputs in the order of the op.
 
-    What a pass keeps for the next is any array or tuple; a backward pass's half keeps what the other one needs.
+    Saved data of a pass is any array or tuple; the backward half for the input saves data for the half for the weight.
     """
 
     def forward(self, inputs: list[Piece]) -> tuple[list[Piece], Any]:
@@ -33,14 +33,14 @@ class ToyLayer(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer stands in its network; the number enters its numbers.
+    """Position of a layer in its network; its numbers depend on it.
 
     Attributes:
-        number: the layer's.
-        kinds: all layers'.
+        number: number of the layer.
+        kinds: kinds of all layers.
         sequence: rows of a microbatch, its tokens.
-        slices: into how many slices experts are cut, and each one's features: so a layer's elements are ordered.
-        gates: whether experts have gates, which norms around them carry as well.
+        slices: number of slices of the experts, and of each expert's features, which order a layer's elements.
+        gates: whether experts have gates, which the norms around them carry as well.
     """
 
     number: int
@@ -63,12 +63,12 @@ class Place:
 
     @property
     def alike(self) -> list[int]:
-        """The layers of the same kind: which one is the first, which the last."""
+        """Numbers of the layers of the same kind, in order."""
         return [number for number, kind in enumerate(self.kinds) if kind == self.kinds[self.number]]
 
 
 class Whole:
-    """A layer as it is."""
+    """An unsliced layer."""
 
     def __init__(self, place: Place) -> None:
         self.shift = 17 * place.number + 5
@@ -107,7 +107,7 @@ def matrix_of(weight: Piece) -> Array:
 
 
 def rows_of_matrix(weight: Piece, *sorts: str) -> tuple[Column, ...]:
-    """The columns that these rows of the matrix make, or read."""
+    """The columns that these rows of the matrix compute, or read."""
     return labels((place // WIDTH for place in weight.where[::WIDTH]), *sorts)
 
 

@@ -1,4 +1,4 @@
-"""The judge's toy networks: which layer stands where, what a batch is, and the gradient of the loss."""
+"""The judge's toy networks: their layers, batches, and the gradient of the loss."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ LAYERS: dict[str, Callable[[Place], ToyLayer]] = {
     "experts": Experts,
     "combining": Combining,
 }
-"""What each kind of layer is."""
+"""Toy layer of each kind."""
 
 HANDS_ON = {"norm": "norm", "routing": "combining"}
-"""What a kind of layer makes beside its first value goes to the next layer of this kind."""
+"""Kind of the next layer that reads the further outputs of a kind of layer."""
 
 LOGITS = frozenset({"sliced", "tokenwise", "column"})
-"""Kinds of layer that, as the last, say which logits they made."""
+"""Kinds of last layer whose output has columns that name the logits."""
 
 TOKENS = 4
-"""Of a sequence, or more: divisible by every number of slices that a mesh makes of it."""
+"""Tokens of a sequence, or a multiple: divisible by every number of slices of a mesh."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ class Network:
     """Functions of a network's layers on pieces.
 
     Attributes:
-        kinds: what each layer is.
+        kinds: kind of each layer.
         sequence: rows of a microbatch, its tokens.
         tied: whether the last layer computes with the weight of the first.
-        slices: into how many slices experts are cut, and each one's features.
+        slices: number of slices of the experts, and of each expert's features.
         gates: whether experts have gates.
-        matrices: how many each layer has that are stepped whole (0: its elements are stepped).
+        matrices: number of matrices of a layer that the optimizer updates as a whole (0: it updates elements).
     """
 
     kinds: tuple[str, ...]
@@ -120,7 +120,7 @@ class Network:
 
     @property
     def weights(self) -> range:
-        """The layers that have one of their own."""
+        """The layers with weights of their own."""
         return range(len(self.kinds) - self.tied)
 
     def weight_of(self, layer: int) -> int:
@@ -132,7 +132,7 @@ class Network:
         return self.layers[number]
 
     def batch(self, pieces: tuple[int, ...], slices: int = 1) -> Piece:
-        """Microbatches, or pieces of them: number microbatch * slices + which of its equal runs of tokens."""
+        """Microbatches or slices of them: number microbatch * slices + index of the slice."""
         size, rest = divmod(self.sequence, slices)
         if rest:
             raise BrokenTape(f"sequences of {self.sequence} tokens do not divide into {slices} slices")
@@ -150,12 +150,12 @@ class Network:
         return toy_attention.attend_backward(layer, self.sequence, queries, keys_values, attended, gradient)
 
     def stats(self, logits: Piece) -> Piece:
-        """What the loss must know of some logits: for each token a sum over them."""
+        """Statistics of some logits for the loss: for each token, a sum over them."""
         self._want_logits(logits)
         return Piece(logits.where, total_of(rows(logits)), (("stats", logits.columns[0][1]),))
 
     def loss(self, inputs: list[Piece]) -> Piece:
-        """The gradient of the logits; where they may be sliced it needs a sum over all logits of a token."""
+        """The gradient of the logits; for sliced logits it needs the sum over all logits of a token."""
         y, *stats = [rows(piece) for piece in inputs]
         tokens = np.array(y.where, np.int64)[:, None]
         if self.kinds[-1] not in LOGITS:
@@ -184,7 +184,7 @@ def features(piece: Piece) -> Array:
 
 
 def total_of(logits: Piece) -> Array:
-    """(tokens, 1)."""
+    """For each token, a weighted sum of squares over its logits, (tokens, 1)."""
     return (logits.data * logits.data % PRIME * (features(logits) + 1) % PRIME).sum(1, keepdims=True) % PRIME
 
 
@@ -209,9 +209,9 @@ def kind_of(program: Program, number: int) -> str:
 
 
 def network_of(program: Program) -> Network:
-    """The network that stands for a program's model; tokens are many enough for the mesh to cut their sequence.
+    """The toy network for a program's model, with enough tokens for the mesh to cut their sequence.
 
-    Where it does not, a row stands for a sequence.
+    If the mesh does not cut it, a row is a sequence.
     """
     kinds = tuple(kind_of(program, number) for number in range(program.layers))
     slices = program.sizes.space(program.mesh, program.microbatches).sequence

@@ -1,8 +1,8 @@
-"""The judge's layers that carry a residual past others.
+"""The judge's norms, which carry a residual past other layers.
 
-A norm adds to the residual what came from the layers between, token by token: r = residual + f branch, where the factor
-f, like a dropout's mask, belongs to the token; so the gradients of residual and branch differ. Then u = r M and y = u +
-u * u. Where it stands beside experts, it also combines what they made before that, and routes y after it.
+A norm adds the output of the layers between to the residual, token by token: r = residual + f branch, where the factor
+f depends on the token, as in dropout's mask, so that the gradients of residual and branch differ. Then u = r M and y =
+u + u * u. A norm after experts combines their outputs first, and one before experts then routes y.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The judge's routing: with v = x' M + shift, where x' has all tokens of the sequence in it as in a body, expert e is
-given (1 + v_e) x_e, and its gate is v_e + v_e * v_e. What experts made, each times its gate, is a branch with one
-feature for each expert; of some experts, it is a term. Where there are gates, v has a gradient of its own beside that
-of what was made of it, as by an auxiliary loss: another one for each token and expert, times the gradients' scale.
+given (1 + v_e) x_e, and its gate is v_e + v_e * v_e. The experts' outputs, each times its gate, are a branch with one
+feature for each expert; those of some experts are a term of it. With gates, v has a second gradient besides that of its
+results, as from an auxiliary loss: different for each token and expert, times the gradients' scale.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.toy_halves import mixed, mixing
 from tests.support.toy_layers import EVERYWHERE, Place, product
 
 EXPERTS = labels(range(WIDTH), "expert")
-"""The columns of all experts' buffers, each of one number a token."""
+"""The columns of all experts' buffers, each with one number per token."""
 
 
 class Routing:
@@ -60,7 +60,7 @@ class Combined(NamedTuple):
 
 
 class Combining:
-    """(results, gates) to (a branch,); nothing is computed with its weight."""
+    """(results, gates) to (a branch,); its weight is not used."""
 
     def __init__(self, place: Place) -> None:
         pass
@@ -83,7 +83,7 @@ class Combining:
 
 
 def spread(piece: Piece) -> Array:
-    """All experts' columns, with zeros where a piece does not have them."""
+    """Columns of all experts, zero where a piece lacks them."""
     data = rows(piece).data
     if len(piece.columns) != data.shape[1] or any(sort != "expert" for sort, _ in piece.columns):
         raise BrokenTape("these are no experts' buffers")
@@ -93,7 +93,7 @@ def spread(piece: Piece) -> Array:
 
 
 def alike(one: Array, other: Array) -> Array:
-    """The first, if it has the shape of the other."""
+    """Return the first array; it must have the shape of the other."""
     if one.shape != other.shape:
         raise BrokenTape("numbers for other tokens or experts are given")
     return one

@@ -1,4 +1,4 @@
-"""Starts of Python programs without their imports, which take seconds of a core and hold nothing of a run."""
+"""Start Python programs with their imports already done, which take seconds of a core and are the same for each run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 1 << 17
-"""Bytes of a request: variables are most of it."""
+"""Maximum bytes of a request, most of which are environment variables."""
 
 
 class WarmProcess(subprocess.Popen[Any]):
-    """`subprocess.Popen`, whose process is forked off a server if it is of this Python.
+    """`subprocess.Popen` whose process is forked off a server if it runs this Python.
 
     Attributes:
         address: the server's socket.
@@ -75,10 +75,10 @@ class WarmProcess(subprocess.Popen[Any]):
 
 
 class WarmStarts:
-    """A server that starts programs warm.
+    """A server that starts programs with their imports done.
 
     Args:
-        variables: those of the server; each program has its own.
+        variables: environment variables of the server; each program has its own.
     """
 
     def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
@@ -96,12 +96,12 @@ class WarmStarts:
         assert self._process.stdout.readline() == b"ready\n"
 
     def start(self, words: Sequence[str], **options: Any) -> WarmProcess:
-        """Start Python with these words, and with `subprocess.Popen`'s options."""
+        """Start Python with these arguments and options of `subprocess.Popen`."""
         WarmProcess.address = self._address
         return WarmProcess([sys.executable, *words], **options)
 
     def run(self, words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run Python with these words to its end, which is soon; what it has written, as text."""
+        """Run Python with these arguments until it ends, and return its output as text."""
         pipe = subprocess.PIPE
         with self.start(words, stdout=pipe, stderr=pipe, text=True, **options) as process:
             out, errors = process.communicate()

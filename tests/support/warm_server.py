@@ -1,8 +1,8 @@
 """Server that forks programs with their imports done: `python -m tests.support.warm_server SOCKET`.
 
-It has imported all that training imports. It forks for each start, and the fork becomes the program, with its own
-words, variables, folder and files. It also forks the interpreters that the program would start: the server that forks
-its ranks, ranks of torchrun, and processes of a script. After that, everything runs as usual.
+It has imported all modules of training. It forks for each start, and the fork becomes the program, with its own
+arguments, variables, folder and files. It also forks the interpreters that the program would start: the server that
+forks its ranks, ranks of torchrun, and processes of a script. After that, everything runs as usual.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ IMPORTED = (
     "tests.support.short_runs",
 )
 TORCHRUNS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-"""Where torchrun starts its ranks."""
+"""Module in which torchrun starts its ranks."""
 
 
 def _fork_server(path: Any, words: Sequence[Any], passed: Sequence[int]) -> int:
-    """Start multiprocessing's server by a fork: the code that would be given to a new interpreter runs in this one."""
+    """Start multiprocessing's server by a fork, which runs the code meant for a new interpreter."""
     code = str(words[-1])
     if "forkserver" not in code:
         return _spawn(path, words, passed)
@@ -68,7 +68,7 @@ _spawn = util.spawnv_passfds  # pyright: ignore[reportAttributeAccessIssue, repo
 
 
 def _attend(connection: socket.socket) -> None:
-    """Fork a program, tell its number and its exit code; who asked for it may have gone, and then it has no parent."""
+    """Fork a program, and send its process number and exit code; if the client has ended, the program has no parent."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     text, files, _, _ = socket.recv_fds(connection, LONGEST, 3)
     if not (pid := os.fork()):
@@ -87,7 +87,7 @@ def _attend(connection: socket.socket) -> None:
 def _become(
     words: Sequence[str], variables: Mapping[str, str], folder: str, new_session: bool, files: Sequence[int]
 ) -> None:
-    """Become a program; it ends as any does."""
+    """Run a program in this process until it ends."""
     if new_session:
         os.setsid()
     for number, file in enumerate(files):
@@ -122,7 +122,7 @@ def _end(status: object) -> None:
 
 
 def _serve(address: str) -> None:
-    """Fork for each that asks, until the starter has gone."""
+    """Fork for each request, until the process that started this server has ended."""
     for name in IMPORTED:
         import_module(name)
     gc.freeze()  # a collection in a fork would copy all memory that was there before
