@@ -233,7 +233,7 @@ class Workload:
         """Return the timeline of a program of this workload, such as one that a pass has rewritten."""
         return estimate(traced, self.prices, self.kept_sizes).timeline()
 
-    @property
+    @cached_property
     def kept_sizes(self) -> Sizes:
         """Sizes of values in memory, as the recipe keeps them."""
         sequence_parallel = isinstance(self.plan, Plan) and self.plan.sequence_parallel
@@ -248,7 +248,7 @@ class Workload:
         memory = self.recipe.memory
         return replace(self.recipe, memory=replace(memory, saved=replace(memory.saved, again=again)))
 
-    @property
+    @cached_property
     def prices(self) -> ClusterPrices:
         """Prices of the program's ops, in seconds."""
         cluster = self.cluster.at_work(self.mesh.world)

@@ -38,6 +38,8 @@ class PendingCommunication:
         rows: numbers of these members.
     """
 
+    __slots__ = ("ready", "rows", "times")
+
     def __init__(self) -> None:
         self.times = [PENDING, PENDING]
         self.ready = 0.0
@@ -180,6 +182,8 @@ class IdleLog:
 
     def seconds_before(self, moment: float) -> float:
         """Return the idle seconds before a moment."""
+        if moment >= self.until:
+            return self._totals[-1]
         number = bisect_right(self._starts, moment)
         if not number:
             return 0.0

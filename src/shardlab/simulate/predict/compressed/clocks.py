@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from shardlab.language import Group
@@ -83,25 +84,25 @@ class Rendezvous(NamedTuple):
         channel: names the communication together with its number on the channel.
         stream: communications on one stream take turns: those of a group, or of the two ranks of a message.
         members: how many rows take part.
-        seconds: from the arrival of the last member to the end.
+        seconds: from the arrival of the last member to the end; of several messages, of each after the other.
         blocks: seconds in which the row computes nothing after it has arrived.
     """
 
     channel: Hashable
     stream: Hashable
     members: int
-    seconds: float
+    seconds: Sequence[float]
     blocks: float = 0.0
 
 
 class PostMessage(NamedTuple):
-    """Start of a message to or from another row: the send or the receive is posted."""
+    """Start of the messages of a route to or from another row: the sends or the receives are posted."""
 
     route: int
 
 
 class AwaitMessage(NamedTuple):
-    """Wait for a message: of those on its route that nobody has waited for, the oldest (0) or a later one."""
+    """Wait for the messages of a route: of those that nobody has waited for, the oldest (0) or later ones."""
 
     route: int
     turn: int
@@ -113,13 +114,13 @@ class Route(NamedTuple):
     Attributes:
         sends: whether this rank sends them.
         offset: the peer's place in the pipeline, counted from this rank's.
-        part: the value that is sent.
-        layer: of a received value, the layer that it enters or whose gradient it is.
+        parts: the values that are sent at once, one message each.
+        layer: of received values, the layer that they enter or whose gradients they are.
     """
 
     sends: bool
     offset: int
-    part: SizedPart
+    parts: tuple[SizedPart, ...]
     layer: int = -1
 
 
@@ -192,12 +193,28 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
         computed = latest = 0.0
         for at in range(self.at[row], len(entries)):
             entry = entries[at]
-            if isinstance(entry, Compute):
+            if isinstance(entry, AwaitCollective) or isinstance(entry, AwaitMessage):  # noqa: SIM101  # a union takes twice as long
+                if isinstance(entry, AwaitCollective):
+                    started, place = collectives[entry.group], -entry.ago
+                else:
+                    started, place = state.messages[entry.route], entry.turn
+                times = started[place]
+                if times[1] == PENDING:
+                    self.wait(row, at, clock, times)
+                    break
+                if isinstance(entry, AwaitMessage):
+                    started.pop(place)
+                if self.slows:
+                    start = times[0]
+                    for end in times[1:]:
+                        clock = self.idle[row].wait(clock, start, end, self.contention, self.lag)
+                        start = end
+                elif times[-1] > clock:
+                    clock = times[-1]
+            elif isinstance(entry, Compute):
                 if entry.waits:
                     self.idle[row].append_pass(clock, entry.idle)
                 clock = computed = clock + entry.seconds
-            elif isinstance(entry, MeasuredPass):
-                clock = computed = self._pass_end(row, entry, clock)
             elif isinstance(entry, LocalCollective):
                 group, seconds = entry
                 queue = collectives[group]
@@ -208,22 +225,8 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
                 queue.append([start, end])
                 if end > latest:
                     latest = end
-            elif isinstance(entry, AwaitCollective) or isinstance(entry, AwaitMessage):  # noqa: SIM101  # a union takes twice as long
-                if isinstance(entry, AwaitCollective):
-                    started, place = collectives[entry.group], -entry.ago
-                else:
-                    started, place = state.messages[entry.route], entry.turn
-                times = started[place]
-                start, end = times
-                if end == PENDING:
-                    self.wait(row, at, clock, times)
-                    break
-                if isinstance(entry, AwaitMessage):
-                    started.pop(place)
-                if self.slows:
-                    end = self.idle[row].wait(clock, start, end, self.contention, self.lag)
-                if end > clock:
-                    clock = end
+            elif isinstance(entry, MeasuredPass):
+                clock = computed = self._pass_end(row, entry, clock)
             else:
                 if isinstance(entry, PostMessage):
                     part, started = state.routes[entry.route], state.messages[entry.route]
@@ -256,8 +259,8 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
     def start(self, communication: tuple[Hashable, int], ready: float) -> None:
         part, joined = self._parts.pop(communication), self.pending.pop(communication)
         start = max(ready, self._free[part.stream])
-        end = self._free[part.stream] = start + part.seconds
+        joined.times[:] = accumulate(part.seconds, initial=start)
+        end = self._free[part.stream] = joined.times[-1]
         self.end = max(self.end, end)
-        joined.times[:] = start, end
         for row in joined.rows:
             self.wake(row, joined.times, ready)

@@ -12,7 +12,7 @@ until their last key of a store is deleted and no collective reads them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardlab.language import Group, Kind, Mesh, OpKind
@@ -293,7 +293,7 @@ class CompressedRank(StepRecorder):
         handle = self.register(SizedHandle(self, group, self.started[group], result, read))
         self.started[group] += 1
         across = self._crosses_rows(group)
-        entry = Rendezvous(group, group, len(group.ranks), seconds) if across else LocalCollective(group, seconds)
+        entry = Rendezvous(group, group, len(group.ranks), (seconds,)) if across else LocalCollective(group, seconds)
         self.entries.append(entry)
         return handle
 
@@ -334,31 +334,38 @@ class CompressedRank(StepRecorder):
 
     # Messages
 
-    def send(self, value: SizedValue, offset: int) -> None:
-        """Start to send a value to the rank `offset` places further in the pipeline."""
-        self.entries.append(PostMessage(self._route(Route(True, offset, value.part))))
+    def send(self, values: Sequence[SizedValue], offset: int) -> None:
+        """Start to send values at once to the rank `offset` places further in the pipeline."""
+        self.entries += [PostMessage(route) for route in self._routes(True, offset, values)]
 
-    def wait_sent(self, value: SizedValue, offset: int) -> None:
-        """Wait for the oldest send of a value like this one."""
-        self.entries.append(AwaitMessage(self._route(Route(True, offset, value.part)), 0))
-        self.release(value)
+    def wait_sent(self, values: Sequence[SizedValue], offset: int) -> None:
+        """Wait for the oldest sends of values like these."""
+        self.entries += [AwaitMessage(route, 0) for route in self._routes(True, offset, values)]
+        for value in values:
+            self.release(value)
 
-    def receive(self, value: SizedValue, layer: int, offset: int) -> None:
-        """Start to receive a value that enters a layer, or its gradient."""
-        value.slot = COMMUNICATION
-        self.allocate(value)
-        self.record_peak(OpKind.RECV, layer)
-        self.entries.append(PostMessage(self._route(Route(False, offset, value.part, layer))))
+    def receive(self, values: Sequence[SizedValue], layer: int, offset: int) -> None:
+        """Start to receive values that enter a layer, or their gradients."""
+        self.entries += [PostMessage(route) for route in self._routes(False, offset, values, layer)]
+        for value in values:
+            value.slot = COMMUNICATION
+            self.allocate(value)
+            self.record_peak(OpKind.RECV, layer)
 
-    def wait_received(self, value: SizedValue, layer: int, offset: int, turn: int) -> None:
-        """Wait for a received value: of those on its route, the oldest (`turn` 0) or a later one."""
-        self.entries.append(AwaitMessage(self._route(Route(False, offset, value.part, layer)), turn))
-        self.move(COMMUNICATION, value.slot, value.held_bytes)
+    def wait_received(self, values: Sequence[SizedValue], layer: int, offset: int, turn: int) -> None:
+        """Wait for received values: of those on their route, the oldest (`turn` 0) or later ones."""
+        self.entries += [AwaitMessage(route, turn) for route in self._routes(False, offset, values, layer)]
+        for value in values:
+            self.move(COMMUNICATION, value.slot, value.held_bytes)
 
-    def _route(self, route: Route) -> int:
-        if route not in self.routes:
-            self.routes.append(route)
-        return self.routes.index(route)
+    def _routes(self, sends: bool, offset: int, values: Sequence[SizedValue], layer: int = -1) -> Iterator[int]:
+        """Yield the numbers of the routes of values: of one route, or if each send blocks the rank, of one each."""
+        parts = tuple([value.part for value in values])
+        for each in [(part,) for part in parts] if self.sample.prices.blocking_p2p else [parts]:
+            route = Route(sends, offset, each, layer)
+            if route not in self.routes:
+                self.routes.append(route)
+            yield self.routes.index(route)
 
     # Verbs of a program
 
@@ -573,7 +580,7 @@ class SizedHandle:
 
     def relative_to(self, layer: int) -> Hashable:
         """Return what the collective is, with layers and its age relative to a layer and to the present."""
-        values = [value and (id(value.part), value.layer - layer, value.keys) for value in (self.result, self.read)]
+        values = [value and (value.part, value.layer - layer, value.keys) for value in (self.result, self.read)]
         return (self.rank.started[self.group] - self.number, *values)
 
     def __await__(self) -> Generator[SizedHandle, None, Any]:

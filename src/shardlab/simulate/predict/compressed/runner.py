@@ -27,10 +27,10 @@ from shardlab.simulate.predict.compressed.sample import (
     MeasuredPass,
     PassCollective,
     SizedPart,
-    with_residual_bytes,
+    with_more_bytes,
 )
 from shardlab.simulate.predict.compressed.short_model import Repetition
-from shardlab.simulate.timeline.memory import NO_BYTES, MemoryChange, MemoryLedger
+from shardlab.simulate.timeline.memory import NO_BYTES, MemoryLedger
 from shardlab.strategies.plan.program import PlanRunner
 from shardlab.strategies.plan.rank_plan import Keeps, RankPlan
 from shardlab.strategies.plan.sharding import GradientReducer, ParameterGatherer, weight_uses
@@ -68,7 +68,7 @@ class _Layers:
             more = shared_residuals - (like in self.sample.sample_shared_residuals(cuts))
             if more and keeps == self.plan.layers[layer].keeps:  # else this recomputes the layer, as in the sample
                 residual = self.sample.boundary(Kind.RESIDUAL, layer)
-                done = with_residual_bytes(done, keeps, more * residual.held_bytes, residual.slot)
+                done = with_more_bytes(done, more * residual.held_bytes, residual.slot, during=keeps != "all")
             self.forwards[key] = done
         return done
 
@@ -129,6 +129,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         key: the key of the step that is running.
         stage_passes: by name and stage, the passes of all layers of a stage as one.
         counts: stages whose gradients are reduced without a step of the schedule that says so.
+        owners: by stage, the layers whose weights its layers use, in the order of a backward pass.
     """
 
     def __init__(self, rank: CompressedRank, rank_plan: RankPlan) -> None:
@@ -142,6 +143,10 @@ class CompressedRunner(PlanRunner[SizedValue]):
         self.stage_passes: dict[tuple[str, int], MeasuredPass] = {}
         self.key = StepKey(None)
         self.counts = {stage for stage, left in self.left.items() if left}
+        self.owners = {
+            stage: [rank_plan.weight_of(l) for l in reversed(rank_plan.stages[stage]) if l not in rank_plan.weightless]
+            for stage in rank_plan.own_stages
+        }
 
     def may_grow(self, reductions: Mapping[SizedHandle, object], more: int) -> bool:
         """Tell whether collectives may all stay in flight while `more` are added to them, as the reductions of norms.
@@ -198,36 +203,35 @@ class CompressedRunner(PlanRunner[SizedValue]):
         boundary = key.boundary
         assert boundary is not None
         self.wait_for_sends(key)
-        for layer, value in self.values(boundary, sends=key.kind is Send):
-            if key.kind is Send:
-                # the message may live longer than the saved activations in which it lies
-                if value.kind is Kind.RESIDUAL and layer in self.passes.shared_residuals:
+        layer, values = self.values(boundary, sends=key.kind is Send)
+        if key.kind is Send:
+            # a message may live longer than the saved activations in which it lies
+            for value in values if layer in self.passes.shared_residuals else ():
+                if value.kind is Kind.RESIDUAL:
                     self.compressed.allocate(value)
                     self.compressed.record_peak(OpKind.SEND, layer)
-                self.compressed.send(value, boundary.offset)
-            else:
-                self.compressed.receive(value, layer, boundary.offset)
+            self.compressed.send(values, boundary.offset)
+        else:
+            self.compressed.receive(values, layer, boundary.offset)
         return self.compressed.finish_step()
 
     def wait_for_sends(self, key: StepKey) -> None:
         """Wait for earlier sends that must have ended by this step."""
         for boundary in key.awaited_sends:
-            for _, value in self.values(boundary, sends=True):
-                self.compressed.wait_sent(value, boundary.offset)
+            self.compressed.wait_sent(self.values(boundary, sends=True)[1], boundary.offset)
 
     async def receive(self, layer: int, m: int, *, forward: bool) -> None:
         if self.key.input_message is not None:
             boundary, turn = self.key.input_message
-            for layer, value in self.values(boundary, sends=False):
-                self.compressed.wait_received(value, layer, boundary.offset, turn)
+            layer, values = self.values(boundary, sends=False)
+            self.compressed.wait_received(values, layer, boundary.offset, turn)
 
-    def values(self, boundary: StageBoundary, *, sends: bool) -> list[tuple[int, SizedValue]]:
-        """List the values that cross a boundary between stages, each with the layer that it enters (or leaves)."""
+    def values(self, boundary: StageBoundary, *, sends: bool) -> tuple[int, list[SizedValue]]:
+        """Return the layer that values enter (or leave) over a boundary between stages, and these values."""
         layers = self.plan.stages[self.plan.own_stages[boundary.stage]]
         layer = layers.stop if boundary.forward is sends else layers.start
-        return [
-            (layer, cast(BoundaryStore, store).value_at(layer)) for store in self.boundaries[layer, boundary.forward]
-        ]
+        stores = self.boundaries[layer, boundary.forward]
+        return layer, [cast(BoundaryStore, store).value_at(layer) for store in stores]
 
     async def forward(self, stage: int, m: int) -> None:
         stage_pass = None if self.plan.gather_axes else self.stage_pass("forward", stage)
@@ -241,13 +245,12 @@ class CompressedRunner(PlanRunner[SizedValue]):
         self.compressed.apply_pass(stage_pass, layers[0])
 
     async def backward(self, stage: int, m: int) -> None:
-        stage_pass = self.accumulating_pass("backward", stage)
+        stage_pass = self.adding_pass("backward", stage)
         if stage_pass is None:
             await super().backward(stage, m)
             return
         await self.gradient_of_output(stage, m)
-        self.compressed.apply_pass(stage_pass, self.plan.stages[stage][0])
-        self.left[stage] -= 1
+        self.add_gradients(stage_pass, stage)
         if stage == 0:
             del self.rank.grad_activations[0, m]
 
@@ -262,26 +265,36 @@ class CompressedRunner(PlanRunner[SizedValue]):
             del self.rank.grad_activations[0, m]
 
     async def backward_weight(self, stage: int, m: int) -> None:
-        stage_pass = self.accumulating_pass("backward_weight", stage)
+        stage_pass = self.adding_pass("backward_weight", stage)
         if stage_pass is None:
             await super().backward_weight(stage, m)
             return
-        self.compressed.apply_pass(stage_pass, self.plan.stages[stage][0])
-        self.left[stage] -= 1
+        self.add_gradients(stage_pass, stage)
 
-    def accumulating_pass(self, name: str, stage: int) -> MeasuredPass | None:
-        """Return a stage's passes as one, if its gradients are only added to older ones (None: they are reduced)."""
-        if self.plan.gather_axes or self.left[stage] == 1:
+    def adding_pass(self, name: str, stage: int) -> MeasuredPass | None:
+        """Return a stage's passes as one, if its gradients are only stored or added (None: they are reduced)."""
+        owners, weights = self.owners[stage], self.plan.weights
+        reduced = self.left[stage] == 1 or any(weights[owner].reduce_every_microbatch for owner in owners)
+        if self.plan.gather_axes or reduced:
             return None
-        weightless = self.plan.weightless
-        if not all(self.passes.accumulates(l) for l in self.plan.stages[stage] if l not in weightless):
-            return None
-        return self.stage_pass(name, stage)
+        stored = sum(owner in self.compressed.grad_weights for owner in set(owners))
+        if stored == len(owners):
+            return self.stage_pass(name, stage)
+        return None if stored or len(set(owners)) < len(owners) else self.stage_pass(f"first {name}", stage)
+
+    def add_gradients(self, stage_pass: MeasuredPass, stage: int) -> None:
+        """Run the passes of a stage that make gradients and reduce none."""
+        rank = self.compressed
+        rank.apply_pass(stage_pass, self.plan.stages[stage][0])
+        for layer in self.owners[stage]:
+            if layer not in rank.grad_weights:
+                rank.grad_weights[layer] = self.passes.gradient(layer)
+        self.left[stage] -= 1
 
     def stage_pass(self, name: str, stage: int) -> MeasuredPass:
         stage_pass = self.stage_passes.get((name, stage))
         if stage_pass is None:
-            known, layers = self.compressed.sample.stage_passes, self.plan.stages[stage]
+            known, layers = self.compressed.sample.joined_passes, self.plan.stages[stage]
             gaps = [(gap.at - layers[0], gap.more) for gap in self.compressed.model.gaps if gap.at in layers]
             key = (name, *map(self.passes.pass_key, layers), *gaps)
             stage_pass = known.get(key)
@@ -320,18 +333,31 @@ class CompressedRunner(PlanRunner[SizedValue]):
         return passes
 
     def passes_at(self, name: str, l: int) -> Iterator[tuple[MeasuredPass, int]]:
-        """Yield the passes of one layer in order, and of those that it recomputes, each with its layer."""
-        forward_of = self.passes.forward_of
+        """Yield the passes of one layer in order, and of those that it recomputes, each with its layer.
+
+        "first" passes store gradients where others add them to older ones.
+        """
+        forward_of, sample, own = self.passes.forward_of, self.compressed.sample, name.removeprefix("first ")
         if name == "forward":
             yield forward_of(l, self.plan.layers[l].keeps, True), l
             return
-        if name != "backward_weight":
+        if own != "backward_weight":
             for again in self.plan.layers[l].recompute:
                 yield forward_of(again, "all", again != l), again
-        yield self.passes.pass_of(name, l), l
-        sample = self.compressed.sample
-        if name != "backward_input" and l not in self.plan.weightless and not sample.prices.adds_in_backward:
-            seconds = sample.compute(OpKind.ADD, self.passes.gradient(l).part)
+        done = self.passes.pass_of(own, l)
+        if name == "backward_input" or l in self.plan.weightless:
+            yield done, l
+            return
+        gradient = self.passes.gradient(l)
+        if name != own:
+            key = name, self.passes.pass_key(l)
+            if key not in sample.joined_passes:
+                sample.joined_passes[key] = with_more_bytes(done, gradient.held_bytes, gradient.slot)
+            yield sample.joined_passes[key], l
+            return
+        yield done, l
+        if not sample.prices.adds_in_backward:
+            seconds = sample.compute(OpKind.ADD, gradient.part)
             yield MeasuredPass(seconds, (), seconds, NO_BYTES, NO_PEAKS), l
 
 
@@ -345,31 +371,24 @@ def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
     collectives: list[PassCollective] = []
     waits: list[Interval] = []
     for each, place in parts:
-        waits += [(seconds + start, seconds + end) for start, end in each.waits]
+        if each.waits:
+            waits += [(seconds + start, seconds + end) for start, end in each.waits]
         seconds += each.seconds
-        for collective in each.collectives:
-            collectives.append(collective._replace(after=after + collective.after))
+        if each.collectives:
+            first, *others = each.collectives
+            collectives += [PassCollective(after + first.after, first.group, first.seconds), *others]
             after = 0.0
         after += each.rest
         for peak in each.peaks:
             memory.raise_peak(peak, place)
-        memory.apply(MemoryChange(each.bytes, each.delta, None))
+        for slot, bytes in each.changes:
+            memory.hold(slot, bytes)
     peaks = memory.peak, None, None
     return MeasuredPass(seconds, tuple(collectives), after, tuple(memory.by_category), peaks, tuple(waits))
 
 
-class ValueState(NamedTuple):
-    """State of a `SizedValue`. Its part is given by `id`, which is quicker to compare."""
-
-    part: int
-    layer: int
-    pieces: int
-    of: int
-    held_bytes: int
-    slot: int
-    keys: int
-    updated: bool
-
+ValueState = tuple[SizedPart, int, int, int, int, int, int, bool]
+"""Part, layer, pieces, of, held_bytes, slot, keys and updated of a `SizedValue`."""
 
 StorePlace = tuple[int, Hashable]
 """Where a value is stored: number of the store, and key in it."""
@@ -412,35 +431,24 @@ class StateSnapshots:
         self._stores = (rank.weights, rank.grad_weights, rank.scalars)
         self._lasting = frozenset(rank.weights)
 
-    def capture(self, parts: dict[int, SizedPart]) -> RankState:
-        """Return the rank's present state.
-
-        Args:
-            parts: gets every part that is in the state, by its `id`.
-        """
+    def capture(self) -> RankState:
+        """Return the rank's present state."""
         rank = self._rank
-
-        def state_of(value: SizedValue) -> ValueState:
-            part = value.part
-            parts[id(part)] = part
-            return ValueState(
-                id(part), value.layer, value.pieces, value.of, value.held_bytes, value.slot, value.keys, value.updated
-            )
-
-        places: dict[int, StorePlace] = {}
-        held: list[tuple[int, Hashable, ValueState]] = []
-        for number, store in enumerate(self._stores):
-            for key, value in store.items():
-                places[id(value)] = (number, key)
-                if number or key not in self._lasting:
-                    held.append((number, key, state_of(value)))
+        held = [
+            (number, key, _state_of(value))
+            for number, store in enumerate(self._stores)
+            for key, value in store.items()
+            if number or key not in self._lasting
+        ]
+        stores = enumerate(self._stores) if rank.outstanding else ()
+        places = {id(value): (number, key) for number, store in stores for key, value in store.items()}
         under_way = tuple(
             [
                 HandleState(
                     each.group,
                     rank.started[each.group] - each.number,
-                    each.result and state_of(each.result),
-                    each.read and (places.get(id(each.read)) or state_of(each.read)),
+                    each.result and _state_of(each.result),
+                    each.read and (places.get(id(each.read)) or _state_of(each.read)),
                     each.repetition,
                 )
                 for each in rank.outstanding
@@ -450,17 +458,12 @@ class StateSnapshots:
         number_of = numbers.__getitem__
         return RankState(frozenset(held), under_way, self._weights.state(number_of), self._gradients.state(number_of))
 
-    def restore(self, state: RankState, parts: dict[int, SizedPart]) -> None:
-        """Set the rank to a state that it had before.
-
-        Args:
-            state: the state.
-            parts: parts by `id`, as `capture` has filled it.
-        """
+    def restore(self, state: RankState) -> None:
+        """Set the rank to a state that it had before."""
         rank = self._rank
 
         def restored(saved: ValueState) -> SizedValue:
-            value = SizedValue(rank, parts[saved.part], saved.layer, saved.pieces, saved.of)
+            value = SizedValue(rank, *saved[:4])
             value.held_bytes, value.slot, value.keys, value.updated = saved[4:]
             return value
 
@@ -477,15 +480,18 @@ class StateSnapshots:
         for saved in state.under_way:
             rank.started[saved.group] = max(rank.started[saved.group], saved.ago)
         for saved in state.under_way:
-            read = saved.read
-            value = restored(read) if isinstance(read, ValueState) else read and self._stores[read[0]][read[1]]
-            result = saved.result and restored(saved.result)
+            read, result = saved.read, saved.result and restored(saved.result)
+            value = read and (self._stores[read[0]][read[1]] if len(read) == 2 else restored(read))
             handle = SizedHandle(rank, saved.group, rank.started[saved.group] - saved.ago, result, value)
             handle.repetition = saved.repetition
             rank.register(handle)
         handles: list[Any] = list(rank.outstanding)
         self._weights.restore(state.gathering, handles.__getitem__)
         self._gradients.restore(state.reducing, handles.__getitem__)
+
+
+def _state_of(value: SizedValue) -> ValueState:
+    return value.part, value.layer, value.pieces, value.of, value.held_bytes, value.slot, value.keys, value.updated
 
 
 PASS_STEPS = (Forward, Backward, BackwardInput)

@@ -294,8 +294,11 @@ def _subtract(held: CategoryBytes, other: CategoryBytes) -> CategoryBytes:
     return tuple([more - less for more, less in zip(held, other, strict=True)])
 
 
-class SizedPart(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class SizedPart:
     """Value or part of a value, with its sizes: an activation, or a slice of a weight, gradient or optimizer state.
+
+    A `PricedSample` has each part once, so parts are compared by identity, which is quick.
 
     Attributes:
         wire_bytes, held_bytes: its bytes when it is communicated, and in memory.
@@ -322,7 +325,7 @@ class PricedSample:
             beyond contention at each wait.
         notes_waits: whether the moments of such communication count, since compute is slower beside other
             communication.
-        stage_passes: passes of whole stages, by the keys of their layers' passes.
+        joined_passes: passes of whole stages by the keys of their layers' passes, and passes with their gradients.
     """
 
     def __init__(self, workload: Workload, step_types: Collection[type], sample_layer: Sequence[int]) -> None:
@@ -332,7 +335,7 @@ class PricedSample:
         self.rank_stride = workload.mesh.world // workload.mesh.pp
         self.sizes, self.prices = self._sample.sizes, self._sample.prices
         self.merges, self.notes_waits = not self.prices.lag.most, self.prices.contention > 0
-        self.stage_passes: dict[Hashable, MeasuredPass] = {}
+        self.joined_passes: dict[Hashable, MeasuredPass] = {}
         self._wire_bytes, self._held_bytes = Bytes(self.sizes), Bytes(self._sample.kept_sizes)
         self._saves = self._sample.kept_sizes.saves_residual
         self._passes: dict[Cuts, PassTable] = {}
@@ -500,22 +503,23 @@ def shared_residual_layers(plan: RankPlan, alike: Sequence[int], saves: Sequence
     )
 
 
-def with_residual_bytes(done: MeasuredPass, keeps: Keeps, bytes: int, slot: int) -> MeasuredPass:
-    """Return a forward pass after which `bytes` more are held than after the sample's, for its incoming residual.
+def with_more_bytes(done: MeasuredPass, bytes: int, slot: int, *, during: bool = True) -> MeasuredPass:
+    """Return a pass after which more bytes are held than after the sample's, for its gradient or incoming residual.
 
-    A pass was measured beside the sample's other layers. On a rank, the layer before it may save more or less, so that
+    A backward pass was measured where its gradient is added to an older one, and takes no memory of its own. A forward
+    pass was measured beside the sample's other layers. On a rank, the layer before it may save more or less, so that
     the residual shares memory with the saved activations in one case and not in the other. A layer that keeps all has
     read the residual when its op is over. A layer that keeps less reads it as a value that may live longer, so the
     residual takes memory of its own from the layer's op on.
 
     Args:
         done: the pass of the sample.
-        keeps: what the layer keeps.
-        bytes: of the residual stream; negative if the sample's takes memory of its own and the rank's does not.
+        bytes: negative if the sample's residual takes memory of its own and the rank's does not.
         slot: index of the category in which these count.
+        during: whether the op that computes with the weight holds them too, not only the ops after it.
     """
     before, main, after = done.peaks
-    peaks = before, main if keeps == "all" else _higher_peak(main, bytes, slot), _higher_peak(after, bytes, slot)
+    peaks = before, _higher_peak(main, bytes, slot) if during else main, _higher_peak(after, bytes, slot)
     return replace(done, delta=_add_bytes(done.delta, bytes, slot), peaks=peaks)
 
 

@@ -17,7 +17,7 @@ from shardlab.language import OpKind
 from shardlab.simulate.predict.compressed.clocks import CompressedStep, Entry, Rendezvous, Route, Row
 from shardlab.simulate.predict.compressed.rank import CompressedRank
 from shardlab.simulate.predict.compressed.runner import CompressedRunner, RankState, StepKey, step_keys
-from shardlab.simulate.predict.compressed.sample import PricedSample, SizedPart
+from shardlab.simulate.predict.compressed.sample import PricedSample
 from shardlab.simulate.predict.compressed.short_model import ShortModel
 from shardlab.simulate.predict.estimate import Peak
 from shardlab.simulate.timeline.memory import CATEGORIES, NO_BYTES, MemoryLedger, MemoryPeak
@@ -89,8 +89,8 @@ class StepCompressor:
     def _rendezvous(self, route: Route, index: int) -> Rendezvous:
         peer = index + route.offset * self._sample.rank_stride
         source, target = (index, peer) if route.sends else (peer, index)
-        seconds = self._sample.message(route.part, source, target)
-        blocks = self._sample.prices.blocking_p2p * seconds if route.sends else 0.0
+        seconds = [self._sample.message(part, source, target) for part in route.parts]
+        blocks = self._sample.prices.blocking_p2p * sum(seconds) if route.sends else 0.0
         return Rendezvous((source, target), frozenset((source, target)), 2, seconds, blocks)
 
     def peak(self, rank: PipelineRank, steps: Sequence[CompressedStep]) -> Peak:
@@ -127,7 +127,6 @@ class RankKind:
         self._sample, self._model, self._first = sample, model, number
         self.plan = replace(plan, steps=tuple({type(step): step for step in plan.steps}.values()))
         self.routes: list[Route] = []
-        self._parts: dict[int, SizedPart] = {}
         self._state_numbers: dict[RankState, int] = {}
         self._states: list[RankState] = []
         self.transitions: dict[tuple[int, StepKey], tuple[CompressedStep, int]] = {}
@@ -163,7 +162,7 @@ class RankKind:
         if self._state < 0:
             self._load()
         if self._state != state:
-            self._runner.snapshots.restore(self._states[state], self._parts)
+            self._runner.snapshots.restore(self._states[state])
             self._state = state
         rank = self._runner.compressed
         changes, in_flight = rank.changes, bool(rank.outstanding)
@@ -175,7 +174,7 @@ class RankKind:
         return step, self._state
 
     def _number(self) -> int:
-        state = self._runner.snapshots.capture(self._parts)
+        state = self._runner.snapshots.capture()
         number = self._state_numbers.setdefault(state, len(self._states))
         if number == len(self._states):
             self._states.append(state)
