@@ -118,7 +118,7 @@ def test_what_the_tokenizer_drops_is_said_beside_the_table(capsys: Captured) -> 
         ("prepare mine.py:broken", "mine.py:16 cannot be run: ZeroDivisionError: division by zero"),
         ("prepare mine.py:tables", "mine.py:tables, document 1 is an object; give a text, bytes, or one row of"),
         ("prepare a.txt --tokenizer sub", "--tokenizer sub is a folder without a tokenizer"),
-        ("prepare train.bin", "train.bin has tokens, not a text; --tokenizer says whose, such as gpt2"),
+        ("prepare train.bin", "train.bin has tokens, not a text; name their tokenizer by --tokenizer, such as gpt2"),
         ("shakespeare --file a.txt", "a.txt is not tiny Shakespeare (4,200 bytes"),
     ],
 )
@@ -164,7 +164,7 @@ def test_without_the_library_it_says_what_to_install(
         ("--data chars a.txt", "a.txt has another tokenizer (bytes, 256 tokens) than chars (chars, 13 tokens)"),
         ("--data bytes --vocab-size 64", "bytes: tokens go up to 120 (bytes), but the model's vocabulary is 64"),
         ("--data chars --prompt zebra", "the character 'z' is not among the 13 characters"),
-        ("--data train.bin", "train.bin has tokens, not a text; say whose they are (nanoGPT's are gpt2's) by shardlab"),
+        ("--data train.bin", "train.bin has tokens, not a text; name their tokenizer (gpt2 for nanoGPT's) by shardlab"),
         ("--data chars --seq-len 5000", "chars has 3,780 tokens for training but 5,001 are needed"),
     ],
 )

@@ -47,8 +47,8 @@ def test_headers_of_python_are_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("train --pp 2 --schedule zb-h1", "hides what the second half of a backward pass needs"),
-        ("verify --pp 2 --schedule zb-v", "hides what the second half of a backward pass needs"),
+        ("train --pp 2 --schedule zb-h1", "hides the tensors that the second half of a backward pass needs"),
+        ("verify --pp 2 --schedule zb-v", "hides the tensors that the second half of a backward pass needs"),
         ("train --strategy ddp --ranks 2 --trace", "on a CPU cannot follow what --compile compiles"),
     ],
 )

@@ -85,8 +85,8 @@ def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> N
     """
     if any(op.kind is OpKind.BACKWARD_INPUT for tape in checked.program.tapes for op in tape):
         raise UserError(
-            "--compile hides what the second half of a backward pass needs, and this program has backward passes in "
-            "halves; take a schedule without, such as 1f1b or interleaved-1f1b, or leave out --compile"
+            "--compile hides the tensors that the second half of a backward pass needs, and this program has such "
+            "halves; take a schedule without them, such as 1f1b or interleaved-1f1b, or leave out --compile"
         )
     if traced and device == "cpu":
         raise UserError(

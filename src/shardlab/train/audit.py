@@ -226,7 +226,7 @@ def advice(checked: Checked) -> str:
     """Return what to do about a fault. A host is to blame only if the program keeps all replicas bitwise equal."""
     if drifts := drifts_of(checked):
         return f"It may be rounding, and no host's fault: {str(drifts[0]).removesuffix('.')}"
-    return "Leave the host out, and go on from what was saved before the last audit that passed"
+    return "Leave the host out, and resume from the checkpoint before the last audit that passed"
 
 
 class Auditing(Callback):

@@ -480,8 +480,8 @@ class ResumedRun:
         """
         if self.checkpoint.state["data"]["identity"] != identity:
             raise UserError(
-                f"the data are no longer those that {self.out} was trained on; go on with them all the same by naming "
-                "them with --data"
+                f"the data are no longer those that {self.out} was trained on; to continue with them, name them "
+                "with --data"
             )
 
     @property

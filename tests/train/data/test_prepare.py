@@ -350,7 +350,7 @@ def test_tokens_of_nanogpt_are_prepared_by_their_tokenizer(tmp_path: Path) -> No
     made = prepare([given], tmp_path / "out", str(tmp_path / "tokenizer.json"), validation=0.3)
     assert made.run("training").tokens.tolist() == [1, 2, 256, 3, 4, 5, 256]
     assert made.run("training").starts.tolist() == [3]
-    with pytest.raises(UserError, match=r"train.bin has tokens, not a text; --tokenizer says whose, such as gpt2"):
+    with pytest.raises(UserError, match=r"train.bin has tokens, not a text; name their tokenizer by --tokenizer"):
         prepare([given], tmp_path / "again")
     for more in ({"tokenizer": "chars"}, {"train_bpe": 300}):
         with pytest.raises(UserError, match="these are tokens, not a text; say by which tokenizer"):

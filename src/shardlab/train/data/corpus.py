@@ -268,7 +268,7 @@ class Corpus:
             return cls.from_text(map_text(path), seq_len, str(path))
         if source.format == "tokens" and tokenizer is None:
             raise UserError(
-                f"{path} has tokens, not a text; say whose they are (nanoGPT's are gpt2's) by shardlab data prepare "
+                f"{path} has tokens, not a text; name their tokenizer (gpt2 for nanoGPT's) by shardlab data prepare "
                 f"{path} --tokenizer gpt2 --out FOLDER, and give the folder"
             )
         if source.size > MOST_BYTES_ENCODED:

@@ -72,7 +72,8 @@ def prepare(
     if train_bpe is None and tokenizer == ByteTokenizer.kind:
         tokens = next((each for each in inputs if isinstance(each, Input) and each.format == "tokens"), None)
         if tokens is not None:
-            raise UserError(f"{tokens.name} has tokens, not a text; --tokenizer says whose, such as gpt2 for nanoGPT's")
+            remedy = "name their tokenizer by --tokenizer, such as gpt2 for nanoGPT's"
+            raise UserError(f"{tokens.name} has tokens, not a text; {remedy}")
     reading = DocumentReader(inputs, progress)
     with atomic_folder(out) as folder:
         chosen = tokenizer if isinstance(tokenizer, Tokenizer) else make_tokenizer(tokenizer, train_bpe, reading)

@@ -201,7 +201,7 @@ class RankExchange:
             others = "the others" if self.rank == 0 else "rank 0"
             raise UserError(
                 f"rank {self.rank} of {self.world} has lost {others} at the start ({str(error).splitlines()[0]}); "
-                "look at what they have said"
+                "read their output"
             ) from None
 
     def all(self, act: Callable[[], Result]) -> Result:

@@ -140,8 +140,8 @@ class _Hosts:
         by_size = None if local is None else local.value == self.world.value
         if hosts is not None and None is not by_size != by_hosts:
             raise UserError(
-                f"{local} and {self.world}, but by {hosts.variable} the hosts are {hosts.value}; unset those that do "
-                "not belong to what started the ranks"
+                f"{local} and {self.world}, but by {hosts.variable} the hosts are {hosts.value}; unset those that "
+                "the launcher of the ranks did not set"
             )
         known = by_hosts if by_size is None else by_size
         one_host = True if self.world.value == 1 else known
@@ -400,8 +400,8 @@ def _agree(facts: Sequence[Fact | None]) -> Fact | None:
     for other in known[1:]:
         if other.value != known[0].value:
             raise UserError(
-                f"{known[0]} but {other}, and they must agree; unset those that do not belong to what started the "
-                "ranks, or set them for each rank"
+                f"{known[0]} but {other}, and they must agree; unset those that the launcher of the ranks did "
+                "not set, or set them for each rank"
             )
     return known[0] if known else None
 

@@ -78,9 +78,7 @@ class SubmittedJob:
                 between = ", and commas between several" if several else ""
                 raise UserError(f"{option} {value!r}: give letters, digits and . _ - + @ alone{between}")
         if self.seconds <= WARNING:
-            raise UserError(
-                f"--time is {self.seconds} s; give more than {WARNING} s, since a job is told before its end"
-            )
+            raise UserError(f"--time is {self.seconds} s; give more than {WARNING} s, since a warning comes that early")
 
     def script(self, scheduler: Scheduler) -> str:
         """Return the job script, which restarts the command from its newest checkpoint after a failure."""
@@ -231,7 +229,7 @@ def _pbs(job: SubmittedJob) -> str:
             'export MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")"',
             *job.before,
             f"for attempt in {' '.join(map(str, range(RESTARTS + 1)))}; do",
-            f"    # PBS warns nobody: {WARNING} s before the end the ranks are told to save, and timeout gives 124.",
+            f"    # PBS sends no warning. {WARNING} s before the end, timeout signals the ranks to save; it gives 124.",
             f"    timeout --signal=USR1 $(({limit} - SECONDS)) {started}",
             "    status=$?",
             "    # A job that fails starts again where its newest checkpoint is, but not for ever.",

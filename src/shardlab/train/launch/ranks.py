@@ -186,7 +186,7 @@ def run_ranks(
         except (RuntimeError, OSError) as error:
             raise UserError(
                 f"rank {environment.rank} of {environment.world} could not connect to the others "
-                f"({str(error).splitlines()[0]}); look at what they have printed"
+                f"({str(error).splitlines()[0]}); read their output"
             ) from error
     watched = contextlib.nullcontext()
     if watching is not None:

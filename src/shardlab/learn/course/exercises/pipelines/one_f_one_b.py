@@ -81,7 +81,7 @@ EXERCISE = Exercise(
             "the last rank needs no warm-up at all: its first backward pass may follow its first forward pass.",
         ),
         Mistake(
-            "every rank warms up alike",
+            "every rank has the same warm-up",
             ("min(ranks - rank - 1, microbatches)", "min(ranks - 1, microbatches)"),
             "rank [123] has",
             "count the forward passes that rank 2 makes in the figure before its first backward pass.",
