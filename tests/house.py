@@ -18,7 +18,7 @@ CODE_LINES = {
     "": 295,
     "check": 2280,
     "cli": 8095,
-    "common": 840,
+    "common": 845,
     "draw": 1710,
     "execute": 3785,
     "frameworks": 3460,

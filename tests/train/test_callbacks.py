@@ -45,6 +45,15 @@ def live(progress: TrainingProgress, width: int) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
+def test_nothing_is_redrawn_in_a_cell_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    console = terminal(80)
+    with TrainingProgress(20, console=console) as progress:
+        progress.show(metrics())
+    assert isinstance(console.file, io.StringIO)
+    assert "\x1b" not in console.file.getvalue()
+
+
 @pytest.mark.parametrize(("width", "more"), [(80, []), (160, ["dt 1.062", "mfu 28.1%", "dtf 0.024", "sps 187.1"])])
 def test_important_figures_come_first_and_others_as_width_allows(width: int, more: list[str]) -> None:
     progress = TrainingProgress(20_000, console=terminal(width))

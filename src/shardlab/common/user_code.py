@@ -246,6 +246,15 @@ LOOK_SECONDS = 0.1
 """Seconds between two checks of a program's progress."""
 
 
+def in_notebook_cell() -> bool:
+    """Return whether a cell of a Jupyter notebook has started this process, with `!`.
+
+    Its output is a terminal to look at, but a page that has been printed stays as it is: nothing can be redrawn, and
+    nobody can press a key. Jupyter names its process for all that a kernel starts (jupyter_client's `launcher.py`).
+    """
+    return "JPY_PARENT_PID" in os.environ
+
+
 class Stopped(KeyboardInterrupt):
     """Exception that is raised in a program to stop it. asyncio passes it on at once, before another rank runs."""
 

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab.common.text import counted, printable
+from shardlab.common.user_code import in_notebook_cell
 from shardlab.execute.kernel_choice import choose_products
 from shardlab.models.tensors import TokenSampling
 from shardlab.train.evaluate import Evaluation
@@ -352,7 +353,7 @@ class TrainingProgress:
         self._user_figures: Mapping[str, float] = {}
         self._metrics: Mapping[str, Any] | None = None
         self._console = console or Console(file=sys.stderr)
-        live = self._console.is_interactive
+        live = self._console.is_interactive and not in_notebook_cell()
         self._lines = Heartbeat("starting", self._silence) if not live else None
         self._live = Live(self, console=self._console, transient=True, refresh_per_second=4) if live else None
 

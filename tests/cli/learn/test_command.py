@@ -185,6 +185,15 @@ def test_a_save_is_graded_and_the_next_exercise_follows(
         at = said.index(words, at) + 1
 
 
+def test_a_cell_of_a_notebook_is_graded_once(
+    course: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    assert main(["learn"]) == 1
+    assert "waiting for" not in capsys.readouterr().out
+
+
 REFUSED: dict[tuple[str, ...], str] = {
     ("hint", "ddq"): "there is no exercise 'ddq'; did you mean ddp?",
     ("run", "ddp"): "ddp is not passed yet; solve it first",

@@ -23,6 +23,7 @@ from shardlab.cli.learn.train import STEPS, require_steps, train_and_verify
 from shardlab.cli.options import Count, Flag
 from shardlab.common.errors import UserError
 from shardlab.common.text import counted
+from shardlab.common.user_code import in_notebook_cell
 from shardlab.learn.course.catalogue import CourseEntry, all_entries, course, gallery
 from shardlab.learn.course.folder import HINTS, NOTEBOOK, PROGRESS, CourseFolder
 
@@ -71,7 +72,7 @@ class Init:
 class Watch:
     """Grade the file of an exercise now and at each save: check it, draw it, and compare it with the goals.
 
-    If standard output is not a terminal, the file is graded once.
+    If standard output is not a terminal, or in a cell of a notebook, the file is graded once.
     """
 
     exercise: ExerciseName = None
@@ -81,7 +82,7 @@ class Watch:
         folder = _open_folder()
         entry = folder.find(self.exercise)
         console = stdout_console()
-        if not sys.stdout.isatty():
+        if not sys.stdout.isatty() or in_notebook_cell():
             return 0 if _grade(console, folder, entry, self.exercise) else 1
         try:
             while True:

@@ -27,6 +27,7 @@ from rich.text import Text
 from torch import Tensor
 
 from shardlab.check import Checked
+from shardlab.common.user_code import in_notebook_cell
 from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.collect import averaged_weights
 from shardlab.execute.settings import torch_dtype
@@ -240,7 +241,7 @@ class CaseProgress(Progress):
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
             console=console,
-            disable=not console.is_terminal,
+            disable=not console.is_terminal or in_notebook_cell(),
         )
         self._task = self.add_task("starting", total=len(cases))
 
