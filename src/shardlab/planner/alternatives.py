@@ -53,11 +53,11 @@ def nearest_alternatives(
     """
     near = [each for each in neighbours(problem, chosen) if problem.limits.allow(each[2].plan)]
     coming = [(*each, timed.ask(Query(each[2]))) for each in near]
-    found = [
+    alternatives = [
         Alternative(topic, choice, other, timed.answer(future, "an alternative"), better_than(other, chosen, fitting))
         for topic, choice, other, future in coming
     ]
-    return [each for each in found if each.answer is not None]
+    return [each for each in alternatives if each.answer is not None]
 
 
 def better_than(other: Candidate, chosen: Candidate, fitting: Sequence[PlanOutcome]) -> PlanOutcome | None:
@@ -69,9 +69,9 @@ def better_than(other: Candidate, chosen: Candidate, fitting: Sequence[PlanOutco
     axis = next((axis for axis in MODEL_AXES if getattr(mesh, axis) != getattr(one, axis)), None)
     if axis is None:
         return None
-    alike = (each for each in fitting if getattr(each.candidate.plan.mesh, axis) == getattr(mesh, axis))
-    found = next(alike, None)
-    return found if found and found.candidate != other else None
+    same_axis = (each for each in fitting if getattr(each.candidate.plan.mesh, axis) == getattr(mesh, axis))
+    nearest = next(same_axis, None)
+    return nearest if nearest and nearest.candidate != other else None
 
 
 def add_shares(near: Sequence[Alternative], timed: TimedQueries) -> Callable[[], list[Alternative]]:
@@ -112,10 +112,10 @@ def _following(plan: Plan, other: Plan, words: Mapping[str, Any]) -> str:
     """Return the other fields that had to change with a choice, as flags in brackets ("": none)."""
     about = {"recompute", next(iter(words), ""), *(SHARDED if {"zero", "wide"} & words.keys() else ())}
     changed = {each.name: getattr(other, each.name) for each in fields(Plan) if each.name not in about}
-    told = {name: value for name, value in changed.items() if value not in (getattr(plan, name), None, ())}
+    shown = {name: value for name, value in changed.items() if value not in (getattr(plan, name), None, ())}
     if not other.shard_parameters:
-        told.pop("reshard_after", None)
-    return f" ({as_flags(told)})" if told else ""
+        shown.pop("reshard_after", None)
+    return f" ({as_flags(shown)})" if shown else ""
 
 
 Choice = tuple[Topic, str, dict[str, Any]]
@@ -211,8 +211,8 @@ def _better(alternative: Alternative, chosen: Answer) -> str:
     better, answer = alternative.better, alternative.answer
     if better is None or answer is None:
         return ""
-    seconds, own = better.forecast.seconds, answer.forecast.seconds if answer.forecast.memory.fits else float("inf")
-    if seconds > own * (1 - TELLING):
+    seconds, old = better.forecast.seconds, answer.forecast.seconds if answer.forecast.memory.fits else float("inf")
+    if seconds > old * (1 - TELLING):
         return ""
     return f"; with others changed too, step {seconds / chosen.forecast.seconds - 1:+.1%}: {summary(better.candidate)}"
 

@@ -131,7 +131,7 @@ def choose(
     if not any(has_plan(problem, mesh) for mesh in meshes(problem)):
         raise UserError(explain_empty_space(problem))
     error, ran = expected_error(problem), measured_outcomes(problem, measured or (), workers)
-    found = Search(
+    results = Search(
         problem,
         workers,
         budget=budget.part(SEARCHED),
@@ -141,27 +141,27 @@ def choose(
         ran_out=out_of_memory(measured or ()),
     ).run()
     timed = TimedQueries(problem, workers, began + budget.seconds)
-    model = None if measured is None or not (found.best or ran) else fit_errors(found, ran, error, timed)
-    if found.best is None:
-        raise UserError(explain_no_fit(problem, found))
-    return _give_reasons(found, found.best, timed, budget, model)
+    model = None if measured is None or not (results.best or ran) else fit_errors(results, ran, error, timed)
+    if results.best is None:
+        raise UserError(explain_no_fit(problem, results))
+    return _give_reasons(results, results.best, timed, budget, model)
 
 
 def _give_reasons(
-    found: Results, best: PlanOutcome, timed: TimedQueries, budget: Budget, model: ErrorModel | None
+    results: Results, best: PlanOutcome, timed: TimedQueries, budget: Budget, model: ErrorModel | None
 ) -> PlanChoice:
     """Compute why the best plan is the best and what would make it faster, the most important questions first."""
     problem = timed.problem
-    own = timed.ask(Query(best.candidate, best.forecast, shares=True))
+    pending = timed.ask(Query(best.candidate, best.forecast, shares=True))
     doubled: list[Change] = ["links", "batch"] if problem.cluster.nodes > 1 else ["batch"]
     more = [timed.ask(Query(best.candidate), change) for change in doubled]
-    near = nearest_alternatives(problem, best.candidate, timed, found.fitting)
-    rows = sorted(found.families().values(), key=lambda each: family_order(each.family))
+    near = nearest_alternatives(problem, best.candidate, timed, results.fitting)
+    rows = sorted(results.families().values(), key=lambda each: family_order(each.family))
     helps = _gain_of_memory(best, timed, budget)
-    others = [each for each in rows if each.candidate != best.candidate and each.family in found.searched]
+    others = [each for each in rows if each.candidate != best.candidate and each.family in results.searched]
     coming = {each.family: timed.ask(Query(each.candidate, each.forecast, shares=True)) for each in others}
     reasons = add_shares(near, timed)
-    answer = timed.answer(own, "what the step's time goes to") or Answer(best.forecast, None)
+    answer = timed.answer(pending, "what the step's time goes to") or Answer(best.forecast, None)
     workload, path = problem.workload(best.candidate), dict[str, float]()
     if timed.left > trace_seconds(workload):
         path = trace_or_none(lambda: path_seconds(workload)) or {}
@@ -170,7 +170,7 @@ def _give_reasons(
         if (study := timed.answer(future, "what would help")) is not None:
             helps[change] = (2 if change == "batch" else 1) * best.forecast.seconds / study.forecast.seconds - 1
     families = [(each, studied.get(each.family) or Answer(each.forecast, None)) for each in rows]
-    return PlanChoice(problem, found, best, answer, families, path, reasons(), helps, str(timed), model)
+    return PlanChoice(problem, results, best, answer, families, path, reasons(), helps, str(timed), model)
 
 
 def _gain_of_memory(best: PlanOutcome, timed: TimedQueries, budget: Budget) -> dict[Change, float]:
@@ -202,14 +202,14 @@ def find_contenders(choice: PlanChoice, seconds: float) -> list[PlanOutcome]:
         seconds: time for all measured steps. All plans must fit into memory together. The first plan is always kept.
     """
     assert choice.error_model is not None, "it was asked what may be measured"
-    found = [each.outcome for each in choose_experiments(choice.error_model, MOST)]
-    while len(found) > 1 and not (
-        least_seconds(found) <= seconds and sum(each.forecast.memory.total for each in found) <= choice.problem.room
+    plans = [each.outcome for each in choose_experiments(choice.error_model, MOST)]
+    while len(plans) > 1 and not (
+        least_seconds(plans) <= seconds and sum(each.forecast.memory.total for each in plans) <= choice.problem.room
     ):
-        found.pop()
-    return found
+        plans.pop()
+    return plans
 
 
-def least_seconds(found: Sequence[PlanOutcome]) -> float:
+def least_seconds(outcomes: Sequence[PlanOutcome]) -> float:
     """Return the predicted seconds to run the smallest number of steps of all contenders."""
-    return STEPS * sum(each.seconds for each in found)
+    return STEPS * sum(each.seconds for each in outcomes)

@@ -106,14 +106,14 @@ class ErrorModel:
         choices = [computing(each.candidate) for each in self.plans]
         said = [np.array([repr(each[name]) for each in choices]) for name in choices[0]]
         same = [values[:, None] == values for values in said if len({*values}) > 1]
-        alike = np.mean(same, axis=0) if same else np.ones((len(choices), len(choices)))
+        similarity = np.mean(same, axis=0) if same else np.ones((len(choices), len(choices)))
         every = np.array(
             [[each.parts.get(name, 0.0) if each else 0.0 for name in self.entries] for each in self.shares]
         )
         squares = (every**2).sum(axis=1)
         apart = squares[:, None] + squares - 2 * every @ every.T
-        own = np.exp(-apart / (2 * TELLING**2)) * (alike == 1)
-        return OF_PARTS * self.parts @ self.parts.T + OF_COMPUTING * alike**STEEP + OWN * own
+        specific = np.exp(-apart / (2 * TELLING**2)) * (similarity == 1)
+        return OF_PARTS * self.parts @ self.parts.T + OF_COMPUTING * similarity**STEEP + OWN * specific
 
     @cached_property
     def entries(self) -> list[str]:
@@ -163,8 +163,8 @@ class ErrorModel:
     def seconds(self) -> list[float]:
         """Seconds of each plan's step: measured, or predicted and corrected."""
         off = self.condition_on([*self.measured])[0] @ self.errors
-        made = [each.seconds * exp(float(more)) for each, more in zip(self.plans, off, strict=True)]
-        return [self.measured.get(at, seconds) for at, seconds in enumerate(made)]
+        predicted = [each.seconds * exp(float(more)) for each, more in zip(self.plans, off, strict=True)]
+        return [self.measured.get(at, seconds) for at, seconds in enumerate(predicted)]
 
     @cached_property
     def expected_errors(self) -> list[float]:
@@ -185,8 +185,8 @@ class ErrorModel:
             return dict.fromkeys(self.names, 1.0)
         inner = self._covariance(self.variance, known)
         common = self._common(inner)
-        told = self.variance * np.linalg.solve(inner, self.errors - common)
-        of_parts = OF_PARTS * self.parts[known].T @ told
+        solved = self.variance * np.linalg.solve(inner, self.errors - common)
+        of_parts = OF_PARTS * self.parts[known].T @ solved
         return {name: exp(common + float(more)) for name, more in zip(self.names, of_parts, strict=True)}
 
 
@@ -330,17 +330,17 @@ def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], worker
     candidates = [each.candidate for each in measured if _is_of(problem, each)]
     lost = out_of_memory(measured)
     coming = {each: workers.submit(partial(forecast_query, Query(each))) for each in candidates if each not in lost}
-    found: list[MeasuredOutcome] = []
+    outcomes: list[MeasuredOutcome] = []
     for candidate, future in coming.items():
-        own = [(each.seconds, each.source) for each in measured if each.candidate == candidate and each.seconds]
+        rows = [(each.seconds, each.source) for each in measured if each.candidate == candidate and each.seconds]
         if (answer := future.result()) is None:
             raise UserError(
-                f"{own[0][1]}: this plan is none that {problem.recipe.name} runs on {problem.cluster}; leave it out"
+                f"{rows[0][1]}: this plan is none that {problem.recipe.name} runs on {problem.cluster}; leave it out"
             )
         for step in (each for each in measured if each.candidate == candidate):
             _want_seconds(step, answer.forecast.seconds)
-        found.append((PlanOutcome(candidate, answer.forecast), median(seconds for seconds, _ in own)))
-    return found
+        outcomes.append((PlanOutcome(candidate, answer.forecast), median(seconds for seconds, _ in rows)))
+    return outcomes
 
 
 def _is_of(problem: Problem, step: MeasuredStep) -> bool:
@@ -397,7 +397,7 @@ def slack(measured: Sequence[MeasuredOutcome], error: float) -> float:
     return max(error, max(times, default=1.0) / min(times, default=1.0) - 1)
 
 
-def fit_errors(found: Results, measured: Sequence[MeasuredOutcome], error: float, timed: TimedQueries) -> ErrorModel:
+def fit_errors(results: Results, measured: Sequence[MeasuredOutcome], error: float, timed: TimedQueries) -> ErrorModel:
     """Fit an error model to measured steps, and correct the seconds of the results of a search.
 
     Args:
@@ -407,7 +407,7 @@ def fit_errors(found: Results, measured: Sequence[MeasuredOutcome], error: float
         timed: queries for the parts of step times, as long as there is time.
     """
     ran = [outcome for outcome, _ in measured]
-    others = [each for each in found.outcomes if each.candidate not in {one.candidate for one in ran}]
+    others = [each for each in results.outcomes if each.candidate not in {one.candidate for one in ran}]
     plans = [*ran, *sorted((each for each in others if each.fits), key=lambda each: each.rank)]
     known: dict[int, StepShares | None] = {}
     places = {at: seconds for at, (_, seconds) in enumerate(measured)}
@@ -421,5 +421,5 @@ def fit_errors(found: Results, measured: Sequence[MeasuredOutcome], error: float
         known |= {at: answer and answer.shares for at, answer in answers.items()}
     if measured:
         again = [replace(each, corrected=seconds) for each, seconds in zip(plans, model.seconds, strict=True)]
-        found.outcomes = [*again, *(each for each in others if not each.fits)]
+        results.outcomes = [*again, *(each for each in others if not each.fits)]
     return model

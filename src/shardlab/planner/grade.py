@@ -97,10 +97,10 @@ class GradedCell:
 
 def group_cells(candidates: Iterable[TriedPlan]) -> list[GradedCell]:
     """Group candidates into cells, in their order. Cells in which no configuration ran are left out."""
-    found: dict[tuple[str, int], list[TriedPlan]] = {}
+    by_cell: dict[tuple[str, int], list[TriedPlan]] = {}
     for each in candidates:
-        found.setdefault((each.model, each.devices), []).append(each)
-    cells = [GradedCell(model, devices, some[0].nodes, some) for (model, devices), some in found.items()]
+        by_cell.setdefault((each.model, each.devices), []).append(each)
+    cells = [GradedCell(model, devices, some[0].nodes, some) for (model, devices), some in by_cell.items()]
     return [cell for cell in cells if cell.best.measured]
 
 
@@ -233,23 +233,23 @@ def predict_plan(row: dict[str, Any], recipe: Recipe | None = None) -> TriedPlan
     name = str(written.get("name") or f"{written['layers']} layers of {written['hidden']}")
     nodes = math.ceil(devices / (record.hardware.gpus_per_node or 8))
     speed = tokens / measured.seconds / devices if measured.seconds else None
-    found = TriedPlan(record.id, name, devices, nodes, speed, measured.bytes)
+    tried = TriedPlan(record.id, name, devices, nodes, speed, measured.bytes)
     began = time.process_time()
     try:
         workload = workload_of(record, recipe or recipe_of(record))
-        found = replace(found, assumed=assumptions(record, workload, told=recipe is not None))
+        tried = replace(tried, assumed=assumptions(record, workload, told=recipe is not None))
         if reason := broken_limit(workload):
-            return replace(found, reason=reason, breaks_limit=True)
-        made = forecast(workload)
+            return replace(tried, reason=reason, breaks_limit=True)
+        predicted = forecast(workload)
     except Unknown as error:
         raise UserError(f"run {row['id']} {error}") from None
     except (Incomplete, UserError, Refused) as error:
-        return replace(found, reason=str(error))
+        return replace(tried, reason=str(error))
     return replace(
-        found,
-        predicted=tokens / made.seconds / devices,
-        bytes=measured_as(measured.memory if measured.bytes else "reserved", made.memory),
-        fits=made.memory.fits,
-        safe=made.memory.safe,
+        tried,
+        predicted=tokens / predicted.seconds / devices,
+        bytes=measured_as(measured.memory if measured.bytes else "reserved", predicted.memory),
+        fits=predicted.memory.fits,
+        safe=predicted.memory.safe,
         seconds=time.process_time() - began,
     )

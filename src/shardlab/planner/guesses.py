@@ -52,14 +52,14 @@ def guess_line(costs: PassCosts, line: Candidate) -> Guess | None:
         line: the line.
     """
     problem = costs.problem
-    own = own_recompute(line.plan)
+    default = own_recompute(line.plan)
     try:
-        none = costs.of(line, own)
-        fixed = problem.limits.fixed.get("recompute", own)
-        if fixed != own:
+        none = costs.of(line, default)
+        fixed = problem.limits.fixed.get("recompute", default)
+        if fixed != default:
             none = full = costs.of(line, "full") if fixed == "full" else none
         else:
-            full = none if own != "none" or with_share(problem, line, "full") is None else costs.of(line, "full")
+            full = none if default != "none" or with_share(problem, line, "full") is None else costs.of(line, "full")
         sums = [part(costs, line, layers) for layers in (none, full) for part in (_seconds, _bytes)]
         return Guess(*sums, passes=_passes_to_replay(costs, line))
     except UserError:
@@ -107,21 +107,21 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
 
     def gathers(axes: Iterable[str]) -> list[float]:
         """Return the seconds of the gathers of all weights over each axis, the last axis first."""
-        bytes, found = weights * precision.bytes(Kind.WEIGHT), list[float]()
+        bytes, times = weights * precision.bytes(Kind.WEIGHT), list[float]()
         for axis in axes:
-            found.insert(0, prices.collective_time(OpKind.ALL_GATHER, bytes, mesh.group(0, axis)))
+            times.insert(0, prices.collective_time(OpKind.ALL_GATHER, bytes, mesh.group(0, axis)))
             bytes /= getattr(mesh, axis)
-        return found
+        return times
 
     def reductions() -> float:
         """Return the seconds to reduce all gradients over each axis in turn. Each axis leaves less for the next."""
-        bytes, found = weights * precision.bytes(Kind.GRAD_WEIGHT), 0.0
+        bytes, seconds = weights * precision.bytes(Kind.GRAD_WEIGHT), 0.0
         for axis in ("dp_shard", "dp_replicate", "cp"):
             sharded = axis in plan.shard_optimizer
             verb = OpKind.REDUCE_SCATTER if sharded else OpKind.ALL_REDUCE
-            found += prices.collective_time(verb, bytes, mesh.group(0, axis))
+            seconds += prices.collective_time(verb, bytes, mesh.group(0, axis))
             bytes /= getattr(mesh, axis) if sharded else 1
-        return found
+        return seconds
 
     try:
         reduced = (each if plan.shard_gradients else 1) * reductions()

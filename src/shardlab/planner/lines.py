@@ -201,14 +201,14 @@ def nearest_stages(problem: Problem, pp: int, stages: int) -> dict[str, Any]:
 
 def seeds(problem: Problem) -> list[Candidate]:
     """Return the lines that an expert tries first: a grid of meshes, with the usual sharding and schedule of each."""
-    found: dict[Candidate, None] = {}
+    candidates: dict[Candidate, None] = {}
     for mesh in meshes(problem):
         if _is_usual(problem, mesh):
-            found.update(dict.fromkeys(_seeds_of(problem, mesh)))
-    if not found:  # the limits exclude all usual meshes
+            candidates.update(dict.fromkeys(_seeds_of(problem, mesh)))
+    if not candidates:  # the limits exclude all usual meshes
         for mesh in meshes(problem):
-            found.update(dict.fromkeys(_seeds_of(problem, mesh)))
-    return list(found)
+            candidates.update(dict.fromkeys(_seeds_of(problem, mesh)))
+    return list(candidates)
 
 
 def has_plan(problem: Problem, mesh: Mesh) -> bool:
@@ -259,10 +259,10 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
             plans.append((replace(mesh, dp_replicate=mesh.dp_shard // near, dp_shard=near), sizes[-1], {"zero": 3}))
     if splits_given(problem):
         meshes = [replace(mesh, dp_replicate=r, dp_shard=s) for r, s in splits(problem, mesh.dp_shard)]
-        plans = [(each, size, own) for each in meshes for _, size, own in plans]
+        plans = [(each, size, options) for each in meshes for _, size, options in plans]
     kept = ("none", PER_OP) if PER_OP in can.recompute else ("none",)
-    for (each, size, own), precision, recompute in product(plans, problem.precisions, kept):
-        line = make_line(problem, each, size, precision, **(words | own | {"recompute": recompute}))
+    for (each, size, options), precision, recompute in product(plans, problem.precisions, kept):
+        line = make_line(problem, each, size, precision, **(words | options | {"recompute": recompute}))
         if line is not None:
             yield line
 
@@ -272,23 +272,23 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
 
 def neighbours(problem: Problem, line: Candidate) -> list[Candidate]:
     """Return the lines one or two changes away: of mesh and microbatch, sharding, schedule, or context."""
-    found: dict[Candidate, None] = {}
+    near: dict[Candidate, None] = {}
     for words in _changes(problem, line):
         if (other := change_line(problem, line, **words)) is not None:
-            found[other] = None
-    found.pop(line, None)
-    return list(found)
+            near[other] = None
+    near.pop(line, None)
+    return list(near)
 
 
 def every_line(problem: Problem) -> list[Candidate]:
     """Return all lines of a small problem that a search can reach."""
-    found = dict.fromkeys(seeds(problem))
-    waiting = list(found)
+    lines = dict.fromkeys(seeds(problem))
+    waiting = list(lines)
     while waiting:
-        near = [each for each in neighbours(problem, waiting.pop()) if each not in found]
-        found.update(dict.fromkeys(near))
+        near = [each for each in neighbours(problem, waiting.pop()) if each not in lines]
+        lines.update(dict.fromkeys(near))
         waiting += near
-    return list(found)
+    return list(lines)
 
 
 def _changes(problem: Problem, line: Candidate) -> Iterator[dict[str, Any]]:

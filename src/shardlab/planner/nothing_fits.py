@@ -25,14 +25,14 @@ from shardlab.simulate.predict.memory import model_state, zero_plan
 from shardlab.strategies.plan.plan import Plan
 
 
-def explain_no_fit(problem: Problem, found: Results) -> str:
+def explain_no_fit(problem: Problem, results: Results) -> str:
     """Return the error message for a search in which no plan fits."""
     room, margin = problem.room, problem.margin
-    nearest = min(found.misses().items(), key=lambda miss: miss[1][0], default=None)
-    if found.refused and not found.outcomes:
-        return _refusal_text(problem, _refusal_of(problem, found.refused[0]))
-    if not found.complete or nearest is None:
-        seen = f"of {counted(found.lines, 'kind')} of plans {counted(len(found.outcomes), 'plan')} were simulated"
+    nearest = min(results.misses().items(), key=lambda miss: miss[1][0], default=None)
+    if results.refused and not results.outcomes:
+        return _refusal_text(problem, _refusal_of(problem, results.refused[0]))
+    if not results.complete or nearest is None:
+        seen = f"of {counted(results.lines, 'kind')} of plans {counted(len(results.outcomes), 'plan')} were simulated"
         if nearest is not None:
             over = bytes_text(nearest[1][0] - room, 1)
             seen = f"{seen}, and {nearest[0]} ({summary(nearest[1][1])}) comes nearest, with {over} too many"
@@ -76,13 +76,13 @@ def explain_empty_space(problem: Problem) -> str:
             return f"{flag} does not divide {there}; give a size that does, or another number of devices"
     size = limits.micro_batch_size or 1
     roomy = replace(problem, sequences=devices * size)  # a batch that the ranks of every mesh can share
-    found = list(meshes(roomy))
-    if not found:
+    candidates = list(meshes(roomy))
+    if not candidates:
         return (
             f"no mesh of {counted(devices, 'device')}, which are all used, has {limits}; the sizes of its axes "
             f"multiply to {devices:,}: give others, or another number of devices"
         )
-    least = min((mesh.dp_replicate * mesh.dp_shard * mesh.ep for mesh in found if has_plan(roomy, mesh)), default=None)
+    least = min((m.dp_replicate * m.dp_shard * m.ep for m in candidates if has_plan(roomy, m)), default=None)
     if least is None or problem.sequences % (least * size) == 0:
         return _refusal_text(problem, next(_refusals(roomy if least is None else problem), ""))
     each = f" in microbatches of {size}" if size > 1 else ""

@@ -78,7 +78,7 @@ class PassCosts:
     def _compute(self, line: Candidate, recompute: str) -> LayerCosts:
         """Resolve a plan of one pipeline stage, and price each of its layers."""
         workload, plan = self.problem.workload(line), line.plan
-        alike, model = workload.repeated.alike[:-1], workload.sample.cut
+        repeated, model = workload.repeated.alike[:-1], workload.sample.cut
         alone = Plan(
             replace(plan.mesh, pp=1, dp_replicate=1, dp_shard=1),
             sequence_parallel=plan.sequence_parallel,
@@ -109,15 +109,15 @@ class PassCosts:
             forward.append(before + passes[0] + awaited)
             backward.append(passes[1] + beside)
         kept = [prices.kept(kept_sizes, layer, layers[layer].keeps) for layer in range(model.layers)]
-        whole = [prices.kept(kept_sizes, layer, "all") for layer in alike]
+        whole = [prices.kept(kept_sizes, layer, "all") for layer in repeated]
         again = plan_layers(self.problem.model, plan).recomputable if recompute == "full" else ()
         weights = [sizes.weights[layer] / model.run(layer).slices for layer in range(model.layers)]
         return LayerCosts(
-            *(sum(each[layer] for layer in alike) for each in (forward, backward, kept)),
+            *(sum(each[layer] for layer in repeated) for each in (forward, backward, kept)),
             block=max((sum(whole[block.start : block.stop]) for block in again), default=0.0),
             head=forward[-1] + backward[-1],
             logits=2 * prices.activation_bytes(kept_sizes, model.layers),
-            weights=sum(weights[layer] for layer in alike),
+            weights=sum(weights[layer] for layer in repeated),
         )
 
     def cluster_prices(self, candidate: Candidate) -> ClusterPrices:

@@ -65,9 +65,9 @@ class Limits:
             check_field(name, value, field_types(Plan)[name], getattr(Plan, name))
         if "schedule" in self.fixed:
             _ = Plan(schedule=self.fixed["schedule"]).order
-        given = {**self.fixed, "micro_batch_size": self.micro_batch_size}
+        settings = {**self.fixed, "micro_batch_size": self.micro_batch_size}
         for name, most in self.most.items():
-            if (value := given.get(name)) is not None and value > most:
+            if (value := settings.get(name)) is not None and value > most:
                 flag = name.replace("_", "-")
                 raise UserError(f"--{flag} {value} is more than --max-{flag} {most}; give one of them")
         if "context" in self.fixed and 1 in (self.fixed.get("cp"), self.most.get("cp")):
@@ -88,8 +88,8 @@ class Limits:
 
     def allows(self, name: str, size: int) -> bool:
         """Return whether an axis, or a microbatch, may have this size."""
-        wanted = self.micro_batch_size if name == "micro_batch_size" else self.fixed.get(name)
-        return wanted in (None, size) and size <= self.most.get(name, size)
+        fixed_size = self.micro_batch_size if name == "micro_batch_size" else self.fixed.get(name)
+        return fixed_size in (None, size) and size <= self.most.get(name, size)
 
     def allow(self, plan: Plan) -> bool:
         """Return whether a plan's mesh and all its fields satisfy the limits."""

@@ -123,7 +123,7 @@ def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> list
         start: share with which to begin.
         costs: costs of the problem's layers.
     """
-    problem, found = costs.problem, dict[float, Explored]()
+    problem, explored = costs.problem, dict[float, Explored]()
     plans = [(share, plan) for share in shares_of(problem, line) if (plan := with_share(problem, line, share))]
     sizes = [SHARES[share] for share, _ in plans]
     low, high = -1, len(plans)  # the share at index `low` does not fit, and the share at `high` does
@@ -134,13 +134,13 @@ def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> list
             break
         memory = answer.forecast.memory
         fits = memory.fits and memory.safe
-        found[sizes[at]] = Explored(candidate, share, answer.forecast, fits)
+        explored[sizes[at]] = Explored(candidate, share, answer.forecast, fits)
         low, high = (low, at) if fits else (at, high)
-        known = {size: each.forecast.memory.unlimited for size, each in found.items()}
+        known = {size: each.forecast.memory.unlimited for size, each in explored.items()}
         at = next((p for p in range(low + 1, high) if _bytes_at(known, guess, sizes[p]) <= problem.room), None)
         if at is None and low < high - 1 == len(plans) - 1:  # no share has fitted
             at = high - 1
-    return list(found.values())
+    return list(explored.values())
 
 
 def _bytes_at(known: dict[float, float], guess: Guess, share: float) -> float:
@@ -173,27 +173,27 @@ class Corrections:
 
     def seconds(self, line: Candidate) -> float:
         """Return the factor for guessed seconds of a line; for an unknown kind, the smallest of similar kinds."""
-        own, similar = _time_kinds(line)
-        known = self._seconds.get(own) or [min(self._seconds.get(similar) or [1.0])]
+        kind, similar = _time_kinds(line)
+        known = self._seconds.get(kind) or [min(self._seconds.get(similar) or [1.0])]
         return sum(known) / len(known)
 
     def bytes(self, line: Candidate, share: float) -> float:
         """Return the bytes to add to a guess of a line; for an unknown kind, the fewest of similar kinds."""
-        own, similar = _memory_kinds(line, share)
-        known = self._bytes.get(own) or [min(self._bytes.get(similar) or [0.0])]
+        kind, similar = _memory_kinds(line, share)
+        known = self._bytes.get(kind) or [min(self._bytes.get(similar) or [0.0])]
         return sum(known) / len(known)
 
 
 def _time_kinds(line: Candidate) -> list[Hashable]:
     plan = line.plan
     context = (plan.context, plan.ulysses_degree) if plan.mesh.cp > 1 else ""
-    own = context, plan.schedule if plan.mesh.pp > 1 else "", plan.zero_stage, plan.shard_optimizer, plan.reshard_after
-    return [own, context]
+    kind = context, plan.schedule if plan.mesh.pp > 1 else "", plan.zero_stage, plan.shard_optimizer, plan.reshard_after
+    return [kind, context]
 
 
 def _memory_kinds(line: Candidate, share: float) -> list[Hashable]:
-    own = share > 0, line.plan.mesh.cp > 1, line.plan.mesh.tp > 1, line.plan.mesh.pp > 1, line.plan.zero_stage
-    return [own, share > 0]
+    kind = share > 0, line.plan.mesh.cp > 1, line.plan.mesh.tp > 1, line.plan.mesh.pp > 1, line.plan.zero_stage
+    return [kind, share > 0]
 
 
 @dataclass
@@ -437,6 +437,6 @@ class Search:
             if outcome.fits and outcome.seconds < self._main.best:
                 passed = time.monotonic() - self._began
                 self.results.improvements.append(Improvement(passed, len(self.results.outcomes), outcome.seconds))
-            for own in (self._main, *([] if goal is self._main else [goal])):
-                if own.accepts(outcome.family):
-                    own.note(outcome, next(self._tie))
+            for one_goal in (self._main, *([] if goal is self._main else [goal])):
+                if one_goal.accepts(outcome.family):
+                    one_goal.note(outcome, next(self._tie))

@@ -112,8 +112,8 @@ def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
 
 def stage_counts(layers: int, pp: int) -> tuple[int, ...]:
     """Return the numbers of stages of each rank for which stages divide the layers; if `pp` does not, all up to 8."""
-    found = range(2, layers // pp + 1)
-    return tuple(each for each in found if layers % (pp * each) == 0 or (layers % pp and each <= 8))
+    counts = range(2, layers // pp + 1)
+    return tuple(each for each in counts if layers % (pp * each) == 0 or (layers % pp and each <= 8))
 
 
 def recomputed_blocks(

@@ -75,8 +75,8 @@ def answer_request(problem: Problem, query: Query) -> Answer | None:
         workload = problem.workload(query.candidate)
         if broken_limit(workload):
             return None
-        made = query.known or forecast(workload)
-        return Answer(made, trace_or_none(lambda: step_shares(workload)) if query.shares else None)
+        predicted = query.known or forecast(workload)
+        return Answer(predicted, trace_or_none(lambda: step_shares(workload)) if query.shares else None)
     except (UserError, Refused):
         return None
 

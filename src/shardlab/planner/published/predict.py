@@ -50,9 +50,9 @@ def predict(run: PublishedRun) -> Prediction:
     if run.measured.of_block:
         alone = _forecast(run, 1).memory
         return Prediction(_block_seconds(run), measured_as(run.measured.memory, alone), True, alone)
-    made = forecast(run.workload)
-    held = made.memory
-    return Prediction(made.seconds, measured_as(run.measured.memory, held), held.fits, held)
+    prediction = forecast(run.workload)
+    memory = prediction.memory
+    return Prediction(prediction.seconds, measured_as(run.measured.memory, memory), memory.fits, memory)
 
 
 def measured_as(memory: Memory, held: DeviceMemory) -> float:
@@ -199,8 +199,8 @@ def errors_by_source(outcomes: Sequence[Outcome], figure: Figure) -> dict[str, E
 
 def worst_errors(outcomes: Sequence[Outcome], figure: Figure, count: int) -> list[tuple[float, Outcome]]:
     """Return the runs with the largest errors, largest first."""
-    found = [(error, outcome) for outcome in outcomes if (error := outcome.error(figure)) is not None]
-    return sorted(found, key=lambda each: -abs(each[0]))[:count]
+    errors = [(error, outcome) for outcome in outcomes if (error := outcome.error(figure)) is not None]
+    return sorted(errors, key=lambda each: -abs(each[0]))[:count]
 
 
 def wrong_fits(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -199,8 +199,8 @@ def cluster_of(record: RunRecord) -> Cluster:
     hardware, device = record.hardware, device_of(record.hardware)
     usual = NODES[device.name]
     per_node = min(hardware.gpus_per_node or usual.devices, hardware.gpus)
-    told = (hardware.network, 1) if hardware.network else network_in(hardware.interconnect)
-    network, each = told or (usual.inter_node, 1)
+    named = (hardware.network, 1) if hardware.network else network_in(hardware.interconnect)
+    network, each = named or (usual.inter_node, 1)
     nics = hardware.nics or (None if hardware.network else nics_in(hardware.interconnect)) or per_node * each
     nodes = math.ceil(hardware.gpus / per_node)
     on_board = hardware.gpus_per_node or usual.devices
@@ -410,12 +410,12 @@ def find_name(text: str | None, names: Iterable[str]) -> str | None:
     joined = re.sub(r"(\d+) ?gb\b", r"\1gb", (text or "").lower())
     words = {match[0] for match in re.finditer(r"[a-z0-9]+", joined)}
     starts = {match[0]: match.start() for match in reversed([*re.finditer(r"(?<![a-z0-9-])[a-z0-9]+", joined)])}
-    found = [
+    matches = [
         (starts[first], -len(name), name)
         for name in names
         if (first := name.partition("-")[0]) in starts and words.issuperset(name.split("-"))
     ]
-    return min(found)[2] if found else None
+    return min(matches)[2] if matches else None
 
 
 def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) -> tuple[str, ...]:

@@ -26,11 +26,11 @@ class Unknown(Incomplete):
 
 def bounded(most: int, least: int = 1) -> FieldType:
     """Return the type of a whole number, which may be in quotes. The limits bound the cost of a simulation."""
-    wanted = f"a whole number from {least} to {most:,}"
+    expected = f"a whole number from {least} to {most:,}"
     return FieldType(
         int,
         "N",
-        lambda value: "" if type(value) is int and least <= value <= most else wanted,
+        lambda value: "" if type(value) is int and least <= value <= most else expected,
         of_file=lambda value: int(found) if (found := _finite(value)) is not None and found == int(found) else value,
     )
 
@@ -197,16 +197,16 @@ def _finite(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        found = float(value)
+        figure = float(value)
     except (ValueError, OverflowError):
         return None
-    return found if math.isfinite(found) else None
+    return figure if math.isfinite(figure) else None
 
 
 def number(value: Any) -> float | None:
     """Return a positive number, which may be in quotes (None: the value is not a positive number)."""
-    found = _finite(value)
-    return found if found is not None and found > 0 else None
+    figure = _finite(value)
+    return figure if figure is not None and figure > 0 else None
 
 
 Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
@@ -280,9 +280,9 @@ def read_figures(row: dict[str, Any]) -> Measurement:
     if seconds is None and (block := _of_block(measured)):
         return Measurement(block, None, "allocated", out, of_block=True)
     for name, memory, unit in MEMORY_FIELDS:
-        found = number(measured.get(name))
-        if found is not None:
-            return Measurement(seconds, found * unit, memory, out)
+        figure = number(measured.get(name))
+        if figure is not None:
+            return Measurement(seconds, figure * unit, memory, out)
     return Measurement(seconds, None, "allocated", out)
 
 

@@ -67,7 +67,7 @@ def _scheduled(problem: Problem, outcome: PlanOutcome, seconds: float) -> Schedu
     workload = problem.workload(outcome.candidate)
     best, reason = ScheduledPlan(outcome.candidate), ""
     try:
-        own = workload.estimate().step
+        plain_step = workload.estimate().step
     except UserError as error:  # too many ops to replay
         return ScheduledPlan(outcome.candidate, reason=str(error))
     for placement, each in PLACEMENTS:
@@ -78,7 +78,7 @@ def _scheduled(problem: Problem, outcome: PlanOutcome, seconds: float) -> Schedu
             reason = str(error)
             continue
         if best.found is None or step.step < best.seconds:
-            best = ScheduledPlan(outcome.candidate, found, own, step.step, step.peak.bytes)
+            best = ScheduledPlan(outcome.candidate, found, plain_step, step.step, step.peak.bytes)
     return best if best.found is not None else ScheduledPlan(outcome.candidate, reason=reason)
 
 

@@ -305,7 +305,7 @@ def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
     program, times, memory = estimate.traced.program, estimate.times, estimate.memory[row]
     tape, specs = program.tapes[row], estimate.traced.specs[row]
     own = [*layers, program.layers] if layers.stop == program.layers else layers  # the loss follows the last layer
-    found: tuple[list[int], ...] = ([], [], [])
+    indices: tuple[list[int], ...] = ([], [], [])
     seen: set[tuple[OpKind, int]] = set()
     second = max(specs[op.inputs[0]].microbatches for op in tape if op.kind in _ANY_PASS)
     for place, op in enumerate(tape):
@@ -313,8 +313,8 @@ def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
             again = (op.kind, op.layer) in seen  # a forward pass that is computed again belongs to the input half
             seen.add((op.kind, op.layer))
             number = next(number for number, kinds in enumerate(_PASSES) if op.kind in kinds)
-            found[1 if again and number == 0 else number].append(place)
-    places = [(each[0], each[-1]) for each in found if each]
+            indices[1 if again and number == 0 else number].append(place)
+    places = [(each[0], each[-1]) for each in indices if each]
     spans = tuple((times.starts[row][first], times.ends[row][last]) for first, last in places)
     entries = [_entry(tape, first) for first, _ in places]
     after_forward = _entry(tape, next(i for i in range(places[0][1] + 1, len(tape)) if tape[i].kind in _ANY_PASS))

@@ -62,7 +62,7 @@ def fill(passes: Passes, skeleton: Skeleton, most: float = inf) -> Timing | None
     shift = passes.number(WEIGHT, 0, 0) - passes.number(INPUT, 0, 0)
     inputs = passes.number(INPUT, 0, 0)
     end = [-1.0] * passes.count
-    at, free, held = [0] * ranks, [0.0] * ranks, [0.0] * ranks
+    at, free, used = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     orders: Orders = [[] for _ in range(ranks)]
     waiting: list[deque[int]] = [deque() for _ in range(ranks)]
     left = sum(map(len, skeleton.orders))
@@ -81,14 +81,14 @@ def fill(passes: Passes, skeleton: Skeleton, most: float = inf) -> Timing | None
                         start = ready + lag
                 else:
                     change = memory[each]
-                    while weights and (held[rank] + change > limit or start - time >= gap * duration[weights[0]]):
+                    while weights and (used[rank] + change > limit or start - time >= gap * duration[weights[0]]):
                         weight = weights.popleft()
                         time += duration[weight]
                         end[weight] = time
-                        held[rank] += memory[weight]
+                        used[rank] += memory[weight]
                         rows.append(weight)
-                    held[rank] += change
-                    if held[rank] > limit:
+                    used[rank] += change
+                    if used[rank] > limit:
                         return None
                     time = max(start, time) + duration[each]
                     end[each] = time
@@ -247,8 +247,8 @@ def _critical_path(timing: Timing, rank: int) -> list[int]:
     while each is not None:
         path.append(each)
         start = end[each] - passes.duration[each] - 1e-9
-        own = before.get(each)
-        following = own if own is not None and end[own] >= start else None
+        previous = before.get(each)
+        following = previous if previous is not None and end[previous] >= start else None
         for need, lag in passes.needs[each]:
             if end[need] + lag >= start and (following is None or passes.rank[need] != passes.rank[each]):
                 following = need

@@ -87,8 +87,8 @@ class ScheduleProblem:
         """
         each, rest = divmod(len(self.stages), self.ranks)
         if rest or not each or (self.placement == "vee" and each != 2):
-            wanted = f"{2 * self.ranks}, two a rank" if self.placement == "vee" else f"a multiple of {self.ranks}"
-            raise UserError(f"costs of {len(self.stages)} stages are given for {self.ranks} ranks; give {wanted}")
+            expected = f"{2 * self.ranks}, two a rank" if self.placement == "vee" else f"a multiple of {self.ranks}"
+            raise UserError(f"costs of {len(self.stages)} stages are given for {self.ranks} ranks; give {expected}")
         for number, stage in enumerate(self.stages):
             for name in ("forward", "input", "weight", "activation", "kept_memory"):
                 _require_cost(getattr(stage, name), f"{name} of stage {number}", positive=name in ("forward", "input"))

@@ -94,13 +94,13 @@ class FoundSchedule:
         return max(0.0, 1 - work / self.timing.time)
 
 
-def published_schedule(found: FoundSchedule, name: str) -> FoundSchedule:
+def published_schedule(searched: FoundSchedule, name: str) -> FoundSchedule:
     """Return the result of a search with a published schedule in place of the found one."""
-    problem, passes = found.problem, found.timing.passes
+    problem, passes = searched.problem, searched.timing.passes
     steps = resolve_schedule(SCHEDULES[name], problem.ranks, problem.microbatches, problem.stages_per_rank)
     timing = timing_of(passes, *passes.orders_of(steps))
     assert timing is not None, "a built-in schedule never waits forever"
-    return replace(found, timing=timing, source=name, placed=steps)
+    return replace(searched, timing=timing, source=name, placed=steps)
 
 
 def search_schedule(
@@ -183,7 +183,7 @@ def search_schedule(
 
 def published_steps(problem: ScheduleProblem) -> dict[str, Steps]:
     """Return the built-in schedules with the placement, the stages and the backward passes of a problem, by name."""
-    found: dict[str, Steps] = {}
+    by_name: dict[str, Steps] = {}
     for name, schedule in SCHEDULES.items():
         if (schedule.placement is vee) == (problem.placement == "vee") and schedule.stages_per_rank in (
             None,
@@ -191,8 +191,8 @@ def published_steps(problem: ScheduleProblem) -> dict[str, Steps]:
         ):
             steps = resolve_schedule(schedule, problem.ranks, problem.microbatches, problem.stages_per_rank)
             if problem.has_halves or not any(isinstance(step, BackwardInput) for row in steps.of_ranks for step in row):
-                found[name] = steps
-    return found
+                by_name[name] = steps
+    return by_name
 
 
 def _starts(passes: Passes, candidates: list[tuple[float, str, Orders, Timing]]) -> list[tuple[str, Skeleton]]:

@@ -92,11 +92,11 @@ class Passes:
 
     def peak_memory(self, order: Iterable[int]) -> float:
         """Return the peak memory of a rank."""
-        memory, held, peak = self.memory, 0.0, 0.0
+        memory, used, peak = self.memory, 0.0, 0.0
         for each in order:
-            held += memory[each]
-            if held > peak:
-                peak = held
+            used += memory[each]
+            if used > peak:
+                peak = used
         return peak
 
     def fits(self, orders: Orders) -> bool:
@@ -168,8 +168,8 @@ class Timing:
                 if free is None:
                     idle["before the first pass"] += start
                 elif start > free:
-                    made = max((self.end[need] for need, lag in passes.needs[each] if lag), default=start)
-                    moving = min(start - free, max(0.0, start - made))
+                    ready = max((self.end[need] for need, lag in passes.needs[each] if lag), default=start)
+                    moving = min(start - free, max(0.0, start - ready))
                     idle["waiting for messages"] += moving
                     idle["waiting for passes"] += start - free - moving
                 free = self.end[each]
