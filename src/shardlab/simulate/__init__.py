@@ -1,5 +1,5 @@
-"""Time and memory of a tape: clocks and memory (`timeline`), rewrites (`passes`), devices and links (`hardware`), and
-forecasts for a cluster (`predict`). Read them in this order.
+"""Time and memory of a tape. Read in this order: `timeline` (clocks and memory), `passes` (rewrites of tapes),
+`hardware` (devices and links) and `predict` (predictions for a cluster).
 
 The package itself is callable: `shardlab.simulate(...)` simulates a strategy (see `shardlab.api`).
 """

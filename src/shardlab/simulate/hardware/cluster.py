@@ -45,7 +45,7 @@ from shardlab.simulate.hardware.profile import AlphaBeta, Machine, Profile, Rate
 SECONDS = number("seconds, 0 or more", lambda value: 0 <= value < inf)
 
 MOST_EFFICIENT = 1.1
-"""The largest share of a link's bandwidth that a file may give it: what a switch sums is sent once (see `links`)."""
+"""Largest efficiency that a file may give a link: above 1, since a switch can sum (see `links`)."""
 
 EFFICIENCY = number(
     f"the share of its bandwidth that is reached, above 0 and at most {MOST_EFFICIENT}",
@@ -58,15 +58,15 @@ class Link:
     """Kind of link.
 
     Attributes:
-        name: its name in a cluster file.
+        name: name in a cluster file.
         bandwidth: bytes per second that one device (inside a node) or one NIC (between nodes) sends over all its lanes,
             in one direction.
         latency: seconds of a hop.
-        efficiency: share of the bandwidth that a large collective gets.
+        efficiency: fraction of the bandwidth that a large collective reaches.
         pair: bytes per second of a message between two devices; less than `bandwidth` if the lanes go to different
             peers and no switch joins them.
-        net_step: least seconds of each step of a ring or a tree over several nodes, also inside nodes (0: those of its
-            hop; then gathers take the fastest algorithm, not NCCL's ring).
+        net_step: minimum seconds of each step of a ring or a tree over several nodes, also inside nodes (0: as its hop;
+            gathers then use the fastest algorithm, not NCCL's ring).
         source: source of the figures.
         figures: sources of latency and efficiency, which links of a kind share.
     """
@@ -82,12 +82,12 @@ class Link:
 
     @property
     def speed(self) -> float:
-        """Bytes per second that a large collective gets."""
+        """Bytes per second of a large collective."""
         return self.bandwidth * self.efficiency
 
     @property
     def pair_speed(self) -> float:
-        """Bytes per second that a large message between two devices gets."""
+        """Bytes per second of a large message between two devices."""
         return (self.pair or self.bandwidth) * self.efficiency
 
 
@@ -101,10 +101,10 @@ LINKS = {
 
 
 def find_link(name: str) -> Link:
-    """Return the link of a name.
+    """Return the link with a name.
 
     Raises:
-        UserError: if there is none; the nearest names are suggested.
+        UserError: if there is none; the message suggests the nearest names.
     """
     return find_by_name(LINKS, name, "link")
 
@@ -112,12 +112,12 @@ def find_link(name: str) -> Link:
 DISK_LINK = find_link("nvme")
 
 HOST_MEMORY: float = CONSTANTS["host_memory"].value
-"""Bytes/s of the host's memory that each device's share of its processors gets."""
+"""Bytes/s of the host's memory for each device's share of the host's processors."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """Devices on nodes. Global ranks are placed on the nodes in order.
+    """Devices on nodes. Ranks are placed on the nodes in order.
 
     Attributes:
         device: the device of every rank.
@@ -128,7 +128,7 @@ class Cluster:
         host: the link between a device and its host's memory.
         nics: number of NICs of a node, shared evenly by its devices.
         profile: measurements of this machine, which replace the links.
-        assumed: fields of the network that nobody gave, so they are those of the device's usual node.
+        assumed: fields of the network that were not given, and are those of the device's usual node.
     """
 
     device: Device
@@ -150,7 +150,7 @@ class Cluster:
         return cls(device_of_profile(crowd), profile.machine.places, 1, link, link, link, 1, profile)
 
     def at_work(self, ranks: int) -> Cluster:
-        """Return this cluster with `ranks` devices at work. A single rank has a measured machine's memory to itself."""
+        """Return this cluster with `ranks` busy devices. A single rank has a measured machine's whole bandwidth."""
         if self.profile is None or ranks > 1 or not self.profile.alone:
             return self
         peaks = {key: peak for key, peak in self.profile.peaks.items() if key[1] == 1}
@@ -158,12 +158,12 @@ class Cluster:
 
     @property
     def contention(self) -> float:
-        """Seconds of compute that a rank loses in a second of communication; 0 for data sheets."""
+        """Seconds of compute that a rank loses in a second of communication; 0 without a profile."""
         return self.profile.contention if self.profile is not None else 0.0
 
     @property
     def lag(self) -> Lag:
-        """Time that a rank loses beyond that when it waits for others; none for data sheets."""
+        """Further time that a rank loses when it waits for others; none without a profile."""
         return self.profile.lag if self.profile is not None else NO_LAG
 
     @property
@@ -176,7 +176,7 @@ class Cluster:
 
     @property
     def network(self) -> dict[str, str | int]:
-        """Names of the links on which collectives depend, and the number of NICs; none of a measured machine."""
+        """Names of the links that collectives use, and the number of NICs; empty for a measured machine."""
         if self.profile is not None:
             return {}
         inside: dict[str, str | int] = {"intra_node": self.intra_node.name} if self.per_node > 1 else {}
@@ -185,7 +185,7 @@ class Cluster:
 
     @property
     def network_text(self) -> str:
-        """The network in words, and what of it is assumed ("": there is a single device, or it was measured)."""
+        """The network and its assumed parts as text ("": there is a single device, or the machine was measured)."""
         known = self.network
         between = f"{counted(self.nics, 'NIC')} of {self.inter_node.name} a node" if "nics" in known else ""
         inside = f"{self.intra_node.name} inside a node" if "intra_node" in known else ""
@@ -234,7 +234,7 @@ class Cluster:
             ranks: global numbers of the members.
 
         Raises:
-            UserError: if no collective has that name, the profile does not have it, or bytes or ranks are not valid.
+            UserError: if there is no such collective, the profile lacks it, or bytes or ranks are invalid.
         """
         find_by_name(COSTS, kind, "collective")
         self._want_bytes(bytes)
@@ -244,10 +244,10 @@ class Cluster:
         return collective_seconds(kind, bytes, self.span(ranks))
 
     def message_seconds(self, bytes: float, source: int, target: int) -> float:
-        """Return the seconds of a message from one global rank to another.
+        """Return the seconds of a message from one rank to another.
 
         Raises:
-            UserError: if the profile has no messages, or bytes or ranks are not valid.
+            UserError: if the profile has no messages, or bytes or ranks are invalid.
         """
         self._want_bytes(bytes)
         self._want_ranks([source, target] if source != target else [source])
@@ -263,10 +263,10 @@ class Cluster:
         return START + self.inter_node.latency + bytes / own
 
     def copy_seconds(self, bytes: float, place: str) -> float:
-        """Return the seconds of a copy between a device and the host's memory or the disk; CPU ranks copy in memory.
+        """Return the seconds of a copy between a device and the host's memory or the disk. CPU ranks copy in memory.
 
         Raises:
-            UserError: if bytes are not valid, or the profile is one of GPUs, whose copies are not measured.
+            UserError: if bytes are invalid, or the profile is of GPUs, whose copies are not measured.
         """
         self._want_bytes(bytes)
         if self.on_cpu:
@@ -308,7 +308,7 @@ T = TypeVar("T", Device, Link)
 class NodeType:
     """Usual node of a device: number of devices, names of its links, number of NICs, and the source.
 
-    `boards` names the link inside nodes with another number of devices, whose boards are built otherwise.
+    `boards` names the link inside nodes with another number of devices, which have other boards.
     """
 
     devices: int
@@ -320,7 +320,7 @@ class NodeType:
     boards: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def link_between(self, devices: int) -> str:
-        """Return the name of the link inside nodes of so many devices."""
+        """Return the name of the link inside nodes with `devices` devices."""
         return self.boards.get(str(devices), self.intra_node)
 
 
@@ -328,20 +328,21 @@ NETWORK = ("intra_node", "inter_node", "nics")
 """Fields of a cluster that describe its network."""
 
 NODES = {name: read_settings(NodeType, row, "nodes.toml", name) for name, row in rows("nodes", "node").items()}
-"""The node that each device usually sits in."""
+"""Usual node of each device."""
 
 
 def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool = False) -> Cluster:
-    """Return the cluster of a name.
+    """Return the cluster with a name.
 
     Args:
-        name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local", what `shardlab bench` measured,
-            or the path of the JSON file that its --profile wrote.
-        here: this machine, from which a profile has to be.
-        other_machine: accept a profile from another machine.
+        name: DEVICExCOUNT, such as "h100x16"; or the path of a TOML file; or "local" for the measurements of `shardlab
+            bench`, or the path of the JSON file that its --profile wrote.
+        here: this machine; a profile of another machine is refused.
+        other_machine: accept a profile of another machine.
 
     Raises:
-        UserError: if there is no such device, it is not whole nodes, or the file does not describe a cluster.
+        UserError: if there is no such device, the devices do not fill whole nodes, or the file does not describe a
+            cluster.
     """
     if is_measured(name):
         path = Path(name) if name.endswith(".json") else None
@@ -366,7 +367,7 @@ def find_cluster(name: str, *, here: Machine | None = None, other_machine: bool 
 
 
 def _other_order(name: str) -> str | None:
-    """Say what to write instead of a name such as 4x8xh100 or h100x4x8 (None: the name is not of that form)."""
+    """Return the correct form of a name such as 4x8xh100 or h100x4x8, as advice (None: another name)."""
     devices = "|".join(map(re.escape, sorted(DEVICES, key=len, reverse=True)))
     counts = r"[1-9]\d*"
     found = re.fullmatch(rf"(?:({counts})x)?({counts})x({devices})|({devices})x({counts})x({counts})", name)
@@ -387,7 +388,7 @@ def _other_order(name: str) -> str | None:
 
 
 def is_measured(name: str) -> bool:
-    """Tell whether a name is that of a measured machine."""
+    """Return whether a name is that of a measured machine."""
     return name.strip().lower() == "local" or name.endswith(".json")
 
 
@@ -410,10 +411,10 @@ def cluster_of(device: Device, count: int) -> Cluster:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Read the cluster that a TOML file describes; the rest is as in the device's usual node.
+    """Read the cluster that a TOML file describes. Missing entries are those of the device's usual node.
 
     Raises:
-        UserError: the file cannot be read, or an entry is missing, unknown or not of its type.
+        UserError: if the file cannot be read, or an entry is missing, unknown or of a wrong type.
     """
     file = read_settings(ClusterFile, read_file(path, "TOML"), str(path))
     device = _changed(path, find_device, file.device, None)
@@ -444,7 +445,7 @@ class ClusterFile:
 
 
 def _changed(path: Path, find: Callable[[str], T], entry: str | Mapping[str, Any] | None, usual: str | None) -> T:
-    """Return the device or link of an entry, by default the usual one of the node."""
+    """Return the device or link of an entry; by default, that of the usual node."""
     table: dict[str, Any] = {"base": entry} if isinstance(entry, str) else {"base": usual, **(entry or {})}
     if (base := table.pop("base")) is None:
         raise UserError(f'{path}: [device] has no base; write base = "h100"')
@@ -466,13 +467,13 @@ DEVICE = "unmeasured cores"
 """Name of the device of an unmeasured machine."""
 
 SPEEDS = {"float64": 0.5, "float32": 1.0, "bfloat16": 1.0, "float16": 1.0}
-"""FLOP/s of a core by dtype, as a share of those in float32."""
+"""FLOP/s of a core by dtype, relative to float32."""
 
 
 def unmeasured(ranks: int, memory: float) -> Cluster:
     """Return an unmeasured machine with `ranks` ranks on CPU cores, which share `memory` bytes.
 
-    Its prices are good enough to choose a plan, but not to predict a time.
+    Its prices suffice to choose a plan, but not to predict a time.
     """
     value = {name: figure.value for name, figure in FIGURES.items()}
     line = AlphaBeta(value["latency"], 1 / value["bandwidth"])

@@ -1,12 +1,12 @@
-"""Durations of collectives by algorithm, for a group of ranks that lie on some nodes.
+"""Durations of collectives by algorithm, for a group of ranks on one or more nodes.
 
 Costs are latency and bandwidth (alpha and beta) as in Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
 communication operations in MPICH" (not opened). The fastest algorithm is taken, as NCCL does from its own model
 (NVIDIA/nccl src/graph/tuning.cc). A ring visits the nodes one after another, so it enters and leaves each once, and its
-speed is that of its slowest part. A hierarchy works inside every node first, then between nodes with every member at
-once. If the network's overhead of a step is known (`net_step`), every step of a ring or a tree over several nodes takes
-at least that long, also inside nodes, as in tuning.cc ("inter-node rings still have to launch nsteps * net overhead").
-Gathers are rings then.
+speed is that of its slowest link. A hierarchy works inside every node first, then between nodes with all members in
+parallel. If the network's overhead of a step is known (`net_step`), every step of a ring or a tree over several nodes
+takes at least that long, also inside nodes, as in tuning.cc ("inter-node rings still have to launch nsteps * net
+overhead"). Gathers then use rings.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class GroupSpan:
     Attributes:
         size: number of ranks.
         nodes: number of nodes over which they are spread.
-        members: number of ranks on the fullest node.
+        members: number of ranks on the node with most of them.
         intra_node: bytes/s that a member sends to members on its node.
         inter_node: bytes/s that a member sends to other nodes: its share of its node's NICs.
         hop_intra_node, hop_inter_node: seconds of a hop.
-        net_step: seconds that each step of a ring or a tree over several nodes takes at least (0: as its hop).
+        net_step: minimum seconds of each step of a ring or a tree over several nodes (0: as its hop).
     """
 
     size: int
@@ -55,11 +55,11 @@ class GroupSpan:
         return crossing if self.members == 1 else min(self.intra_node, crossing)
 
     def around(self) -> float:
-        """Return the seconds of latency once around the ring."""
+        """Return the latency in seconds of one round of the ring."""
         return (self.size - self.nodes) * self._step_inside + (self.nodes - 1) * self.hop_inter_node
 
     def deep(self) -> float:
-        """Return the seconds of latency once down a binary tree over the nodes, and then along the members of a node.
+        """Return the latency in seconds of one way down a binary tree over the nodes and then the members of a node.
 
         The members of a node form another tree, or NCCL's chain if `net_step` is known.
         """
@@ -73,12 +73,12 @@ class GroupSpan:
 
 
 def steps(count: int) -> int:
-    """Return how often `count` is halved until one is left."""
+    """Return how many times `count` is halved until 1 is left."""
     return ceil(log2(count)) if count > 1 else 0
 
 
 def nodes_of(ranks: Sequence[int], per_node: int) -> tuple[int, int]:
-    """Return the number of nodes over which ranks lie, placed in order, and the number of ranks on the fullest node."""
+    """Return the number of nodes of some ranks, placed in order, and the largest number of these ranks on a node."""
     return _nodes_of(tuple(ranks), per_node)
 
 
@@ -89,7 +89,7 @@ def _nodes_of(ranks: tuple[int, ...], per_node: int) -> tuple[int, int]:
 
 
 def _ring(span: GroupSpan, bytes: float) -> float:
-    """Return the seconds of an all_gather of `bytes` in all, or of a reduce_scatter, around a ring."""
+    """Return the seconds of an all_gather or reduce_scatter of `bytes` in total, around a ring."""
     return span.around() + bytes * (span.size - 1) / span.size / span.ring
 
 
@@ -115,21 +115,21 @@ def _all_reduce(span: GroupSpan, bytes: float) -> float:
 
 
 def _rooted(span: GroupSpan, bytes: float) -> float:
-    """Return the seconds of a broadcast or reduce: a pipelined ring, or a binomial tree that sends all each step."""
+    """Return the seconds of a broadcast or reduce: a pipelined ring, or a binomial tree with all bytes in each step."""
     ring = span.around() + bytes / span.ring
     tree = span.deep() + (steps(span.nodes) + steps(span.members)) * bytes / span.ring
     return min(ring, tree)
 
 
 def _gathering(span: GroupSpan, bytes: float) -> float:
-    """Return the seconds of a gather or scatter: all pieces pass the root's link, those of other nodes its NIC."""
+    """Return the seconds of a gather or scatter: all pieces pass the root's link; those of other nodes its NIC."""
     near = (span.members - 1) / span.size * bytes / span.intra_node if span.members > 1 else 0.0
     far = (span.size - span.members) / span.size * bytes / span.inter_node if span.nodes > 1 else 0.0
     return span.deep() + max(near, far)
 
 
 def _all_to_all(span: GroupSpan, bytes: float) -> float:
-    """Return the seconds of an all_to_all: parts for the own node and for other nodes go at the same time."""
+    """Return the seconds of an all_to_all: parts for the same node and for other nodes are sent at the same time."""
     near = span.hop_intra_node + (span.members - 1) / span.size * bytes / span.intra_node if span.members > 1 else 0.0
     far = 0.0
     if span.nodes > 1:
@@ -152,8 +152,8 @@ COSTS: dict[str, Callable[[GroupSpan, float], float]] = {
     "scatter": _gathering,
     "barrier": _barrier,
 }
-"""Costs by the collective's name. Bytes are those of the whole value: the tensor that is reduced or broadcast, the
-gathered result, the input that is scattered, one rank's whole input of an all_to_all."""
+"""Costs by the collective's name. Bytes are those of the whole value: the reduced or broadcast tensor, the gathered
+result, the scattered input, or one rank's whole input of an all_to_all."""
 
 
 def collective_seconds(kind: str, bytes: float, span: GroupSpan) -> float:

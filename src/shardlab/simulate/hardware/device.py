@@ -1,15 +1,15 @@
-"""Devices, and the time that a kernel takes on one: a roofline whose roof depends on the kernel's size.
+"""Devices, and the time of a kernel on one: a roofline whose limits depend on the kernel's size.
 
-A kernel takes its launch and then the longer of two times: its arithmetic at the FLOP/s that its shape can reach, and
-its memory traffic at the bytes/s that its size can reach (Williams et al. 2009, "Roofline").
+A kernel takes its launch time and then the longer of two times: its arithmetic at the FLOP/s that its shape can reach,
+and its memory traffic at the bytes/s that its size can reach (Williams et al. 2009, "Roofline").
 
 A product of matrices is cut into tiles. Each of the device's SMs computes one tile at a time, so the product takes
-whole waves of tiles: the last wave may leave SMs idle, and tiles at the edge compute elements that are not needed
-(NVIDIA's "Matrix multiplication background user's guide", tile and wave quantization). A short inner dimension does not
-fill the pipeline, and rows that are not whole 16-byte words are read slowly (the same guide).
+whole waves of tiles: the last wave may leave SMs idle, and tiles at the edge compute unused elements (NVIDIA's "Matrix
+multiplication background user's guide", tile and wave quantization). A short inner dimension does not fill the
+pipeline, and rows that are not whole 16-byte words are read slowly (the same guide).
 
 The parts, in order: `Figure`, a number with its source; `Efficiency` and `Device`; the tables of devices, nodes and
-links, which are TOML files beside this one; formulas of the sources, to compare their figures with ours.
+links, which are TOML files beside this one; formulas of other publications, for comparison with their figures.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Figure:
 
     Attributes:
         value: the number, or several.
-        source: where it is described, or on what an assumption rests.
-        fitted_to: the measurements that it was fitted to ("": it was not fitted).
-        runs: ids of these measurements in a file of published runs; `*` stands for any characters.
-        assumed: whether no source gives it and no runs settle it.
+        source: where it is described, or the basis of an assumption.
+        fitted_to: the measurements to which it was fitted ("": it was not fitted).
+        runs: ids of these measurements in a file of published runs; `*` matches any characters.
+        assumed: whether it is an assumption: no source gives it, and it was not fitted to runs.
     """
 
     value: Any
@@ -49,7 +49,7 @@ class Figure:
 
     @property
     def count(self) -> int:
-        """Number of its numbers; each is a degree of freedom of a fit."""
+        """How many numbers it has; each is a degree of freedom of a fit."""
         value: Any = self.value
         return len(cast(list[float], value)) if isinstance(value, list | tuple | dict) else 1
 
@@ -57,11 +57,12 @@ class Figure:
 def figures_of(row: Mapping[str, Any], base: Mapping[str, Figure]) -> dict[str, Figure]:
     """Return the figures of a table's row by name, as in "matmul.bfloat16", from its list `fit`.
 
-    Each entry of `fit` names `figures` (`*` stands for any characters), and gives source, fitted_to, runs or assumed.
+    Each entry of `fit` has `figures` (names, in which `*` matches any characters), and source, fitted_to, runs or
+    assumed.
 
     Args:
         row: the whole row, with the values of its base.
-        base: figures of the base, which hold for all values that the row does not change.
+        base: figures of the base, which apply to all values that the row does not change.
     """
     values = _leaves(row)
     found = {name: figure for name, figure in base.items() if values.get(name) == figure.value}
@@ -90,27 +91,28 @@ CONSTANTS = read_value(
 
 
 TILES = tuple((int(rows), int(columns), float(speed)) for rows, columns, speed in CONSTANTS["tiles"].value)
-"""Rows and columns of the tiles that a library chooses from, and how fast each is against the largest."""
+"""(rows, columns) of the tiles that a library chooses from, and their speed relative to the largest tile."""
 
 MISALIGNED: float = CONSTANTS["misaligned"].value
 MISALIGNED_BATCH: float = CONSTANTS["misaligned_batch"].value
-"""The share of its speed that a product keeps if its rows are not whole 16-byte words, and that of many small ones."""
+"""Fraction of a product's speed if its rows are not whole 16-byte words: for one product, and for many small ones."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of its data sheet that a device reaches, one set for each type of device.
+    """Fractions of its data sheet that a device reaches, one set for each type of device.
 
     Attributes:
-        matmul: of the peak FLOP/s, by dtype, in a large product of matrices (clocks sag under that load).
-        attention: of the peak FLOP/s, forward and backward, in each generation of fused attention kernels: "flash1"
-            and "flash2" (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691), "cudnn" (the vendor's).
-        memory: of the bandwidth, in a large pointwise kernel.
+        matmul: fraction of the peak FLOP/s in a large product of matrices, by dtype (clocks sag under that load).
+        attention: fraction of the peak FLOP/s, forward and backward, for each generation of fused attention kernels:
+            "flash1" and "flash2" (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691), "cudnn" (the
+            vendor's).
+        memory: fraction of the bandwidth in a large pointwise kernel.
         launch: seconds from one kernel to the next.
         k_half: the inner dimension at which a product reaches half of its speed.
         bytes_half: bytes at which a pointwise kernel reaches half of its bandwidth.
-        source: what they were fitted to, or where they are from.
-        figures: by name, as in "matmul.bfloat16", where each is from.
+        source: the measurements to which they were fitted, or their source.
+        figures: sources by name, such as "matmul.bfloat16".
     """
 
     matmul: Mapping[str, float]
@@ -128,14 +130,14 @@ class Device:
     """Device of a cluster.
 
     Attributes:
-        name: its name on the command line.
+        name: name on the command line.
         flops: peak FLOP/s by dtype, dense; torch's names, and "float8".
-        memory: bytes.
-        bandwidth: bytes/s of its memory.
+        memory: bytes of memory.
+        bandwidth: bytes/s of the memory.
         sms: number of streaming multiprocessors (a TPU's matrix units): tiles that it computes at once.
-        efficiency: the shares of these figures that it reaches.
-        source: where the figures are from.
-        attention: the fused attention kernel that is run, one of the efficiency's; a recipe names it.
+        efficiency: the fractions of these figures that it reaches.
+        source: source of the figures.
+        attention: the fused attention kernel, one of the efficiency's; a recipe sets it.
     """
 
     name: str
@@ -161,7 +163,7 @@ class Device:
         """Return the seconds of a kernel with operands in `dtype`.
 
         In a dtype of less than two bytes only products with parameters are computed, after a cast of their first
-        operand. All other kernels compute in bfloat16 (of float8: Micikevicius et al. 2022, arXiv 2209.05433).
+        operand. All other kernels compute in bfloat16 (for float8: Micikevicius et al. 2022, arXiv 2209.05433).
 
         Raises:
             UserError: if the device does not compute in that dtype.
@@ -185,11 +187,11 @@ class Device:
 
     @property
     def adds_in_backward(self) -> bool:
-        """Whether the time of a backward pass includes adding its gradient to an older one."""
+        """Whether the time of a backward pass includes the addition of its gradient to an older one."""
         return False
 
     def overhead(self, op: str, dtype: str) -> float:
-        """Return the seconds that an op takes beside its kernels: 0 on a device that is kept busy."""
+        """Return the seconds of an op beside its kernels: 0, since kernels are queued ahead."""
         return 0.0
 
     def _matmul(self, kernel: Matmul, dtype: str) -> float:
@@ -202,7 +204,7 @@ class Device:
 
     def _attention(self, kernel: FusedAttention, dtype: str) -> float:
         share = self.efficiency.attention[self.attention][kernel.backward]
-        # a block is 128 queries of one head; it walks the keys, and needs some to fill its pipeline
+        # a block is 128 queries of one head; it loops over the keys, and needs some to fill its pipeline
         blocks = kernel.sequences * kernel.heads * ceil(kernel.queries / 128)
         filled = blocks / (ceil(blocks / self.sms) * self.sms)
         filled *= kernel.keys / (kernel.keys + 2 * self.efficiency.k_half)
@@ -216,7 +218,7 @@ class Device:
 
 @cache
 def alignment(kernel: Matmul, dtype: str) -> float:
-    """Return the share of its speed that a product keeps if a row of its operands is not whole 16-byte words."""
+    """Return the fraction of its speed that a product reaches, below 1 if rows are not whole 16-byte words."""
     word = 16 // bytes_of(dtype)
     if (kernel.m if kernel.of_weight else kernel.k) % word == 0 and kernel.n % word == 0:
         return 1.0
@@ -226,7 +228,7 @@ def alignment(kernel: Matmul, dtype: str) -> float:
 def rows(file: str, table: str) -> dict[str, dict[str, Any]]:
     """Return the rows of a TOML table by name, each with the values of its base and the pages of its source.
 
-    If a row has a list `fit`, its `figures` gives the source of each figure (see `figures_of`).
+    If a row has a list `fit`, `figures` of the result has the source of each figure (see `figures_of`).
     """
     pages = load_table("simulate/hardware/pages.toml")
     found: dict[str, dict[str, Any]] = {}
@@ -261,10 +263,10 @@ ALIASES: dict[str, str] = load_table("simulate/hardware/devices.toml")["alias"]
 
 
 def find_device(name: str) -> Device:
-    """Return the device of a name, in upper or lower case; "a100" is the one with 80 GB.
+    """Return the device with a name, ignoring case; "a100" is the one with 80 GB.
 
     Raises:
-        UserError: if there is none; the nearest names are suggested.
+        UserError: if there is none; the message suggests the nearest names.
     """
     name = name.strip().lower()
     return find_by_name(DEVICES, ALIASES.get(name, name), "device")
@@ -276,7 +278,7 @@ GIB = 2.0**30
 def algorithm_bandwidth(bytes: float, seconds: float) -> float:
     """Return size over time in bytes/s (NVIDIA/nccl-tests doc/PERFORMANCE.md, "Algorithm bandwidth").
 
-    The size is that of the whole value: the tensor that is reduced, the gathered result, the input that is scattered.
+    The size is that of the whole value: the reduced tensor, the gathered result, or the scattered input.
     """
     return bytes / seconds
 
@@ -299,7 +301,7 @@ def bus_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> float:
 
 
 def cs336_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> float | None:
-    """Return what CS336 (lecture 8, spring 2025) prints as "GB/s", in 2^30 bytes/s (None: it does not measure it).
+    """Return the figure that CS336 (lecture 8, spring 2025) prints as "GB/s", in 2^30 bytes/s (None: none).
 
     For an all_reduce it is the bytes of the tensor times 2 (n - 1), over n times the duration: the bus bandwidth. For a
     reduce_scatter it is the bytes of the OUTPUT times (n - 1), over n times the duration. Bus bandwidth counts the
@@ -307,7 +309,7 @@ def cs336_bandwidth(kind: str, bytes: float, ranks: int, seconds: float) -> floa
 
     Args:
         kind: the collective.
-        bytes: bytes of the whole value; of a reduce_scatter, of one rank's input.
+        bytes: bytes of the whole value; for a reduce_scatter, of one rank's input.
         ranks: number of ranks.
         seconds: duration.
     """

@@ -1,4 +1,4 @@
-"""Profiles: the measurements of `shardlab bench` on one machine, and the JSON file that keeps them.
+"""Profiles: the measurements of `shardlab bench` on one machine, and the JSON file that stores them.
 
 The time of a communication is a start and a time per byte (`AlphaBeta`). The time of a kernel is the sum of its launch,
 its arithmetic and its memory traffic (`Rate`). `MeasuredDevice` and `measured_seconds`, at the end, price kernels and
@@ -27,7 +27,7 @@ VERSION = 7
 
 @dataclass(frozen=True)
 class Machine:
-    """Properties by which machines are told apart, without the host's name.
+    """Properties that distinguish machines, without the host's name.
 
     Attributes:
         processor: model of the CPU or the GPU.
@@ -62,7 +62,7 @@ class Rate:
     bytes: Amount
 
     def seconds(self, flops: float, bytes: float) -> float:
-        """Return the sum of the terms, as a linear fit finds them and a core that waits for its memory needs them."""
+        """Return the sum of the terms: the fit is linear, and a core does not compute while it waits for memory."""
         computing = flops / self.flops if self.flops else 0.0
         moving = bytes / self.bytes if self.bytes else 0.0
         return self.launch + computing + moving
@@ -83,19 +83,19 @@ class Profile:
     Attributes:
         machine: the machine that was measured.
         collectives: by name and number of ranks. They are timed from the arrival of the last member, and `bytes` are
-            those of the whole value. Large all-reduces have names of their own (see `profiled_name`).
+            those of the whole value. Large all-reduces have separate names (see `profiled_name`).
         messages: from one rank to another (None: not measured).
         kernels: by family and dtype, while all cores or devices are busy. Families are "matmul", "attention", "update",
-            "pointwise", and "pointwise:NAME" for a pointwise kernel with a speed of its own. All but "update" also
-            exist with "_backward" at the end. The `launch` of "op:NAME" is the time that each op of this name takes
-            besides its kernels.
+            "pointwise", and "pointwise:NAME" for a pointwise kernel with a separate speed. All but "update" also exist
+            with the suffix "_backward". The `launch` of "op:NAME" is the time of each op of this name beside its
+            kernels.
         memory: bytes that all CPU ranks share, or that each device has.
         layers: the measured points to which the kernels were fitted.
-        alone: as `kernels`, measured while one core or device is busy and the others are idle.
-        contention: seconds that compute loses for each second in which a collective is in flight: 0 if they share
-            nothing, 1 if they take turns.
-        lag: time that a rank loses, besides `contention`, when it waits for a collective or a message. It is measured
-            on collectives only.
+        alone: the same as `kernels`, measured while one core or device is busy and the others are idle.
+        contention: seconds that compute loses for each second in which a collective is in flight: 0 if they share no
+            resource, 1 if they take turns.
+        lag: further time that a rank loses when it waits for a collective or a message. It is only measured on
+            collectives.
         peaks: FLOP/s of the fastest matrix product, by dtype and number of processes that compute at once.
     """
 
@@ -111,9 +111,9 @@ class Profile:
     peaks: Mapping[tuple[str, int], FastestProduct] = field(default_factory=dict[tuple[str, int], FastestProduct])
 
     def peak_flops(self, dtype: str, ranks: int, threads: int) -> float | None:
-        """Return the most FLOP/s that ranks reach together (None: nothing was measured in this dtype).
+        """Return the FLOP/s that ranks reach together (None: nothing was measured in this dtype).
 
-        If this number of ranks and threads was not measured, they have their share of what all places reached together.
+        If this number of ranks and threads was not measured, it is their share of the FLOP/s of all places together.
 
         Args:
             dtype: the dtype.
@@ -130,7 +130,7 @@ class Profile:
         return found[most].flops / found[most].threads * min(ranks * threads, max(most * found[most].threads, 1))
 
     def write(self, path: Path | None = None) -> Path:
-        """Write the profile as JSON, by default where `read` looks, and return the path."""
+        """Write the profile as JSON, by default to the path that `read` uses, and return the path."""
         path = path or default_path()
         data = {
             "version": VERSION,
@@ -161,11 +161,11 @@ class Profile:
 
         Args:
             path: the file (None: the one that `shardlab bench` wrote last).
-            here: this machine (None: do not compare).
-            other_machine: accept a profile from another machine.
+            here: this machine (None: accept any).
+            other_machine: accept a profile of another machine.
 
         Raises:
-            UserError: if there is no such file, it is not a profile, or it is from another machine.
+            UserError: if there is no such file, it is not a profile, or it is of another machine.
         """
         path = path or default_path()
         try:
@@ -259,7 +259,7 @@ def rate_rows(rates: Mapping[tuple[str, str], Rate]) -> list[dict[str, Any]]:
 
 
 def differences(there: Machine, here: Machine) -> str:
-    """Say how two machines differ."""
+    """Return the differences of two machines as text."""
     mine = asdict(here)
     return ", ".join(
         f"{key} {value} there, {mine[key]} here" for key, value in asdict(there).items() if value != mine[key]
@@ -272,7 +272,7 @@ def default_path() -> Path:
 
 
 LARGE_SUMS = "large_all_reduce"
-"""Name in a profile of all-reduces that are large enough to go around a ring."""
+"""Name in a profile of all-reduces that are large enough for a ring."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,7 +291,7 @@ class MeasuredDevice(Device):
 
     @property
     def adds_in_backward(self) -> bool:
-        """True: the backward pass was measured with its additions."""
+        """Always true: the backward pass was measured with its additions."""
         return True
 
     def overhead(self, op: str, dtype: str) -> float:
@@ -308,7 +308,7 @@ class MeasuredDevice(Device):
 
 
 def families(kernel: Kernel) -> tuple[str, ...]:
-    """Return the names under which a profile may have a kernel, the most specific first."""
+    """Return the families to which a kernel may belong in a profile, the most specific first."""
     if isinstance(kernel, Pointwise):
         names = ("update",) if kernel.name == "adamw" else (f"pointwise:{kernel.name}", "pointwise")
     else:
@@ -320,7 +320,7 @@ def device_of_profile(profile: Profile) -> MeasuredDevice:
     """Return the device on which a profile was measured.
 
     Its peak FLOP/s are those of the fastest matrix product, or of the fastest kernel if that is faster. The peak is
-    infinite if only small layers were measured, since these are bound by memory.
+    infinite if only small layers were measured, which are bound by memory.
     """
     flops: dict[str, float] = {}
     for (_, dtype), rate in profile.kernels.items():
@@ -346,14 +346,14 @@ def device_of_profile(profile: Profile) -> MeasuredDevice:
 def profiled_name(kind: str, bytes: float, ranks: int) -> str:
     """Return a profile's name for a collective of this size.
 
-    All-reduces of more bytes than a member receives by messages go around a ring instead (see
-    `shardlab.execute.transport.collectives`), and have a name of their own.
+    All-reduces of more bytes than a member receives by messages use a ring (see
+    `shardlab.execute.transport.collectives`), and have a separate name.
     """
     return LARGE_SUMS if kind == "all_reduce" and (ranks - 1) * bytes > MOST_BYTES_BY_MESSAGES else kind
 
 
 def measured_seconds(profile: Profile, kind: str, bytes: float, ranks: int) -> float:
-    """Return the seconds of a collective: interpolated between measured group sizes, outside them as of the nearest.
+    """Return the seconds of a collective, interpolated between measured group sizes; outside them, of the nearest size.
 
     Raises:
         UserError: if the collective was not measured.
@@ -362,7 +362,7 @@ def measured_seconds(profile: Profile, kind: str, bytes: float, ranks: int) -> f
         return 0.0
     name = profiled_name(kind, bytes, ranks)
     if not any(name == measured for measured, _ in profile.collectives):
-        name = kind  # no sum so large was measured
+        name = kind  # no all-reduce of this size was measured
     lines: dict[int, AlphaBeta] = {size: line for (found, size), line in profile.collectives.items() if found == name}
     if not lines:
         raise UserError(f"the profile has no {kind}; measure it: shardlab bench collectives")

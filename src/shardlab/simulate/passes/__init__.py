@@ -1,9 +1,9 @@
-"""Passes that rewrite a checked program to one that computes the same in less time or memory.
+"""Passes that rewrite a checked program into one that computes the same in less time or memory.
 
-A pass makes new tapes (`Tapes`) of a checked program by a setting. `run` tries the settings, checks every candidate
+A pass makes new tapes (`Tapes`) of a checked program for a setting. `run` tries the settings, checks every candidate
 like any program, replays it, and keeps the best. Read `run` first, for the table of passes at its end; then `reorder`,
-which moves ops of a tape as far as their dependences allow, and has the passes that do nothing else; then the passes
-that change more: `bucket`, `offload`, `fuse_steps` and `tile`.
+which moves ops of a tape as far as their dependences allow, and has the passes that only move ops; then the passes that
+change more: `bucket`, `offload`, `fuse_steps` and `tile`.
 """
 
 from shardlab.simulate.passes.run import (

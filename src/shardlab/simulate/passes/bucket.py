@@ -1,12 +1,14 @@
-"""Two passes about buffers: `bucket` joins small collectives, and `arena` gives buffers fixed places in one memory.
+"""Two passes about buffers: `bucket` joins small collectives, and `arena` gives buffers fixed offsets in one
+allocation.
 
-`bucket` makes one collective of several of one kind and group. It starts when all of them could, and has one latency.
-PyTorch's DistributedDataParallel fills buckets of 25 MB (Li et al. 2020, arXiv 2006.15704, section 3.2.3); here the
-size of buckets follows from the prices of collectives.
+`bucket` joins several collectives of one kind and group into one, which starts when all of them could and has one
+latency. PyTorch's DistributedDataParallel fills buckets of 25 MB (Li et al. 2020, arXiv 2006.15704, section 3.2.3);
+here the size of buckets follows from the prices of collectives.
 
-`arena` computes an offset in one arena for each buffer of a step, since the tape says when each begins and ends. It
+`arena` computes an offset in one arena for each buffer of a step, since their lifetimes are known from the tape. It
 places buffers from the largest to the smallest ("greedy by size", Pisarchyk and Lee 2020, arXiv 2001.03288, section
-5.2), each in the smallest gap that is free while it lives (best fit; Wilson et al. 1995, "Dynamic storage allocation").
+5.2), each in the smallest gap that is free during its lifetime (best fit; Wilson et al. 1995, "Dynamic storage
+allocation").
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from shardlab.simulate.timeline.prices import Bytes
 
 
 def bucket(checked: Checked, parts: int) -> Tapes:
-    """Join collectives to buckets: at least `parts` buckets for all collectives of one kind on a rank.
+    """Join collectives into buckets: at least `parts` buckets for all collectives of one kind on a rank.
 
     Raises:
-        CannotApply: if no two collectives are of one kind, group and dtype.
+        CannotApply: if no two collectives have the same kind, group and dtype.
     """
     before = checked.program.tapes
     groups = _all_buckets(checked, parts)
@@ -69,7 +71,7 @@ def _buckets(tape: Sequence[Op], specs: Mapping[int, Spec], bytes_of: Bytes, par
 
 
 def _wish(groups: Sequence[list[list[int]]], order: Ordering) -> None:
-    """Start gathers with the first of their bucket and reductions with the last, and await each where it is needed."""
+    """Start gathers with the first of their bucket and reductions with the last, and await each before its use."""
     tape = order.needs.tape
     for together in groups[order.rank]:
         first, last = together[0], together[-1]
@@ -82,13 +84,13 @@ def _wish(groups: Sequence[list[list[int]]], order: Ordering) -> None:
 
 
 def _after(order: Ordering, at: int, first: int) -> bool:
-    """Tell whether a gather needs an op that comes after the first gather of its bucket."""
+    """Return whether a gather depends on an op after the first gather of its bucket."""
     channel = {first, *order.needs.after[first]}
     return any(other > first and other not in channel for other in order.needs.before[at])
 
 
 def _issued_together(tape: list[Op], together: Sequence[Sequence[int]]) -> list[Op]:
-    """Return the tape with neighbouring collectives of a bucket as one batch."""
+    """Return the tape with adjacent collectives of a bucket as one batch."""
     bucket_of = {handle: number for number, handles in enumerate(together) for handle in handles}
     batch = max((op.batch for op in tape), default=-1)
     made: list[Op] = []
@@ -108,8 +110,8 @@ def _issued_together(tape: list[Op], together: Sequence[Sequence[int]]) -> list[
 def arena(checked: Checked, _: int) -> Tapes:
     """Put the executor's buffers into an arena, as far as the peak of the step does not rise.
 
-    The arena exists for the whole step. So a buffer stays outside if the arena would grow for it at the peak. Saved
-    activations stay where PyTorch allocates them.
+    The arena exists for the whole step. So a buffer is left out if it would make the arena, and thereby the peak,
+    larger. Saved activations stay where PyTorch allocates them.
 
     Raises:
         CannotApply: if the executor has no buffers.
@@ -135,15 +137,15 @@ def arena(checked: Checked, _: int) -> Tapes:
 
 
 def best_fit(rooms: Sequence[tuple[Buffer, int, int]], live: Sequence[int]) -> list[tuple[Buffer, int]]:
-    """Return the first byte in the arena of each buffer, without those that would raise the step's peak.
+    """Return each buffer with its first byte in the arena, except buffers that would raise the step's peak.
 
     Args:
-        rooms: the buffers, each with its bytes and with the bytes for which it counts in `live`.
+        rooms: (buffer, its bytes, the part of these bytes that `live` includes).
         live: bytes that are live during each op, all buffers included.
     """
     rest, most = np.array(live), max(live, default=0)
     top = 0
-    found: list[tuple[Buffer, int, int]] = []  # with the first byte, and the one after the last
+    found: list[tuple[Buffer, int, int]] = []  # with the first byte, and the end
     for room, size, counts in sorted(rooms, key=lambda each: (-each[1], each[0].begin)):
         begin = _gap(size, sorted((first, end) for other, first, end in found if other.overlaps(room)))
         taken = slice(room.begin, room.end + 1)
@@ -157,7 +159,7 @@ def best_fit(rooms: Sequence[tuple[Buffer, int, int]], live: Sequence[int]) -> l
 
 
 def _gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
-    """Return where the smallest gap of at least `size` bytes begins; behind all taken bytes if there is none."""
+    """Return the start of the smallest gap of at least `size` bytes; if there is none, the end of all taken bytes."""
     free, best, least = 0, -1, 0
     for first, end in taken:
         if size <= first - free and (best < 0 or first - free < least):

@@ -1,9 +1,9 @@
 """The pass `fuse-steps`: the first gathers of the next step run at the end of this step, beside its last updates.
 
-No new op is needed for that, since a step loads what the step before it leaves. On the new tape, a gathered weight is
+It needs no new op, since a step loads the values that the previous step leaves. On the new tape, a gathered weight is
 loaded at the start, beside the rank's slice of it, and gathered again from the updated slice before the step ends. The
-check of one tape covers any number of steps: it demands that every slice that was loaded is left one update later. The
-first step, and the first after a checkpoint, gather these weights before they start.
+check of one tape covers any number of steps: every loaded slice must be left one update later. The first step, and the
+first step after a checkpoint, gather these weights before they start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOAD_WEIGHT, ALL_GATHER = OpKind.LOAD_WEIGHT, OpKind.ALL_GATHER
 
 
 def fuse_steps(checked: Checked, count: int) -> Tapes:
-    """Run each rank's first `count` gathers in the step before, and its last `count` updates after these have started.
+    """Run each rank's first `count` gathers in the previous step, and its last `count` updates after their start.
 
     Raises:
         CannotApply: if no step begins with gathers of weights that are kept on the device.
@@ -42,7 +42,7 @@ def fuse_steps(checked: Checked, count: int) -> Tapes:
 
 
 def _chosen(checked: Checked, count: int) -> set[tuple[int, int]]:
-    """Return the gathers that can run in the step before, as (rank, index); all members of a gather must agree."""
+    """Return the gathers that can run in the previous step, as (rank, index); all members of a gather must agree."""
     able = {(rank, at) for rank in range(checked.program.ranks) for at in _first(checked, rank, count)}
     together = [{(each.rank, each.op) for each in every.participants} for every in checked.communications]
     return {place for meeting in together if meeting <= able for place in meeting}
@@ -65,7 +65,7 @@ def _first(checked: Checked, rank: int, count: int) -> list[int]:
 
 
 def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> tuple[list[Op], Mapping[int, Spec]]:
-    """Return a rank's tape with these gathers at its end, each as soon as its slice is updated, and the new specs."""
+    """Return a rank's tape with these gathers at its end, each right after its slice's update, and the new specs."""
     kept = KeptWeights(tape, specs)
     new = {kept.final[number]: number for number in kept.final}
     waits = {op.handle: at for at, op in enumerate(tape) if op.kind is WAIT}

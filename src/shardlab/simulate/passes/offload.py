@@ -1,4 +1,5 @@
-"""The pass `offload`: values that a rank keeps for later go to the host's memory or the disk, and return for each use.
+"""The pass `offload`: values move to the host's memory or the disk between their uses, and are copied back for each
+use.
 
 This is ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857)
 on any tape. If weights and optimizer state both lie in the host's memory, the host's processors update them there
@@ -27,8 +28,8 @@ SUMMED = frozenset({ADD, OpKind.NORM, UPDATE, OpKind.DIRECTION})
 def offload(checked: Checked, homes: OffloadTargets) -> Tapes:
     """Keep weights, gradients, optimizer state and activations in the places that `homes` names.
 
-    Each copy is awaited at once; `early_copies` overlaps them. Values that the program offloads itself stay where they
-    are.
+    Each copy is awaited immediately; the pass `copy-early` overlaps them. Values that the program offloads itself stay
+    where they are.
 
     Raises:
         CannotApply: if activations of layers in tiles are to be offloaded.
@@ -39,7 +40,7 @@ def offload(checked: Checked, homes: OffloadTargets) -> Tapes:
 
 
 class OffloadedTape:
-    """Tape of one rank with offloaded values: its ops, with copies between them.
+    """Tape of one rank with offloaded values: the rank's ops, with copies between them.
 
     Attributes:
         tape: the new tape.
@@ -51,12 +52,12 @@ class OffloadedTape:
         self._updates_on_host = homes.parameters == homes.optimizer == HOST
         self._values = max(specs, default=-1) + 1
         self._handles = max((op.handle for op in tape), default=-1) + 1
-        self._away: dict[int, int] = {}  # value to its copy elsewhere, the only one that stays
-        self._back: dict[int, int] = {}  # activation or optimizer state to its copy that is back
+        self._away: dict[int, int] = {}  # value to its copy elsewhere, the only one that is kept
+        self._back: dict[int, int] = {}  # activation or optimizer state to its reloaded copy
         self._recomputed: set[int] = set()  # saved activations that are recomputed
         self._arriving: dict[int, tuple[int, ...]] = {}  # handle to the results of its communication
         self._reading: dict[int, list[int]] = {}  # handle to the copies that it reads
-        self._readers: dict[int, list[OpKind]] = defaultdict(list)  # ops that will still read a value
+        self._readers: dict[int, list[OpKind]] = defaultdict(list)  # kinds of the ops that will still read a value
         final = {number for op in tape for number in op.outputs if specs[number].step}
         for op in tape:
             final.difference_update(op.inputs[place] for place in op.kind.row.ends)
@@ -89,7 +90,7 @@ class OffloadedTape:
             self._put_computing(op)
 
     def _put_computing(self, op: Op) -> None:
-        """Put an op with the copies that it needs, and offload its results."""
+        """Append an op with the copies that it needs, and offload its results."""
         for number in op.inputs:
             self._readers[number].remove(op.kind)
         if op.kind is UPDATE:
@@ -114,7 +115,7 @@ class OffloadedTape:
             self._leave_activation(op)
 
     def _put_update(self, op: Op) -> None:
-        """Put an update: on the host if weight and optimizer state lie there, else on the device."""
+        """Append an update: on the host if weight and optimizer state lie there, otherwise on the device."""
         gradient, weight, state, *others = op.inputs
         directed = any(self._specs[number].kind is Kind.DIRECTION for number in others)
         if self._updates_on_host and {weight, state} <= self._away.keys() and not directed:
@@ -133,14 +134,14 @@ class OffloadedTape:
             self._free(number)
 
     def _here(self, op: Op) -> tuple[tuple[int, ...], list[int]]:
-        """Return an op's inputs on the device, and those of them that are copies for this one use."""
+        """Return an op's inputs on the device, and the inputs that are copies for this use only."""
         inputs: list[int] = []
         copies: list[int] = []
         for number in op.inputs:
             kind = self._specs[number].kind
             if number in self._away and number not in self._back and kind in (Kind.ACTIVATION, Kind.OPT_STATE):
                 self._back[number] = self._copy(RELOAD, number)
-                if kind is Kind.OPT_STATE:  # which is in one place at a time
+                if kind is Kind.OPT_STATE:  # an optimizer state is in one place at a time
                     self._free(self._away.pop(number))
             if number in self._back:
                 inputs.append(self._back[number])
@@ -152,7 +153,7 @@ class OffloadedTape:
         return tuple(inputs), copies
 
     def _there(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
-        """Return gradients in the host's memory, and those of them that are copies for this one use."""
+        """Return gradients in the host's memory, and the gradients that are copies for this use only."""
         copies: dict[int, int] = {}
         for number in numbers:
             if number not in self._away:
@@ -160,7 +161,7 @@ class OffloadedTape:
         return tuple(copies.get(number, self._away.get(number, number)) for number in numbers), list(copies.values())
 
     def _saving(self, op: Op, before: Op) -> Op:
-        """Return an op with its saved activation, which is recomputed if the forward pass does not keep it any more."""
+        """Return an op with its saved activation, which is recomputed if the forward pass no longer saves it."""
         if op.kind is OpKind.FORWARD and self._leaves(before):
             self._recomputed.add(op.outputs[-1])
             return op._replace(outputs=op.outputs[:-1])
@@ -172,21 +173,21 @@ class OffloadedTape:
         return op
 
     def _leaves(self, op: Op) -> bool:
-        """Tell whether a FORWARD's input is offloaded after it: only a backward pass still reads it."""
+        """Return whether a FORWARD's input is offloaded after it, since only a backward pass still reads it."""
         given = self._specs[op.inputs[0]]
         plain = len(op.inputs) == 2 and len(op.outputs) == 2 and self._specs[op.outputs[-1]].kind is Kind.SAVED
         kept = given.layer > 0 and given.form.term is None and given.kind is Kind.ACTIVATION
         return bool(self._homes.activations) and plain and kept and not FORWARDS & {*self._readers[op.inputs[0]]}
 
     def _leave_activation(self, op: Op) -> None:
-        """Offload the activation that a forward pass has just read, if it was the last to read it."""
+        """Offload the activation that a forward pass has just read, if that was its last reader."""
         number = op.inputs[0]
         if self._recomputed and op.kind is OpKind.FORWARD and len(op.outputs) == 1 and self._readers[number]:
             self._away[number] = self._copy(OFFLOAD, number, self._homes.activations)
             self._free(number)
 
     def _leave(self, numbers: Sequence[int]) -> None:
-        """Offload new values: gradients that only sums and updates read, and the weights and states the step leaves."""
+        """Offload new values: gradients that only sums and updates read, and the step's final weights and states."""
         for number in numbers:
             spec, readers = self._specs[number], {*self._readers[number]}
             if spec.form.place:

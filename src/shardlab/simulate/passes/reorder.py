@@ -1,8 +1,8 @@
-"""Passes that put the ops of tapes in another order, and `Ordering`, which finds the order.
+"""Passes that reorder the ops of tapes, and `Ordering`, which computes the order.
 
 A pass asks an `Ordering` to start some ops earlier and to end others later. `Ordering.tape` moves each as far as the
-dependences allow. Light ops that prepare a moved op go along; all other ops stay in their order. The passes below it
-only say what moves where: `defer`, `prefetch`, `early_copies`, `early_receives` and `early_updates`.
+dependences allow. Light ops that prepare a moved op move with it; all other ops stay in their order. The passes below
+it only request moves: `defer`, `prefetch`, `early_copies`, `early_receives` and `early_updates`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shardlab.language.pass_names import EarlyStart
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
 LIGHT = frozenset({OpKind.ADD, OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE, OpKind.NORM})
-"""Ops that go along with a moved op. All others stay, and bound how far the ops around them can move."""
+"""Ops that move with the op for which they are needed. All others stay, and limit moves of the ops around them."""
 
 
 class Ordering:
-    """New order of one tape, given by requests to move ops. Ops that are not moved stay in their order.
+    """New order of one tape from requests to move ops. All other ops stay in their order.
 
     Args:
         needs: dependences between the ops of the tape.
@@ -44,21 +44,21 @@ class Ordering:
         self._sunk: dict[int, float] = {}
 
     def start_before(self, at: int, other: int) -> None:
-        """Start an op before another, or if it needs something that comes later, right after that."""
+        """Start an op before another, or right after the last op on which it depends, if that is later."""
         self._raise(at, self._places[max(0, other)] - 0.5)
 
     def start_at_once(self, *together: int) -> None:
-        """Start ops together, as soon as all that they need is there."""
+        """Start ops together, right after the last op on which one of them depends."""
         place = max(map(self._ready, together))
         for at in together:
             self._raise(at, place)
 
     def end_before(self, at: int, other: int) -> None:
-        """Move an op down to just before another (the tape's length: to the end), or before the first that needs it."""
+        """Move an op down to just before another (the tape's length: the end), or before the first dependent op."""
         self._sunk[at] = len(self._tape) if other >= len(self._tape) else self._places[other] - 0.5
 
     def start_ahead(self, starts: Sequence[int], ahead: int | EarlyStart) -> None:
-        """Start communications `ahead` uses of their results early, and await each just before its result is used."""
+        """Start communications `ahead` uses of their results early, and await each just before that use."""
         ahead, but = (ahead.number, ahead.but) if isinstance(ahead, EarlyStart) else (ahead, frozenset[int]())
         brought = [self.needs.readers[self._tape[at].outputs[0]] for at in starts]
         uses = [min(readers, default=at) for at, readers in zip(starts, brought, strict=True)]
@@ -77,7 +77,7 @@ class Ordering:
                     self._raise(other, place)
 
     def _ready(self, at: int) -> float:
-        """Return the place of the last op that an op needs, without those that go along with it."""
+        """Return the position of the last op on which an op depends, except those that move with it."""
         needed = self.needs.before[at]
         return max((self._ready(each) if each in self._follows else self._place(each) for each in needed), default=-1.0)
 
@@ -108,7 +108,7 @@ class Ordering:
 
 
 def _places(tape: Sequence[Op]) -> list[float]:
-    """Return the place of each op. Ops of a batch share the place of the first, so that nothing comes between them."""
+    """Return the position of each op. Ops of a batch share the position of the first, so that they stay adjacent."""
     places: list[float] = []
     for at, op in enumerate(tape):
         together = op.batch >= 0 and at > 0 and tape[at - 1].batch == op.batch
@@ -120,11 +120,11 @@ Tapes = list[list[Op]]
 
 
 class CannotApply(Exception):
-    """Raised if a pass has nothing to do on a program. Its text is half a sentence that says why."""
+    """Error of a pass that has nothing to do on a program. The message is a clause with the reason."""
 
 
 def reordered(checked: Checked, wish: Callable[[Ordering], None]) -> Tapes:
-    """Return every rank's tape in a new order; `wish` requests the moves of one tape."""
+    """Return every rank's tape in a new order; `wish` requests the moves on one tape."""
     found: Tapes = []
     for needs in checked.dependences:
         order = Ordering(needs)
@@ -139,7 +139,7 @@ REDUCTIONS = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE, OpKind.REDUCE}
 def defer(checked: Checked, ahead: int) -> Tapes:
     """Await each reduction of a gradient, and update by it, after `ahead` more reductions have started.
 
-    So gradients are reduced while those of earlier layers are computed.
+    So gradients are reduced while gradients of earlier layers are computed.
 
     Raises:
         CannotApply: if no gradient is reduced.
@@ -192,7 +192,7 @@ def _wish(checked: Checked, ahead: int | EarlyStart, order: Ordering) -> None:
 
 
 def gathers_ahead(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
-    """Return the indices of gathers of weights that this step uses; updated weights are for the next step."""
+    """Return the indices of gathers of weights for this step; gathers of updated weights are for the next step."""
     gathered = [at for at, op in enumerate(tape) if op.kind is OpKind.ALL_GATHER]
     wholes = [specs[tape[at].outputs[0]] for at in gathered]
     return [at for at, whole in zip(gathered, wholes, strict=True) if whole.kind is Kind.WEIGHT and not whole.step]
@@ -226,7 +226,7 @@ def _copies(tape: Sequence[Op], kind: OpKind) -> list[int]:
 
 
 def early_receives(checked: Checked, ahead: int | EarlyStart) -> Tapes:
-    """Post each receive `ahead` uses of received values early, so that messages travel while the receiver computes.
+    """Post each receive `ahead` uses of received values early, so that messages arrive while the receiver computes.
 
     Raises:
         CannotApply: if there are no receives, or all are part of exchanges, whose messages are issued together.
@@ -246,10 +246,10 @@ def receives_ahead(tape: Sequence[Op], _: Mapping[int, Spec]) -> list[int]:
 
 
 def early_updates(checked: Checked, _: int) -> Tapes:
-    """Run every update as soon as its gradient is final, beside the communication that is left.
+    """Run every update as soon as its gradient is final, beside the remaining communication.
 
     Raises:
-        CannotApply: if nothing is updated, or gradients are clipped: then none is final before the norm of all.
+        CannotApply: if nothing is updated, or if gradients are clipped, since none is final before the norm of all.
     """
     if not checked.trains:
         raise CannotApply("nothing is updated")

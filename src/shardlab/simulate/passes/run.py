@@ -1,8 +1,8 @@
 """Passes, one after the other: each candidate is checked and replayed, and the best is kept.
 
-`run_passes` runs passes over a program and returns a `PassResult` for each. Which program is better depends on the
-`Goal`: prices and memory. If the ops that a pass starts early do not fit into memory, `crowding` finds those that are
-under way at the peak, and they stay where they were. The table of all passes, `PASSES`, is at the end.
+`run_passes` runs passes over a program and returns a `PassResult` for each. The `Goal` (prices and memory) decides
+which program is better. If the ops that a pass starts early do not fit into memory, `crowding` finds those that are in
+flight at the peak, and they are not moved. The table of all passes, `PASSES`, is at the end.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from shardlab.simulate.timeline.prices import Prices
 from shardlab.simulate.timeline.run import Clocks
 
 GAIN = 1e-9
-"""Least share of a step that a change must gain to be kept."""
+"""Smallest share of a step that a change must gain to be kept."""
 
 MOST_TRIED = 24
-"""Most candidates that a pass makes of one program, if not all that it starts early fits into memory."""
+"""Largest number of candidates of a pass for one program, if not all ops that it starts early fit into memory."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Goal of passes: a faster program, or one that is as fast with less memory.
+    """Goal of passes: a faster program, or an equally fast one with less memory.
 
     Attributes:
         prices: times of ops.
-        memory: most bytes of a rank; if the program needs more already, passes must not add to it.
-        kept: sizes of values in memory, if not as traced.
-        most: most ops of candidates that are replayed; passes share them evenly.
-        least: least share of a step that a pass must gain, if its setting is not given and it saves no memory.
+        memory: largest number of bytes on a rank; if the program already needs more, passes must not add to it.
+        kept: sizes of values in memory (None: those of the program).
+        most: largest number of ops of replayed candidates; passes share them evenly.
+        least: smallest share of a step that a pass must gain, if its setting is not given and it saves no memory.
     """
 
     prices: Prices = TEACHING_COSTS
@@ -63,7 +63,7 @@ class Goal:
     least: float = GAIN
 
     def of(self, checked: Checked) -> tuple[float, int]:
-        """Return when a program's step ends, and the bytes of its fullest rank."""
+        """Return the end of a program's step, and the bytes of its fullest rank."""
         end = Clocks(checked, self.prices).run().end
         return end, max(memory.peak for memory in memory_in_bytes(checked, self.kept))
 
@@ -75,10 +75,10 @@ class PassResult:
     Attributes:
         name: name of the pass ("": the program before the first).
         checked: the program after the pass.
-        end: when its step ends.
-        peak: bytes of its fullest rank.
+        end: end of the step.
+        peak: bytes of the fullest rank.
         setting: the setting with which the pass has improved the program (None: it has not).
-        why_not: why it has not, in half a sentence.
+        why_not: a clause with the reason why it has not.
         applies: whether the pass had anything to do.
     """
 
@@ -91,7 +91,7 @@ class PassResult:
     applies: bool = True
 
     def better(self, other: PassResult, memory: float) -> bool:
-        """Tell whether this program is better than another."""
+        """Return whether this program is better than another."""
         if self.peak > max(memory, other.peak):
             return False
         least = GAIN * other.end
@@ -101,8 +101,8 @@ class PassResult:
 def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None = None) -> list[PassResult]:
     """Run passes over a program.
 
-    No pass makes the program slower, exceeds the memory, or breaks a backend on which it ran. If the setting of a pass
-    was given, the pass may do the first two.
+    No pass makes the program slower, exceeds the memory, or breaks a backend on which it ran. A pass with a given
+    setting may do the first two.
 
     Args:
         checked: the program.
@@ -110,7 +110,7 @@ def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None =
         goal: prices and memory (None: teaching costs and any memory).
 
     Returns:
-        The program as it was, and as each pass left it.
+        The original program, and the program after each pass.
     """
     goal, passes = goal or Goal(), list(passes)
     each_most = goal.most / max(1, len(passes) * sum(map(len, checked.program.tapes)))
@@ -126,13 +126,13 @@ def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None =
 
 
 def _best(each: TapePass, before: PassResult, goal: Goal, most: float) -> tuple[PassResult, str]:
-    """Return the best candidate of a pass, or the program as it was and the reason.
+    """Return the best candidate of a pass, or the unchanged program with the reason.
 
     Args:
         each: the pass.
         before: the program.
-        goal: what is better.
-        most: most settings that are tried.
+        goal: prices and memory.
+        most: largest number of settings to try.
     """
     best, why_not = before, "the program is so already" if each.tried else "it is not told what to do"
     settings = each.tried if each.chosen or most >= len(each.tried) else each.tried[: int(most)]
@@ -169,7 +169,7 @@ def _best(each: TapePass, before: PassResult, goal: Goal, most: float) -> tuple[
 
 
 def _fewer(each: TapePass, before: PassResult, passed: PassResult, best: PassResult, goal: Goal) -> EarlyStart | None:
-    """Return a setting that starts less early, if a candidate is faster but too large (None: it is not, or cannot)."""
+    """Return a setting that starts fewer ops early, if a candidate is faster but too large (None: there is none)."""
     too_large = passed.peak > max(goal.memory, before.peak)
     if each.chosen or each.moves is None or not too_large or not passed.better(best, math.inf):
         return None
@@ -183,10 +183,10 @@ def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[Pa
     """Run the passes that a text names (see `find_passes`).
 
     Returns:
-        The program as it was, and as each pass left it.
+        The original program, and the program after each pass.
 
     Raises:
-        UserError: if a name is unknown, or a pass that is named itself has nothing to do.
+        UserError: if a name is unknown, or a pass that is requested by name has nothing to do.
     """
     found = run_passes(checked, find_passes(names), goal)
     by_name = {each.name for each in named_passes(names) if each.by_name}
@@ -202,27 +202,27 @@ def apply_passes(checked: Checked, names: str) -> Checked:
 
 
 def helpful_results(found: Iterable[PassResult]) -> dict[str, PassResult]:
-    """Return the program as it was and after each pass that improved it, by what `find_passes` reads for that pass."""
+    """Return the original program and that after each helpful pass, by the text that `find_passes` reads for it."""
     improved = (each for each in found if each.setting or not each.name)
     return {helpful_names([each]) if each.name else "as written": each for each in improved}
 
 
 def helpful_names(found: Iterable[PassResult]) -> str:
-    """Return the names of the passes that improved the program, with their settings, as `find_passes` reads them."""
+    """Return the names of the helpful passes, with their settings, as `find_passes` reads them."""
     words = [f"{each.name}={each.setting}" if PASS_NAMES[each.name] else each.name for each in found if each.setting]
     return ",".join(words) or "none"
 
 
 def crowding(moves: Moves, before: Checked, after: Checked, kept: Sizes | None = None) -> set[int]:
-    """Find the ops that a pass has moved before the peak of the fullest rank.
+    """Return the ops that a pass has moved before the peak of the fullest rank.
 
     Args:
-        moves: lists the ops of a tape that the pass starts early.
+        moves: function that lists the ops of a tape that the pass starts early.
         before, after: the program before and after the pass.
-        kept: sizes of values in memory, if not as traced.
+        kept: sizes of values in memory (None: those of the program).
 
     Returns:
-        Their places in the list of `moves`.
+        Positions of these ops in the list of `moves`.
     """
     peaks = memory_in_bytes(after, kept)
     rank = max(range(len(peaks)), key=lambda rank: peaks[rank].peak)
@@ -234,7 +234,7 @@ def crowding(moves: Moves, before: Checked, after: Checked, kept: Sizes | None =
 
 
 Moves = Callable[[Sequence[Op], Mapping[int, Spec]], list[int]]
-"""Lists the indices of some ops of a tape, given the specs of its values."""
+"""Function of (tape, specs of its values) that lists the indices of some ops."""
 
 
 @dataclass(frozen=True)
@@ -242,13 +242,13 @@ class TapePass:
     """Pass over tapes.
 
     Attributes:
-        name: its name on the command line.
-        does: what it does, in a few words.
-        rewrite: makes new tapes of a program by a setting: a number, or the targets of `offload`. It raises
-            `CannotApply` if it has nothing to do.
-        tried: settings of which the best is taken (empty: the pass needs a setting to do anything).
+        name: name on the command line.
+        does: its effect, in a few words.
+        rewrite: function of (program, setting) that returns new tapes. A setting is a number, or the targets of
+            `offload`. It raises `CannotApply` if it has nothing to do.
+        tried: settings of which the best is taken (empty: the pass only runs with a given setting).
         chosen: whether the setting was given; then its candidate is taken if it is correct.
-        moves: lists the ops of a tape that it starts early. If they do not all fit into memory, some stay in place.
+        moves: function that lists the ops that it starts early. If they do not all fit into memory, some are not moved.
     """
 
     name: str

@@ -1,11 +1,12 @@
-"""The pass `tile`: a layer too large for a device is computed in tiles, one after the other.
+"""The pass `tile`: a layer that is too large for a device is computed in tiles, one after the other.
 
-This is memory-centric tiling (Rajbhandari et al. 2021, arXiv 2104.07857, section 5.3), as tensor parallelism on one
-rank. A tile is a slice of a layer's parameters, which makes a term of the layer's result. Each tile is gathered for its
-own pass and freed after it, and its gradient is reduced before the next tile's is made. So one tile at a time is whole.
+This is memory-centric tiling (Rajbhandari et al. 2021, arXiv 2104.07857, section 5.3), written as tensor parallelism on
+one rank. A tile is a slice of a layer's parameters, which computes a term of the layer's result. Each tile is gathered
+for its pass and freed after it, and its gradient is reduced before the next tile's is computed. So only one tile at a
+time is whole.
 
-`TiledTape` walks over a rank's tape and puts each op on a cut layer once for each tile. Gathers of weights are deferred
-until a tile is used, and so are recomputations.
+`TiledTape` walks over a rank's tape and repeats each op on a cut layer for each tile. Gathers of weights, and
+recomputations, are deferred until a tile is used.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ ALL_GATHER, REDUCE_SCATTER = OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER
 LOADS = frozenset({OpKind.LOAD_WEIGHT, OpKind.LOAD_OPT_STATE, OpKind.ZERO_GRADIENT})
 COMPUTE_WITH_WEIGHTS = frozenset({FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT})
 SLICED = frozenset({Kind.WEIGHT, Kind.OPT_STATE, Kind.GRAD_WEIGHT, Kind.DIRECTION, Kind.SAVED, Kind.SAVED_FOR_WEIGHT})
-"""Kinds of values of which each tile of a layer has its own."""
+"""Kinds of values that are separate for each tile of a layer."""
 
 
 def tile(checked: Checked, tiles: int) -> Tapes:
-    """Compute each layer that can be cut in `tiles` tiles.
+    """Compute each layer that can be cut in `tiles` tiles, one after the other.
 
     Raises:
-        CannotApply: if layers cannot be cut so, the program was not traced for these tiles, or no layer is gathered.
+        CannotApply: if layers cannot be cut into these tiles, the program was not traced for them, or no layer is
+            gathered.
     """
     program = checked.program
     cut = [layer for layer in program.sizes.signatures if layer.cut]
@@ -51,13 +53,13 @@ def tile(checked: Checked, tiles: int) -> Tapes:
 
 
 def _makes_terms(layer: Layer) -> bool:
-    """Tell whether slices of a layer make terms of its result, or logits, from one whole input."""
+    """Return whether slices of a layer compute terms of its result, or logits, from one whole input."""
     own = any(node.takes_own for node in layer.nodes) and "vocab" not in layer.cut
     return layer.recomputed and not own and not layer.routes and "expert" not in layer.cut
 
 
 class TiledTape:
-    """Tape of one rank, with ops on cut layers done for one tile after the other.
+    """Tape of one rank, with ops on cut layers repeated for each tile.
 
     Attributes:
         tape: the new tape.
@@ -73,11 +75,11 @@ class TiledTape:
         self._values = max(specs, default=-1) + 1
         self._handles = max((op.handle for op in tape), default=-1) + 1
         self._tiled: dict[int, tuple[int, ...]] = {}  # value to its tiles
-        self._awaited: dict[int, tuple[int, ...]] = {}  # handle to the tiles' handles (none: awaited already)
+        self._awaited: dict[int, tuple[int, ...]] = {}  # handle to the tiles' handles (empty: awaited already)
         self._deferred_gathers: dict[int, Op] = {}  # weight to its gather, done for each use of a tile
         self._recomputes: dict[int, Op] = {}  # saved activation to its RECOMPUTE, done before a tile's backward
         self._freed: set[int] = set()  # weights that only deferred gathers still read
-        self._reduced: set[int] = set()  # gradients whose tiles are reduced as soon as they are made
+        self._reduced: set[int] = set()  # gradients whose tiles are reduced immediately
         self._readers: dict[int, list[Op]] = defaultdict(list)
         for op in tape:
             for number in op.inputs if op.kind is not FREE else ():
@@ -103,12 +105,12 @@ class TiledTape:
             REWRITTEN.get(kind, TiledTape.put_each)(self, op)
 
     def put_each(self, op: Op) -> None:
-        """Put an op once for each tile."""
+        """Append an op once for each tile."""
         for t in self._tiles:
             self._put_one(op, t)
 
     def put_forward(self, op: Op) -> None:
-        """Put a forward pass: each tile makes a term of the result, or its logits."""
+        """Append a forward pass: each tile computes a term of the result, or its slice of the logits."""
         (x, weight), (output, *saved), total = op.inputs, op.outputs, -1
         for t in self._tiles:
             tile, logits = self._gathered(weight, t), self._is_cut(output)
@@ -119,7 +121,7 @@ class TiledTape:
             total = made if logits or not t else self._sum(total, made, output, t)
 
     def put_backward(self, op: Op) -> None:
-        """Put a backward pass: each tile makes a term of the input's gradient, and its own or what that needs."""
+        """Append a backward pass: each tile computes a term of the input's gradient, and its gradient or saved part."""
         (x, gradient, weight, saved), total, whole = op.inputs, -1, op.kind is BACKWARD
         own, output = op.outputs if whole else op.outputs[::-1]
         tokens = not self._specs[output].layer  # of tokens there is no gradient to sum
@@ -139,13 +141,13 @@ class TiledTape:
             total = term if tokens or not t else self._sum(total, term, output, t)
 
     def put_backward_weight(self, op: Op) -> None:
-        """Put the weight half of a backward pass: each tile makes its own gradient."""
+        """Append the weight half of a backward pass: each tile computes its weight gradient."""
         for t in self._tiles:
             self._put_one(op, t)
             self._reduce(op.outputs[0], t)
 
     def put_norm(self, op: Op) -> None:
-        """Put a norm: the squares of all tiles are summed."""
+        """Append a norm: the squares of all tiles are summed."""
         total = -1
         for t in self._tiles:
             made = self._new()
@@ -153,7 +155,7 @@ class TiledTape:
             total = self._sum(total, made, op.outputs[0], t) if t else made
 
     def put_update(self, op: Op) -> None:
-        """Put an update of each tile. If whole matrices are updated, the directions of all tiles are joined first."""
+        """Append an update of each tile. For whole matrices, the directions of all tiles are joined first."""
         if not self._directed(op.layer):
             self.put_each(op)
             return
@@ -171,7 +173,7 @@ class TiledTape:
         self._free(direction)
 
     def put_loss(self, op: Op) -> None:
-        """Put a loss: each tile's logits need the statistics of all tiles, or those that the tape gives."""
+        """Append a loss: each tile's logits need the statistics of all tiles, or those on the tape."""
         logits, *given = op.inputs
         stats = given[0] if given else self._stats(logits, op.layer, self._new())
         self.put_each(op._replace(inputs=(logits, stats)))
@@ -179,13 +181,13 @@ class TiledTape:
             self._free(stats)
 
     def put_loss_stats(self, op: Op) -> None:
-        """Put the statistics of logits: those of all tiles are joined."""
+        """Append the statistics of logits: those of all tiles are joined."""
         self._stats(op.inputs[0], op.layer, op.outputs[0])
 
     # Tiles of values
 
     def _is_cut(self, number: int) -> bool:
-        """Tell whether a value is cut into tiles: it belongs to a layer's parameters, or is the logits."""
+        """Return whether a value is cut into tiles: it belongs to a layer's parameters, or is the logits."""
         spec, layers = self._specs[number], self._layers
         if spec.kind in SLICED:
             return bool(layers[spec.layer].cut)
@@ -193,7 +195,7 @@ class TiledTape:
         return logits and bool(layers[-1].cut)
 
     def _only_computes(self, number: int) -> bool:
-        """Tell whether only passes through layers read a gathered weight, perhaps after it is gathered further."""
+        """Return whether only passes of layers read a gathered weight, directly or after further gathers."""
         spec = self._specs[number]
         return (
             spec.kind is Kind.WEIGHT
@@ -209,7 +211,7 @@ class TiledTape:
         return self._tiled[number][t] if number in self._tiled else number
 
     def _new_tile(self, number: int, t: int) -> int:
-        """Return a tile of a value that is cut; its tiles get numbers when the first is asked for."""
+        """Return a tile of a cut value. The first call numbers all its tiles."""
         if number not in self._tiled:
             self._tiled[number] = tuple([self._new() for _ in self._tiles])
         return self._tiled[number][t]
@@ -219,7 +221,7 @@ class TiledTape:
         return self._values - 1
 
     def _free_tiles(self, number: int) -> None:
-        """Free a value's tiles, or if deferred gathers still read them, wait until these are freed."""
+        """Free a value's tiles. If deferred gathers still read them, free them after the gathers."""
         if any(op.inputs[0] == number for op in self._deferred_gathers.values()):
             self._freed.add(number)
             return
@@ -250,13 +252,13 @@ class TiledTape:
         self.tape.append(op._replace(inputs=inputs, outputs=outputs, handle=handle, holds=holds))
 
     def _slice(self, holds: Holds, t: int) -> Holds:
-        """Return a tile of some slices. Each tensor-parallel rank's slice of a layer has its own tiles."""
+        """Return a tile of some slices. Each tensor-parallel rank's slice of a layer has separate tiles."""
         fine, tiles = holds.refined(math.lcm(holds.of, self._tp)), len(self._tiles)
         size = fine.of // self._tp
         return Holds(mask_of((p // size * tiles + t) * size + p % size for p in bits(fine.mask)), fine.of * tiles)
 
     def _gathered(self, number: int, t: int) -> int:
-        """Return a tile of a weight, and gather it now if the tape gathers it."""
+        """Return a tile of a weight. If the tape gathers the weight, gather the tile now."""
         op = self._deferred_gathers.get(number)
         if op is None:
             return self._tile_of(number, t)
@@ -271,7 +273,7 @@ class TiledTape:
             self._free(tile)
 
     def _reduce(self, gradient: int, t: int) -> None:
-        """Reduce a tile's gradient if that is all that the tape does with it."""
+        """Reduce a tile's gradient if the reduction is its only use on the tape."""
         readers = self._readers[gradient]
         if [op.kind for op in readers] != [REDUCE_SCATTER]:
             return
@@ -321,4 +323,4 @@ REWRITTEN: Mapping[OpKind, Callable[[TiledTape, Op], None]] = {
     OpKind.LOSS: TiledTape.put_loss,
     LOSS_STATS: TiledTape.put_loss_stats,
 }
-"""Methods for ops that are not simply put once for each tile."""
+"""Methods for ops that are not simply repeated for each tile."""

@@ -1,1 +1,1 @@
-"""Predictions for a model on a cluster: a step's seconds and bytes, and advice where it does not fit."""
+"""Predictions for a model on a cluster: the seconds and bytes of a step, and advice if it does not fit."""

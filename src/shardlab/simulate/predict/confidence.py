@@ -1,13 +1,13 @@
-"""How sure a prediction is: the errors of earlier predictions of the measured runs that are most like it.
+"""Expected error of a prediction: the errors of earlier predictions of the most similar measured runs.
 
 `errors.toml` beside this file lists measured runs by publisher and kind, with the relative errors of their predicted
-step time and memory (predicted / measured - 1). Each run was predicted with constants that were fitted again without
-the runs of its publisher (`benchmarks/regenerate.py` writes the list). A kind is the recipe, the device, whether
-the model is a mixture of experts, the axes of the mesh, and the length of a sequence.
+step time and memory (predicted / measured - 1). Each run was predicted with constants that were fitted without the runs
+of its publisher (`benchmarks/regenerate.py` writes the list). A kind is the recipe, the device, whether the model is a
+mixture of experts, the axes of the mesh, and the length of a sequence.
 
-`confidence` picks the runs of the kind of a step, or else those of the nearest kinds. If a step has something that no
-run of its recipe has, or if a single publisher measured its kind, the error is at least that of `first_sight`:
-predictions made before anything of the publisher was known.
+`confidence` picks the runs of the same kind as a step, or else those of the nearest kinds. If a step has a property
+that no run of its recipe has, or if only one publisher measured its kind, the error is at least that of `first_sight`:
+predictions from before any run of the publisher was known.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from shardlab.simulate.hardware import DEVICES, Cluster
 from shardlab.simulate.predict.recipe import OWN, Recipe
 
 Figure = Literal["time", "memory"]
-"""Predicted figure that has an error."""
+"""Predicted figure for which errors are known."""
 
 AXES = ("tp", "pp", "cp")
-"""Axes of a mesh that make a kind of step, because other kernels and collectives matter with them."""
+"""Axes of a mesh that distinguish kinds of steps, because they bring other kernels and collectives."""
 
 FEW = 5
-"""Smallest number of runs that stand alone; if there are fewer, those of the next nearest kinds are taken as well."""
+"""Smallest number of runs that suffice; if there are fewer, the runs of the next nearest kinds are added."""
 
 LONGER = 4
-"""Factor between the lengths of two sequences from which they are of different kinds."""
+"""Ratio of two sequence lengths from which they count as different kinds."""
 
 OTHER_LENGTH, OTHER_SWITCH, OTHER_AXIS, OTHER_RECIPE, OTHER_MODEL = 1, 1, {"pp": 2, "tp": 4, "cp": 4}, 10, 100
 OTHER_SIZE, OTHER_DEVICE, RELATED_RECIPE = 3, 8, 3
-"""Distances of two kinds that differ in one respect. Devices with the same efficiencies, and recipes that build on one
-another, are nearer than others. A mixture of experts is far from a dense model, whatever else is the same."""
+"""Distances of two kinds that differ in one property. Devices with the same efficiencies, and recipes that build on one
+another, are nearer than others. A mixture of experts is far from a dense model, whatever the other properties."""
 
 
 class Step(Protocol):
@@ -62,11 +62,11 @@ class Kind:
     """Kind of a step.
 
     Attributes:
-        recipe: recipe, and then the recipes on which it builds.
-        switches: its switches that are not at their default, each as `name=value`.
+        recipe: the recipe, then the recipes on which it builds.
+        switches: its switches that differ from their defaults, each as `name=value`.
         device: name of the device.
         mixture: whether the model is a mixture of experts.
-        axes: axes of `AXES` with several ranks (None: those of any step).
+        axes: axes of `AXES` with several ranks (None: any axes).
         seq_len: tokens of a sequence.
     """
 
@@ -85,7 +85,7 @@ class Kind:
 
     @classmethod
     def of_problem(cls, recipe: Recipe, cluster: Cluster, model: Blocks, axes: frozenset[str] | None = None) -> Kind:
-        """Return the kind of the steps of a model on a cluster, under any plan unless `axes` are given."""
+        """Return the kind of a model's steps on a cluster, for any plan unless `axes` are given."""
         mixture = getattr(model, "experts", 0) > 1
         switches = frozenset(f"{name}={value}" for name, value in recipe.changed_switches.items())
         return cls((recipe.name, *recipe.bases), switches, cluster.device.name, mixture, axes, model.seq_len)
@@ -96,9 +96,9 @@ class RunErrors:
     """Errors of the predictions of one publisher's runs of one kind.
 
     Attributes:
-        publisher: who published the runs.
-        recipe, device, seq_len, switches, mixture, axes: their kind.
-        time, memory: the errors of the runs that measured them, predicted / measured - 1.
+        publisher: publisher of the runs.
+        recipe, device, seq_len, switches, mixture, axes: the kind.
+        time, memory: errors of the runs with a measured time or memory, predicted / measured - 1.
     """
 
     publisher: str
@@ -116,7 +116,7 @@ class RunErrors:
         return self.time if figure == "time" else self.memory
 
     def distance(self, kind: Kind) -> int:
-        """Return how far these runs are from a kind; 0: they are of this kind."""
+        """Return the distance of these runs from a kind (0: they are of this kind)."""
         found = OTHER_MODEL * (self.mixture != kind.mixture)
         if self.recipe != kind.recipe[0]:
             found += RELATED_RECIPE if self.recipe in kind.recipe else OTHER_RECIPE
@@ -130,19 +130,19 @@ class RunErrors:
 
 
 def _same_chip(one: str, other: str) -> bool:
-    """Return whether two devices have the same peaks, such as two boards or two sizes of a GPU."""
+    """Return whether two devices have the same peak FLOP/s, such as two boards or memory sizes of a GPU."""
     return one == other or (one in DEVICES and other in DEVICES and DEVICES[one].flops == DEVICES[other].flops)
 
 
 @cache
 def measured_runs() -> tuple[RunErrors, ...]:
-    """Return all measured runs, predicted without their publisher."""
+    """Return the errors of all measured runs, predicted without their publisher."""
     return _read("runs")
 
 
 @cache
 def first_sight() -> tuple[RunErrors, ...]:
-    """Return the runs of publishers of which nobody here had seen any run when they were predicted."""
+    """Return the errors of first predictions: runs of publishers of which no run was known at the time."""
     return _read("first_sight")
 
 
@@ -152,7 +152,7 @@ def _read(name: str) -> tuple[RunErrors, ...]:
 
 
 NAMED = 3
-"""Largest number of recipes or devices that are named; more are counted."""
+"""Largest number of recipes or devices that a text names; of more, it gives the number."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,12 @@ class Confidence:
     Attributes:
         figure: "time" or "memory".
         runs: number of runs.
-        mean, worst: mean and largest size of their errors, predicted / measured - 1.
-        bias: mean of the errors with their sign. Below 0, predictions are too fast or too small.
-        basis: the runs in words, such as "26 runs of megatron-core on h100".
+        mean, worst: mean and maximum of the errors' absolute values, predicted / measured - 1.
+        bias: mean of the signed errors. Below 0, predictions are too fast or too small.
+        basis: the runs as text, such as "26 runs of megatron-core on h100".
         recipes, devices, publishers: recipes, devices and publishers of the runs.
-        unmeasured: what no run has in common with the step, in words.
-        at_least: mean size of the errors of first predictions, if the step is unmeasured (0: it is not).
+        unmeasured: properties of the step that no run has, as text.
+        at_least: mean absolute error of first predictions, if the step is unmeasured (0: it is not).
     """
 
     figure: Figure
@@ -184,11 +184,11 @@ class Confidence:
 
     @property
     def error(self) -> float:
-        """Expected size of the error of the prediction, as a share."""
+        """Expected absolute error of the prediction, relative to the measurement."""
         return max(self.mean, self.at_least)
 
     def __str__(self) -> str:
-        """Return the expected error, and on what it rests, in words."""
+        """Return the expected error and its basis as text."""
         lean = "" if abs(self.bias) < LEANING * self.mean else f", mostly too {LEANS[self.figure][self.bias > 0]}"
         if not self.unmeasured:
             unseen = ", publisher left out" if self.publishers else ""
@@ -203,7 +203,7 @@ class Confidence:
 
 
 LEANING = 0.6
-"""Share of the mean size of errors from which their bias is named."""
+"""Ratio of the bias to the mean absolute error from which the text names the bias."""
 
 LEANS: dict[Figure, tuple[str, str]] = {"time": ("fast", "slow"), "memory": ("small", "large")}
 """Words for the bias of predictions: for errors below 0, and above."""
@@ -213,12 +213,12 @@ ON_PROFILES = Confidence("time", 34, 0.061, 0.192, 0.0, "34 steps on two CPU cor
 
 
 def step_confidence(step: Step) -> tuple[Confidence, ...]:
-    """Return how sure the predicted time of a step is, and its predicted memory."""
+    """Return the confidence of a step's predicted time and memory."""
     return confidences(Kind.of(step), step.cluster)
 
 
 def confidences(kind: Kind, cluster: Cluster) -> tuple[Confidence, ...]:
-    """Return how sure the time and the memory of steps of a kind are. Memory on CPU cores is not measured."""
+    """Return the confidence of the time and the memory of steps of a kind. Memory on CPU cores is not measured."""
     if cluster.profile is not None:
         return (ON_PROFILES,)
     return confidence(kind, "time"), confidence(kind, "memory")
@@ -226,7 +226,7 @@ def confidences(kind: Kind, cluster: Cluster) -> tuple[Confidence, ...]:
 
 @cache
 def confidence(kind: Kind, figure: Figure, without: str = "") -> Confidence:
-    """Return how sure a figure of steps of a kind is, from the runs of the nearest kinds.
+    """Return the confidence of a figure of steps of a kind, from the runs of the nearest kinds.
 
     Args:
         kind: the kind.
@@ -260,8 +260,8 @@ def confidence(kind: Kind, figure: Figure, without: str = "") -> Confidence:
 
 
 MOST_TIMES = 3
-"""Largest factor from the error without a publisher to that of a first prediction (16 % to 5 % for the time of steps of
-dense models). More than that is what has been mended since: mixtures were 64 % too fast at first."""
+"""Largest ratio of the error of a first prediction to the error without a publisher (16 % to 5 % for the time of steps
+of dense models). A larger ratio comes from models that were corrected since: mixtures were 64 % too fast at first."""
 
 
 def _first_error(first: Sequence[RunErrors], near: Sequence[RunErrors], kind: Kind, figure: Figure) -> float:
@@ -295,7 +295,7 @@ def nearest(runs: Iterable[RunErrors], kind: Kind, figure: Figure) -> list[RunEr
 
 
 def _unmeasured(kind: Kind, runs: Sequence[RunErrors], figure: Figure) -> Iterator[str]:
-    """Yield what no run of the step's recipe, or no run at all, has in common with the step."""
+    """Yield the properties of a step that no run of its recipe, or no run at all, has."""
     what = "run" if figure == "time" else "memory"
     recipe = kind.recipe[0]
     same = [each for each in runs if each.recipe == recipe]
@@ -320,7 +320,7 @@ def _unmeasured(kind: Kind, runs: Sequence[RunErrors], figure: Figure) -> Iterat
 
 
 NEVER_RUN = f"{OWN.name} has never run on several GPUs"
-"""Words for Shardlab's own executor (docs/limits.md)."""
+"""Text for Shardlab's executor (docs/limits.md)."""
 
 
 def _names(names: Sequence[str], noun: str) -> str:
@@ -340,7 +340,7 @@ def memory_margin(recipe: Recipe, cluster: Cluster, model: Blocks) -> float:
     """Return the bytes of a device that must stay free for a plan to be chosen: 0 on CPU cores.
 
     It is the expected error of the predicted memory, at most `MOST_MARGIN` of the device, or the recipe's
-    `margin_bytes`, if these are more.
+    `margin_bytes`, if that is larger.
     """
     if cluster.on_cpu:
         return 0.0
@@ -358,10 +358,10 @@ class Memory(Protocol):
 
 
 def may_not_fit(found: Sequence[Confidence], memory: Memory) -> str:
-    """Say that a step may not fit, if it leaves less memory free than its expected error ("": it leaves enough).
+    """Return a warning if a step leaves less memory free than its expected error ("": it leaves enough).
 
     Args:
-        found: how sure its figures are.
+        found: confidence of its figures.
         memory: predicted memory of the fullest device.
     """
     error = next((each.error * memory.total for each in found if each.figure == "memory"), 0.0)
@@ -372,10 +372,10 @@ def may_not_fit(found: Sequence[Confidence], memory: Memory) -> str:
 
 
 def sure_as_json(found: Sequence[Confidence], doubt: str) -> dict[str, Any]:
-    """Return how sure the figures of a step are for --json.
+    """Return the confidence of a step's figures for --json.
 
     Args:
-        found: how sure its figures are.
-        doubt: sentence that says that it may not fit.
+        found: confidence of its figures.
+        doubt: the warning that it may not fit.
     """
     return {**{each.figure: each.fields() for each in found}, "may_not_fit": doubt}

@@ -1,4 +1,4 @@
-"""Estimate of a step: figures of its replay in seconds and bytes.
+"""Estimate of a step: a replay in seconds and bytes, and its figures.
 
 `estimate` replays a traced program. An `Estimate` gives the step's duration, the shares of compute, exposed
 communication and idle time, and the memory peak (`Peak`) of each rank.
@@ -27,12 +27,12 @@ class Peak:
     """Largest memory of one rank during a step.
 
     Attributes:
-        rank: number of the rank; of a folded program, the one that stands for those of its stage.
+        rank: number of the rank; in a folded program, the rank that represents its stage.
         bytes: bytes of tensors.
         by_category: these bytes by purpose.
-        op, layer, microbatches: the op that runs then (None: the rank has no ops), its layer in the program, and its
-            microbatches as a bit set.
-        part: the name of that layer in the model ("": it is not known).
+        op, layer, microbatches: the op at the peak (None: the rank has no ops), its layer in the program, and the bit
+            set of its microbatches.
+        part: name of that layer in the model ("": unknown).
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Peak:
 
     @property
     def cause(self) -> str:
-        """The op at the peak in words, such as `backward of block 3, feed-forward, microbatch 0`."""
+        """The op at the peak as text, such as `backward of block 3, feed-forward, microbatch 0`."""
         if self.op is None:
             return "a rank without ops"
         part = self.part if not self.part or self.part.startswith("block") else f"the {self.part}"
@@ -63,7 +63,7 @@ class Estimate:
         traced: the program.
         times: start and end of every op.
         memory: memory of each row.
-        place: names a layer's place in the model (None: layers have only numbers).
+        place: function from a layer to its position in the model as text (None: layers only have numbers).
         beside: seconds of the step that belong to no op, in which no rank computes.
     """
 
@@ -82,7 +82,7 @@ class Estimate:
     def compute_share(self) -> float:
         """Share of the step in which compute runs, the mean over ranks.
 
-        Together with the shares of exposed communication and of idle time it makes 1.
+        The shares of compute, exposed communication and idle time add up to 1.
         """
         busy = 0.0
         for row, tape in enumerate(self.traced.program.tapes):
@@ -94,7 +94,7 @@ class Estimate:
     def exposed(self) -> dict[tuple[str, str], float]:
         """Share of the step in which compute waits for communication, by (kind, axis), the mean over ranks.
 
-        A wait counts from the arrival of the last member: the communication then runs, or is queued behind another.
+        A wait counts from the arrival of the last member, when the communication runs or is queued behind another.
         """
         waited: dict[tuple[str, str], float] = defaultdict(float)
         for row, tape in enumerate(self.traced.program.tapes):
@@ -112,7 +112,7 @@ class Estimate:
 
     @property
     def idle_share(self) -> float:
-        """Share of the step in which a rank waits until other ranks have arrived, or has ended."""
+        """Share of the step in which a rank waits for other ranks to arrive, or has ended; the mean over ranks."""
         return max(0.0, 1.0 - self.compute_share - self.exposed_share) if self.step else 0.0
 
     @cached_property
@@ -124,7 +124,7 @@ class Estimate:
 
     @property
     def peak(self) -> Peak:
-        """The largest peak of all rows."""
+        """Largest peak of all rows."""
         return max(self.peaks, key=lambda peak: peak.bytes)
 
     def timeline(self) -> Timeline:
@@ -156,7 +156,7 @@ def estimate(
     Args:
         traced: the program.
         prices: times of its ops.
-        kept: sizes of values in memory, if not as traced.
+        kept: sizes of values in memory (None: those of the program).
         place: see `Estimate`.
     """
     with gc_paused():
@@ -164,7 +164,7 @@ def estimate(
 
 
 def peak_of(traced: Traced, row: int, memory: RankMemory, rank: int) -> Peak:
-    """Return the peak of a row, with the op that runs then."""
+    """Return the peak of a row, with the op at the peak."""
     tape, specs = traced.program.tapes[row], traced.specs[row]
     by_category = {category.value: bytes for category, bytes in zip(CATEGORIES, memory.by_category, strict=True)}
     if not tape:

@@ -1,8 +1,8 @@
-"""Advice on a workload: what to change if it does not fit, and which figures are assumed.
+"""Advice on a workload: changes that make it fit into memory, and the figures that are assumed.
 
 - `require_memory` refuses a step that does not fit into memory, and `advice` names the change that helps most. The
-  changes that it tries come from `changes`, each with the flags that make it.
-- `assumed_figures` lists the figures of a prediction that no source gives and no runs settle.
+  candidates come from `changes`, each with the flags that request it.
+- `assumed_figures` lists the figures of a prediction that no source gives and that were not fitted to runs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from shardlab.strategies.grad_accum import grad_accum
 from shardlab.strategies.plan.plan import CUT_AXES, Plan
 
 MOST_MICROBATCHES = 1024
-"""Largest number of microbatches of one data-parallel rank that is suggested."""
+"""Largest number of microbatches of a data-parallel rank that the advice suggests."""
 
 ALL_AT_ONCE = {"gpipe": "1f1b", "breadth-first": "interleaved-1f1b"}
-"""Schedules that hold every microbatch at once, and those that hold only as many as the pipeline has stages."""
+"""Schedules that hold all microbatches at once, each with one that holds only as many as the pipeline has stages."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Change:
 
     @property
     def short(self) -> Workload:
-        """The workload with only as many microbatches as reach the peak; later ones add nothing to it."""
+        """The workload with just enough microbatches to reach the peak; later ones do not raise it."""
         plan, microbatches = self.workload.plan, self.workload.microbatches
         if self.workload.trace is accumulating:
             return replace(self.workload, microbatches=min(4, microbatches))
@@ -66,11 +66,11 @@ def accumulating(mesh: Mesh, sizes: Sizes, microbatches: int) -> Traced:
 def changes(workload: Workload, whole: Blocks | None = None) -> Iterator[Change]:
     """Yield changes that may save memory.
 
-    Those that cost little time come first, then several at once, then more devices, then a smaller batch.
+    Changes that cost little time come first, then combinations, then more devices, then a smaller batch.
 
     Args:
         workload: the workload to change.
-        whole: the model as a plan would run it, if the program runs another one.
+        whole: the model that a plan would run, if the program runs another one.
     """
     plan = workload.plan
     smaller = f"a smaller batch, --micro-batch-size 1 --microbatches {workload.microbatches},"
@@ -101,7 +101,7 @@ def _here(workload: Workload, plan: Plan) -> Iterator[Change]:
     if (few := _in_small_microbatches(workload)) is not None:
         flags = _rows_flags(few)
         if plan.mesh.pp > 1 and isinstance(plan.schedule, str) and plan.schedule in ALL_AT_ONCE:
-            plan = replace(plan, schedule=ALL_AT_ONCE[plan.schedule])  # which would hold them all at once
+            plan = replace(plan, schedule=ALL_AT_ONCE[plan.schedule])  # the schedule would hold them all at once
             few, flags = replace(few, plan=plan), f"{flags} --schedule {plan.schedule}"
         yield Change(flags, few)
         yield from _prefixed(flags, _of_plan(few, plan))
@@ -120,7 +120,7 @@ def _on_idle_devices(workload: Workload) -> Iterator[Change]:
     idle = workload.cluster.size - mesh.world
     devices = f"the {idle} devices" if idle > 1 else "the device"
     flags = f"{as_flags(wide.used)} --microbatches {wider.microbatches}"
-    # with the flags of every axis, since the command needs all of them
+    # with the flags of every axis, all of which the command needs
     for change in _prefixed(flags, _of_plan(wider, plan)):
         yield Change(f"{change.flags}, which uses {devices} that are idle,", change.workload)
     if (few := _in_small_microbatches(wider)) is not None:
@@ -129,7 +129,7 @@ def _on_idle_devices(workload: Workload) -> Iterator[Change]:
 
 
 def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
-    """Yield changes of the plan: one field at a time, then each together with the cheaper changes before it."""
+    """Yield changes of the plan: single fields, then each combined with the cheaper changes before it."""
     cheap: dict[str, Any] = {}
     if plan.mesh.tp > 1 and not plan.sequence_parallel:
         cheap["sequence_parallel"] = True
@@ -158,11 +158,11 @@ def _of_plan(workload: Workload, plan: Plan) -> Iterator[Change]:
         try:
             yield Change(as_flags(fields), replace(workload, plan=replace(plan, **fields)))
         except UserError:
-            continue  # another field of the plan rules this one out
+            continue  # another field of the plan excludes this one
 
 
 def _in_small_microbatches(workload: Workload) -> Workload | None:
-    """Cut the same batch into the smallest microbatches that are not too many (None: it is so already)."""
+    """Return the workload with the same batch in the smallest allowed microbatches (None: it is the same)."""
     most = MOST_MICROBATCHES * (workload.plan.data_ranks if isinstance(workload.plan, Plan) else 1)
     for times in range(min(workload.micro_batch_size, most // workload.microbatches), 1, -1):
         micro_batch_size, rest = divmod(workload.micro_batch_size, times)
@@ -181,10 +181,10 @@ def _rows_flags(workload: Workload) -> str:
 
 
 WORTH_SAYING = 0.99
-"""A change that leaves more than this share of the peak is not named."""
+"""A change that leaves more than this share of the peak is not suggested."""
 
 ROOM = 0.98
-"""Share of a device's memory that a change may take to be named: only some of its microbatches are traced."""
+"""Largest share of a device's memory for a suggested change: the estimate traces only some of its microbatches."""
 
 
 def require_memory(workload: Workload, peaks: Sequence[Peak], whole: Blocks | None = None) -> DeviceMemory:
@@ -193,10 +193,10 @@ def require_memory(workload: Workload, peaks: Sequence[Peak], whole: Blocks | No
     Args:
         workload: the workload.
         peaks: the peak of each rank that was replayed.
-        whole: the model as a plan would run it, if the program runs another one.
+        whole: the model that a plan would run, if the program runs another one.
 
     Raises:
-        UserError: if it does not fit: by how much, what most of it is, and which change would make it fit.
+        UserError: if it does not fit, with the excess, the largest category, and a change that would make it fit.
     """
     peak, held = max(peaks, key=lambda peak: peak.bytes), device_memory(workload, peaks)
     if held.fits:
@@ -214,7 +214,7 @@ def require_memory(workload: Workload, peaks: Sequence[Peak], whole: Blocks | No
 
 
 def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) -> str:
-    """Name the first change with which the workload fits without passes, or the one that saves most."""
+    """Return a text with the first change that makes the workload fit without passes, or the one that saves most."""
     workload = replace(workload, passes="none", tiles=1)
     least: tuple[float, Change] | None = None
     for change in changes(workload, whole):
@@ -238,7 +238,7 @@ def advice(workload: Workload, held: DeviceMemory, whole: Blocks | None = None) 
 def assumed_figures(workload: Workload) -> dict[str, Figure]:
     """Return the assumed figures that a step uses, by name, as in "h100 attention.flash2".
 
-    Assumed figures of the recipe, the device and the links are those that no source gives and no runs settle.
+    A figure of the recipe, the device or a link is assumed if no source gives it and it was not fitted to runs.
     """
     return {name: figure for name, figure in _used(workload) if figure.assumed}
 

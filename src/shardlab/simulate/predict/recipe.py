@@ -1,23 +1,23 @@
-"""Recipes: how a training framework runs a step, as far as time and memory depend on it.
+"""Recipes: the properties of a training framework on which the time and memory of a step depend.
 
-A framework may run an operation as several kernels, each of which goes through memory; keep more, or less, for the
-backward pass than our own executor does; hold memory beyond tensors; or let communication run beside compute that, in
-the program, waits for it. Every recipe is a TOML file in `predict/recipes`, or a user's own:
+A framework may run an operation as several kernels, each of which reads and writes memory; save more, or less, for the
+backward pass than Shardlab's executor; hold memory beyond tensors; or overlap communication for which the program
+waits. Every recipe is a TOML file in `predict/recipes`, or a user's file:
 
-    base = "megatron-core"        # all that is not said here (default: plain fused kernels, nothing beyond tensors)
-    source = "where its choices are described"
+    base = "megatron-core"        # supplies all other values (default: fused kernels, and memory of tensors only)
+    source = "description of its choices"
 
     [kernels]
     attention = "cudnn"           # a choice, described by the recipe's source
 
-    [memory.reserved]             # a figure with a source of its own, or fitted to runs
+    [memory.reserved]             # a figure with its own source, or fitted to runs
     value = 1.24
     fitted_to = "bigscience's memory by nvidia-smi"
     runs = ["bloom-prequel-*"]       # their ids in a file of published runs
 
     [switches.attention]          # an option of the framework: its default, and a partial recipe for each value
     default = "cudnn"
-    about = "what it decides, in a few words"
+    about = "its effect, in a few words"
     values.cudnn = { source = "...", kernels = { attention = "cudnn" } }
     values.flash2 = { source = "...", kernels = { attention = "flash2" } }
 """
@@ -71,7 +71,7 @@ def _ratio(written: str | float) -> float:
 RATIOS = replace(
     pair('two numbers or ratios, such as [1, "3.5/4"]', lambda value: 0 <= value < math.inf), of_file=_ratios
 )
-"""Bytes moved over those of one fused kernel, forward and backward."""
+"""Bytes moved, relative to one fused kernel, forward and backward."""
 
 
 # The four groups of a recipe: kernels, memory, overlap, and what is used where a run does not say.
@@ -79,33 +79,34 @@ RATIOS = replace(
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Kernels that a framework runs, compared with a model's own, of which each is fused (`shardlab.models.layout`).
+    """Kernels that a framework runs, relative to the model's kernels, which are fused (`shardlab.models.layout`).
 
     Attributes:
         attention: generation of fused attention kernels (see `Efficiency.attention`); PyTorch's own is "flash2".
         fused_dropout: dropout of attention's weights is part of the fused kernel. Its backward pass draws the mask
             again from the seed, so no matrix of scores is kept (Dao et al. 2022, arXiv 2205.14135, appendix B.4).
-        memory_traffic: by a pointwise kernel's name, bytes moved over those of one fused kernel: forward, backward.
-        expert_load: with expert parallelism, rows of the fullest rank's experts over those of the mean, for which the
-            others wait.
-        dropless_slots: slots of an expert over an equal share of the tokens, if the model has no capacity factor (None:
-            one for each token).
-        padded_slots: the same whatever the model's capacity factor, because all experts are padded to the fullest one
-            (None: they are not).
-        expert_loop: experts are computed one after the other, each with products of its own.
-        fused_accumulation: the product that makes a weight's gradient adds to the older ones.
-        update_bytes: bytes that the optimizer moves for each parameter (None: as the precision says).
-        cp_imbalance: 0 where every rank along `cp` attends to as much; 1 where each has one run of a causal sequence,
-            so that the last attends to (2 cp - 1) / cp of the mean.
-        host_seconds: of a rank's host for each product of matrices and all that is started beside it: a rank is as slow
-            as its host where kernels are shorter.
-        piped_host_seconds: more than `host_seconds`, for each rank along `tp` if there are several, in a pipeline over
-            nodes.
-        step_seconds: of each step, whatever its size: data, logs, and what an optimizer does for each parameter.
+        memory_traffic: by a pointwise kernel's name, bytes moved relative to one fused kernel: forward, backward.
+        expert_load: with expert parallelism, rows of the most loaded rank's experts relative to the mean; the other
+            ranks wait for that rank.
+        dropless_slots: slots of an expert relative to an equal share of the tokens, if the model has no capacity factor
+            (None: one slot for each token).
+        padded_slots: the same for any capacity factor, because all experts are padded to the fullest one (None: they
+            are not padded).
+        expert_loop: experts are computed one after the other, each with separate products.
+        fused_accumulation: the product that computes a weight's gradient adds it to the older ones.
+        update_bytes: bytes that the optimizer moves for each parameter (None: those of the precision).
+        cp_imbalance: 0 if the ranks along `cp` have equal work in attention; 1 if each has one run of a causal
+            sequence, so that the last has (2 cp - 1) / cp of the mean.
+        host_seconds: seconds of a rank's host for each product of matrices and the other kernels that it launches
+            with it. If kernels take less, the rank is as slow as its host.
+        piped_host_seconds: the part of the host's seconds in addition to `host_seconds`, for each rank along `tp` if
+            there are several, in a pipeline over nodes.
+        step_seconds: seconds of each step, independent of its size: data, logs, and the optimizer's work for each
+            parameter.
         whole_embedding: every tensor-parallel rank has the whole embedding, and gathers and updates all of it.
         whole_piped_head: in a pipeline every tensor-parallel rank has the whole head too, and computes all logits.
-        gathered_copy_seconds: of a rank's host, when parameters have been gathered after the optimizer's step, for each
-            parameter and each rank whose slice of it is copied to its place.
+        gathered_copy_seconds: seconds of a rank's host after parameters are gathered after the optimizer's step, for
+            each parameter and each rank whose slice it copies.
     """
 
     attention: Literal["flash1", "flash2", "cudnn"] = "flash2"
@@ -128,13 +129,13 @@ class Kernels:
     whole_piped_head: bool = False
 
     def whole_layers(self, mesh: Mesh, layers: int) -> tuple[int, ...]:
-        """Return the layers of a cut model that every tensor-parallel rank has whole: the embedding, the head."""
+        """Return the layers of a cut model of which every tensor-parallel rank has a whole copy: embedding, head."""
         if mesh.tp == 1:
             return ()
         return (0,) * self.whole_embedding + (layers - 1,) * (self.whole_piped_head and mesh.pp > 1)
 
     def run(self, kernels: Iterable[Kernel]) -> list[Kernel]:
-        """A model's kernels as this framework runs them."""
+        """Return a model's kernels as this framework runs them."""
         return [run for kernel in kernels for run in self._run(kernel)]
 
     def _run(self, kernel: Kernel) -> list[Kernel]:
@@ -152,30 +153,30 @@ class MemoryUse:
     """Activations and other memory that a framework needs (see `shardlab.simulate.predict.memory`).
 
     Attributes:
-        saved: what stays for the backward pass.
-        logit_bytes: bytes that the loss holds for each logit at its peak, logits and gradients included (None: two
+        saved: the activations that stay for the backward pass.
+        logit_bytes: bytes that the loss needs for each logit at its peak, logits and gradients included (None: two
             activations).
-        sliced_logit_bytes: `logit_bytes` where each tensor-parallel rank has a slice of the logits (None: the same).
+        sliced_logit_bytes: `logit_bytes` if each tensor-parallel rank has a slice of the logits (None: the same).
         gathers_logits: every tensor-parallel rank gathers all logits, and computes the whole loss.
-        half_gradients: gradients that add up in float32 are made in half precision, and stay beside their sum.
+        half_gradients: gradients that are summed in float32 are computed in half precision, and stay beside their sum.
         shards_in_copy: sharded parameters are slices of the optimizer's float32 copy, as in PyTorch's FSDP: gathers
             round them (see `state_precision`).
-        gradient_buffer: gradients have a buffer that stands from one step to the next.
-        stream_memory: gathers and reductions allocate on streams of their own.
-        reserved: bytes that the allocator reserves for each byte that is allocated at its peak, where there is room.
-        kept_when_full: share of what is reserved beyond that, which the allocator cannot give up where room lacks:
-            before it fails it frees the blocks in which nothing lies (`c10/cuda/CUDACachingAllocator.cpp`,
+        gradient_buffer: gradients have a buffer that persists between steps.
+        stream_memory: gathers and reductions allocate on separate streams.
+        reserved: bytes that the allocator reserves for each byte that is allocated at its peak, if memory suffices.
+        kept_when_full: share of the reserved bytes beyond the allocated ones that the allocator cannot free if memory
+            is short: before it fails, it frees all empty blocks (`c10/cuda/CUDACachingAllocator.cpp`,
             `release_cached_blocks`).
-        context_bytes: bytes that a GPU holds beyond the allocator's, as nvidia-smi shows it (CUDA's context, NCCL).
-        tp_context_bytes: bytes that a GPU shows beyond `context_bytes` with tensor parallelism; a share
-            `kept_when_full` of them must be there.
-        gathers_held_back: of each block and microbatch that is kept, the gathered inputs of a slice's matrices that the
-            allocator holds back for the stream that gathered them, and gives up when there is no room.
-        router_graph_bytes: bytes for each element of the input of a mixture's block that stay after the block was
-            recomputed, until the next step.
+        context_bytes: bytes of a GPU outside the allocator, as shown by nvidia-smi (CUDA's context, NCCL).
+        tp_context_bytes: further bytes that a GPU shows with tensor parallelism; a share `kept_when_full` of them is
+            required.
+        gathers_held_back: for each block and microbatch that is kept, number of gathered inputs of a slice's matrices
+            that the allocator reserves for the stream that gathered them, and frees if memory is short.
+        router_graph_bytes: bytes for each element of the input of a mixture's block that stay allocated after the
+            block's recomputation, until the next step.
         margin_bytes: bytes of a device that must stay free for a plan to be chosen: near full memory the allocator
-            frees and asks again, and steps take several times as long.
-        logs_first_rank: what the framework logs is its first rank's memory, not the fullest's.
+            frees and allocates blocks again, and steps take several times as long.
+        logs_first_rank: the framework logs the memory of its first rank, not of the fullest.
     """
 
     saved: SavedActivations = AUTOGRAD
@@ -196,24 +197,24 @@ class MemoryUse:
     logs_first_rank: bool = False
 
     def state_precision(self, precision: Precision, plan: Plan | Mesh) -> Precision:
-        """Return a precision with the bytes that this framework keeps of parameters and the optimizer's state.
+        """Return a precision with the bytes of parameters and optimizer state in this framework.
 
         FSDP's sharded parameters are float32, and the optimizer updates them in place. A gather rounds each slice to
-        half precision in its own buffer (`_get_param_all_gather_inputs` in `torch/distributed/fsdp/_fully_shard`;
+        half precision in a separate buffer (`_get_param_all_gather_inputs` in `torch/distributed/fsdp/_fully_shard`;
         `_mp_shard` in `_flat_param.py`, which is freed after the gather). So with AdamW a sharded parameter takes 12
-        bytes beside its gradient. torchtitan runs so with `training.dtype` float32 and `mixed_precision_param` bfloat16
+        bytes beside its gradient. torchtitan does so with `training.dtype` float32 and `mixed_precision_param` bfloat16
         (`torchtitan/config/configs.py`). Parameters that are kept whole in half precision take 2 bytes more. Programs
-        without a plan count as they are written, with both.
+        without a plan are counted with both, as written.
         """
         if self.shards_in_copy and isinstance(plan, Plan) and plan.shard_parameters:
             return precision.parameters_in_copy
         return precision
 
     def kept_sizes(self, model: Model, sizes: Sizes, micro_batch_size: int, slices: int) -> Sizes:
-        """A model's sizes as far as memory goes: what this framework keeps, and what its loss holds.
+        """Return a model's sizes in memory: the values that this framework saves, and those of its loss.
 
         Args:
-            slices: into how many sequence parallelism cuts a sequence.
+            slices: number of slices into which sequence parallelism cuts a sequence.
         """
         plain = self.logit_bytes is None and not self.half_gradients
         if plain and self.saved == EXECUTOR:
@@ -236,30 +237,33 @@ class MemoryUse:
         return replace(kept, element_bytes=bytes)
 
     def held_gradient_bytes(self, bytes: int) -> int:
-        """Bytes that are held of a gradient's element whose sum has so many bytes."""
+        """Return the bytes in memory of a gradient's element whose sum takes `bytes` bytes."""
         return bytes + 2 * (self.half_gradients and bytes == 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How a framework communicates, and how much of that runs beside compute.
+    """Communication of a framework, and its overlap with compute.
 
     Attributes:
         share: by axis of the mesh, the share of each collective's time that runs beside compute.
         sharded_share: the same if gradients are sharded; axes that are not named have `share`.
-        blocking_p2p: the share of a message's time for which its sender does nothing else.
+        blocking_p2p: share of a message's time in which its sender does nothing else.
         scatter_gather_p2p: tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al. 2021,
             arXiv 2104.04473, section 4.1).
-        sends_residual_only: a pipeline's message is the residual stream alone, the branch already added to it.
+        sends_residual_only: a pipeline's message is only the residual stream, with the branch already added.
         allreduce_sharded_gradients: gradients are all-reduced instead of reduce-scattered, although ZeRO shards the
             optimizer's state, as long as it does not shard gradients too.
-        single_nic: collectives leave a node through one of its NICs only.
+        single_nic: collectives leave a node through only one of its NICs.
         contention: seconds that compute loses in a second in which a communication is in flight beside it.
-        bucket_bytes: gradients or parameters that are communicated at once, so that small ones share a start.
-        gathered_bytes: parameters that are gathered at once over the ranks that have other tokens (0: `bucket_bytes`).
-        tp_traffic: bytes that collectives along `tp` move over those of one gather or reduction for each half of a
-            block. It is above 1 where each product gathers its own input.
-        tp_seconds: that each collective along `tp` takes beyond its bytes and hops, until its ranks' hosts have come.
+        bucket_bytes: bytes of gradients or parameters that are communicated together, so that small ones share one
+            start.
+        gathered_bytes: bytes of parameters that are gathered together over the ranks with other tokens (0:
+            `bucket_bytes`).
+        tp_traffic: bytes that collectives along `tp` move, relative to one gather or reduction for each half of a
+            block. It is above 1 if each product gathers its input.
+        tp_seconds: seconds of each collective along `tp` in addition to its bytes and hops, until the hosts of its
+            ranks have reached it.
     """
 
     share: Mapping[str, Amount] = field(default_factory=dict[str, float])
@@ -276,28 +280,28 @@ class Overlap:
     tp_seconds: Amount = 0.0
 
     def at_once(self, kind: OpKind) -> float:
-        """Bytes of gradients, or of parameters, that are communicated at once."""
+        """Return the bytes of gradients, or of parameters, that are communicated together."""
         return (kind is OpKind.ALL_GATHER and self.gathered_bytes) or self.bucket_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """Values that a framework uses if a run does not give them.
+    """Values that a framework uses if a run does not set them.
 
     Attributes:
-        vocab_size: tokens: those of GPT-2's tokenizer.
-        pads_vocab: vocabularies are padded to a multiple of 128 on every tensor-parallel rank, also where tp is 1.
-        bias: the products of its GPTs have biases.
-        dropout: of its GPTs.
-        gradient_bytes: bytes of a gradient's element when it is reduced.
+        vocab_size: number of tokens: GPT-2's.
+        pads_vocab: vocabularies are padded to a multiple of 128 on every tensor-parallel rank, also if tp is 1.
+        bias: linear maps of its GPTs have biases.
+        dropout: dropout probability of its GPTs.
+        gradient_bytes: bytes of a gradient's element in reductions.
         bf16_gradient_bytes: `gradient_bytes` of gradients in bfloat16 (None: the same).
-        gradient_sync: after which microbatches sharded gradients are reduced: each one, or the last, until which they
-            are kept whole.
-        reduce_at: when gradients are reduced (see `Plan.reduce_at`).
-        sharded_reduce_at: `reduce_at` where the optimizer's state is sharded ("": the same).
-        zero_stage: the ZeRO stage that it uses.
-        recompute: what the backward pass recomputes (see `Plan.recompute`).
-        stages: how blocks are dealt to pipeline stages: evenly, or by cost (see `shardlab.simulate.predict.stages`).
+        gradient_sync: microbatches after which sharded gradients are reduced: each one, or only the last, until which
+            they are kept whole.
+        reduce_at: time at which gradients are reduced (see `Plan.reduce_at`).
+        sharded_reduce_at: `reduce_at` if the optimizer's state is sharded ("": the same).
+        zero_stage: the ZeRO stage.
+        recompute: recomputation in the backward pass (see `Plan.recompute`).
+        stages: distribution of blocks over pipeline stages: even, or by cost (see `shardlab.simulate.predict.stages`).
     """
 
     vocab_size: Natural = 50257
@@ -316,7 +320,7 @@ class Defaults:
     def precision_called(self, name: str) -> Precision:
         """Return the precision with a name.
 
-        fp8 and mxfp8 name only the dtype of matrix products. Gradients then have the dtype in which this framework
+        fp8 and mxfp8 only name the dtype of matrix products. Gradients then have the dtype in which this framework
         reduces them.
 
         Raises:
@@ -334,7 +338,7 @@ class Defaults:
         return precision.with_gradients_of(wide or self.gradient_bytes)
 
     def reduction(self, zero: int) -> Literal["layer", "step"]:
-        """Return when gradients are reduced with a stage of ZeRO.
+        """Return the time at which gradients are reduced with a stage of ZeRO.
 
         Every framework reduces sharded gradients in each backward pass, and over replicas in the last one: Megatron-LM
         at d98e8a64, megatron_fsdp.py, `_process_post_backward_gradients`; DeepSpeed at edaa7221, runtime/zero/mics.py,
@@ -353,10 +357,10 @@ class Switch:
     """Option of a framework that changes how it runs a step.
 
     Attributes:
-        default: value if the user gives none.
-        about: what it decides, in a few words.
+        default: value if the user sets none.
+        about: its effect, in a few words.
         values: source of each value.
-        value: value of the recipe at hand.
+        value: value in the current recipe.
     """
 
     default: str
@@ -366,21 +370,21 @@ class Switch:
 
 
 Switches = Mapping[str, str]
-"""Values of switches by name, as a user gives them."""
+"""Values of switches by name, as given by a user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a framework runs a step.
+    """Recipe: how a framework runs a step.
 
     Attributes:
-        name: how it is asked for.
-        source: where its choices are described.
-        bases: recipe on which it builds, the one on which that builds, and so on.
+        name: name in options.
+        source: description of its choices.
+        bases: the recipe on which it builds, the recipe on which that builds, and so on.
         kernels, memory, overlap, defaults: its figures.
-        can_run: what it can run (see `shardlab.simulate.predict.capabilities`).
-        figures: by group and field, as in "memory.reserved", each figure that its files give.
-        switches: its options by name, each with the value that the figures are for.
+        can_run: limits of the steps that it runs (see `shardlab.simulate.predict.capabilities`).
+        figures: each figure in its files, by group and field, such as "memory.reserved".
+        switches: its options by name, each with the value to which the figures belong.
         file: its built-in name, or the path of its file.
     """
 
@@ -397,8 +401,8 @@ class Recipe:
     file: str = field(default="", compare=False)
 
     def model_as_run(self, model: Blocks) -> Blocks:
-        """Return a model with the experts' slots that this framework computes on. If the fused attention drops
-        weights itself, the model's attention takes and keeps as much as one without dropout.
+        """Return a model with the experts' slots of this framework. If its fused attention drops weights itself, the
+        model's attention takes the time and memory of one without dropout.
         """
         if self.kernels.fused_dropout and isinstance(model, GPT):
             model = replace(model, drops_attention=False)
@@ -413,17 +417,17 @@ class Recipe:
 
     @property
     def deals_stages_by_cost(self) -> bool:
-        """Whether its pipeline stages cost as much as one another."""
+        """Whether its pipeline stages are divided by cost."""
         return self.defaults.stages == "cost"
 
     @property
     def changed_switches(self) -> Switches:
-        """Values of the switches that are not at their default."""
+        """Values of the switches that differ from their defaults."""
         return {name: each.value for name, each in self.switches.items() if each.value != each.default}
 
     @property
     def title(self) -> str:
-        """The name, with the switches that are not at their default."""
+        """The name, with the switches that differ from their defaults."""
         changed = [f"{name}={value}" for name, value in self.changed_switches.items()]
         return f"{self.name} with {' '.join(changed)}" if changed else self.name
 
@@ -434,7 +438,7 @@ _GROUP_TABLES: dict[str, Any] = dict.fromkeys(GROUPS, Mapping[str, Any])
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """Every built-in recipe by name, Shardlab's own first, those that build on it below their base."""
+    """Return every built-in recipe by name, Shardlab's own first, and each after its base."""
     found = {name: find_recipe(name) for name in _names()}
     return dict(sorted(found.items(), key=lambda item: item[0] != "shardlab"))
 
@@ -444,19 +448,19 @@ RENAMED = {
     "torchtitan-2025": "torchtitan with --switch attention=flash2 loss=compiled",
     "torchtitan-2025-async-tp": "torchtitan with --switch attention=flash2 loss=compiled async_tp=on",
 }
-"""Recipes of earlier versions, and what to write instead."""
+"""Names of recipes in earlier versions, and their replacements."""
 
 
 def find_recipe(name: str, switches: Switches = MappingProxyType({})) -> Recipe:
-    """The built-in recipe of that name, in any case of letters, or the one in a TOML file.
+    """Return the built-in recipe with a name, ignoring case, or the recipe in a TOML file.
 
     Args:
         name: the name, or the path of the file.
-        switches: values of its switches; those that are not given are at their default.
+        switches: values of its switches; others have their defaults.
 
     Raises:
-        UserError: there is none, and the nearest name is suggested; or the file says what a recipe cannot; or it has no
-            such switch or value.
+        UserError: if there is no such recipe (the message suggests the nearest name), if the file is invalid, or if the
+            recipe has no such switch or value.
     """
     recipe = _found(name, switches)
     for switch, value in switches.items():
@@ -465,7 +469,7 @@ def find_recipe(name: str, switches: Switches = MappingProxyType({})) -> Recipe:
 
 
 def variants(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
-    """Yield each other value of each switch of a recipe, as (switch, value, recipe with it), one at a time."""
+    """Yield (switch, value, recipe with this value) for each other value of each switch of a recipe."""
     given = {name: switch.value for name, switch in recipe.switches.items()}
     for name, switch in recipe.switches.items():
         for value in switch.values:
@@ -492,9 +496,9 @@ def _found(name: str, switches: Switches, inside: tuple[Path, ...] = ()) -> Reci
     """Return a recipe.
 
     Args:
-        name, switches: as in `find_recipe`; a switch may be one of a recipe that builds on this one.
-        inside: files that are being read, each of which is the base of the one before; a file that the last of them
-            names lies beside it, unless its path begins at the root.
+        name, switches: as in `find_recipe`; a switch may also belong to a recipe that builds on this one.
+        inside: files that are being read, each the base of the one before. The base named in the last file is relative
+            to that file, unless its path is absolute.
     """
     if name.endswith(".toml"):
         path = inside[-1].parent / name if inside else Path(name)
@@ -521,7 +525,7 @@ def _packaged(name: str, switches: tuple[tuple[str, str], ...]) -> Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class _SwitchTable:
-    """Switch as a file writes it. The recipe below may have given its default and other values."""
+    """Switch as written in a file. The base recipe may have its default and other values."""
 
     default: str = ""
     about: str = ""
@@ -529,10 +533,10 @@ class _SwitchTable:
 
 
 def _made(name: str, where: str, document: Any, switches: Switches, files: tuple[Path, ...] = ()) -> Recipe:
-    """The recipe of a file, with all that its base says and it does not.
+    """Return the recipe of a file, with its base for all values that the file does not set.
 
-    The base is made with the values of the switches that are given, or that are the defaults of this file. Figures of
-    the file are written over it, and then those of its own values of switches.
+    The base is built with the given values of switches, or with the defaults of this file. Then the file's figures
+    replace the base's, and the figures of the file's values of switches replace these.
     """
     known = {"base": Any, "source": Any, "switches": Mapping[str, _SwitchTable]} | _GROUP_TABLES
     table = read_fields(known, document, where)
@@ -560,7 +564,7 @@ def _made(name: str, where: str, document: Any, switches: Switches, files: tuple
 
 
 def _partial(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the groups and the source of a value of a switch."""
+    """Return the groups and the source of a switch's value."""
     table = read_fields({"source": str} | _GROUP_TABLES, given, where)
     if not table.get("source"):
         raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
@@ -568,7 +572,7 @@ def _partial(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_figures(recipe: Recipe, table: Mapping[str, Any], source: str, where: str) -> Recipe:
-    """Return a recipe with the figures of a table of groups; `source` is that of figures without their own."""
+    """Return a recipe with the figures of a table of groups; `source` applies to figures without one."""
     figures, groups = dict(recipe.figures), dict[str, Any]()
     for group, kind in GROUPS.items():
         table_of_group = dict(table.get(group, {}))
@@ -584,10 +588,10 @@ def _with_figures(recipe: Recipe, table: Mapping[str, Any], source: str, where: 
 
 
 def _with_source(value: Any, source: str) -> dict[str, Any]:
-    """Return a figure of a file, which is a value or a table that has one, as a table with a source."""
+    """Return a figure of a file, given as a value or as a table with a value, as a table with a source."""
     is_figure = isinstance(value, dict) and "value" in value
     return {"source": source, **(cast(dict[str, Any], value) if is_figure else {"value": value})}
 
 
 OWN = find_recipe("shardlab")
-"""Shardlab's own executor."""
+"""Recipe of Shardlab's executor."""

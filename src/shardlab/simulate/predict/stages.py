@@ -6,10 +6,12 @@ from shardlab.models import Blocks
 
 
 def modules_of_stages(model: Blocks, stages: int) -> list[list[str]] | None:
-    """Modules of each stage: "embedding", "block", "norm", "head", "cast" and "loss"; None: the last one has none.
+    """Return the modules of each stage: "embedding", "block", "norm", "head", "cast" and "loss".
 
-    A module goes to the stage at hand, which ends with the module that takes the sum of costs beyond its share. Costs
-    are those of `get_block_compute_costs`: the parameters of a block's matrices, and the head's.
+    The result is None if the last stage would have no module.
+
+    A module goes to the current stage, which ends with the module whose cost brings the sum above the stage's share.
+    Costs are those of `get_block_compute_costs`: the parameters of a block's matrices, and of the head's.
     """
     block = 4 * model.hidden_size**2 + 3 * model.hidden_size * _ffn_of(model)
     head = model.vocab_size * model.hidden_size
@@ -29,8 +31,8 @@ def stages_by_cost(model: Blocks, stages: int, *, halves: bool) -> tuple[int, ..
     """Return the `layers_per_stage` of a plan whose stages cost about the same. The first stages get more blocks.
 
     The head and the loss are one layer of a plan, on the last stage. A last stage without a block takes one from the
-    longest stage before it. Returns (), which means an even split, if nanotron would leave the last stage empty:
-    nanotron refuses such a plan.
+    longest stage before it. If nanotron would leave the last stage empty, which it refuses, the result is (), an even
+    split.
 
     >>> from shardlab.models import Llama
     >>> llama = Llama(layers=32, hidden_size=4096, heads=32, ffn_hidden_size=14336, vocab_size=131072)

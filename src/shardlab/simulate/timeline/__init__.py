@@ -1,4 +1,4 @@
-"""A checked tape over time: clocks, streams and memory, by teaching costs or by any prices."""
+"""Simulation of a checked program: clocks, streams and memory, with teaching costs or other prices."""
 
 from shardlab.simulate.timeline.bubble import bubble, schedule_bubble
 from shardlab.simulate.timeline.costs import PUZZLE_COSTS, TEACHING_COSTS, Costs, TeachingCosts

@@ -1,4 +1,4 @@
-"""Bubble of a pipeline: the share of a step's passes in which ranks wait for each other.
+"""Bubble of a pipeline: the share of the time of passes in which ranks wait for each other.
 
 The bubble belongs to the schedule, so `schedule_bubble` computes it with free communication. For GPipe and 1F1B with p
 equal stages and m microbatches it is (p - 1) / (m + p - 1). `bubble` computes the share of any timeline, in which
@@ -17,7 +17,7 @@ from shardlab.simulate.timeline.timeline import Timeline
 
 
 def schedule_bubble(traced: Traced, prices: Prices) -> float:
-    """Return the bubble of a program, from 0 to 1: the share that `bubble` returns, if communication takes no time."""
+    """Return the bubble of a program, from 0 to 1: the result of `bubble` if communication takes no time."""
     times = Clocks(traced, FreeCommunication(prices)).run()
     return _share(
         ((op.kind, start, end) for op, start, end in zip(tape, starts, ends, strict=True))
@@ -29,8 +29,8 @@ def bubble(timeline: Timeline) -> float:
     """Return (cost - work) / cost of a timeline, from 0 to 1 (Qi et al. 2023, arXiv 2401.10241, section 5.3).
 
     The cost is the time from the start of a rank's first pass to the end of its last, on the rank where it is longest.
-    The work is the time of all passes of the busiest rank, m (F + B + W) if all ranks have equal work. Updates and
-    communication count only as far as passes wait for them.
+    The work is the time of all passes on the busiest rank: m (F + B + W) if all ranks have equal work. Updates and
+    communication only count while passes wait for them.
     """
     return _share(((event.kind, event.start, event.end) for event in events) for events in timeline.events)
 
@@ -50,7 +50,7 @@ def _share(ranks: Iterable[Iterable[tuple[OpKind, float, float]]]) -> float:
 
 @dataclass(frozen=True)
 class FreeCommunication(Prices):
-    """Prices of the same compute, with communication that takes no time, and messages that wait for no receive.
+    """Prices with the same compute times, free communication, and messages that do not wait for their receives.
 
     Attributes:
         prices: the prices of compute.

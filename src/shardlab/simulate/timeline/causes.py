@@ -1,9 +1,9 @@
-"""Causes: why each op of a step starts when it does, and why a rank stands still, simulated and measured alike.
+"""Causes: why each op of a step starts when it does, and why a rank is idle, for simulated and measured steps.
 
-An `Activity` has the ops of each rank in the order of its tape, with the communications that the rank awaits between
-them. `activity_of` makes one of a timeline. `find_causes` gives every op the op that it had to wait for: the compute
-before it on its rank, a communication that its rank awaits, the last member of a collective to arrive, the send of a
-message, or the communication that had its stream. Followed from op to op, they lead back to the start of the step.
+An `Activity` has the ops of each rank in tape order, with the communications that the rank awaits between them.
+`activity_of` makes one from a timeline. `find_causes` gives every op the op for which it had to wait: the compute op
+before it on its rank, an awaited communication, the last member of a collective to arrive, the send of a message, or
+the communication that occupied its stream. Followed from op to op, the causes lead back to the start of the step.
 `find_gaps` lists the intervals in which ranks do not compute, each with the communication that ends it.
 """
 
@@ -19,18 +19,18 @@ from shardlab.language.ops import COMMUNICATION
 from shardlab.simulate.timeline.timeline import Event, Timeline, is_event
 
 TOLERANCE = 1e-9
-"""Share of the step below which two moments are the same."""
+"""Difference, as a share of the step, below which two times count as equal."""
 
 Place = tuple[int, int]
-"""Row, and index of an op among the ops of that row in an `Activity`."""
+"""(row, index among the row's ops) of an op in an `Activity`."""
 
 
 class Reason(Enum):
-    """Reason why an op starts no earlier.
+    """Reason why an op does not start earlier.
 
     FIRST: nothing comes before it. BUSY: its rank computed another op. WAITED: its rank waited for a communication.
-    MEMBER: another member of its communication arrived later. SENT: its message had to be sent. STREAM: another
-    communication had its stream. UNKNOWN: its rank did nothing that was recorded.
+    MEMBER: another member of its communication arrived later. SENT: its message was sent later. STREAM: another
+    communication occupied its stream. UNKNOWN: nothing was recorded on its rank.
     """
 
     FIRST = "first"
@@ -43,7 +43,7 @@ class Reason(Enum):
 
 
 class Cause(NamedTuple):
-    """Reason why an op starts no earlier, and the op that it waits for (None for the first op of a rank)."""
+    """Reason why an op does not start earlier, and the op for which it waits (None for the first op of a rank)."""
 
     reason: Reason
     place: Place | None = None
@@ -53,11 +53,11 @@ class TimedOp(NamedTuple):
     """Op of one rank that takes time.
 
     Attributes:
-        op: its index on the tape, or in a trace.
-        kind: its kind.
-        start, end: when it starts and ends.
-        waits: communications that the rank awaits after the op before this one, as indices among the rank's ops.
-        communication: its communication, as an index (-1: it computes, or the other members are unknown).
+        op: index on the tape, or in a trace.
+        kind: kind of the op.
+        start, end: start and end time.
+        waits: communications that the rank awaits between the previous op and this one, as indices of the rank's ops.
+        communication: index of its communication (-1: the op computes, or the other members are unknown).
     """
 
     op: int
@@ -76,10 +76,10 @@ class Activity(NamedTuple):
     """Ops of all ranks in a step.
 
     Attributes:
-        rows: for each rank its ops, in the order in which it came to them.
+        rows: for each rank its ops, in the order in which it reached them.
         communications: members of each communication; of a message the sender, then the receiver.
         last_waits: for each rank the communications that it awaits after its last op.
-        end: when the step ends.
+        end: end of the step.
     """
 
     rows: list[list[TimedOp]]
@@ -94,7 +94,7 @@ class ComputeGap(NamedTuple):
     Attributes:
         row: the rank's row.
         start, end: start and end of the interval.
-        awaited: the communication that ends it, as an index among the rank's ops (None: no recorded one).
+        awaited: the communication that ends it, as an index of the rank's ops (None: none was recorded).
         before: the compute op that ends it (None: the step ends).
     """
 
@@ -140,7 +140,7 @@ def activity_of(timeline: Timeline) -> Activity:
 
 
 def find_arrivals(activity: Activity) -> list[list[float]]:
-    """Return for each rank when it came to each op: the start of a compute op, the issue of a communication."""
+    """Return for each rank when it reached each op: the start of a compute op, the issue of a communication."""
     arrivals: list[list[float]] = []
     for ops in activity.rows:
         clock, reached = 0.0, list[float]()
@@ -149,7 +149,7 @@ def find_arrivals(activity: Activity) -> list[list[float]]:
             clock = max(clock, op.start) if op.computes else clock
             reached.append(clock)
             clock = max(clock, op.end) if op.computes else clock
-        latest = activity.end  # a rank need not wait for a message that its link carries
+        latest = activity.end  # a rank need not wait for a message that is on its link
         for at in range(len(ops) - 1, -1, -1):
             latest = min(latest, ops[at].start) if ops[at].computes else latest
             reached[at] = min(reached[at], latest, ops[at].start)
@@ -179,12 +179,12 @@ def find_gaps(activity: Activity) -> Iterator[ComputeGap]:
 
 
 def find_causes(activity: Activity) -> list[list[Cause]]:
-    """Return for each op of each rank why it starts no earlier."""
+    """Return for each op of each rank the cause of its start time."""
     return _Causes(activity).run()
 
 
 def _last_awaited(ops: Sequence[TimedOp], waits: Sequence[int], since: float, until: float) -> int | None:
-    """Return the awaited communication that ends last between two moments (None: none does)."""
+    """Return the awaited communication that ends last between two times (None: none ends there)."""
     ended = [at for at in waits if since < ops[at].end <= until]
     return max(ended, key=lambda at: ops[at].end, default=None)
 
@@ -194,7 +194,7 @@ class _Causes:
         self.activity, self.rows = activity, activity.rows
         self.least = TOLERANCE * activity.end
         self.arrivals = find_arrivals(activity)
-        self.ended: list[list[tuple[float, int]]] = [  # communications of each row by their ends
+        self.ended: list[list[tuple[float, int]]] = [  # communications of each row, sorted by end
             sorted((op.end, at) for at, op in enumerate(ops) if not op.computes and op.end > op.start)
             for ops in activity.rows
         ]
@@ -208,7 +208,7 @@ class _Causes:
 
     @staticmethod
     def _compute_before(ops: Sequence[TimedOp]) -> Iterator[tuple[int | None, tuple[int, ...]]]:
-        """Yield for each op the last compute op before it, and what the rank awaits between the two."""
+        """Yield for each op the last compute op before it, and the communications awaited between the two."""
         last: int | None = None
         waits: tuple[int, ...] = ()
         for at, op in enumerate(ops):
@@ -218,7 +218,7 @@ class _Causes:
                 last, waits = at, ()
 
     def _on_rank(self, row: int, at: int) -> Cause:
-        """Return the cause of a moment at which a rank comes to an op."""
+        """Return the cause of the time at which a rank reaches an op."""
         ops, (last, waits) = self.rows[row], self.before[row][at]
         since = ops[last].end if last is not None else 0.0
         arrival = self.arrivals[row][at]
@@ -251,7 +251,7 @@ class _Causes:
         return self._on_rank(row, at)
 
     def _on_stream(self, members: Sequence[Place], start: float) -> Place | None:
-        """Return the communication that had a member's stream until this one started."""
+        """Return the communication that occupied a member's stream until this one started."""
         for row, _ in members:
             ended = self.ended[row]
             place = bisect_right(ended, (start + self.least, len(self.rows[row]))) - 1

@@ -1,4 +1,4 @@
-"""Costs: prices in units of time instead of seconds.
+"""Costs: prices in time units instead of seconds.
 
 `TeachingCosts` are the default of a simulation: compute by FLOPs, communication by bytes. `Costs` has one time for each
 kind of op, whatever its size; its defaults, `PUZZLE_COSTS`, are those of the LLM Training Puzzles.
@@ -22,22 +22,22 @@ from shardlab.simulate.timeline.prices import Messages, Prices
 class TeachingCosts(Prices):
     """Time units by FLOPs and bytes: the forward pass of one microbatch through one layer of average size takes 1.
 
-    A pass takes its FLOPs: a backward pass twice those of the forward pass, each of its halves and a recomputation as
-    many. A slice of a layer or of a sequence takes its share, so a model that is cut into smaller layers takes as long
-    as whole layers. An update takes time in proportion to its elements. The loss, norms, sums, casts and all other ops
-    that only read and write memory take none.
+    A pass takes time in proportion to its FLOPs: a backward pass twice as long as the forward pass, and each of its
+    halves, or a recomputation, as long as the forward pass. A slice of a layer or of a sequence takes its fraction, so
+    a model that is cut into smaller layers takes as long as one of whole layers. An update takes time in proportion to
+    its elements. The loss, norms, sums, casts and all other ops that only read and write memory take no time.
 
-    Each rank has one link, over which it sends and receives at the same time. A message takes the latency and its bytes
-    over the bandwidth. It leaves as soon as it is issued, in turn with what its rank sends and what its receiver
-    receives, and waits for no receive. A collective takes the links of all its members. It takes as long as the same
-    algorithm would with messages that are awaited one after the other, n - 1 hops around a ring or along a chain:
+    Each rank has one link, over which it sends and receives at the same time. A message takes the latency, and its
+    bytes over the bandwidth. It starts when it is issued and the sender's and the receiver's link are free; it does not
+    wait for the receive. A collective occupies the links of all its members. It takes as long as the same algorithm
+    would with messages that are awaited one after the other, n - 1 hops around a ring or along a chain:
 
     - all_gather, reduce_scatter, all_to_all, gather, scatter: n - 1 hops of 1/n of the whole value;
     - all_reduce: a reduce_scatter and an all_gather, so 2 (n - 1) hops of 1/n;
     - broadcast, reduce: n - 1 hops of the whole value;
-    - barrier: as an all_reduce of nothing.
+    - barrier: as an all_reduce of 0 bytes.
 
-    A copy to the host or the disk takes as long as a message, on a link of its own.
+    A copy to the host or the disk takes as long as a message, on a separate link.
 
     The bandwidth is relative to compute. With the defaults, an activation of the puzzles' model (512 KiB) takes 0.2 to
     send, and one of its weights (1 MiB) takes 0.33 to gather and 0.66 to reduce over 4 ranks. So communication is
@@ -47,8 +47,8 @@ class TeachingCosts(Prices):
     Attributes:
         flops_per_byte: FLOPs that a device computes in the time in which a link carries one byte.
         latency: time units of each hop.
-        update: time units of updating as many elements as a layer of average size has.
-        sizes: the model whose layers give the unit (None: that of the puzzles).
+        update: time units of updating a layer of average size.
+        sizes: the model whose layers define the time unit (None: the puzzles' model).
     """
 
     flops_per_byte: float = 46.08
@@ -58,7 +58,7 @@ class TeachingCosts(Prices):
 
     @property
     def one_stream(self) -> bool:
-        """True: messages and collectives of a rank share its link."""
+        """Always true: messages and collectives of a rank share its link."""
         return True
 
     @property
@@ -108,7 +108,7 @@ _FORWARD_PASSES = {
     OpKind.ATTEND: 1,
     OpKind.ATTEND_BACKWARD: 2,
 }
-"""FLOPs of each pass, in forward passes of its layer (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
+"""FLOPs of each pass, relative to the forward pass of its layer (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
 
 TEACHING_COSTS = TeachingCosts()
 
@@ -118,15 +118,15 @@ class Costs(Prices):
     """Time units of each op; the defaults are those of the LLM Training Puzzles (Rush 2023, `Model.event`).
 
     Attributes:
-        forward, recompute, backward_input, backward_weight: for each microbatch of the op.
-        attend, attend_backward: causal attention of whole sequences, for each microbatch of the op; a block of keys
-            takes its share of that.
-        loss_stats, loss, add, norm, update: for each op.
-        collective: for each collective, from the arrival of its last member.
-        send, recv: for each message. A receive starts when its send has ended, or later.
-        offload, reload: for each value that is copied to another place, or back.
-        link_latency: whether a send's time is spent on the link alone, which carries any number of messages at once, as
-            papers about schedules assume. Otherwise messages take the streams of both ranks, one at a time.
+        forward, recompute, backward_input, backward_weight: time for each microbatch of the op.
+        attend, attend_backward: time of causal attention of whole sequences, for each microbatch of the op; a block of
+            keys takes its fraction.
+        loss_stats, loss, add, norm, update: time of each op.
+        collective: time of each collective, from the arrival of its last member.
+        send, recv: times of each message. A receive starts when its send has ended, or later.
+        offload, reload: time of each value that is copied to another place, or back.
+        link_latency: whether the time of a send is only latency of a link that carries any number of messages at once,
+            as papers about schedules assume. Otherwise messages occupy the streams of both ranks, one at a time.
     """
 
     forward: float = 1.0
@@ -154,7 +154,7 @@ class Costs(Prices):
 
     @property
     def one_stream(self) -> bool:
-        """True: messages and collectives of a rank take turns."""
+        """Always true: messages and collectives of a rank take turns."""
         return True
 
     @property
@@ -162,7 +162,7 @@ class Costs(Prices):
         return "link" if self.link_latency else "buffered"
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-        """Return the time units of a compute op: its microbatches count, and of half-blocks the part it computes."""
+        """Return the time of a compute op, by its number of microbatches; a slice of a layer takes its fraction."""
         norm = op.layer < sizes.layers and sizes.signatures[op.layer].name == "norm"
         return self.duration(op.kind, 0.0 if norm or not op.inputs else _microbatches(op, specs, sizes))
 
@@ -185,9 +185,9 @@ class Costs(Prices):
 
 
 def _microbatches(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-    """Return how many microbatches' work an op does. Of a layer that is cut, it does the share of its slices.
+    """Return the number of microbatches of an op. If the op computes a slice of a layer, this is a fraction.
 
-    Attention does the share of the pairs of queries and keys that meet, and that no mask hides.
+    For attention the fraction is that of the unmasked (query, key) pairs.
     """
     inputs = specs[op.inputs[0]]
     cells = inputs.cells.bit_count()
@@ -201,6 +201,6 @@ def _microbatches(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
 
 
 _TELL_SLICES = AUTOGRAD_KINDS | {Kind.ACTIVATION}
-"""Kinds of value that tell which slices of its parameters a layer was computed with."""
+"""Kinds of values whose specs record with which slices of the layer's parameters an op computes."""
 
 PUZZLE_COSTS = Costs()

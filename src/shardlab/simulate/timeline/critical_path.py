@@ -1,8 +1,8 @@
-"""Critical path of a step: the ops whose times, one after the other, add up to the step's duration.
+"""Critical path of a step: the chain of ops whose times add up to the step's duration.
 
-The path is followed from the end of the step back to its start. A compute op starts when its rank has done what comes
-before it. A WAIT ends with its communication. A communication starts when its last member arrives, or when the stream
-that it needs is free. `critical_path` returns the links of the path; `path_parts` adds them up by purpose.
+The path is followed from the end of the step back to its start. A compute op starts when the previous op of its rank
+has ended. A WAIT ends with its communication. A communication starts when its last member arrives, or when its stream
+becomes free. `critical_path` returns the links of the path; `path_parts` adds them up by purpose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PathLink(NamedTuple):
     Attributes:
         row, op: row and index of the op.
         start, end: start and end of the interval.
-        held_up: whether the interval is time that a communication took from compute.
+        held_up: whether the interval is time by which a communication slowed compute down.
     """
 
     row: int
@@ -53,7 +53,7 @@ class ClockMove(NamedTuple):
 
 
 def critical_path(traced: Traced, times: Times) -> list[PathLink]:
-    """Return the links of the critical path in order; each starts where the one before ends."""
+    """Return the links of the critical path in order; each starts when the previous one ends."""
     return _PathWalk(traced, times).run()
 
 
@@ -90,7 +90,7 @@ class _PathWalk:
                 if stood < len(idle) and idle[stood].op == issued.get(handle):
                     cause, since, until = idle[stood]
                     stood += 1
-                    if since < step:  # which ends with its last op
+                    if since < step:  # the step ends with its last op
                         items.append(ClockMove(at, cause, since, min(until, step)))
             elif handle >= 0:
                 issued[handle] = at
@@ -102,12 +102,12 @@ class _PathWalk:
         """Add the link that ends at `time`, before op `at` of a row.
 
         Returns:
-            Row, op and time where the path goes on (None: at the start of the step).
+            Row, op and time at which the path continues (None: the start of the step).
         """
         items = self.items[row]
         place = bisect_left(items, at, key=lambda item: item.at) - 1
         if place < 0:
-            if time > 0.0:  # a sender that stands still for a message
+            if time > 0.0:  # a sender that is idle during a message
                 self._link(row, self._sent(row, 0, at), 0.0, time)
             return None
         item = items[place]
@@ -118,7 +118,7 @@ class _PathWalk:
             self._link(row, item.at, item.start, item.end)
             return row, item.at, item.start
         done = self.times.ends[row][item.cause]
-        if done < item.end:  # compute makes up for what communication took from it
+        if done < item.end:  # compute makes up for the time lost to communication
             begin = max(done, item.start)
             self._link(row, item.cause, begin, item.end, held_up=True)
             if begin == item.start:
@@ -126,7 +126,7 @@ class _PathWalk:
         return self._through(row, item.cause)
 
     def _through(self, row: int, at: int) -> tuple[int, int, float] | None:
-        """Add a communication and those that kept it waiting for its stream; return where its last member arrived."""
+        """Add a communication and those that occupied its stream before; return where its last member arrived."""
         while True:
             start, end, ready = (of[row][at] for of in (self.times.starts, self.times.ends, self.times.ready))
             self._link(row, at, start, end)
@@ -141,7 +141,7 @@ class _PathWalk:
             row, at = before
 
     def _on_the_stream(self, members: Sequence[Participant], start: float) -> tuple[int, int] | None:
-        """Find the communication that had a member's stream until this one started."""
+        """Return the communication that occupied a member's stream until this one started."""
         for rank, _, _ in members:
             before = self.ended[rank].get(start)
             if before is not None and self.times.starts[rank][before] < start:
@@ -149,12 +149,12 @@ class _PathWalk:
         return None
 
     def _under_way(self, members: Sequence[Participant], start: float) -> tuple[int, int] | None:
-        """Find the send of a message that arrived when its receive started."""
+        """Return the send of a message that arrived when its receive started."""
         sent = [(rank, op) for rank, _, op in members if self.times.ends[rank][op] == start]
         return next((each for each in sent if self.times.starts[each[0]][each[1]] < start), None)
 
     def _came(self, row: int, at: int) -> float:
-        """Return when a rank arrived at an op."""
+        """Return the time at which a rank reached an op."""
         items = self.items[row]
         place = bisect_left(items, at, key=lambda item: item.at) - 1
         return items[place].end if place >= 0 else 0.0
@@ -170,12 +170,12 @@ class _PathWalk:
 
 
 def path_parts(traced: Traced, links: list[PathLink], place: Callable[[int], str] | None = None) -> dict[str, float]:
-    """Return the seconds of a path by purpose, largest first, as in `backward of feed-forward`, `all-gather on tp`.
+    """Return the seconds of a path by purpose, largest first, such as `backward of feed-forward` or `all-gather on tp`.
 
     Args:
         traced: the program.
         links: links of the path.
-        place: names a layer's place in the model.
+        place: function from a layer to its position in the model as text.
     """
     parts = defaultdict[str, float](float)
     for link in links:

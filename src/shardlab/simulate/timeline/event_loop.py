@@ -1,12 +1,12 @@
 """Event loop of a replay: rows of ops, and the communications between them.
 
-A row advances until it waits for a communication that has not started. Communications start in the order of time in
-which they are ready, since those that share a stream take turns in that order. A row may run ahead of that time: what
-it starts then is ready later. It may also stop, to go on when its time has come.
+A row advances until it waits for a communication that has not started. Communications start in the order in which they
+become ready, since communications on one stream take turns in that order. A row may run ahead of the current time,
+since its communications become ready later. It may also stop, to continue when its time has come.
 
 `EventLoop` is the loop. `Clocks` (`shardlab.simulate.timeline.run`) replays whole tapes on it, and `step_seconds`
-(`shardlab.simulate.predict.compressed.clocks`) compressed steps. `IdleLog` knows when a row stood still, for prices by
-which communication takes time from compute.
+(`shardlab.simulate.predict.compressed.clocks`) replays compressed steps. `IdleLog` records when a row was idle, for
+prices with contention.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from shardlab.language.pass_names import NO_LAG, Lag
 PENDING = -1.0
 
 StartEnd = list[float]
-"""When a communication starts and ends; both are `PENDING` before that is known."""
+"""Start and end of a communication; both are `PENDING` until they are known."""
 
 C = TypeVar("C", bound=Hashable)
-"""Name of a communication."""
+"""Key of a communication."""
 
 
 class PendingCommunication:
-    """Communication that not all of its members have joined.
+    """Communication that some members have not joined yet.
 
     Attributes:
-        times: its start and end, which all members share.
-        ready: when the last of the members so far has arrived.
-        rows: numbers of these members.
+        times: start and end, a list that all members share.
+        ready: latest arrival of a member so far.
+        rows: rows of these members.
     """
 
     __slots__ = ("ready", "rows", "times")
@@ -55,9 +55,9 @@ class EventLoop(Generic[C]):
 
     Attributes:
         at, clocks: for each row, the index and the start of its next op.
-        slows: whether communication takes time from compute.
+        slows: whether communication slows compute down.
         pending: communications that some members have joined.
-        idle: for each row, when it stood still; recorded if communication takes time from compute.
+        idle: for each row, its idle intervals; recorded if communication slows compute down.
     """
 
     def __init__(self, rows: int, contention: float, lag: Lag) -> None:
@@ -67,19 +67,19 @@ class EventLoop(Generic[C]):
         self._waits: dict[int, StartEnd] = {}
         self.pending: dict[C, PendingCommunication] = {}
         self._tie = count()
-        # time, turn, tie, row that goes on or -1, communication
+        # time, turn, tie, row that continues or -1, communication
         self._heap: list[tuple[float, int, int, int, C | None]] = []
 
     @abstractmethod
     def advance(self, row: int, now: float) -> None:
-        """Advance a row to its end, or until it has to `wait` for a communication, or wants to `stop`."""
+        """Advance a row to its end, or until it calls `wait` or `stop`."""
 
     @abstractmethod
     def start(self, communication: C, ready: float) -> None:
         """Start a communication that is ready, and `wake` its members."""
 
     def run_rows(self) -> list[int]:
-        """Run to the end, and return the rows that wait for ever."""
+        """Run to the end, and return the rows that are blocked for ever."""
         for row in range(len(self.at)):
             self.stop(row, 0, 0.0)
         while self._heap:
@@ -91,11 +91,11 @@ class EventLoop(Generic[C]):
         return list(self._waits)
 
     def push(self, ready: float, communication: C) -> None:
-        """Start a communication at a moment, or once its streams are free."""
+        """Start a communication at time `ready`, or when its streams become free."""
         heapq.heappush(self._heap, (ready, self.turn(communication), next(self._tie), -1, communication))
 
     def turn(self, communication: C) -> int:
-        """Return the place of a communication among those that are ready at the same time; rows that go on have 0."""
+        """Return the order of a communication among those ready at the same time; rows that continue have 0."""
         del communication
         return 0
 
@@ -112,27 +112,27 @@ class EventLoop(Generic[C]):
         return joined
 
     def stop(self, row: int, at: int, clock: float) -> None:
-        """Let a row go on at an op when its time has come."""
+        """Stop a row, which continues at an op when time `clock` has come."""
         self.at[row], self.clocks[row] = at, clock
         heapq.heappush(self._heap, (clock, 0, next(self._tie), row, None))
 
     def wait(self, row: int, at: int, clock: float, times: StartEnd) -> None:
-        """Let a row wait at an op until a communication has started."""
+        """Block a row at an op until a communication has started."""
         self.at[row], self.clocks[row], self._waits[row] = at, clock, times
 
     def wake(self, row: int, times: StartEnd, now: float) -> None:
-        """Let a row go on if it waits for a communication that has started."""
+        """Resume a row if it waits for a communication that has started."""
         if self._waits.get(row) is times:
             del self._waits[row]
             heapq.heappush(self._heap, (max(self.clocks[row], now), 0, next(self._tie), row, None))
 
 
 class IdlePattern(NamedTuple):
-    """Intervals of a pass in which its rank's compute stands still, in order.
+    """Intervals of a pass in which its rank's compute is idle, in order.
 
     Attributes:
-        starts, ends: of each interval, in seconds from the start of the pass.
-        totals: seconds of the intervals before each one, and of all of them.
+        starts, ends: start and end of each interval, in seconds from the start of the pass.
+        totals: seconds of the intervals before each interval, and of all intervals.
     """
 
     starts: Sequence[float]
@@ -146,7 +146,7 @@ class IdlePattern(NamedTuple):
         return cls([start for start, _ in intervals], [end for _, end in intervals], list(totals))
 
     def seconds_before(self, moment: float) -> float:
-        """Return the idle seconds before a moment, counted from the start of the pass."""
+        """Return the idle seconds before a time, both relative to the start of the pass."""
         number = bisect_right(self.starts, moment)
         if not number:
             return 0.0
@@ -155,7 +155,7 @@ class IdlePattern(NamedTuple):
 
 
 class IdleLog:
-    """Intervals in which a rank's compute has stood still so far, in order.
+    """Intervals in which a rank's compute was idle so far, in order.
 
     Attributes:
         until: end of the last interval.
@@ -174,7 +174,7 @@ class IdleLog:
         self._patterns.append((until, None))
 
     def append_pass(self, since: float, pattern: IdlePattern) -> None:
-        """Add the intervals of a pass that starts at a moment."""
+        """Add the intervals of a pass that starts at a time."""
         self.until = since + pattern.ends[-1]
         self._starts.append(since)
         self._totals.append(self._totals[-1] + pattern.totals[-1])
@@ -193,12 +193,12 @@ class IdleLog:
         return self._totals[number] - (end - moment if end > moment else 0.0)
 
     def wait(self, clock: float, start: float, end: float, contention: float, lag: Lag = NO_LAG) -> float:
-        """Return when the rank computes again after a WAIT, and add the interval until then.
+        """Return the time at which the rank computes again after a WAIT, and add the interval until then.
 
         Args:
-            clock: when it arrives at the WAIT.
+            clock: time at which the rank reaches the WAIT.
             start, end: start and end of the communication.
-            contention, lag: see `Prices`. Copies have no lag, since no ranks wait for each other.
+            contention, lag: see `Prices`. Copies have no lag, since they involve no other rank.
         """
         again = clock if clock > end else end
         if end > start:

@@ -1,4 +1,4 @@
-"""The six figures of a step that people expect beside its timeline, simulated and measured alike.
+"""The six figures of a step that are shown beside its timeline, for simulated and measured steps.
 
 1. Compute: the share of the step in which a rank computes.
 2. Exposed communication: the share in which it communicates and does not compute.
@@ -8,8 +8,8 @@
    beside the closed form of the schedule.
 6. Straggler: the rank that computes longest, and by how much it exceeds the mean.
 
-The first four are means over ranks, and `RankFigures` has them for each rank. Compute, exposed communication and idle
-time add up to the step.
+The first four are means over ranks; `RankFigures` has them for each rank. Compute, exposed communication and idle time
+add up to the step.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Span = tuple[float, float]
 class IdleCause(Enum):
     """Causes of idle time.
 
-    MESSAGE: the sender of a message that the rank awaits has not come yet, as in the bubble of a pipeline. MEMBER:
-    another member of a collective has not come yet. TRANSFER: a message is on its way, and its receive has not begun.
-    QUEUE: what it awaits is ready, and waits for a stream. ENDED: the rank has done everything, and other ranks have
-    not. UNKNOWN: nothing that was recorded; in a real run, launching ops and everything else that Python does.
+    MESSAGE: the sender of an awaited message has not reached the send yet, as in the bubble of a pipeline. MEMBER:
+    another member of a collective has not reached it yet. TRANSFER: a message is on its way, and its receive has not
+    begun. QUEUE: an awaited communication is ready, but its stream is busy. ENDED: the rank has done all its ops, and
+    other ranks have not. UNKNOWN: no recorded cause; in a real run, launching ops and other work of Python.
     """
 
     MESSAGE = "waits for the sender of a message"
@@ -55,9 +55,9 @@ class RankFigures:
 
     Attributes:
         computing, exposed, idle: as in `shardlab.simulate.timeline.timeline.RankTimes`.
-        communicating: time in which a communication of the rank is under way.
+        communicating: time in which a communication of the rank is in flight.
         idle_by_cause: idle time by cause, without causes that take no time.
-        waited_for: time in which other ranks stand still until this one comes.
+        waited_for: time in which other ranks are idle until this rank arrives.
     """
 
     computing: float
@@ -78,12 +78,12 @@ class Figures:
     """The six figures of one step.
 
     Attributes:
-        end: when the step ends, in the unit of the timeline.
+        end: end of the step, in the unit of the timeline.
         ranks: times of each row.
-        bubble: bubble of the pipeline's schedule, from 0 to 1 (None: there is no pipeline, or it was measured).
-        bubble_with_communication: the share of the timeline (None: there is no pipeline).
-        closed_form: the bubble by the formula of the schedule (None: there is none).
-        formula: this formula in words.
+        bubble: bubble of the pipeline's schedule, from 0 to 1 (None: there is no pipeline, or the step was measured).
+        bubble_with_communication: bubble of the timeline, which includes communication (None: there is no pipeline).
+        closed_form: bubble by the formula of the schedule (None: there is none).
+        formula: this formula as text.
         straggler: row that computes longest.
     """
 
@@ -124,7 +124,7 @@ class Figures:
         return self.ranks[self.straggler].computing / mean - 1.0 if mean else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures, for JSON. Times are in the unit of the timeline, all others are shares."""
+        """Return all figures, for JSON. Times are in the unit of the timeline; all other figures are shares."""
         return {
             "end": self.end,
             "compute": self.compute,
@@ -161,8 +161,8 @@ def figures_of(
     Args:
         timeline: a simulated or a measured step.
         schedule: name of the pipeline's schedule, for the closed form of its bubble.
-        activity: `activity_of(timeline)`, if it is known.
-        free: bubble of the schedule, if it is known (see `schedule_bubble`).
+        activity: `activity_of(timeline)`, if already computed.
+        free: bubble of the schedule, if already computed (see `schedule_bubble`).
     """
     activity = activity or activity_of(timeline)
     stages = timeline.program.mesh.sizes()["pp"]
@@ -182,7 +182,7 @@ def figures_of_activity(
 
     Args:
         bubbles: bubble of the pipeline's schedule, and its share with communication.
-        closed, formula: closed form of the bubble, and that formula in words.
+        closed, formula: closed form of the bubble, and the formula as text.
     """
     gaps: list[list[ComputeGap]] = [[] for _ in activity.rows]
     for gap in find_gaps(activity):
@@ -209,11 +209,11 @@ def figures_of_activity(
 
 
 def closed_form(timeline: Timeline, schedule: str) -> tuple[str, float | None]:
-    """Return the formula of a schedule's bubble in words, and its value for a timeline; without one, "" and None.
+    """Return the formula of a schedule's bubble as text, and its value for a timeline; ("", None) if there is none.
 
-    It holds for p ranks with equal stages, m microbatches, v stages on each rank, and messages that take no time. Ranks
-    compute F, B and W for a forward pass, the gradient of the input and that of the weights. The times in the formula
-    of ZB-H1 are the means of the timeline.
+    It holds for p ranks with equal stages, m microbatches, v stages on each rank, and messages that take no time. F, B
+    and W are the times of a forward pass, of the gradient of the input and of the gradient of the weights. In the
+    formula of ZB-H1 they are means over the timeline.
 
     Sources: GPipe and 1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1. Interleaved: section 2.2.2.
     Breadth-first: Lamy-Poirier 2022, arXiv 2211.05953, section 3. ZB-H1, ZB-H2 and ZB-V: Qi et al. 2023, arXiv
@@ -243,7 +243,7 @@ def closed_form(timeline: Timeline, schedule: str) -> tuple[str, float | None]:
 def _idle_parts(
     activity: Activity, arrivals: Sequence[Sequence[float]], gap: ComputeGap, talking: Sequence[Span]
 ) -> Iterator[tuple[IdleCause, float, int | None]]:
-    """Yield the idle parts of a gap: the cause, the time, and the row that the rank waits for."""
+    """Yield the idle parts of a gap: the cause, the duration, and the row for which the rank waits."""
     row = gap.row
     if gap.awaited is None:
         cause = IdleCause.ENDED if gap.before is None else IdleCause.UNKNOWN
@@ -267,7 +267,7 @@ def _idle_parts(
 
 
 def _quiet(talking: Sequence[Span], since: float, until: float) -> float:
-    """Return how much of an interval lies outside of some spans, which are in order and do not overlap."""
+    """Return the length of an interval outside of some spans, which must be sorted and disjoint."""
     inside = sum(max(0.0, min(end, until) - max(start, since)) for start, end in _near(talking, since, until))
     return max(0.0, until - since - inside)
 
@@ -281,7 +281,7 @@ def _near(talking: Sequence[Span], since: float, until: float) -> Iterator[Span]
 
 
 def _merged(spans: list[Span]) -> list[Span]:
-    """Return the union of some spans as spans in order that do not overlap."""
+    """Return the union of some spans as sorted, disjoint spans."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -296,13 +296,13 @@ def _microbatches(timeline: Timeline, row: int) -> set[int]:
 
 
 def _chunks(timeline: Timeline, row: int) -> list[int]:
-    """Return the first layer of each run of adjacent layers that a rank computes, which are its model chunks."""
+    """Return the first layer of each model chunk of a rank, that is, of each run of adjacent layers."""
     layers = sorted({event.layer for event in timeline.events[row] if event.kind is OpKind.FORWARD})
     return [layer for layer in layers if layer - 1 not in layers]
 
 
 def _mean(timeline: Timeline, *kinds: OpKind) -> float:
-    """Return the mean time that a rank spends on one microbatch in ops of some kinds."""
+    """Return the mean over ranks of the time per microbatch in ops of some kinds."""
     times = [
         sum(event.end - event.start for event in events if event.kind in kinds)
         / max(1, len({event.microbatches for event in events if event.kind is OpKind.FORWARD}))

@@ -1,9 +1,9 @@
-"""Measured steps: what the ranks of a run recorded, as a timeline in the form that simulation produces.
+"""Measured steps: the records of a run's ranks, as a timeline in the same form as a simulated one.
 
-`measured` puts the records of all ranks together; `compare` lays prediction and measurement side by side. At the end
-are the files of a traced run. Each rank writes one while the run goes on, and in the end there is one file for all
-ranks. The first line of a file says what ran. A line for each rank's first step follows, then one for each rank's
-second step and so on, then the memory. If a file is cut off, the lines before are read.
+`measured` combines the records of all ranks; `compare` puts prediction and measurement side by side. The files of a
+traced run come last. Each rank writes one during the run, and at the end one file for all ranks is written. The first
+line of a file describes the program. Then follow a line for each rank's first step, for each rank's second step, and so
+on, and then the memory. If a file is cut off, the lines before are still read.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from shardlab.simulate.timeline.run import Counter, counter_of
 from shardlab.simulate.timeline.timeline import Event, RankTimes, Timeline, is_event, rank_times
 
 Spans = dict[int, tuple[float, float]]
-"""Start and end of ops, by place on the tape."""
+"""Start and end of ops, by index on the tape."""
 
 
 def spans(checked: Checked, steps: Mapping[int, StepRecord], offsets: Mapping[int, float]) -> dict[int, Spans]:
-    """Return for each rank the spans of the ops that it finished, in seconds since the first rank began.
+    """Return for each rank the spans of its finished ops, in seconds since the first rank began.
 
-    Compute has the span that was recorded. A communication ends when this rank's part was over. It starts when its last
-    member had arrived, or when the communication before it on the same communicator was over, if that is later. So
-    communications that share the links of a group are listed one after the other, as on a stream.
+    A compute op has the recorded span. A communication ends when this rank's part was complete. It starts when its last
+    member had arrived, or when the previous communication of the same communicator was complete, if that is later. So
+    communications on the links of one group do not overlap, as on a stream.
 
     Args:
         checked: the program that ran.
         steps: one step, by rank.
-        offsets: what to subtract from each rank's clock.
+        offsets: seconds to subtract from each rank's clock.
     """
     zero = min((step.began - offsets[rank] for rank, step in steps.items()), default=0.0)
     shift = {rank: -offsets[rank] - zero for rank in steps}
@@ -73,14 +73,14 @@ class Measured:
     Attributes:
         timeline: the step of median length, in seconds and bytes; if no step is complete, the last one.
         seconds: for each rank, the time of each op by index on the tape. It is the mean over the steps of usual length,
-            so that the times of several ops add up to what they take in such a step.
+            so that the times of several ops add up to their time in such a step.
         ranks: for each rank, the medians of its times.
         steps: duration of each complete step, from the start of the first rank to the end of the last.
-        live: for each rank, live bytes by category at the op's start where their sum is largest; empty if not measured.
-        counters: for each rank, moments of the timeline and the bytes by category that are live from then on.
-        peaks: for each rank, the most bytes at any moment, temporary memory of ops included; 0 if not measured.
+        live: for each rank, live bytes by category at the op with the largest sum; empty if not measured.
+        counters: for each rank, times in the timeline and the live bytes by category from then on.
+        peaks: for each rank, the largest number of bytes, including temporary memory of ops; 0 if not measured.
         bound: largest possible difference of the ranks' clocks, in seconds.
-        missing: a sentence for everything that a complete trace has and this one has not.
+        missing: a sentence for each part of a complete trace that is missing.
     """
 
     timeline: Timeline
@@ -95,7 +95,7 @@ class Measured:
 
 
 def measured(checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
-    """Put together the records of the ranks. Ranks and steps may be missing."""
+    """Combine the records of the ranks. Ranks and steps may be missing."""
     ranks = range(checked.program.ranks)
     offsets = {rank: record.offset for rank, record in records.items()}
     numbered = [_step(records, number) for number in range(max((len(r.steps) for r in records.values()), default=0))]
@@ -130,7 +130,7 @@ def _length(steps: Mapping[int, StepRecord], offsets: Mapping[int, float]) -> fl
 
 
 def _middle(lengths: Sequence[float]) -> list[int]:
-    """Return the numbers of the steps without the shortest and the longest quarter."""
+    """Return the numbers of all steps except the shortest and the longest quarter."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     quarter = len(order) // 4
     return order[quarter : len(order) - quarter]
@@ -139,7 +139,7 @@ def _middle(lengths: Sequence[float]) -> list[int]:
 def _means(each: Sequence[Spans]) -> dict[int, float]:
     """Return the mean duration of each op.
 
-    Medians would add up to less than a step: a communication is fast most times and slow sometimes.
+    Medians would add up to less than a step, since a communication is usually fast and sometimes slow.
     """
     places = sorted({at for spans in each for at in spans})
     return {at: fmean(end - start for spans in each if at in spans for start, end in [spans[at]]) for at in places}
@@ -174,7 +174,7 @@ def _fullest(record: RankRecord | None) -> dict[str, int]:
 
 
 def _counter(record: RankRecord | None, step: StepRecord | None, zero: float) -> Counter:
-    """Return the memory that was live when the rank arrived at each op. It was measured in another, equal step."""
+    """Return the live memory when the rank reached each op. It was measured in another, equal step."""
     if record is None or record.memory is None or step is None:
         return []
     live, ops = record.memory.live, step.ops
@@ -208,14 +208,14 @@ def _place(tape: Sequence[Op], ops: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """Figure, predicted and measured (None: unknown)."""
+    """A figure, predicted and measured (None: unknown)."""
 
     predicted: float | None
     measured: float | None
 
     @property
     def ratio(self) -> float | None:
-        """Predicted over measured: below 1 the prediction is too small (None: one of them is unknown)."""
+        """Predicted over measured; below 1 if the prediction is too small (None: one of them is unknown)."""
         if self.predicted is None or not self.measured:
             return None
         return self.predicted / self.measured
@@ -228,8 +228,8 @@ class KindRow:
     Attributes:
         rank, kind: the rank, and the kind of op.
         ops: number of these ops on the tape.
-        seen: number of those that were measured; fewer if the run was interrupted.
-        seconds: time of those that were measured, in all.
+        seen: number of these ops that were measured; smaller if the run was interrupted.
+        seconds: total time of the measured ops.
     """
 
     rank: int
@@ -248,7 +248,7 @@ class RankRow:
         computing: seconds in which it computes.
         exposed: seconds in which it communicates and does not compute.
         idle: seconds in which it does neither, until the last rank has ended.
-        memory: bytes live at the start of an op, the most in the step.
+        memory: largest number of live bytes at the start of an op.
     """
 
     rank: int
@@ -263,9 +263,9 @@ class Comparison:
     """Comparison of a predicted and a measured step.
 
     Attributes:
-        step: seconds of the step; measured, the median of the complete steps.
+        step: seconds of the step; the measured figure is the median of the complete steps.
         ranks, kinds: rows by rank, and by rank and kind of op.
-        missing: a sentence for everything that a complete trace has and this one has not.
+        missing: a sentence for each part of a complete trace that is missing.
     """
 
     step: Pair
@@ -281,8 +281,8 @@ def compare(
 
     Args:
         measured: the measurement.
-        predicted: timeline of the same program in seconds (None: show the measurement alone).
-        predicted_memory: for each rank, the most bytes that are live at the start of an op.
+        predicted: timeline of the same program in seconds (None: show only the measurement).
+        predicted_memory: for each rank, the largest number of live bytes at the start of an op.
     """
     ranks = range(len(measured.timeline.events))
     return Comparison(
@@ -326,13 +326,13 @@ MEASURED = "measured.jsonl"
 
 @dataclass(frozen=True)
 class TraceFile:
-    """Trace of a run, as far as its folder has it.
+    """Trace of a run, as far as it is in the run's folder.
 
     Attributes:
-        job: the settings of what was trained (see `shardlab.train.job`).
+        job: the settings of the training (see `shardlab.train.job`).
         fingerprint: fingerprint of the tapes that ran.
         records: records of the ranks.
-        lost: a sentence for each file that cannot be read to its end.
+        lost: a sentence for each file that is incomplete.
     """
 
     job: dict[str, Any]
@@ -341,7 +341,7 @@ class TraceFile:
     lost: list[str]
 
     def measured(self, checked: Checked) -> Measured:
-        """Put together the records, for the program that the job describes.
+        """Combine the records, for the program that the job describes.
 
         Raises:
             UserError: if this is not the program that ran.
@@ -362,7 +362,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def write_rank(folder: Path, job: Mapping[str, Any], fingerprint: str, record: RankRecord) -> None:
-    """Write what one rank has recorded so far. The file is complete at any moment."""
+    """Write the record of one rank so far. The file is complete at any time."""
     _write(rank_file(folder, record.rank), job, fingerprint, {record.rank: record})
 
 
@@ -373,10 +373,10 @@ def write_trace(folder: Path, job: Mapping[str, Any], checked: Checked, records:
 
 
 def read_trace(folder: Path) -> TraceFile:
-    """Read the trace of a run: the file for all ranks, or else those of single ranks.
+    """Read the trace of a run: the file for all ranks, or else the files of single ranks.
 
     Raises:
-        UserError: if there is no file, or none that can be read.
+        UserError: if no file can be read.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; give the folder of a run, as in runs/fsdp-1")
@@ -400,7 +400,7 @@ def read_trace(folder: Path) -> TraceFile:
 
 @contextmanager
 def _complaining(name: str) -> Generator[None, None, None]:
-    """Turn any error about content that was changed into a `UserError` that names the file."""
+    """Turn errors about invalid contents into a `UserError` that names the file."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -419,7 +419,7 @@ def _write(path: Path, job: Mapping[str, Any], fingerprint: str, records: Mappin
 
 
 def _entries(records: Mapping[int, RankRecord]) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a file: step after step, each of all ranks, and then their memory."""
+    """Yield the entries of a file: the steps in order, each for all ranks, and then the memory."""
     for number in range(max((len(record.steps) for record in records.values()), default=0)):
         for rank, record in records.items():
             if number < len(record.steps):
@@ -430,10 +430,10 @@ def _entries(records: Mapping[int, RankRecord]) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> TraceFile:
-    """Read one file, as far as its lines can be read.
+    """Read the lines of one file up to the first that cannot be read.
 
     Raises:
-        OSError, JSONDecodeError, TooDeep: if not even its first line can be read.
+        OSError, JSONDecodeError, TooDeep: if its first line cannot be read.
         UserError: if it has another format, or an entry was changed.
     """
     first, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
@@ -457,7 +457,7 @@ def _read(path: Path) -> TraceFile:
 
 
 def _add(record: RankRecord, entry: Mapping[str, Any]) -> None:
-    """Add an entry of a file to a record. In JSON, numbers that are keys are text, and tuples are lists."""
+    """Add an entry of a file to a record. JSON has text instead of numbers as keys, and lists instead of tuples."""
     if "step" in entry:
         step = entry["step"]
         ops = {int(at): OpTimes(*each) for at, each in step["ops"].items()}

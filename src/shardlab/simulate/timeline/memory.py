@@ -1,12 +1,11 @@
-"""Memory of ranks during a step: which bytes each holds, and when most.
+"""Memory of ranks during a step: the bytes that each rank holds, and their peak.
 
-A `MemoryLedger` counts the bytes that a rank holds, by purpose, and keeps their peak. All memory is counted in one,
-whatever is replayed:
+A `MemoryLedger` counts the bytes that a rank holds, by purpose, and their peak. All simulations use it:
 
-- `TapeMemory` follows a tape op by op. An op first adds its outputs, then the ledger compares what is held with the
-  peak, and then the values end that nobody needs any more. `TapeMemory` knows which values lie in the memory of others,
-  as the executor does it.
-- A compressed rank (`shardlab.simulate.predict.compressed.rank`) has no tape. Its verbs add and end values in the same
+- `TapeMemory` follows a tape op by op. It first adds the outputs of an op, then compares the sum with the peak, and
+  then frees the values that are not needed any more. Like the executor, it knows which values lie in the memory of
+  others.
+- A compressed rank (`shardlab.simulate.predict.compressed.rank`) has no tape. Its verbs add and free values in the same
   order, and the passes of layers are `MemoryChange`s that were measured on the tape of a sample. So every compressed
   step is a `MemoryChange` as well, and the ledger of a whole schedule is the sum of its steps.
 """
@@ -31,8 +30,8 @@ from shardlab.simulate.timeline.prices import Bytes, Traced
 class Category(Enum):
     """Purposes of memory.
 
-    GATHERED: weights put together for a use. COMMUNICATION: results that are on their way. ARENA: where buffers lie
-    (see `shardlab.check.buffers`), as long as the step takes.
+    GATHERED: gathered weights. COMMUNICATION: results of communications in flight. ARENA: the arena of the step's
+    buffers (see `shardlab.check.buffers`), which lasts for the whole step.
     """
 
     PARAMETERS = "parameters"
@@ -66,13 +65,13 @@ class RankMemory:
     """Memory of one rank in a step.
 
     Attributes:
-        before: for each op what is live when it starts, before its own result is stored.
-        during: for each op what is live while it runs: what was there, and its own result.
-        peak: the largest of `during`.
-        peak_op: index of the first op with which the peak is reached.
+        before: for each op, the memory when it starts, before its own output is stored.
+        during: for each op, the memory while it runs, with its own output.
+        peak: the maximum of `during`.
+        peak_op: index of the first op that reaches the peak.
         by_category: the peak, in the order of `CATEGORIES`.
-        counters: for each op what is live while it runs, by category (empty unless asked for).
-        at_starts: for each op what is live when it starts, by category (empty unless asked for).
+        counters: for each op, the memory while it runs, by category (empty unless requested).
+        at_starts: for each op, the memory when it starts, by category (empty unless requested).
     """
 
     before: list[int]
@@ -87,9 +86,9 @@ class RankMemory:
 def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list[int]]:
     """Count for each rank and op the elements that are live when the op starts, before its own output is stored.
 
-    An output of a communication counts from its issue. What a layer keeps ends with its BACKWARD or with its
-    activation. The outputs of an update take the memory of its inputs. A gradient that BACKWARD adds to an older one
-    takes no memory of its own, and neither does their sum.
+    An output of a communication counts from its issue. The value that a layer saves ends with its BACKWARD or with its
+    activation. The outputs of an update use the memory of its inputs. A gradient that BACKWARD adds to an older one
+    takes no additional memory, and neither does their sum.
 
     Args:
         of: the kinds of values to count.
@@ -112,7 +111,7 @@ def memory_in_elements(traced: Traced) -> list[RankMemory]:
 
 
 def peak_elsewhere(traced: Traced) -> dict[str, int]:
-    """Return the peak of elements over all ranks in each place beside the device to which something is offloaded."""
+    """Return the peak over all ranks, in elements, of each place outside the device to which values are offloaded."""
     used = {spec.form.place for specs in traced.specs for spec in specs.values()}
     elements, tapes = traced.program.sizes.elements, traced.program.tapes
 
@@ -123,17 +122,18 @@ def peak_elsewhere(traced: Traced) -> dict[str, int]:
 
 
 def peak_elsewhere_in_bytes(traced: Traced, place: str) -> list[int]:
-    """Return the peak of bytes of each rank in a place beside its device."""
+    """Return the peak of each rank, in bytes, in a place outside its device."""
     size = Bytes(traced.program.sizes)
     tapes = enumerate(traced.program.tapes)
     return [TapeMemory(tape, traced.specs[row], size, real=True, memory=place).run().peak for row, tape in tapes]
 
 
 def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool = False) -> list[RankMemory]:
-    """Count bytes as the executor holds them, with the peak; with all categories at every op for `counters`.
+    """Count bytes as the executor allocates them.
 
     Args:
-        kept: how large values are in memory, if not as traced.
+        kept: sizes of values in memory (None: those of the program).
+        counters: whether to count all categories at every op.
     """
     size = Bytes(kept or traced.program.sizes)
     arenas = arenas_of(traced.program, traced.specs)
@@ -152,11 +152,11 @@ NO_BYTES: CategoryBytes = (0,) * len(CATEGORIES)
 
 
 class MemoryPeak(NamedTuple):
-    """Largest memory during some work, beyond what was held when the work began.
+    """Peak of a rank's memory during some work, relative to the memory when the work began.
 
     Attributes:
-        bytes, by_category: in all and by category.
-        op, layer: the op that runs then, and its layer.
+        bytes, by_category: total, and by category.
+        op, layer: the op at the peak, and its layer.
     """
 
     bytes: int
@@ -169,8 +169,8 @@ class MemoryChange(NamedTuple):
     """Change of a rank's memory by some work.
 
     Attributes:
-        bytes, by_category: how much more is held after the work than before, in all and by category.
-        peak: the peak during the work (None: no op held anything).
+        bytes, by_category: difference between the memory after and before the work, in total and by category.
+        peak: the peak during the work (None: it had no op).
     """
 
     bytes: int
@@ -182,9 +182,9 @@ class MemoryLedger:
     """Ledger of the bytes that one rank holds.
 
     Attributes:
-        bytes, by_category: held now, in all and in the order of `CATEGORIES`.
+        bytes, by_category: held now, in total and in the order of `CATEGORIES`.
         peak: the first peak during an op so far (None: there was no op).
-        peak_bytes: its bytes.
+        peak_bytes: bytes of the peak.
     """
 
     def __init__(self) -> None:
@@ -199,26 +199,26 @@ class MemoryLedger:
         self.bytes += bytes
 
     def move(self, source: int, target: int, bytes: int) -> None:
-        """Count bytes in another category."""
+        """Move bytes from one category to another."""
         self.by_category[source] -= bytes
         self.by_category[target] += bytes
 
     def record_peak(self, op: OpKind, layer: int) -> None:
-        """Note that an op runs now, which is a peak if more is held than ever before."""
+        """Record that an op runs now. It is the peak if more is held than ever before."""
         if self.bytes > self.peak_bytes:
             self.peak_bytes, self.peak = self.bytes, MemoryPeak(self.bytes, tuple(self.by_category), op, layer)
 
     def raise_peak(self, peak: MemoryPeak | None, further: int = 0) -> None:
-        """Note the peak of work that begins now, in which layers lie `further` places further than the peak says."""
+        """Record the peak of work that begins now. Its layers lie `further` layers after those in `peak`."""
         if peak is not None and self.bytes + peak.bytes > self.peak_bytes:
             by_category = tuple([a + b for a, b in zip(self.by_category, peak.by_category, strict=True)])
             self.peak_bytes = self.bytes + peak.bytes
             self.peak = MemoryPeak(self.peak_bytes, by_category, peak.op, peak.layer + further)
 
     def apply(self, change: MemoryChange, times: int = 1, further: int = 0) -> None:
-        """Add work that is done a number of times, each time with layers `further` places further.
+        """Add the change of work that is repeated `times` times, each time with layers `further` layers later.
 
-        Bytes grow or fall steadily, so the peak is that of the first or of the last time.
+        Memory grows or falls steadily, so the peak is that of the first or the last repetition.
         """
         self.raise_peak(change.peak, further)
         if times > 1:
@@ -232,7 +232,7 @@ class MemoryLedger:
 
     @property
     def change(self) -> MemoryChange:
-        """All that was counted so far, as one change."""
+        """Everything counted so far, as one change."""
         return MemoryChange(self.bytes, tuple(self.by_category), self.peak)
 
 
@@ -242,17 +242,17 @@ class TapeMemory(MemoryLedger):
     Args:
         tape: the ops of the rank.
         specs: the spec of every value by number.
-        size: the bytes, or the elements, of a value with a spec.
-        real: whether ALL_REDUCE and ADD write over an input that nobody reads any more, as the executor does. The
-            puzzles count input and output.
-        counters: whether to note all categories at every op.
-        memory: the place to follow, one of `rules.place.PLACES` ("" for the device). Other values take no bytes.
-        arena: the rank's arena. Values that lie there take no memory of their own.
-        sizes: which inputs layers keep, and where a residual stream lies in what they keep. A kept input ends with the
-            last of its layer's backward passes, and one that is not kept ends when it was read for the last time, as in
-            the executor. A residual takes no memory of its own as long as what the layer keeps lives, and until
-            anything but a forward pass that keeps all reads it: a message, for example, may have it for longer. Without
-            `sizes`, inputs end when they are freed.
+        size: function from a spec to the bytes, or the elements, of a value.
+        real: whether ALL_REDUCE and ADD overwrite an input that no later op reads, as the executor does. The puzzles
+            count input and output.
+        counters: whether to record all categories at every op.
+        memory: the place to follow, one of `rules.refusals.PLACES` ("" for the device). Values elsewhere count 0.
+        arena: the rank's arena. Values in it take no additional memory.
+        sizes: the model, which tells which inputs layers keep, and whether a residual stream lies in the value that a
+            layer saves. A kept input ends with the last of its layer's backward passes; any other input ends after its
+            last read, as in the executor. A residual inside a saved value takes no additional memory until the saved
+            value ends, or until any other op than a forward pass that keeps everything reads it, such as a message.
+            Without `sizes`, inputs end when they are freed.
     """
 
     def __init__(
@@ -287,11 +287,11 @@ class TapeMemory(MemoryLedger):
         self._bytes, self._category = [0] * values, [0] * values  # of each value
         super().__init__()
         self.hold(_INDEX[Category.ARENA], arena.bytes)
-        self._saved: dict[int, dict[Form, int]] = {}  # what layers keep for an activation
-        self._only_saved: set[int] = set()  # activations that nobody but their layers keeps
-        self._inside: dict[int, int] = {}  # residuals that lie in what layers keep, to their bytes
-        self._residual_in: dict[int, int] = {}  # what layers keep, to the residual in it
-        self._issued: dict[int, tuple[int, ...]] = {}  # results that are on their way, by handle
+        self._saved: dict[int, dict[Form, int]] = {}  # activation to the values that layers saved with it
+        self._only_saved: set[int] = set()  # activations that only their layers still keep
+        self._inside: dict[int, int] = {}  # residual inside a saved value to its bytes
+        self._residual_in: dict[int, int] = {}  # saved value to the residual inside it
+        self._issued: dict[int, tuple[int, ...]] = {}  # handle to the results of a communication in flight
         self._buffers: dict[int, tuple[list[int], int]] = {}  # by handle: the batch's handles, its bytes
 
     def run(self) -> RankMemory:
@@ -332,7 +332,7 @@ class TapeMemory(MemoryLedger):
         return RankMemory(before, during, bytes, peak_op, by_category, counters, at_starts)
 
     def _compute(self, op: Op) -> None:
-        """Add the outputs of an op of the compute stream, and of what its layer keeps."""
+        """Add the outputs of an op of the compute stream, and the value that its layer saves."""
         kind, layer, inputs, outputs = op[0], op[1], op[2], op[3]
         specs, hold = self._specs, self._hold
         saves = kind.row.keeps is _SAVED and specs[outputs[-1]][0].kind is _SAVED
@@ -347,7 +347,7 @@ class TapeMemory(MemoryLedger):
                 self._release(number)
 
     def _communicate(self, at: int, op: Op) -> None:
-        """Add the outputs of a communication or a copy, which are on their way from now on, and its batch's buffer."""
+        """Add the outputs of a communication or a copy, now in flight, and its batch's buffer."""
         kind, inputs, outputs, handle = op[0], op[2], op[3], op[4]
         if self._inside:
             self._move_residuals_out(inputs)
@@ -364,7 +364,7 @@ class TapeMemory(MemoryLedger):
             self.hold(_COMMUNICATION, bytes)
 
     def _wait(self, handle: int) -> None:
-        """Give results that have arrived the category of their kind, and end the buffer of their batch."""
+        """Move results that have arrived to the category of their kind, and free the buffer of their batch."""
         if handle in self._buffers:
             handles, bytes = self._buffers[handle]
             for other in handles:
@@ -377,12 +377,12 @@ class TapeMemory(MemoryLedger):
                 self.move(_COMMUNICATION, category, self._bytes[number])
 
     def _update(self, op: Op) -> None:
-        """End the inputs that an op replaces in place: its outputs take their memory."""
+        """End the inputs that an op replaces in place: its outputs use their memory."""
         for number in self._views.ended(tuple([op[2][place] for place in op[0].row.ends])):
             self._release(number)
 
     def _release_input(self, at: int, op: Op) -> None:
-        """End the input of a forward pass that nobody reads after it, or leave it to the layer that keeps it."""
+        """End the input of a forward pass if no later op reads it, or keep it for its layer's backward pass."""
         number = self._last_reads[at]
         if self._keeps_input[op.layer]:
             self._only_saved.add(number)
@@ -390,7 +390,7 @@ class TapeMemory(MemoryLedger):
             self._release(number)
 
     def _keep_for_backward(self, op: Op) -> None:
-        """Replace what a layer keeps for the passes that are to come, once one of its passes has run."""
+        """Replace the value that a layer saved when one of its passes has run and others still follow."""
         row, activation, specs = op[0].row, op[2][0], self._specs
         saved = self._saved.setdefault(activation, {})
         ended = list[int]()
@@ -406,7 +406,7 @@ class TapeMemory(MemoryLedger):
             self._end(number)
 
     def _free(self, number: int) -> None:
-        """End a value, and what layers keep for it."""
+        """End a value, and the values that layers saved with it."""
         if number not in self._saved and not self._views.roots:  # as most are
             self._end(number)
             return
@@ -414,7 +414,7 @@ class TapeMemory(MemoryLedger):
             self._end(each)
 
     def _end(self, number: int) -> None:
-        """End a value. A residual that lay in it moves into memory of its own."""
+        """End a value. A residual inside it moves to separate memory."""
         bytes, self._bytes[number] = self._bytes[number], 0  # as `_release`, without a call
         self.by_category[self._category[number]] -= bytes
         self.bytes -= bytes
@@ -425,7 +425,7 @@ class TapeMemory(MemoryLedger):
                 self._move_residuals_out((self._residual_in.pop(number),))
 
     def _move_residuals_out(self, numbers: Iterable[int]) -> None:
-        """Give residuals that lie in what a layer keeps memory of their own."""
+        """Move residuals that lie inside a saved value to separate memory."""
         for number in numbers:
             if number in self._inside:
                 bytes = self._inside.pop(number)
@@ -433,7 +433,7 @@ class TapeMemory(MemoryLedger):
                 self.hold(self._category[number], bytes)
 
     def _hold(self, number: int, spec: Spec, category: int) -> None:
-        """Add a value. It takes no bytes in another place, nor if it lies in another value's memory."""
+        """Add a value. It counts 0 bytes if it is in another place, or in another value's memory."""
         bytes = self._fixed_bytes.get(number)
         if bytes is None:
             bytes = self._size(spec) if spec[0].place == self._memory else 0
@@ -448,7 +448,7 @@ class TapeMemory(MemoryLedger):
 
 
 def _overwrites(tape: Sequence[Op], in_place: InPlace, buckets: Buckets, real: bool) -> dict[int, int]:
-    """Map each op whose output is the memory of an older value to that value, which takes no bytes from then on."""
+    """Map each op whose output reuses the memory of an older value to that value, which counts 0 bytes from then on."""
     older_of = {at: older for at, (older, _) in in_place.fused.items()}
     if real:
         written = (at for at in in_place.first_input if at not in older_of and tape[at].outputs)  # some have a root
@@ -461,11 +461,11 @@ def _overwrites(tape: Sequence[Op], in_place: InPlace, buckets: Buckets, real: b
 
 
 class Views:
-    """Which values take no room of their own, and when the room that they share is given back.
+    """Values that share memory, and the time at which their memory is freed.
 
     Attributes:
-        roots: number of a slice, or of what an update makes in memory that slices share, to the value whose memory it
-            lies in; of gradients side by side, to the first.
+        roots: map from a value to the value in whose memory it lies: for slices, for values that an update writes into
+            memory that slices share, and for adjacent gradients (the first of them).
     """
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec], neighbours: Mapping[int, int]) -> None:
@@ -482,7 +482,7 @@ class Views:
         self._left.update(self._left.keys())
 
     def ended(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """The values whose room is given back when some end: not those in which others still lie."""
+        """Return the values whose memory is freed when some values end: not those in which other values still lie."""
         if not self.roots:
             return numbers
         roots = [self.roots.get(number, number) for number in numbers]

@@ -1,7 +1,7 @@
-"""Prices: the interface through which a simulation asks how long ops take.
+"""Prices: the interface that gives a simulation the duration of ops.
 
 `Prices` is the interface. `shardlab.simulate.predict.prices.ClusterPrices` implements it in seconds, and
-`shardlab.simulate.timeline.costs` in units of time. `PriceList` asks for each price once. `Traced`, at the end, is the
+`shardlab.simulate.timeline.costs` in units of time. `PriceList` caches prices. `Traced`, at the end, is the
 interface of all programs that can be simulated.
 """
 
@@ -19,21 +19,21 @@ Messages = Literal["buffered", "full duplex", "link", "rendezvous"]
 
 
 class Prices(Protocol):
-    """Times of ops in one unit, and how communication behaves. The defaults are those of NCCL.
+    """Durations of ops in one unit, and properties of communication. The defaults are those of NCCL.
 
     Attributes:
         one_stream: whether all communication of a rank takes turns on one stream. Otherwise each communicator (a group
-            or two ranks) has a stream of its own, as process groups have on NCCL.
+            or two ranks) has a separate stream, as process groups have on NCCL.
         messages: how messages travel. "buffered": first the sender's part, then the receiver's, each on its rank's
             stream. "full duplex": one transfer, which starts when it is sent; each rank sends one message at a time,
-            and receives one at a time. "link": the sender's part is spent on the link, which carries any number of
+            and receives one at a time. "link": the sender's part is latency of the link, which carries any number of
             messages at once. "rendezvous": one transfer, which starts when both ranks have arrived.
-        blocking_p2p: share of a message's time in which its sender computes nothing.
-        contention: seconds that compute loses for each second in which a communication of its rank is in flight. It is
-            0 if they do not share anything, and about 1 if they take turns on one core.
-        lag: time that a rank loses beyond that when it waits for a collective or a message.
-        adds_in_backward: whether the time of a BACKWARD includes adding its gradient to an older one. Then the ADD that
-            the tape shows for it costs nothing (see `shardlab.check.in_place`).
+        blocking_p2p: share of a message's time in which its sender does not compute.
+        contention: seconds that compute loses for each second in which a communication of its rank is in flight: 0 if
+            they share no resource, about 1 if they take turns on one core.
+        lag: further time that a rank loses when it waits for a collective or a message.
+        adds_in_backward: whether the time of a BACKWARD includes adding its gradient to an older one. The corresponding
+            ADD on the tape then takes no time (see `shardlab.check.in_place`).
     """
 
     @property
@@ -61,7 +61,7 @@ class Prices(Protocol):
         return False
 
     def for_model(self, sizes: Sizes) -> Prices:
-        """Return these prices for programs of a model. They differ if the unit of time depends on the model."""
+        """Return the prices for programs of a model. They depend on it if the time unit does."""
         return self
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
@@ -73,8 +73,8 @@ class Prices(Protocol):
 
         Args:
             kind: the collective.
-            bytes: bytes of the whole value: the one that is reduced, scattered or exchanged, or the gathered result.
-            group: its members.
+            bytes: bytes of the whole value: the reduced, scattered or exchanged value, or the gathered result.
+            group: the members.
         """
         ...
 
@@ -88,7 +88,7 @@ class Prices(Protocol):
 
 
 class PriceList:
-    """Prices of a program's ops, each asked for once. There are many layers and microbatches, but few kinds of work."""
+    """Cached prices of a program's ops. There are many layers and microbatches, but few kinds of work."""
 
     def __init__(self, traced: Traced, prices: Prices) -> None:
         self._traced = traced
@@ -118,7 +118,7 @@ class PriceList:
     def collective(self, *together: Communication) -> float:
         """Return the time of a collective, or of several that run as one.
 
-        Of each collective the bytes of the whole value count: the largest value that any member gives or receives.
+        Each collective counts with the bytes of the whole value: the largest input or output of a member.
         """
         tapes, bytes = self._traced.program.tapes, 0
         op = None
@@ -177,9 +177,10 @@ class Bytes:
 
 
 def _work_key(spec: Spec) -> Hashable:
-    """Return the part of a value's spec that decides how much work it is.
+    """Return the part of a value's spec that decides its amount of work.
 
-    These are its slices and its tokens, whichever microbatch comes first. What a gradient has summed does not count.
+    It consists of the slices and the tokens, independent of the number of the first microbatch. The contributions that
+    a gradient sums do not count.
     """
     form, cells = spec[0], spec[1]
     if form.kind not in ROW_KINDS:
@@ -192,9 +193,9 @@ _ADD = OpKind.ADD
 
 
 class Traced(Protocol):
-    """Program that can be simulated: a checked one, or a folded one (see `shardlab.simulate.predict.folding`).
+    """Program that can be simulated: a checked program, or a folded one (see `shardlab.simulate.predict.folding`).
 
-    A tape's place among the tapes is its row. Members of communications are given by their rows.
+    The position of a tape among the tapes is its row. Members of communications are given by their rows.
     """
 
     @property
@@ -208,11 +209,11 @@ class Traced(Protocol):
 
 
 def rank_of(program: Program, row: int) -> int:
-    """Return the number of the rank whose tape is in a row."""
+    """Return the number of the rank to which a row's tape belongs."""
     return row * (program.mesh.world // program.ranks)
 
 
 def stands_for(program: Program, row: int) -> range:
-    """Return the ranks for which a row stands: one, or in a folded program those of its pipeline stage."""
+    """Return the ranks that a row represents: one, or in a folded program all ranks of a pipeline stage."""
     each = program.mesh.world // program.ranks
     return range(row * each, (row + 1) * each)

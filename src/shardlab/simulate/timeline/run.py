@@ -2,13 +2,13 @@
 
 Every rank has a compute stream, and one or more streams for communication. Compute runs in tape order and stops only at
 a WAIT. A communication starts when its last member has issued it and the streams of its members are free.
-Communications that are ready take a stream in the order in which they became ready. A message on a link that has only
-latency takes no stream: it arrives that long after it was issued. A message on a full-duplex link takes the sender's
-outgoing and the receiver's incoming stream, and a collective both of each member. If communication takes time from
-compute (`Prices.contention`, `Prices.lag`), a rank pays for it at the WAIT.
+Communications that are ready get a stream in the order in which they became ready. A message on a link that has only
+latency occupies no stream: it arrives after the latency. A message on a full-duplex link occupies the sender's outgoing
+and the receiver's incoming stream, and a collective occupies both of each member. If communication slows compute down
+(`Prices.contention`, `Prices.lag`), a rank loses the time at the WAIT.
 
-`simulate` gives the timeline in time units. `Clocks` replays with any prices and returns `Times`; `timeline_of` makes
-events of them, and `memory_counters` the memory over time that a trace viewer draws.
+`simulate` returns the timeline in time units. `Clocks` replays with any prices and returns `Times`; `timeline_of` turns
+them into events, and `memory_counters` into the memory over time that a trace viewer draws.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ OUT, IN = "out", "in"
 
 
 class Idle(NamedTuple):
-    """Interval in which a rank's compute stands still in a WAIT.
+    """Interval in which a rank's compute is idle in a WAIT.
 
     Attributes:
         op: index of the op that issued the communication.
@@ -93,8 +93,8 @@ class Times:
 
     Attributes:
         starts, ends: for each row, start and end of each op (WAIT and FREE: 0).
-        ready: for each row and communication, when its last member has arrived.
-        idle: for each row, the intervals in which its compute stands still.
+        ready: for each row and communication, the time at which its last member has arrived.
+        idle: for each row, the intervals in which its compute is idle.
     """
 
     starts: list[list[float]]
@@ -104,7 +104,7 @@ class Times:
 
     @property
     def end(self) -> float:
-        """When the last op ends."""
+        """End of the last op."""
         return max((max(ends, default=0.0) for ends in self.ends), default=0.0)
 
 
@@ -128,9 +128,9 @@ class Clocks(EventLoop[int]):
         self._times = Times(starts, ends, ready, [[] for _ in tapes])
         self._stream_free: list[dict[Hashable, float]] = [{} for _ in tapes]
         self._together = together_of(traced)
-        self._arrives: dict[int, float] = {}  # message whose send has run -> when it can be received
+        self._arrives: dict[int, float] = {}  # message whose send has run -> arrival time
         self._duplex = prices.messages == "full duplex"
-        self._wanted: dict[int, float] = {}  # message -> when its receive was issued
+        self._wanted: dict[int, float] = {}  # message -> time at which its receive was issued
         self._handle_times: list[dict[int, StartEnd]] = [{} for _ in tapes]
         self._handle_op: list[dict[int, int]] = [{} for _ in tapes]
 
@@ -138,7 +138,7 @@ class Clocks(EventLoop[int]):
         """Replay to the end.
 
         Raises:
-            UserError: if ranks wait for ever: messages are rendezvous, and the program needs buffered ones.
+            UserError: if ranks wait for ever, because messages are rendezvous and the program needs buffered sends.
         """
         waiting = self.run_rows()
         if waiting:
@@ -181,7 +181,7 @@ class Clocks(EventLoop[int]):
                 number = communication_of[handle]
                 alone = not one_stream and len(communications[number].participants) == 1
                 alone = alone and number not in self._together
-                if clock > now and not alone:  # so that of those that are ready at once, the first in time comes first
+                if clock > now and not alone:  # so that ready communications start in the order of time
                     self.stop(row, at, clock)
                     return
                 handle_op[handle] = at
@@ -202,7 +202,7 @@ class Clocks(EventLoop[int]):
     def _issue(self, kind: OpKind, number: int, row: int, now: float) -> StartEnd:
         """Issue one member's part of a communication.
 
-        A buffered send is ready at once, any other communication when its last member has issued its part.
+        A buffered send is ready immediately, any other communication when its last member has issued its part.
         """
         communication = self._traced.communications[number]
         if communication.stream is not MESSAGE or self._messages == "rendezvous":
@@ -216,7 +216,7 @@ class Clocks(EventLoop[int]):
         return [PENDING, PENDING]
 
     def turn(self, communication: int) -> int:
-        """Return the place of an op in its tape if messages share links with collectives, so that replicas agree."""
+        """Return an op's position on its tape if messages share links with collectives, so that replicas agree."""
         if not self._duplex:
             return 0
         return 1 + max(op for _, _, op in self._traced.communications[communication].participants)
@@ -248,13 +248,13 @@ class Clocks(EventLoop[int]):
             self._receive(communication)
 
     def _receive(self, number: int) -> None:
-        """Make a buffered receive ready if it is issued and its message has arrived, or is known to arrive."""
+        """Make a buffered receive ready if it is issued and the arrival time of its message is known."""
         if number in self._arrives and number in self._wanted:
             wanted = self._wanted[number]
             self.push(wanted if self._duplex else max(wanted, self._arrives[number]), number)
 
     def _receive_transfer(self, message: Communication, arrives: float) -> None:
-        """Let a receive take the time of its transfer, or none if the message has arrived before."""
+        """Set the duration of a receive: that of its transfer, or 0 if the message has arrived before."""
         (sender, _, sent), (receiver, handle, op) = message.participants
         times, wanted = self._times, self._wanted[self._traced.communication_of[receiver][handle]]
         start, end = (times.starts[sender][sent], arrives) if arrives > wanted else (wanted, wanted)
@@ -274,7 +274,7 @@ class Clocks(EventLoop[int]):
         end = start + duration
         for rank, stream in streams:
             free[rank][stream] = end
-        sent_away = on_link and members[0] is communication.participants[0]  # so the sender need not wait
+        sent_away = on_link and members[0] is communication.participants[0]  # the sender does not wait
         times = self._times
         for rank, handle, op in members:
             times.starts[rank][op], times.ends[rank][op], times.ready[rank][op] = start, end, ready
@@ -284,7 +284,7 @@ class Clocks(EventLoop[int]):
         return end
 
     def _streams(self, communication: Communication, members: Sequence[Participant]) -> list[tuple[int, Hashable]]:
-        """Return the rank and the stream of each stream that a communication takes."""
+        """Return (rank, stream) for each stream that a communication occupies."""
         if self._duplex and communication.stream is MESSAGE:
             (sender, _, _), (receiver, _, _) = communication.participants
             return [(sender, OUT), (receiver, IN)]
@@ -296,7 +296,7 @@ class Clocks(EventLoop[int]):
 
 
 def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:
-    """Map each collective of a batch to all collectives of the batch, by number. They run as one."""
+    """Map the number of each collective of a batch to the numbers of the whole batch, which runs as one."""
     tapes = traced.program.tapes
     batches: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, (stream, _, members) in enumerate(traced.communications):
@@ -308,11 +308,11 @@ def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:
 
 
 Counter = list[tuple[float, dict[str, int]]]
-"""Moments, and the bytes of each category that are live from then on."""
+"""(time, live bytes of each category from then on), in order."""
 
 
 def memory_counters(traced: Traced, times: Times) -> list[Counter]:
-    """Return the memory by category over time of each row. The arena is left out if there is none."""
+    """Return for each row the memory by category over time. The arena is left out if there is none."""
     counters: list[Counter] = []
     for row, memory in enumerate(memory_in_bytes(traced, counters=True)):
         tape = traced.program.tapes[row]
@@ -326,8 +326,8 @@ def memory_counters(traced: Traced, times: Times) -> list[Counter]:
 
 
 def element_counters(traced: Traced, times: Times) -> list[Counter]:
-    """Return the elements by category over time of each row: those that are live when an op starts, as in a timeline
-    in time units."""
+    """Return for each row the live elements by category over time, at the start of each op, as in a timeline in time
+    units."""
     counters: list[Counter] = []
     for row, memory in enumerate(memory_in_elements(traced)):
         tape = traced.program.tapes[row]
@@ -342,7 +342,7 @@ def element_counters(traced: Traced, times: Times) -> list[Counter]:
 
 
 def counter_of(samples: Iterable[tuple[float, dict[str, int]]]) -> Counter:
-    """Return the changes of samples of live memory, which are in tape order; of one moment the last sample counts."""
+    """Return the changes of live memory from samples in tape order. The last sample of each time counts."""
     counter: Counter = []
     for time, live in samples:
         if counter and counter[-1][0] == time:
@@ -353,7 +353,7 @@ def counter_of(samples: Iterable[tuple[float, dict[str, int]]]) -> Counter:
 
 
 def moments(tape: Sequence[Op], starts: Sequence[float], ends: Sequence[float]) -> list[float]:
-    """Return when compute arrives at each op: the start of a compute op, the issue of a communication."""
+    """Return the time at which compute reaches each op: the start of a compute op, the issue of a communication."""
     clock, reached = 0.0, list[float]()
     issued: dict[int, int] = {}
     for at, op in enumerate(tape):
@@ -370,7 +370,7 @@ def moments(tape: Sequence[Op], starts: Sequence[float], ends: Sequence[float]) 
 
 
 def moments_of(timeline: Timeline, row: int) -> list[float]:
-    """Return when compute arrives at each op of a timeline's row. An op without an event takes no time."""
+    """Return the time at which compute reaches each op of a timeline's row. An op without an event takes no time."""
     tape = timeline.program.tapes[row]
     starts, ends = [0.0] * len(tape), [0.0] * len(tape)
     for event in timeline.events[row]:

@@ -1,6 +1,6 @@
-"""Timeline of a step: when each op ran, and how much memory was live. Simulation and measurement both produce it.
+"""Timeline of a step: when each op ran, and how much memory was live. Simulation and measurement both produce one.
 
-`Timeline` and its `Event`s come first, then figures that are computed from it: the shares of a rank's time
+After `Timeline` and `Event` come figures that are computed from a timeline: how a rank's time is divided
 (`rank_times`), and the messages and bytes that ranks send (`traffic`). `bubble.py` has the bubble of a pipeline.
 """
 
@@ -24,10 +24,10 @@ class Event(NamedTuple):
     Attributes:
         rank, op: the rank, and the op's index on its tape.
         kind, layer: kind and layer of the op.
-        microbatches: microbatches of the op, as a bit set.
+        microbatches: bit set of the op's microbatches.
         start, end: in time units, or in seconds.
-        memory: with time units, the elements that are live when the op starts, without its result. With seconds, the
-            bytes that are live while it runs, with its result.
+        memory: in a timeline of time units, the live elements when the op starts, without its output. In a timeline of
+            seconds, the live bytes while it runs, with its output.
     """
 
     rank: int
@@ -60,27 +60,27 @@ class Timeline:
 
     @cached_property
     def steps(self) -> float:
-        """When the last op starts: the figure that the puzzles print."""
+        """Start of the last op: the figure that the puzzles print."""
         return round(max((event.start for events in self.events for event in events), default=0.0), 9)
 
     @cached_property
     def end(self) -> float:
-        """When the last op ends."""
+        """End of the last op."""
         return round(max((event.end for events in self.events for event in events), default=0.0), 9)
 
     @cached_property
     def peak_memory_by_rank(self) -> list[int]:
-        """The largest number of live elements, or bytes, at an op, for each rank."""
+        """Largest number of live elements, or bytes, at an op, for each rank."""
         return [max((event.memory for event in events), default=0) for events in self.events]
 
     @cached_property
     def peak_memory(self) -> int:
-        """The largest number of live elements, or bytes, on any rank."""
+        """Largest number of live elements, or bytes, on any rank."""
         return max(self.peak_memory_by_rank)
 
     @cached_property
     def communications(self) -> list[Communication]:
-        """Communications whose members all have rows. Members are given by their rows."""
+        """Communications of which all members have a row. Members are given by their rows."""
         return communications_of(self.program)[0]
 
     def _repr_svg_(self) -> str | None:
@@ -88,7 +88,7 @@ class Timeline:
 
 
 def is_event(kind: OpKind) -> bool:
-    """Tell whether ops of a kind are events; WAIT and FREE are not."""
+    """Return whether ops of a kind are events; WAIT and FREE are not."""
     return kind not in BOOKKEEPING
 
 
@@ -107,7 +107,7 @@ class RankTimes(NamedTuple):
 
 
 def rank_times(timeline: Timeline, rank: int) -> RankTimes:
-    """Return how one rank's time is divided."""
+    """Return the division of one rank's time into computing, exposed communication and idle time."""
     events = timeline.events[rank]
     work = covered((event.start, event.end) for event in events if event.kind not in COMMUNICATION)
     busy = covered((event.start, event.end) for event in events)
@@ -149,14 +149,14 @@ class Traffic:
 
 
 def traffic(checked: Checked) -> list[Traffic]:
-    """Return what each rank sends in a step.
+    """Return each rank's traffic in a step.
 
-    Collectives count as rings move them, which is the least that is possible. Of the whole value, a rank sends
-    (n - 1) / n in an all-gather or a reduce-scatter, and twice that in an all-reduce (nccl-tests, doc/PERFORMANCE.md;
-    Rabenseifner 2004, "Optimization of collective reduction operations"). In an all-to-all it sends its input without
-    its own share of 1 / n. A broadcast passes the whole value along a chain from the root, and a reduce passes it
-    towards the root, so each member but the last sends it once. The root of a scatter sends all pieces but its own, and
-    in a gather all other members send theirs. A barrier moves nothing.
+    Collectives count as in a ring, which moves the fewest bytes. Relative to the whole value, a rank sends (n - 1) / n
+    in an all-gather or a reduce-scatter, and twice that in an all-reduce (nccl-tests, doc/PERFORMANCE.md; Rabenseifner
+    2004, "Optimization of collective reduction operations"). In an all-to-all it sends its input except its own 1 / n.
+    A broadcast passes the whole value along a chain from the root, and a reduce passes it towards the root, so each
+    member but the last sends it once. The root of a scatter sends all pieces but its own, and in a gather all other
+    members send their pieces. A barrier moves nothing.
     """
     return [_of_rank(checked, rank) for rank in range(checked.program.ranks)]
 
@@ -181,7 +181,7 @@ def _of_rank(checked: Checked, rank: int) -> Traffic:
 
 
 def _times(op: Op, rank: int, ranks: tuple[int, ...]) -> float:
-    """Return how often a rank sends its input or passes on what it receives: the whole value, or a gather's piece."""
+    """Return how many times a rank sends the whole value, or in a gather its piece."""
     members, others = len(ranks), len(ranks) - 1
     if op.kind is OpKind.BARRIER:
         return 0.0

@@ -1,12 +1,12 @@
 """Entries of compressed steps, and the clocks that replay them.
 
 An entry is some seconds of compute, a pass whose collectives may have to queue behind others, a communication, or a
-wait. A wait counts the collectives of its group back from the latest one and has no absolute number, so the same step
-can be replayed at any place of a schedule.
+wait. A wait counts the collectives of its group back from the latest one instead of using an absolute number, so the
+same step can be replayed at any position of a schedule.
 
-A row is the sequence of entries of one rank, which stands for its pipeline stage. `step_seconds` replays all rows
-together, on the event loop that replays whole tapes too. Messages are always rendezvous here, and every communicator
-has a stream of its own, as on NCCL.
+A row is the sequence of entries of one rank, which represents its pipeline stage. `step_seconds` replays all rows
+together, on the event loop that also replays whole tapes. Messages are always rendezvous here, and every communicator
+has a separate stream, as on NCCL.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Interval = tuple[float, float]
 
 
 class Compute:
-    """Seconds of compute, and of collectives that are awaited at once and delay nothing else.
+    """Seconds of compute, and of collectives that are awaited immediately and delay nothing else.
 
-    The recorder adds compute that follows directly to the same entry.
+    The recorder adds subsequent compute to the same entry.
 
     Attributes:
         seconds: duration.
-        waits: intervals in which nothing is computed, from the start of the entry. They are recorded only if
-            communication takes time from compute.
+        waits: idle intervals, relative to the start of the entry. They are only recorded if communication slows compute
+            down.
     """
 
     __slots__ = ("_idle", "seconds", "waits")
@@ -44,7 +44,7 @@ class Compute:
         self._idle: IdlePattern | None = None
 
     def extend(self, seconds: float, waits: Sequence[Interval]) -> None:
-        """Add compute that follows directly."""
+        """Add subsequent compute."""
         if waits:
             before = self.seconds
             self.waits += [(before + start, before + end) for start, end in waits]
@@ -52,7 +52,7 @@ class Compute:
 
     @property
     def idle(self) -> IdlePattern:
-        """The intervals as a pattern."""
+        """The idle intervals as an `IdlePattern`."""
         if self._idle is None:
             self._idle = IdlePattern.from_intervals(self.waits)
         return self._idle
@@ -68,8 +68,8 @@ class LocalCollective(NamedTuple):
 class AwaitCollective(NamedTuple):
     """Wait for the collective of a group that was started `ago` collectives of the group ago (1: the latest one).
 
-    If the wait is repeated for blocks that a short model leaves out, each repetition waits for a collective that was
-    started `stride` collectives later than the one before it (0: for the same one).
+    If the wait is repeated for missing blocks, each repetition waits for a collective that was started `stride`
+    collectives later than the previous one (0: for the same one).
     """
 
     group: Group
@@ -78,7 +78,7 @@ class AwaitCollective(NamedTuple):
 
 
 class Rendezvous(NamedTuple):
-    """One row's part in a communication with other rows: the next communication on its channel.
+    """One row's part in its next communication on a channel with other rows.
 
     Attributes:
         channel: names the communication together with its number on the channel.
@@ -128,10 +128,10 @@ Entry = Compute | MeasuredPass | LocalCollective | AwaitCollective | Rendezvous 
 
 
 class CompressedStep(NamedTuple):
-    """One step of a rank's schedule: what its clock and its memory need to know of it.
+    """One step of a rank's schedule, as input of its clock and its memory ledger.
 
     Attributes:
-        entries: in order.
+        entries: the entries, in order.
         memory: change of the rank's memory.
     """
 
@@ -144,7 +144,7 @@ Row = tuple[Sequence[Entry], Sequence[Rendezvous]]
 
 
 def step_seconds(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG) -> float:
-    """Return the seconds until the last row has ended.
+    """Return the time in seconds at which the last row ends.
 
     Args:
         rows: one for each pipeline rank.
@@ -159,10 +159,10 @@ class _RowState:
     """Collectives and messages that a row has started.
 
     Attributes:
-        entries, routes: of the row.
-        collectives: those that the row has started, by group, in order.
-        messages: by route, those that the row has not waited for.
-        joined: by channel, how many communications with other rows the row has joined.
+        entries, routes: entries and routes of the row.
+        collectives: by group, the collectives that the row has started, in order.
+        messages: by route, the messages that the row has not awaited.
+        joined: by channel, the number of communications with other rows that the row has joined.
     """
 
     def __init__(self, row: Row) -> None:
@@ -173,17 +173,17 @@ class _RowState:
 
 
 class _RowClocks(EventLoop[tuple[Hashable, int]]):
-    """Clocks of all rows. A communication between rows is named by its channel, and its number on the channel.
+    """Clocks of all rows. The key of a communication between rows is (channel, number on the channel).
 
     Attributes:
-        end: when the last row has ended.
+        end: time at which the last row has ended.
     """
 
     def __init__(self, rows: Sequence[Row], contention: float, lag: Lag) -> None:
         super().__init__(len(rows), contention, lag)
         self._rows = [_RowState(row) for row in rows]
-        self._free: dict[Hashable, float] = defaultdict(float)  # streams across rows
-        self._parts: dict[tuple[Hashable, int], Rendezvous] = {}  # of communications that have not started
+        self._free: dict[Hashable, float] = defaultdict(float)  # stream across rows to the time at which it is free
+        self._parts: dict[tuple[Hashable, int], Rendezvous] = {}  # communications that have not started
         self.end = 0.0
 
     def advance(self, row: int, now: float) -> None:
@@ -242,7 +242,7 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
         self.end = max(self.end, computed, latest)
 
     def _pass_end(self, row: int, done: MeasuredPass, clock: float) -> float:
-        """Return when a pass ends. Its collectives are awaited at once, and queue behind others on their streams."""
+        """Return the end of a pass. Its collectives are awaited immediately, after others on their streams."""
         collectives, idle = self._rows[row].collectives, self.idle[row]
         free = {group: collectives[group][-1][1] for group in done.groups if collectives[group]}
         if not free or max(free.values()) <= clock:

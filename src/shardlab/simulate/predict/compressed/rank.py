@@ -1,12 +1,12 @@
-"""A rank that records the seconds and bytes of a step, and no ops.
+"""A rank that records the seconds and bytes of a step instead of ops.
 
 `CompressedRank` has the verbs of a traced rank (`PlanRank`), so the code that gathers weights, reduces gradients and
-updates runs on it unchanged. A verb adds the op's seconds to the entries of the current step, and adds or takes away
-the bytes of its values. The passes of layers are not run: `apply_pass` adds a pass that was measured on the sample.
+updates runs on it unchanged. A verb adds the op's seconds to the entries of the current step, and adds or subtracts the
+bytes of its values. The passes of layers are not run: `apply_pass` adds a pass that was measured on the sample.
 
 The parts, in order: `StepRecorder` has the entries and bytes of the current step; `CompressedRank` has the verbs;
-values, handles and stores are below it. Values live as long as those of a traced rank (`shardlab.language.values`):
-until their last key of a store is deleted and no collective reads them.
+values, handles and stores are below it. As on a traced rank (`shardlab.language.values`), values live until their last
+store key is deleted and no collective reads them.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from shardlab.simulate.timeline.memory import CATEGORIES, Category, MemoryLedger
 
 
 class StepRecorder(MemoryLedger):
-    """Entries of the step that is being recorded, and the ledger of its memory, both from the current segment's start.
+    """Entries of the step that is being recorded, and the ledger of its memory, both since the start of the segment.
 
     Args:
         model: the short model that the rank follows. A step is cut into segments beside its gaps.
 
     Attributes:
-        entries: of the current segment, in order.
-        outstanding: collectives that the rank has not waited for, in order.
-        started: by group, how many collectives the rank has started.
+        entries: entries of the current segment, in order.
+        outstanding: collectives that the rank has not awaited, in order.
+        started: by group, the number of collectives that the rank has started.
     """
 
     def __init__(self, model: ShortModel) -> None:
@@ -74,10 +74,10 @@ class StepRecorder(MemoryLedger):
         MemoryLedger.__init__(self)
 
     def finish_step(self) -> CompressedStep:
-        """Return the whole model's step for the one that was recorded, and begin to record the next one.
+        """Return the whole model's step for the recorded one, and begin to record the next.
 
         Raises:
-            NotPeriodicError: if the step does not tell that of the whole model.
+            NotPeriodicError: if the step cannot be extended to that of the whole model.
         """
         if self._entered is not None or self._landing is not None:
             raise NotPeriodicError
@@ -87,12 +87,13 @@ class StepRecorder(MemoryLedger):
         return extend_step(segments)
 
     def enter(self, loop: Hashable, layer: int) -> None:
-        """Begin a new segment if a loop over layers comes to the block before or after a gap, or leaves it.
+        """Begin a new segment if a loop over layers reaches or leaves a block beside a gap.
 
-        The segment of the first of these blocks is repeated for those that are left out.
+        The segment of the first of these blocks is repeated for the missing blocks.
 
         Raises:
-            NotPeriodicError: if the two blocks do not begin with the same collectives in flight, or one is left out.
+            NotPeriodicError: if different collectives are in flight at the start of the two blocks, or if the loop
+                skips one of them.
         """
         if self._landing is not None:
             self._end_landing()
@@ -116,7 +117,7 @@ class StepRecorder(MemoryLedger):
         self._begin()
 
     def _in_flight(self, position: Position) -> InFlight:
-        """Return the collectives in flight by group and kind of value, with what they are relative to a block."""
+        """Return the collectives in flight by group and kind of value, each relative to a block."""
         first = position.gap.at - (0 if position.after else position.gap.each)
         in_flight: InFlight = defaultdict(dict)
         for handle in self.outstanding:
@@ -126,9 +127,9 @@ class StepRecorder(MemoryLedger):
     def _repeat(self, before: InFlight, started: Counter[Group], now: InFlight, more: int, distance: int) -> None:
         """Repeat the last segment, and count the collectives that its repetitions start.
 
-        For each group and kind of value, either the same collectives are in flight before and after the segment: the
-        same ones, or the same relative to the block. Or the segment only adds some to others, and all are awaited after
-        all blocks.
+        For each group and kind of value, one of two conditions must hold. Either the collectives in flight before and
+        after the segment are the same, absolutely or relative to the block. Or the segment only adds collectives, and
+        all are awaited after the last block.
         """
         started = self.started - started
         for queue in before.keys() | now.keys():
@@ -146,13 +147,13 @@ class StepRecorder(MemoryLedger):
         self._repeat_segment(more, distance, started)
 
     def _repeat_segment(self, more: int, distance: int, started: Counter[Group]) -> None:
-        """Repeat the last segment, which has started these collectives."""
+        """Repeat the last segment, which has started `started`."""
         for group, number in started.items():
             self.started[group] += more * number
         self._segments[-1] = StepSegment(self._segments[-1].step, more, distance, started)
 
     def _land(self, repetition: Repetition | None) -> None:
-        """Wait for a collective that is repeated, or for another one after such collectives."""
+        """Record the wait for a repeated collective, or for another collective after such waits."""
         if repetition is not self._landing:
             if self._landing is not None:
                 self._end_landing()
@@ -165,7 +166,7 @@ class StepRecorder(MemoryLedger):
         self._landed += 1
 
     def _end_landing(self) -> None:
-        """End the segment in which repeated collectives were awaited, and repeat it."""
+        """End the segment that awaits repeated collectives, and repeat it."""
         repetition = self._landing
         assert repetition is not None
         if self._landed != repetition.handles:
@@ -175,7 +176,7 @@ class StepRecorder(MemoryLedger):
         self._landing = None
 
     def _number_in_whole(self, layer: int) -> int:
-        """Return the number in the whole model of a layer of the short model, seen from the current segment."""
+        """Return a short model's layer as a number of the whole model, relative to the current segment."""
         if layer < 0:
             return layer
         if self._position is not None:
@@ -197,7 +198,7 @@ class StepRecorder(MemoryLedger):
             super().record_peak(op, self._number_in_whole(layer))
 
     def add_compute(self, seconds: float, waits: Sequence[Interval] = ()) -> None:
-        """Add seconds of compute, and the intervals in them in which nothing is computed."""
+        """Add seconds of compute, and the idle intervals in them."""
         if not seconds:
             return
         last = self.entries[-1] if self.entries else None
@@ -208,25 +209,25 @@ class StepRecorder(MemoryLedger):
 
 
 InFlight = dict[Hashable, "dict[SizedHandle, Hashable]"]
-"""Collectives in flight by group and kind of value, each with what it is relative to a block."""
+"""Collectives in flight by group and kind of value, each relative to a block."""
 
 GATHERED, COMMUNICATION = CATEGORIES.index(Category.GATHERED), CATEGORIES.index(Category.COMMUNICATION)
 
 
 class CompressedRank(StepRecorder):
-    """Rank that records the seconds and bytes of its steps; it stands for all ranks of its pipeline stage.
+    """Rank that records the seconds and bytes of its steps. It represents all ranks of its pipeline stage.
 
     Args:
         index: the rank's number.
         sample: sizes, prices and measured passes.
-        routes: gets the kinds of messages that the rank sends and receives.
+        routes: list that receives the kinds of messages that the rank sends and receives.
         model: the short model that the rank follows.
 
     Attributes:
-        open: by group, how many collectives are outstanding.
-        step_kind: type of the step that the rank follows (None: the update at the end).
-        changes: how often its stores have changed.
-        first_axes: for each weight, the axis over which its gradient is reduced first once a step.
+        open: by group, the number of outstanding collectives.
+        step_kind: type of the current step (None: the update at the end).
+        changes: number of changes of its stores.
+        first_axes: for each weight, the first axis over which its gradient is reduced once a step.
     """
 
     def __init__(self, index: int, mesh: Mesh, sample: PricedSample, routes: list[Route], model: ShortModel) -> None:
@@ -249,7 +250,7 @@ class CompressedRank(StepRecorder):
         return self._boundaries[kind.value]
 
     def group(self, axis: str) -> Group:
-        """Return the group along an axis. Along any axis but `pp`, the first row's stands for those of all rows."""
+        """Return the group along an axis. For axes other than `pp`, all rows use that of the first row."""
         group = self._groups.get(axis)
         if group is None:
             group = self._groups[axis] = self.mesh.group(self.index if axis == "pp" else 0, axis)
@@ -273,7 +274,7 @@ class CompressedRank(StepRecorder):
         self.release(value)
 
     def new_value(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> SizedValue:
-        """Make a value of `pieces` of the `of` pieces of a layer's weight."""
+        """Create a value of `pieces` of the `of` pieces of a layer's weight."""
         return SizedValue(self, self.sample.part(kind, layer, pieces, of), layer, pieces, of)
 
     # Collectives
@@ -289,7 +290,7 @@ class CompressedRank(StepRecorder):
     def start_collective(
         self, group: Group, seconds: float, result: SizedValue | None = None, read: SizedValue | None = None
     ) -> SizedHandle:
-        """Start a collective: of this row alone, or with other rows that have members in the group."""
+        """Start a collective of this row only, or with other rows that have members in the group."""
         handle = self.register(SizedHandle(self, group, self.started[group], result, read))
         self.started[group] += 1
         across = self._crosses_rows(group)
@@ -311,7 +312,7 @@ class CompressedRank(StepRecorder):
         last = self.entries[-1] if ago == 1 and self.entries and self.sample.merges else None
         if (
             isinstance(last, LocalCollective) and last.group is group and not self.open[group]
-        ):  # awaited at once, on an idle stream
+        ):  # awaited immediately, on an idle stream
             self.entries.pop()
             self.started[group] -= 1
             self.add_compute(last.seconds, ((0.0, last.seconds),) if self.sample.notes_waits else ())
@@ -407,7 +408,7 @@ class CompressedRank(StepRecorder):
         return self._collective(OpKind.ALL_REDUCE, value, self._same_size(value), group)
 
     def _enter_reduction(self, value: SizedValue, axis: str) -> None:
-        """Enter the layer of a gradient whose reduction waited for the end of the schedule."""
+        """Enter the layer of a gradient whose reduction was deferred to the end of the schedule."""
         if self.step_kind is None and value.kind is Kind.GRAD_WEIGHT and axis == self.first_axes.get(value.layer):
             self.enter("reduce", value.layer)
 
@@ -422,7 +423,7 @@ class CompressedRank(StepRecorder):
         return self.start_collective(group, seconds, result, value)
 
     def _reuse_memory(self, value: SizedValue) -> None:
-        """Let the value that was just made take the memory of this one."""
+        """Free the memory of a value for its successor, which was just created."""
         self.release(value)
         value.held_bytes = 0
 
@@ -431,7 +432,7 @@ class CompressedRank(StepRecorder):
 
     def add(self, older: SizedValue, newer: SizedValue) -> SizedValue:
         made = self._same_size(older)
-        fused = newer.kind is Kind.GRAD_WEIGHT and not newer.held_bytes  # the backward pass has added it
+        fused = newer.kind is Kind.GRAD_WEIGHT and not newer.held_bytes  # the backward pass has already added it
         if not (fused and self.sample.prices.adds_in_backward):
             self.add_compute(self.sample.compute(OpKind.ADD, made.part))
         self.allocate(made)
@@ -493,14 +494,14 @@ class CompressedRank(StepRecorder):
         """Add a measured pass to the step.
 
         If no other collective is in flight on the streams of its collectives, its seconds count as compute. Otherwise
-        the clocks find out which of its collectives have to queue. If ranks lose time at each wait, its collectives are
+        the clocks decide which of its collectives have to queue. If ranks lose time at each wait, its collectives are
         started and awaited one by one.
 
         Args:
             done: the pass.
-            layer: its layer on this rank; of a pass of several layers, the first.
+            layer: its layer on this rank; for a pass of several layers, the first.
             weight: the weight that it reads, which may end with it.
-            gradient: the gradient of the weight that it makes.
+            gradient: the weight gradient that it computes.
         """
         if self.sample.merges:
             if any(map(self.open.__getitem__, done.groups)):
@@ -533,12 +534,12 @@ class SizedValue:
     """Value of a compressed rank.
 
     Attributes:
-        part: its spec and sizes.
-        layer, pieces, of: the layer, and that it is `pieces` of the layer's `of` pieces.
+        part: spec and sizes.
+        layer, pieces, of: the layer, of whose `of` pieces the value has `pieces`.
         held_bytes: bytes that it takes now; 0 if it lies in the memory of another value.
-        slot: index of the category in which these bytes count.
-        keys, reading, alive: as of `shardlab.language.values.Value`.
-        updated: whether it is a weight that the step has updated.
+        slot: index of the memory category.
+        keys, reading, alive: as in `shardlab.language.values.Value`.
+        updated: whether it is an updated weight.
     """
 
     __slots__ = ("alive", "held_bytes", "keys", "layer", "of", "part", "pieces", "rank", "reading", "slot", "updated")
@@ -563,10 +564,10 @@ class SizedHandle:
     """Collective that a compressed rank has started.
 
     Attributes:
-        group: its members.
-        number: its place among the rank's collectives of this group.
-        result, read: the value that it makes, and the one that it reads (None: it belongs to a measured pass).
-        repetition: how it is repeated for blocks that are left out (None: it is not).
+        group: the group.
+        number: position among the rank's collectives of this group.
+        result, read: the output and the input (None: the collective belongs to a measured pass).
+        repetition: its repetition for missing blocks (None: it is not repeated).
     """
 
     __slots__ = ("group", "number", "rank", "read", "repetition", "result", "waited")
@@ -614,19 +615,19 @@ class SizedStore(dict[Hashable, SizedValue]):
         return value
 
     def reset(self, values: Mapping[Hashable, SizedValue]) -> None:
-        """Replace all entries, without freeing the values that leave."""
+        """Replace all entries, without freeing the old values."""
         self.clear()
         self.update(values)
 
     def put(self, key: Hashable, value: SizedValue) -> None:
-        """Put back a value whose `keys` already counts this key."""
+        """Restore a value whose `keys` already counts this key."""
         super().__setitem__(key, value)
 
 
 class BoundaryStore:
-    """Store of the values between layers, whose bytes the measured passes have counted already.
+    """Store of the values between layers. It stores nothing, since measured passes count their bytes.
 
-    So it stores nothing. A value is made when it is asked for, to be sent or received.
+    A value is created on each look-up, to be sent or received.
     """
 
     def __init__(self, rank: CompressedRank, kind: Kind) -> None:
@@ -634,10 +635,10 @@ class BoundaryStore:
         self._parts: dict[int, SizedPart] = {}
 
     def __setitem__(self, key: Hashable, value: object) -> None:
-        """Ignore the value: the pass that made it has counted it."""
+        """Ignore the value, which its pass has counted."""
 
     def __delitem__(self, key: tuple[int, int]) -> None:
-        """Free the gradient of the tokens, which no pass reads. All other values are freed by passes."""
+        """Free the gradient of the tokens, which no pass reads. Passes free all other values."""
         if self.kind is Kind.GRAD_ACTIVATION and key[0] == 0:
             self.rank.release(self.pop(key))
 

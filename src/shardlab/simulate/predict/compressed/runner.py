@@ -3,7 +3,7 @@
 `CompressedRunner` is a `PlanRunner`: the order of gathers, passes, reductions and updates is that of traced programs.
 It differs in two ways. Layers' passes are taken from the sample; if a stage only computes and adds to its gradients,
 all passes of the stage are one measured pass. And a step is given by a `StepKey` instead of a microbatch: the key has
-all that a step's time and memory depend on, beside the rank's state before it.
+everything on which a step's time and memory depend, except the rank's state before it.
 
 The parts, in order: `CompressedRunner` with the passes of its layers; `StateSnapshots`, which captures the state of a
 rank between two steps and restores it; `step_keys`, which turns a schedule into a sequence of keys.
@@ -39,7 +39,7 @@ from shardlab.strategies.schedules.steps import Message, Recv, Send, ShardedStep
 
 
 class _Layers:
-    """Passes of a compressed rank's layers, in the place of a `LayerRunner`."""
+    """Passes of a compressed rank's layers, with the interface of `LayerRunner`."""
 
     def __init__(self, rank: CompressedRank, rank_plan: RankPlan) -> None:
         self.rank, self.sample = rank, rank.sample
@@ -51,15 +51,15 @@ class _Layers:
         self.forwards: dict[tuple[int, Keeps, bool], MeasuredPass] = {}
 
     def pass_key(self, layer: int) -> tuple[Cuts, int, bool]:
-        """Return what a layer's passes depend on: cuts of its block, its sample layer, its incoming residual."""
+        """Return the key of a layer's passes: cuts of its block, its sample layer, if its residual shares memory."""
         return self.cuts[layer], self.sample.sample_layer[layer], layer in self.shared_residuals
 
     def pass_of(self, name: str, layer: int, *rest: object) -> MeasuredPass:
-        """Return a layer's measured pass by name and, of a forward pass, what is kept and handed on."""
+        """Return a layer's measured pass by name and, for a forward pass, kept inputs and if outputs are stored."""
         return self.sample.passes(self.cuts[layer]).by_key[name, self.sample.sample_layer[layer], *rest]
 
     def forward_of(self, layer: int, keeps: Keeps, stores_outputs: bool) -> MeasuredPass:
-        """Return a layer's forward pass, its residual stream counted as this rank holds it."""
+        """Return a layer's forward pass, with the memory of its residual stream as on this rank."""
         key = layer, keeps, stores_outputs
         done = self.forwards.get(key)
         if done is None:
@@ -99,12 +99,12 @@ class _Layers:
         raise NotImplementedError("plans with frozen blocks are replayed, not compressed")
 
     def gradient(self, layer: int) -> SizedValue:
-        """Make the gradient that a layer's backward pass returns."""
+        """Create the gradient that a layer's backward pass returns."""
         owner = self.plan.weight_of(layer)
         return self.rank.new_value(Kind.GRAD_WEIGHT, owner, of=self.slices.get(owner, 1))
 
     def accumulates(self, layer: int) -> bool:
-        """Tell whether the backward pass adds a layer's gradient to an older one in place."""
+        """Return whether the backward pass adds a layer's gradient to an older one in place."""
         weight = self.plan.weights.get(owner := self.plan.weight_of(layer))
         return weight is not None and not weight.reduce_every_microbatch and owner in self.rank.grad_weights
 
@@ -121,12 +121,12 @@ class CompressedRunner(PlanRunner[SizedValue]):
 
     Args:
         rank: the rank.
-        rank_plan: its plan of the short model.
+        rank_plan: the rank's plan of the short model.
 
     Attributes:
-        passes: the passes of the rank's layers.
+        passes: passes of the rank's layers.
         compressed: the rank.
-        key: the key of the step that is running.
+        key: key of the current step.
         stage_passes: by name and stage, the passes of all layers of a stage as one.
         counts: stages whose gradients are reduced without a step of the schedule that says so.
         owners: by stage, the layers whose weights its layers use, in the order of a backward pass.
@@ -149,9 +149,9 @@ class CompressedRunner(PlanRunner[SizedValue]):
         }
 
     def may_grow(self, reductions: Mapping[SizedHandle, object], more: int) -> bool:
-        """Tell whether collectives may all stay in flight while `more` are added to them, as the reductions of norms.
+        """Return whether collectives may all stay in flight while `more` are added, as in reductions of norms.
 
-        No weight of the rank then makes the reduction buffer overflow.
+        They may if no weight of the rank makes the reduction buffer overflow.
         """
         if any(handle.result is None or handle.result.kind is not Kind.GRAD_WEIGHT for handle in reductions):
             return False
@@ -164,11 +164,11 @@ class CompressedRunner(PlanRunner[SizedValue]):
 
     @cached_property
     def snapshots(self) -> StateSnapshots:
-        """Snapshots of this rank's state; first asked for when its weights are loaded."""
+        """Snapshots of this rank's state, created when its weights are loaded."""
         return StateSnapshots(self.compressed, self.weights, self.gradients)
 
     def run_step(self, key: StepKey) -> CompressedStep:
-        """Run a step that is no message, or the end of the schedule."""
+        """Run a step other than a message, or the end of the schedule."""
         self.key, self.compressed.step_kind = key, key.kind
         running = self.finish(key) if key.kind is None else self.step(self.step_for(key))
         try:
@@ -178,7 +178,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         raise AssertionError("a compressed rank never waits for other ranks")
 
     def step_for(self, key: StepKey) -> ShardedStep:
-        """Make a step with this key, and tell the gatherer of weights which passes follow it."""
+        """Create a step with this key, and give the next passes to the `ParameterGatherer`."""
         kind, stage = key.kind, self.plan.own_stages[key.stage]
         if kind not in (Forward, Backward, BackwardInput, BackwardWeight):
             return cast(Any, kind)(stage)
@@ -216,7 +216,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         return self.compressed.finish_step()
 
     def wait_for_sends(self, key: StepKey) -> None:
-        """Wait for earlier sends that must have ended by this step."""
+        """Wait for earlier sends that must end before this step."""
         for boundary in key.awaited_sends:
             self.compressed.wait_sent(self.values(boundary, sends=True)[1], boundary.offset)
 
@@ -304,11 +304,11 @@ class CompressedRunner(PlanRunner[SizedValue]):
         return stage_pass
 
     def passes_of(self, name: str, layers: range) -> list[tuple[MeasuredPass, int]]:
-        """List the passes of a stage of the whole model in order, each with its layer's place in the stage.
+        """Return the passes of a stage of the whole model in order, each with its layer's position in the stage.
 
         Args:
-            name: of the passes.
-            layers: of the stage in the short model.
+            name: name of the passes.
+            layers: layers of the stage in the short model.
         """
         forward, positions, whole_layer = (
             name == "forward",
@@ -362,10 +362,10 @@ class CompressedRunner(PlanRunner[SizedValue]):
 
 
 def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
-    """Return several passes, one after the other, as one.
+    """Return several consecutive passes as one.
 
     Args:
-        parts: the passes, each with its layer's place counted from the first layer.
+        parts: the passes, each with its layer's number counted from the first layer.
     """
     memory, after, seconds = MemoryLedger(), 0.0, 0.0
     collectives: list[PassCollective] = []
@@ -391,11 +391,11 @@ ValueState = tuple[SizedPart, int, int, int, int, int, int, bool]
 """Part, layer, pieces, of, held_bytes, slot, keys and updated of a `SizedValue`."""
 
 StorePlace = tuple[int, Hashable]
-"""Where a value is stored: number of the store, and key in it."""
+"""(number of the store, key) of a stored value."""
 
 
 class HandleState(NamedTuple):
-    """State of a `SizedHandle`. It counts back from its group's latest collective and does not depend on time."""
+    """State of a `SizedHandle`, counted back from its group's latest collective. It does not depend on time."""
 
     group: Group
     ago: int
@@ -405,14 +405,14 @@ class HandleState(NamedTuple):
 
 
 class RankState(NamedTuple):
-    """State of a rank between two steps: all that the next step depends on, beside the plan and its own key.
+    """State of a rank between two steps: everything on which the next step depends, except the plan and its key.
 
     Attributes:
-        values: in stores, as (number of the store, key, state). A rank's own slices of weights and the optimizer's
-            state are left out, since only the update changes them.
+        values: values in stores, as (number of the store, key, state). A rank's slices of weights and optimizer state
+            are left out, since only the update changes them.
         under_way: outstanding collectives, in order.
-        gathering, reducing: states of the `ParameterGatherer` and the `GradientReducer`, in which handles are given by
-            their places in `under_way`.
+        gathering, reducing: states of the `ParameterGatherer` and the `GradientReducer`, with handles as positions in
+            `under_way`.
     """
 
     values: frozenset[tuple[int, Hashable, ValueState]]
@@ -422,7 +422,7 @@ class RankState(NamedTuple):
 
 
 class StateSnapshots:
-    """Captures the state of a rank between two steps, and restores it."""
+    """Snapshots of a rank's state between two steps, which can be restored."""
 
     def __init__(
         self, rank: CompressedRank, weights: ParameterGatherer[SizedValue], gradients: GradientReducer[SizedValue]
@@ -499,12 +499,12 @@ PASS_STEPS = (Forward, Backward, BackwardInput)
 
 
 class StageBoundary(NamedTuple):
-    """Boundary of a pipeline stage over which a message goes.
+    """Boundary of a pipeline stage that a message crosses.
 
     Attributes:
-        stage: the stage's place among those of the rank.
-        forward: whether activations go over it, or gradients.
-        offset: the peer's place in the pipeline, counted from this rank's.
+        stage: position of the stage among the rank's stages.
+        forward: whether activations cross it, or gradients.
+        offset: position of the peer in the pipeline, relative to this rank.
     """
 
     stage: int
@@ -513,7 +513,7 @@ class StageBoundary(NamedTuple):
 
 
 class UpcomingPass(NamedTuple):
-    """Pass of a stage that comes later, for which weights may be gathered ahead."""
+    """Later pass of a stage, for which weights may be gathered ahead."""
 
     stage: int
     forward: bool
@@ -526,17 +526,17 @@ NO_LOOKAHEAD: Lookahead = ((None, None), frozenset())
 
 
 class StepKey(NamedTuple):
-    """Key of a step: all that its time and memory depend on, beside the rank's state before it.
+    """Key of a step: everything on which its time and memory depend, except the rank's state before it.
 
-    Steps of different microbatches, and of different ranks of one kind, have equal keys if they do the same.
+    Steps of different microbatches, and of different ranks of one kind, have equal keys if they do the same work.
 
     Attributes:
-        kind: the type of the step (None: the end of the schedule).
-        stage: the stage's place among those of the rank.
-        boundary: of a message (None: the step is no message).
-        awaited_sends: earlier sends that the step waits for.
-        input_message: of a pass, the message that it begins with, and its place among those not waited for yet.
-        last: whether the pass makes the last gradient of its stage.
+        kind: type of the step (None: the end of the schedule).
+        stage: position of the stage among the rank's stages.
+        boundary: boundary that a message crosses (None: the step is not a message).
+        awaited_sends: earlier sends for which the step waits.
+        input_message: for a pass, the message with which it begins, and its position among those not yet awaited.
+        last: whether the pass computes the last gradient of its stage.
         ahead: the next pass, and the next pass of another stage.
         later_stages: stages that still have passes after this one.
     """
@@ -556,8 +556,8 @@ def step_keys(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int
 
     Args:
         steps: the rank's steps in order.
-        own_stages: the stages of the rank.
-        here: the rank's place in the pipeline.
+        own_stages: stages of the rank.
+        here: position of the rank in the pipeline.
         gathers: whether the rank gathers weights ahead of their use.
     """
     places = {stage: place for place, stage in enumerate(own_stages)}
@@ -589,7 +589,7 @@ def step_keys(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int
 
 
 def _ahead(steps: Sequence[ShardedStep], places: dict[int, int]) -> dict[int, Lookahead]:
-    """Map the index of each pass to the passes that come after it."""
+    """Map the index of each pass to the next passes."""
     found: dict[int, Lookahead] = {}
     after: UpcomingPass | None = None
     other: UpcomingPass | None = None

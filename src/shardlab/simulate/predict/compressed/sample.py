@@ -1,13 +1,13 @@
 """Passes of layers, measured on three blocks of the model.
 
-The blocks of a model are identical, and so are microbatches. So a sample of the workload, three blocks on one pipeline
-rank without data parallelism, has every kind of pass that the workload has. `measure_passes` traces the sample with a
+The blocks of a model are identical, and so are microbatches. So a sample of the workload (three blocks on one pipeline
+rank, without data parallelism) has every kind of pass that the workload has. `measure_passes` traces the sample with a
 runner that marks where passes begin and end, replays its tape, and makes a `MeasuredPass` of each marked part: its
 seconds, its collectives, its change of memory and its peaks.
 
-The parts, in order: how the sample is made and marked; `PassMeter`, which measures a part of its tape; `PricedSample`,
-which keeps passes, sizes and prices of one workload; the records `MeasuredPass` and `PassTable`; and a correction of
-residual streams, which a pass of the sample may hold otherwise than the same pass of a rank.
+The parts, in order: the sample and its marks; `PassMeter`, which measures a part of its tape; `PricedSample`, which
+has the passes, sizes and prices of one workload; the records `MeasuredPass` and `PassTable`; and a correction for
+residual streams, whose memory in a pass of the sample may differ from that in the same pass of a rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measure_passes(workload: Workload, step_types: Collection[type], cuts: Cuts)
 
     Args:
         workload: a workload with few blocks, and the plan of the whole model.
-        step_types: types of the steps that the plan's schedule has.
+        step_types: types of the steps in the plan's schedule.
         cuts: layers at which pipeline stages cut a recomputed block (None: measure blocks that are not recomputed).
     """
     sample = _on_one_rank(workload, step_types, cuts)
@@ -58,11 +58,11 @@ def measure_passes(workload: Workload, step_types: Collection[type], cuts: Cuts)
 
 
 MOST_MEASURED = 256
-"""Samples whose passes are kept: in a search many plans differ in their pipeline and their data parallelism alone."""
+"""Number of cached samples: many plans of a search differ only in their pipeline and data parallelism."""
 
 _MEASURED: dict[Hashable, tuple[Workload, PassTable]] = {}
-"""Passes of each sample, by all that they depend on. A cluster and a recipe count by identity, so the sample is kept
-with them: no other object can get their `id` then."""
+"""Passes of each sample, by everything on which they depend. A cluster and a recipe count by identity; the sample is
+stored with them, so that no other object can get their `id`."""
 
 
 def _measure_sample(sample: Workload, prices: Prices, kept: Sizes) -> PassTable:
@@ -83,7 +83,7 @@ def _measure_sample(sample: Workload, prices: Prices, kept: Sizes) -> PassTable:
 
 
 def _on_one_rank(workload: Workload, step_types: Collection[type], cuts: Cuts) -> Workload:
-    """Return the workload on one pipeline rank without data parallelism, with as few microbatches as can be."""
+    """Return the workload on one pipeline rank without data parallelism, with as few microbatches as possible."""
     plan = workload.plan
     assert isinstance(plan, Plan)
     split, both = BackwardInput in step_types, {Backward, BackwardInput} <= set(step_types)
@@ -107,7 +107,7 @@ def _on_one_rank(workload: Workload, step_types: Collection[type], cuts: Cuts) -
         each = [stop - start for start, stop in pairwise((0, *sorted(stages), layers.pipeline_units))]
         sampled = replace(sampled, stages_per_rank=len(each), layers_per_stage=tuple(each))
     sample = replace(workload, plan=sampled, microbatches=(3 if both else 2) * plan.mesh.ep)
-    sample.__dict__["cut"] = workload.cut  # a pipeline may want finer layers than a plan of one rank
+    sample.__dict__["cut"] = workload.cut  # a pipeline may need finer layers than a plan of one rank
     return sample
 
 
@@ -126,7 +126,7 @@ def _last_split_schedule(rank: int, ranks: int, microbatches: int, stages_per_ra
 
 
 class _MarkedRunner(TracedRunner):
-    """Runner that marks where the steps of the schedule end, and where a batch is loaded."""
+    """Runner that marks the ends of the schedule's steps, and the loading of a batch."""
 
     layers: _MarkedLayers
 
@@ -140,7 +140,7 @@ class _MarkedRunner(TracedRunner):
 
 
 class _MarkedLayers(LayerRunner):
-    """Layers that mark where their passes begin and end, and note the specs of the values between them."""
+    """Layers that mark the start and the end of their passes, and record the specs of the values between them."""
 
     def __init__(
         self, rank: Rank, plan: RankPlan, marks: list[tuple[int, PassKey]], boundaries: dict[tuple[Kind, int], Spec]
@@ -151,14 +151,14 @@ class _MarkedLayers(LayerRunner):
         self.inputs = [[port.kind for port in layer.inputs] for layer in plan.model.layers]
 
     def mark(self, m: int, *key: object) -> None:
-        """Mark that a pass with this key begins here, and that the one before it ends.
+        """Mark that a pass with this key begins here, and that the previous one ends.
 
-        Passes of the first microbatch have no key and are not measured, since there are no gradients to add theirs to.
+        Passes of the first microbatch have no key and are not measured, since they add no gradients to older ones.
         """
         self.marks.append((len(self._rank.ops), key if m > 0 else ()))
 
     def note_boundary(self, layer: int, m: int, kinds: Mapping[Kind, Kind] | None = None) -> None:
-        """Note the specs of the values that enter a layer, or of their gradients."""
+        """Record the specs of the values that enter a layer, or of their gradients."""
         for kind in self.inputs[layer]:
             made = kinds[kind] if kinds else kind
             self.boundaries[made, layer] = self._rank.store(made)[layer, m].spec
@@ -200,9 +200,9 @@ class PassMeter:
     """Meter of passes, which are parts of a sample's tape.
 
     Attributes:
-        tape, times: the tape, and when its ops start and end.
-        memory: the bytes that are held at each op.
-        arrivals: for each op when compute arrives at it, in seconds.
+        tape, times: the tape, and the start and end of its ops.
+        memory: the bytes held at each op.
+        arrivals: for each op, the time in seconds at which compute reaches it.
     """
 
     def __init__(self, traced: Folded, prices: Prices, size: Bytes) -> None:
@@ -212,7 +212,7 @@ class PassMeter:
         self._idle = self.times.idle[0] if prices.contention else []
 
     def _arrivals(self, blocking: float) -> list[float]:
-        """Find when compute arrives at each op."""
+        """Return the time at which compute reaches each op."""
         arrivals, clock = list[float](), 0.0
         issued: dict[int, int] = {}
         idle_until = {idle.op: idle.until for idle in self.times.idle[0]}
@@ -231,14 +231,14 @@ class PassMeter:
         return self.times.ends[0][at] - self.times.starts[0][at]
 
     def measure(self, start: int, stop: int, key: PassKey) -> MeasuredPass:
-        """Measure the pass between two ops, the second one not included."""
+        """Measure the pass from op `start` up to, but not including, op `stop`."""
         layer = key[1] if len(key) > 1 else 0
         assert isinstance(layer, int)
         tape = self.tape[start:stop]
         main = start + next((at for at, op in enumerate(tape) if op.kind in MAIN), len(tape))
         collectives, rest = self._collectives(start, stop)
         seconds = rest + sum(collective.after + collective.seconds for collective in collectives)
-        if rest < 0:  # communication beside compute, on streams that nobody else uses
+        if rest < 0:  # communication beside compute, on streams without other communication
             seconds, collectives = self.arrivals[stop] - self.arrivals[start], ()
         began, ended = self.arrivals[start], self.arrivals[stop]
         idle = [each for each in self._idle if began <= each.since and each.until <= ended]
@@ -266,7 +266,7 @@ class PassMeter:
     def _collectives(self, start: int, stop: int) -> tuple[tuple[PassCollective, ...], float]:
         """Return a pass's collectives, and the seconds of compute after the last one.
 
-        If a collective is not awaited as soon as it is issued, or a message is in the pass, it returns ((), -1.0).
+        If a collective is not awaited immediately, or the pass has a message, the result is ((), -1.0).
         """
         found: list[PassCollective] = []
         after, issued = 0.0, -1
@@ -301,8 +301,8 @@ class SizedPart:
     A `PricedSample` has each part once, so parts are compared by identity, which is quick.
 
     Attributes:
-        wire_bytes, held_bytes: its bytes when it is communicated, and in memory.
-        slot: index of the category in which the latter count.
+        wire_bytes, held_bytes: bytes in communication, and in memory.
+        slot: index of the memory category.
     """
 
     spec: Spec
@@ -312,16 +312,16 @@ class SizedPart:
 
 
 class PricedSample:
-    """Sizes, prices and measured passes of a workload, taken from its sample; each is computed once.
+    """Sizes, prices and measured passes of a workload, computed from its sample and cached.
 
     Args:
         workload: the whole workload.
-        step_types: types of the steps that its schedule has.
+        step_types: types of the steps in its schedule.
         sample_layer: for each layer of the short model, the layer of the sample that is identical to it.
 
     Attributes:
-        rank_stride: difference between the numbers of neighbouring ranks of a pipeline.
-        merges: whether communication that is awaited at once can count as compute. It cannot if ranks lose time
+        rank_stride: difference between the numbers of adjacent ranks of a pipeline.
+        merges: whether communication that is awaited immediately can count as compute. It cannot if ranks lose time
             beyond contention at each wait.
         notes_waits: whether the moments of such communication count, since compute is slower beside other
             communication.
@@ -344,18 +344,18 @@ class PricedSample:
         self._seconds: dict[Hashable, float] = {}
 
     def passes(self, cuts: Cuts = None) -> PassTable:
-        """Return the passes of recomputed blocks that stages cut so (None: of blocks that are not recomputed)."""
+        """Return the passes of recomputed blocks with these stage boundaries (None: of other blocks)."""
         known = self._passes.get(cuts)
         if known is None:
             known = self._passes[cuts] = measure_passes(self._sample, self._step_types, cuts)
         return known
 
     def shared_residuals(self, plan: RankPlan) -> frozenset[int]:
-        """Return the layers of a rank whose incoming residual lies in what the layer before them saves."""
+        """Return the layers of a rank whose incoming residual lies in the value that the previous layer saves."""
         return shared_residual_layers(plan, self.sample_layer, self._saves)
 
     def sample_shared_residuals(self, cuts: Cuts) -> frozenset[int]:
-        """Return the layers of the sample for which this was so when their passes were measured."""
+        """Return the layers of the sample whose incoming residual did so when their passes were measured."""
         known = self._shared_residuals.get(cuts)
         if known is None:
             plan = self.passes(cuts).plan
@@ -374,7 +374,7 @@ class PricedSample:
         return known
 
     def boundary(self, kind: Kind, layer: int) -> SizedPart:
-        """Return the value of a kind that enters a layer, or that is the gradient of one."""
+        """Return the value of a kind that enters a layer, or the gradient of such a value."""
         key = (kind, self.sample_layer[layer])
         known = self._parts.get(key)
         if known is None:
@@ -412,11 +412,11 @@ class PricedSample:
 
 
 class PassCollective(NamedTuple):
-    """Collective of a pass that is awaited as soon as it is issued.
+    """Collective of a pass that is awaited immediately.
 
     Attributes:
-        after: seconds of compute between the collective before it and this one.
-        group, seconds: its members, and how long it takes.
+        after: seconds of compute between the previous collective and this one.
+        group, seconds: the group, and the duration.
     """
 
     after: float
@@ -432,15 +432,15 @@ class MeasuredPass:
     """Forward or backward pass of a layer, or of several layers one after the other.
 
     Attributes:
-        seconds: from its start to its end, on idle streams.
-        collectives: its collectives, if each is awaited as soon as it is issued; otherwise their time is in `rest`.
+        seconds: duration, if streams are idle.
+        collectives: its collectives, if each is awaited immediately; otherwise their time is in `rest`.
         rest: seconds of compute after the last of these.
-        delta: bytes that are held after it and were not before, by category.
-        peaks: of the ops before the one that computes with the weight, of that op, and of the ops after it. Layers
+        delta: by category, bytes held after the pass minus bytes held before it.
+        peaks: peak of the ops before the one that computes with the weight, of that op, and of the ops after it. Layers
             count from the pass's first one.
-        waits: if communication takes time from compute, the intervals in which the pass computes nothing.
-        bytes, changes: `delta` in all, and (category, bytes) where it is not 0.
-        groups: those of the collectives.
+        waits: if communication slows compute down, the intervals in which the pass does not compute.
+        bytes, changes: total of `delta`, and (category, bytes) for entries other than 0.
+        groups: groups of the collectives.
     """
 
     seconds: float
@@ -460,23 +460,23 @@ class MeasuredPass:
 
     @cached_property
     def idle(self) -> IdlePattern:
-        """`waits` as a pattern."""
+        """`waits` as an `IdlePattern`."""
         return IdlePattern.from_intervals(self.waits)
 
 
 PassKey = tuple[object, ...]
 
 Cuts = tuple[int, ...] | None
-"""Layers at which pipeline stages cut a recomputed block, counted from its first; None: it is not recomputed."""
+"""Layers at which pipeline stages cut a recomputed block, counted from its first (None: it is not recomputed)."""
 
 
 class PassTable(NamedTuple):
     """Measured passes of a sample.
 
     Attributes:
-        by_key: by name, layer of the sample, and of a forward pass what is kept and whether it is the last op.
+        by_key: passes by name, layer of the sample, and for a forward pass what is kept and whether it is the last op.
         boundaries: specs of the values that enter layers and of their gradients, by kind and layer.
-        plan: of the sample's rank.
+        plan: plan of the sample's rank.
     """
 
     by_key: Mapping[PassKey, MeasuredPass]
@@ -485,14 +485,14 @@ class PassTable(NamedTuple):
 
 
 def shared_residual_layers(plan: RankPlan, alike: Sequence[int], saves: Sequence[bool]) -> frozenset[int]:
-    """Return the layers whose incoming residual stream lies in the saved activations of the layer that makes it.
+    """Return the layers whose incoming residual stream lies in the saved value of the layer that outputs it.
 
-    Such a residual takes no memory of its own (see `shardlab.simulate.timeline.memory.TapeMemory`).
+    Such a residual takes no additional memory (see `shardlab.simulate.timeline.memory.TapeMemory`).
 
     Args:
-        plan: of the rank that has both layers.
-        alike: for each layer, the layer of the sample that has its sizes.
-        saves: whether a layer's saved activations contain the residual stream (see `Sizes.saves_residual`).
+        plan: plan of the rank that has both layers.
+        alike: for each layer, the layer of the sample with its sizes.
+        saves: whether a layer's saved value includes the residual stream (see `Sizes.saves_residual`).
     """
     return frozenset(
         port.layer

@@ -1,11 +1,10 @@
 """Models with fewer blocks, whose compressed steps are extended to those of the whole model.
 
-The blocks of a stage are identical, so a pass does with one block what it did with the block before, as soon as the
-same collectives are in flight at the start of both. A `ShortModel` leaves out most blocks in the middle of each stage
-(`shorten`). A compressed rank follows its few layers and cuts each step into segments where it enters the two blocks
-before and after the gap (`StepSegment`). If it enters both with the same collectives in flight, the segment between
-them stands for the left-out blocks too, and `extend_step` repeats it. Otherwise the step is not periodic there, and the
-replay tries again with more blocks.
+The blocks of a stage are identical, so a pass does the same with each block, as soon as the same collectives are in
+flight at the start of two consecutive blocks. A `ShortModel` leaves out most middle blocks of each stage (`shorten`). A
+compressed rank follows its few layers and cuts each step into segments at the two blocks before and after the gap
+(`StepSegment`). If the same collectives are in flight at the start of both, `extend_step` repeats the segment between
+them for the missing blocks. Otherwise the step is not periodic there, and the replay tries again with more blocks.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from shardlab.strategies.plan.resolve import named_blocks, with_named_blocks
 
 
 class NotPeriodicError(Exception):
-    """The steps of a short model do not tell those of the whole model."""
+    """Error of a short model whose steps cannot be extended to those of the whole model."""
 
 
 class Gap(NamedTuple):
-    """Place in a stage of a short model where blocks are left out.
+    """Position in a stage of a short model at which blocks are left out.
 
     Attributes:
         start, stop: the identical blocks of the short model around the gap: first layer, and end.
@@ -52,14 +51,14 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class ShortModel:
-    """Model with fewer blocks, and the plan with as many stages for it.
+    """Model with fewer blocks, and a plan for it with the same number of stages.
 
     Attributes:
-        plan, sizes: of the short model.
+        plan, sizes: plan and sizes of the short model.
         alike: for each layer of the short model, the identical layer of the sample.
         stages: layers of each stage in the whole model.
         starts: first layer of each stage in the short model, and the end of the last stage.
-        gaps: places where blocks are left out.
+        gaps: the gaps.
         recomputed: layers of the short model in blocks that the plan names for recomputation.
         whole_layer: for each layer of the short model, and for its end, its number in the whole model.
     """
@@ -84,12 +83,12 @@ class ShortModel:
         }
 
     def layers_of(self, own_stages: Sequence[int]) -> list[int]:
-        """List the whole model's layers of a rank, and the layer that follows each of its stages."""
+        """Return the whole model's layers of a rank, and the layer after each of its stages."""
         stages = [self.stages[stage] for stage in own_stages]
         return [*(layer for stage in stages for layer in stage), *(stage.stop for stage in stages)]
 
     def rank_key(self, own_stages: Sequence[int]) -> Hashable:
-        """Return a key of a rank. Ranks with equal keys have plans that differ in nothing but the numbers of layers."""
+        """Return a key of a rank. Plans of ranks with equal keys differ only in the numbers of layers."""
         alike, starts, kinds = self.alike, self.starts, list[Hashable]()
         for stage, following in zip(own_stages, [*own_stages[1:], -1], strict=True):
             layers = range(starts[stage], starts[stage + 1])
@@ -105,8 +104,8 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
 
     Args:
         workload: the whole workload.
-        extra: number of blocks to keep of each run of identical blocks, beside those that are needed as far as the
-            reductions in flight tell (None: keep all blocks).
+        extra: number of blocks to keep in each run of identical blocks, in addition to those that the reductions in
+            flight require (None: keep all blocks).
 
     Raises:
         UserError: if the plan's stages or recomputed blocks do not fit the model.
@@ -118,7 +117,7 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
     bounds = plan.bounds(model.pipeline_units, model.units_text)
     stages = [range(model.pipeline_cuts[start], model.pipeline_cuts[stop]) for start, stop in pairwise(bounds)]
     gaps = [] if extra is None or not repeated.more else list(_gaps(plan, sizes, model, repeated, stages, extra))
-    if 4 * sum(gap.more * gap.each for gap in gaps) < len(model.layers):  # hardly less work
+    if 4 * sum(gap.more * gap.each for gap in gaps) < len(model.layers):  # saves little work
         starts = [*(stage.start for stage in stages), len(model.layers)]
         whole_layer = range(len(model.layers) + 1)
         return ShortModel(plan, sizes, repeated.alike, stages, starts, (), _recomputed(plan, model), whole_layer)
@@ -143,11 +142,11 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
 def _gaps(
     plan: Plan, sizes: Sizes, model: ModelLayers, repeated: Repeated, stages: Sequence[range], extra: int
 ) -> Iterator[Gap]:
-    """Yield the gaps of a short model. Around each are the blocks in which a rank's steps become periodic."""
+    """Yield the gaps of a short model. The blocks around each are those in which a rank's steps become periodic."""
     left_out, each = 0, repeated.each
     in_flight = _blocks_in_flight(plan, sizes, model, each, stages)
     for stage, blocks in _identical_blocks(plan, model, repeated, stages):
-        # the first block may be cut by the stage, and the second one gathered while the stage before it ran
+        # the stage may cut the first block, and the second one may be gathered during the previous stage
         before = 3 if plan.shard_parameters and stages[stage].start == blocks.start else 2
         after = 1 + extra + in_flight[stage if len(stages) == plan.mesh.pp else -1]
         more = len(blocks) // each - before - after
@@ -164,7 +163,7 @@ def _recomputed(plan: Plan, model: ModelLayers) -> set[int]:
 
 
 def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, stages: Sequence[range]) -> list[int]:
-    """Return for each stage the most blocks whose gradients are being reduced at once, and the most of all stages."""
+    """Return the most blocks whose gradients are being reduced at once: for each stage, and for all stages."""
     axes = max(1, sum(plan.mesh.sizes()[axis] > 1 for axis in CUT_AXES))  # one after the other
     last = int(plan.sequence_parallel)  # the gradients of norms are then reduced over tp
     numbers: list[int] = []
@@ -182,7 +181,7 @@ def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, s
 def _identical_blocks(
     plan: Plan, model: ModelLayers, repeated: Repeated, stages: Sequence[range]
 ) -> Iterator[tuple[int, range]]:
-    """Yield the layers of each run of identical blocks, all or none of them recomputed, with their stage's number."""
+    """Yield (stage, layers) for each run of identical blocks, of which all or none are recomputed."""
     each, first = repeated.each, repeated.first
     stop = first + (repeated.more + 1) * each
     recomputed = _recomputed(plan, model)
@@ -206,12 +205,12 @@ NOTHING_STARTED: Mapping[Group, int] = Counter()
 
 
 class StepSegment(NamedTuple):
-    """Part of a step that is repeated for blocks that are left out.
+    """Part of a step that is repeated for the missing blocks.
 
     Attributes:
-        step: what the rank does.
-        more: how often it is repeated.
-        distance: how much further the layers of each repetition lie.
+        step: the work of the rank.
+        more: number of repetitions.
+        distance: number of layers between repetitions.
         started: by group, number of collectives that it starts.
     """
 
@@ -222,7 +221,7 @@ class StepSegment(NamedTuple):
 
 
 class Repetition(NamedTuple):
-    """Collectives that a repeated segment leaves in flight. Each repetition leaves the same number more.
+    """Collectives that a repeated segment leaves in flight. Each repetition adds the same number.
 
     Attributes:
         more, distance: as in `StepSegment`.
@@ -249,12 +248,12 @@ def extend_step(segments: Sequence[StepSegment]) -> CompressedStep:
 
 
 class _ExtendedStep:
-    """Steps that are joined to one."""
+    """Segments that are joined to one step."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._memory = MemoryLedger()
-        self._joined: Compute | None = None  # the latest compute, if it was made here
+        self._joined: Compute | None = None  # the latest compute entry, if this object created it
 
     def add(self, step: CompressedStep) -> None:
         """Add a step."""
@@ -284,7 +283,7 @@ class _ExtendedStep:
 
 
 def _awaiting_later(entries: Sequence[Entry], number: int, started: Mapping[Group, int]) -> list[Entry]:
-    """Return the entries of a repetition, in which collectives are awaited that repetitions have started."""
+    """Return the entries of a repetition, with waits for collectives that repetitions have started."""
     return [
         AwaitCollective(entry.group, entry.ago - number * (entry.stride - started[entry.group]))
         if isinstance(entry, AwaitCollective) and entry.stride

@@ -1,8 +1,8 @@
 """Steps of the ranks of a pipeline, computed once for each state of a rank and each kind of step.
 
-A `StepCompressor` turns a rank's schedule into a list of `CompressedStep`s: `row` gives their entries to the clocks,
-and `peak` adds up their bytes. Ranks whose layers, weights and neighbours are of the same kinds share one `RankKind`,
-which runs a single rank and remembers what each step did. With more microbatches the schedule is longer, but few of its
+A `StepCompressor` turns a rank's schedule into a list of `CompressedStep`s: `row` returns their entries for the clocks,
+and `peak` adds up their bytes. Ranks with the same kinds of layers, weights and neighbours share one `RankKind`, which
+runs a single rank and caches the result of each step. With more microbatches the schedule is longer, but few of its
 steps are new.
 """
 
@@ -29,9 +29,9 @@ class PipelineRank(NamedTuple):
     """Rank of a pipeline.
 
     Attributes:
-        number, place: its number, and its place in the pipeline.
+        number, place: number of the rank, and its position in the pipeline.
         own_stages: numbers of its stages.
-        kind: the kind of rank that it is.
+        kind: its kind.
     """
 
     number: int
@@ -41,12 +41,11 @@ class PipelineRank(NamedTuple):
 
 
 class StepCompressor:
-    """Steps of a workload's ranks for any number of microbatches, in which each repeated part is computed once.
+    """Steps of a workload's ranks for any number of microbatches. Repeated parts are computed once.
 
     Args:
-        sample: bytes and seconds of the passes of a small model, with fewer blocks and microbatches, that stands for
-            the workload.
-        model: the model with fewer blocks whose schedule the ranks run.
+        sample: bytes and seconds of the passes, measured on a sample of the workload.
+        model: the model with fewer blocks, whose schedule the ranks run.
 
     Attributes:
         kinds: the kinds of ranks seen so far.
@@ -60,8 +59,9 @@ class StepCompressor:
         """Return a rank. Ranks of one kind share it.
 
         Args:
-            own_stages, place, number: as of a `PipelineRank`.
-            resolve: resolves the plan of the short model for the rank. It is called for the first rank of a kind.
+            own_stages, place, number: as in `PipelineRank`.
+            resolve: function that resolves the plan of the short model for the rank; called for the first rank of a
+                kind.
         """
         key = self._model.rank_key(own_stages)
         kind = self.kinds.get(key)
@@ -73,14 +73,14 @@ class StepCompressor:
         """Return the compressed steps of a rank's schedule; the first loads the weights, the last updates them.
 
         Raises:
-            NotPeriodicError: if a step does not tell that of the whole model.
+            NotPeriodicError: if a step cannot be extended to that of the whole model.
         """
         plan = rank.kind.plan
         gathers = bool(plan.gather_axes) and not plan.explicit_gathers
         return rank.kind.steps_for(step_keys(steps, rank.own_stages, rank.place, gathers=gathers))
 
     def row(self, rank: PipelineRank, steps: Sequence[CompressedStep]) -> Row:
-        """Return the entries of a rank's steps, and its part in the messages of each route."""
+        """Return a rank's row: the entries of its steps, and its part in the messages of each route."""
         entries: list[Entry] = []
         for step in steps:
             entries += step.entries
@@ -112,15 +112,15 @@ class StepCompressor:
 
 
 class RankKind:
-    """Kind of ranks: they differ in nothing but the order of their steps.
+    """Kind of ranks, which differ only in the order of their steps.
 
-    What a step does depends on its key and on the rank's state before it. So each pair of state and key is run once, on
-    one rank of this kind. To run a step from an earlier state, that state is restored first.
+    The result of a step depends on its key and on the rank's state before it. So each pair of state and key is run
+    once, on one rank of this kind. To run a step from an earlier state, that state is restored first.
 
     Attributes:
-        plan: the plan of the rank that is run.
-        routes: the kinds of messages that it sends and receives.
-        transitions: number of a state and step key to the compressed step, and the number of the state after it.
+        plan: plan of the rank that is run.
+        routes: kinds of messages that the rank sends and receives.
+        transitions: map from (number of a state, step key) to (compressed step, number of the next state).
     """
 
     def __init__(self, sample: PricedSample, model: ShortModel, plan: RankPlan, number: int) -> None:
@@ -134,7 +134,7 @@ class RankKind:
         self._load()
 
     def _load(self) -> None:
-        """Make a rank that has its weights loaded and has run no step."""
+        """Create a rank that has loaded its weights and has run no step."""
         mesh = self.plan.plan.mesh
         rank = CompressedRank(self._first, mesh, self._sample, self.routes, self._model)
         self._runner = CompressedRunner(rank, self.plan)
@@ -168,7 +168,7 @@ class RankKind:
         changes, in_flight = rank.changes, bool(rank.outstanding)
         step = self._runner.run_step(key)
         if key.kind is None:
-            self._state = -1  # the update changes values that no state has
+            self._state = -1  # the update changes values that states do not include
         elif key.last or in_flight or rank.outstanding or rank.changes != changes:
             self._state = self._number()
         return step, self._state
