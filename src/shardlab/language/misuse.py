@@ -51,8 +51,8 @@ class RefusingRank(Protocol):
 def why_no_attribute(error: AttributeError, families: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     """Return what is wrong with an attribute of a value or a rank that does not exist, and what to write instead.
 
-    Python calls this only on an error: a `__getattr__` of values and ranks would double the time of every attribute
-    look-up in Python 3.11.
+    It runs only after Python has raised the error. A `__getattr__` of values and ranks would double the time of every
+    attribute look-up in Python 3.11.
 
     Args:
         error: Python's error, about an attribute of a value or a rank.

@@ -44,8 +44,8 @@ class Stream(Enum):
 class Price(Enum):
     """Quantity on which the time of an op depends.
 
-    MICROBATCH: the work, for each of its microbatches. OP: a time per op. BYTES: the bytes that a device moves (0
-    with teaching costs). NOTHING: the op takes no time.
+    MICROBATCH: the work, for each of its microbatches. OP: a time per op. BYTES: the bytes that a device moves (0 in
+    simulations without a cluster). NOTHING: the op takes no time.
     """
 
     MICROBATCH = "microbatch"

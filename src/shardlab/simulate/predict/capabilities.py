@@ -1,8 +1,8 @@
-"""Capabilities: what a framework can run, and which of its limits a plan breaks.
+"""Capabilities: the limits of the steps that a framework can run, and the limits that a plan breaks.
 
 `CanRun` is the group `[can_run]` of a recipe; each of its figures has a source. `broken_limit` compares a plan with it.
-`simulate` refuses a plan that breaks a limit, unless it is told to predict it as if the framework could run it, and the
-planner proposes no such plan. A field that a recipe leaves empty sets no limit.
+`simulate` refuses a plan that breaks a limit, unless a flag asks for a prediction anyway, and the planner proposes no
+such plan. An empty field of a recipe sets no limit.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ AXIS_NAMES = {
     "cp": "context parallelism",
     "ep": "expert parallelism",
 }
-"""Axes of a mesh, in words."""
+"""Axes of a mesh as text."""
 
 SHARED = ("nothing", "the optimizer's state alone", "gradients and the optimizer's state", "everything")
-"""Model state that data-parallel ranks share, in words, by the stage of ZeRO."""
+"""Model state that data-parallel ranks shard, as text, by the stage of ZeRO."""
 
 BLOCKS_RECOMPUTED = ("first", "uniform", "every", "blocks")
-"""Words of `CanRun.recompute` for some blocks, or several together."""
+"""Words of `CanRun.recompute` for recomputation of some blocks, or of several blocks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CanRun:
-    """Limits of a framework on the steps that it runs. Empty fields set no limit.
+    """Limits of the steps that a framework can run. Empty fields set no limit.
 
     Attributes:
-        axes: axes of the mesh that it has. Without dp_replicate, it has no replicas of ranks that share something.
-        zero_stages: stages of ZeRO that it has, 0 for data-parallel ranks that share nothing.
+        axes: supported axes of the mesh. Without dp_replicate, shards have no replicas.
+        zero_stages: supported stages of ZeRO, 0 for data-parallel ranks without shards.
         zero_stages_with_pp: the same with several pipeline ranks (empty: as without).
         replicated_zero_stages: stages whose shards may have replicas over dp_replicate.
         state_over_replicas: "never" if the optimizer's state is cut over the axes of parameters (or else gradients),
             and "with gradients" if the state and gradients of ZeRO-3 may be cut over more axes together.
-        shards_over_cp: whether what data-parallel ranks share is also cut over cp.
+        shards_over_cp: whether shards of data-parallel ranks are also cut over cp.
         gradients_with_pp: "whole" if a pipeline's ranks reduce sharded parameters' gradients once a step.
-        reshard_after, reshard_after_with_pp: when gathered parameters are freed (see `Plan.reshard_after`).
+        reshard_after, reshard_after_with_pp: times at which gathered parameters are freed (see `Plan.reshard_after`).
         sequence_parallel: whether tensor-parallel ranks cut sequences.
-        schedules: pipeline schedules, by our names.
+        schedules: pipeline schedules, by Shardlab's names.
         microbatches: by schedule, conditions on the microbatches of a data-parallel rank: "at least pp - 1", "at least
             pp", "at least stages", "multiple of pp", and "multiple of rounds", of which there is one for each whole pp.
-        pipeline_ranks: by schedule, the fewest pipeline ranks.
-        stages: "even" if all stages must have as many blocks.
-        recompute: what the backward pass recomputes: none, selective, full; first, uniform and every for first-N,
-            uniform-N and every-N; blocks for any of them; per-op, modules and policies inside blocks.
+        pipeline_ranks: by schedule, the smallest number of pipeline ranks.
+        stages: "even" if all stages must have the same number of blocks.
+        recompute: supported recomputation: none, selective, full; first, uniform and every for first-N, uniform-N and
+            every-N; blocks for any of them; per-op, modules and policies inside blocks.
         context: how queries reach other ranks' keys and values: ring, all_gather, ulysses, ulysses+ring.
-        precisions: their names, without the dtype of gradients.
+        precisions: names of precisions, without the dtype of gradients.
         offload: values that may be kept on the host or the disk.
     """
 
@@ -84,29 +84,29 @@ class CanRun:
     offload: tuple[str, ...] = ()
 
     def lacks(self, axis: str) -> bool:
-        """Return whether it has no such axis of the mesh."""
+        """Return whether the framework lacks an axis of the mesh."""
         return bool(self.axes) and axis not in self.axes
 
     def stages_of_zero(self, pp: int) -> tuple[int, ...]:
-        """Return the stages of ZeRO that it has with so many pipeline ranks."""
+        """Return the stages of ZeRO that the framework supports with `pp` pipeline ranks."""
         return (self.zero_stages_with_pp if pp > 1 else ()) or self.zero_stages or (0, 1, 2, 3)
 
     def reshards(self, pp: int) -> tuple[str, ...]:
-        """Return when gathered parameters may be freed with so many pipeline ranks, the usual way first."""
+        """Return the supported times of freeing gathered parameters with `pp` pipeline ranks, the usual one first."""
         return (self.reshard_after_with_pp if pp > 1 else ()) or self.reshard_after
 
     def conform_stage(self, zero: int, pp: int) -> int:
-        """Return a stage of ZeRO that it has: the given one, or the next lower one, or the lowest."""
+        """Return a supported stage of ZeRO: the given one, or the next lower one, or the lowest."""
         stages = self.stages_of_zero(pp)
         return max((stage for stage in stages if stage <= zero), default=min(stages))
 
     def recomputes(self, kind: str) -> bool:
-        """Return whether it has a recomputation (see `recompute_kind`)."""
+        """Return whether the framework supports a recomputation (see `recompute_kind`)."""
         return kind == "none" or not self.recompute or set(modules_of(kind) or [kind]) <= set(self.recompute)
 
 
 class Framework(Protocol):
-    """Attributes of a `Recipe` that say what its framework runs."""
+    """Attributes of a `Recipe` that describe its framework's limits."""
 
     @property
     def name(self) -> str: ...
@@ -117,7 +117,7 @@ class Framework(Protocol):
 
 
 class LimitedStep(Protocol):
-    """Attributes of a `Workload` that a framework's limits concern."""
+    """Attributes of a `Workload` to which a framework's limits apply."""
 
     @property
     def plan(self) -> Plan | Mesh: ...
@@ -134,7 +134,7 @@ class LimitedStep(Protocol):
 
 
 def broken_limit(step: LimitedStep) -> str:
-    """Say in a sentence why the recipe's framework does not run a plan ("": it does, or the program has no plan)."""
+    """Return why the recipe's framework cannot run a plan, as a sentence ("": it can, or there is no plan)."""
     plan, name, can = step.plan, step.recipe.name, step.recipe.can_run
     if not isinstance(plan, Plan):
         return ""
@@ -275,7 +275,7 @@ def _activations(plan: Plan, name: str, can: CanRun, step: LimitedStep) -> Itera
 def recompute_kind(plan: Plan) -> str:
     """Return the word of `CanRun.recompute` for a plan's recomputation.
 
-    Blocks by number are the first ones of each stage, as the planner names them, or any.
+    Blocks by number are either the first ones of each stage, as the planner names them, or any others.
     """
     if isinstance(plan.recompute, tuple):
         return "blocks" if plan.recompute else "none"
@@ -288,13 +288,13 @@ def context_kind(plan: Plan) -> str:
 
 
 def _data_ranks(plan: Plan) -> int:
-    """Return the number of ranks over which the plan shares something, or that are data-parallel."""
+    """Return the number of ranks over which the plan shards values or distributes the batch."""
     sizes = plan.mesh.sizes()
     return math.prod(sizes[axis] for axis in {*DATA_AXES, *plan.shard_optimizer})
 
 
 def _replicas_of_shards(plan: Plan) -> int:
-    """Count the data-parallel ranks that keep the same slice of the optimizer's state (0: all differ, or no slices)."""
+    """Return how many data-parallel ranks keep the same slice of the optimizer's state (0: none, or no slices)."""
     sizes = plan.mesh.sizes()
     replicas = math.prod(sizes[axis] for axis in DATA_AXES if axis not in plan.shard_optimizer)
     return replicas if plan.shard_optimizer and replicas > 1 else 0

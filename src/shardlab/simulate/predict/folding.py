@@ -1,16 +1,16 @@
-"""Folding: of the ranks of a plan that do the same, only one is traced and priced.
+"""Folding: of the ranks of a plan that do the same work, only one is traced and priced.
 
-Along every axis but `pp`, all ranks of a plan run the same ops on other slices. So `fold` traces one rank of each
-pipeline stage, and makes up what the other members of its groups contribute: the traced rank's value, *rotated* along
-the axis of the group. A message along the axis is the one that the rank sends itself, rotated back. Every op's rule
-applies, but folding is no check: it takes for granted that the other ranks do the same.
+Along every axis but `pp`, all ranks of a plan run the same ops on different slices. So `fold` traces one rank of each
+pipeline stage, and derives the contributions of the other members of its groups: the traced rank's value, *rotated*
+along the axis of the group. A message along the axis is the rank's own message, rotated back. The rule of every op
+applies, but folding is not a check: it assumes that the other ranks do the same.
 
 A value is a set of slices, stored as bits. The bits count slices in mixed radix, with one digit for each axis of the
-mesh that cuts. The rank one place further along an axis has the same slices with that digit one higher, and the last
-rank has those of the first. So a rotation (`Rotation`) is a cyclic shift of one digit of each number (`cycled`).
+mesh that cuts. The next rank along an axis has the same slices with that digit one higher, and the last rank has the
+slices of the first. So a rotation (`Rotation`) is a cyclic shift of one digit of each number (`cycled`).
 
-The parts, in order: `fold` and its world, in which collectives and messages of absent ranks are made up; helpers about
-groups and channels; `Rotation`.
+The parts, in order: `fold` and its world, which derives collectives and messages of absent ranks; helpers about groups
+and channels; `Rotation`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from shardlab.strategies.plan.rank_plan import model_layers
 SCALAR = Kind.SCALAR
 
 FREED_SCALAR = Spec(form_of(SCALAR, 0, 0, Space(0)))
-"""Spec that replaces that of any freed scalar; all scalars have one size."""
+"""Spec that replaces the specs of all freed scalars, which have the same size."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Folded:
     """Folded trace of a plan: the tapes of one rank of each pipeline stage, ready to be simulated.
 
     Attributes:
-        program: on the whole mesh, with as many tapes as there are pipeline ranks.
-        specs, communications, communication_of: as of a checked program, without the members that were not traced.
+        program: the program, on the whole mesh, with one tape for each pipeline rank.
+        specs, communications, communication_of: as in `Checked`, without the members that were not traced.
     """
 
     program: Program
@@ -93,7 +93,7 @@ def fold(plan: Plan, sizes: Sizes, microbatches: int, strategy: Strategy | None 
 
 
 class FoldedRank(Rank):
-    """Traced rank that keeps the specs of all its values until it has ended."""
+    """Traced rank that stores the specs of all its values until it has ended."""
 
     def _free(self, value: Value) -> None:
         super()._free(value)
@@ -103,7 +103,7 @@ class FoldedRank(Rank):
     def specs(self) -> dict[int, Spec]:
         """Return the specs by number of the value, and release the values."""
         known = {n: value if isinstance(value, Spec) else value.spec for n, value in enumerate(self._values)}
-        self._values.clear()  # each refers to this rank; in a circle they would stay until the collector comes
+        self._values.clear()  # each refers to this rank; in a cycle they would stay until the garbage collector runs
         return known
 
 
@@ -129,8 +129,8 @@ class FoldedWorld(World):
 class FoldedCollectives(OpenCollectives):
     """Collectives of a folded world.
 
-    The members of groups along the pipeline are all traced. In any other group, the contributions of absent members are
-    those of the traced member, rotated.
+    All members of groups along the pipeline are traced. In any other group, the contributions of absent members are the
+    traced member's, rotated.
     """
 
     def __init__(self, wake: Wake, rules: Rules, rotation: Rotation, stride: int) -> None:
@@ -160,10 +160,10 @@ class FoldedCollectives(OpenCollectives):
             handle.result.spec = self._result(call.kind, spec, group)
         except Refused as refusal:
             raise refusal.at(handle.rank.index, handle.op) from None
-        handle.ready = True  # before its rank can have come to wait for it
+        handle.ready = True  # before its rank can wait for it
 
     def _result(self, kind: OpKind, spec: Spec, group: Group) -> Spec:
-        """Return what the first member receives. It is computed once for identical layers."""
+        """Return the result of the first member, cached for identical layers."""
         form, cells, joined = spec
         layer = form.layer
         apart = _apart(self._rotation.mesh, group)
@@ -184,7 +184,7 @@ class FoldedCollectives(OpenCollectives):
     def _united(self, kind: OpKind, spec: Spec, group: Group, members: int) -> Spec:
         """Return the union of the contributions of the first `members` members of a group.
 
-        It is computed from halves: the second half contributes the union of the first half, rotated. With all
+        It is computed from halves: the second half contributes the union of the first half, rotated. Computed from all
         contributions at once, memory would grow with the square of the members, since each has a bit for every member.
         """
         if members == 1:
@@ -227,7 +227,7 @@ def _apart(mesh: Mesh, group: Group) -> tuple[int, ...]:
 
 @cache
 def _all_there(group: Group, stride: int) -> bool:
-    """Tell whether all ranks of a group are traced, or it has only one."""
+    """Return whether all ranks of a group are traced, or the group has only one rank."""
     return len(group.ranks) == 1 or group.ranks[1] % stride == 0 == group.ranks[0] % stride
 
 
@@ -240,7 +240,7 @@ def _along(mesh: Mesh, source: int, to: int) -> tuple[str, int]:
 
 
 def _twin(mesh: Mesh, source: int, to: int, stride: int) -> tuple[int, int]:
-    """Return the channel that stands for this one: itself, or if its target is absent, one that ends at `source`."""
+    """Return the channel that represents this one: itself, or if its target is absent, one that ends at `source`."""
     if to % stride == 0:
         return source, to
     axis, by = _along(mesh, source, to)
@@ -259,7 +259,7 @@ def _channel(mesh: Mesh, stride: int, rank: int, op: Op) -> Channel:
 
 
 AXES_OF = {"head": ("tp", "cp"), "expert": ("cp", "ep")}
-"""The mesh axes that cut an index, outermost first; all others are cut by `tp`."""
+"""Mesh axes that cut an index, outermost first. `tp` cuts all other indices."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class Rotation:
         return self.sizes.space(self.mesh, self.microbatches)
 
     def rotated(self, spec: Spec, axis: str, by: int) -> Spec:
-        """Return the spec that the rank `by` places further along an axis has, in the place of `spec`."""
+        """Return the spec that corresponds to `spec` on the rank at distance `by` along an axis."""
         form, cells, joined = spec
         if by == 0:
             return spec
@@ -301,12 +301,12 @@ class Rotation:
         return Spec(form if holds == form.holds else form.but(holds=holds), summed)
 
     def _joined(self, joined: tuple[Joined, ...], axis: str, by: int) -> tuple[Joined, ...]:
-        """Rotate the pieces that a value was put together from, unless all ranks have equal ones."""
+        """Rotate the pieces from which a value was joined, unless all ranks have equal pieces."""
         moved = tuple([(self._rows(cells, axis, by), self._joined(inner, axis, by)) for cells, inner in joined])
         return joined if {cells for cells, _ in moved} == {cells for cells, _ in joined} else moved
 
     def _row_form(self, spec: Spec, axis: str, by: int) -> Form:
-        """Rotate the form of an activation: its slices of a layer's parameters, and the terms in it."""
+        """Rotate the form of an activation: its pieces of each index, and its term."""
         form, term = spec.form, spec.form.term
         slices = tuple([(index, self._cycled((index,), mask, axis, by)) for index, mask in form.slices])
         if term is not None and term.over == KEY:
@@ -316,7 +316,7 @@ class Rotation:
         return form if (slices, term) == (form.slices, form.term) else form.but(slices=slices, term=term)
 
     def _cycled(self, indices: Sequence[str], mask: int, axis: str, by: int) -> int:
-        """Rotate a bit set over the pieces of some indices, which axes of the mesh cut."""
+        """Rotate a bit set over the pieces of some indices along an axis that cuts them."""
         cuts = tuple([name for index in indices for name in AXES_OF.get(index, ("tp",))])
         if axis not in cuts:
             return mask
@@ -329,8 +329,8 @@ class Rotation:
     def _rotated_kv_done(self, spec: Spec, kv_done: int, by: int) -> int:
         """Rotate the set of keys' slices that a value's queries have attended to.
 
-        Masked slices are not in the set, so the slices are grouped by the rank that has them: the last slices of each
-        rank are never masked, so they tell which ranks' keys have been seen.
+        Masked slices are not in the set, so the slices are grouped by rank. The last slices of each rank are never
+        masked, so they show which ranks' keys have been met.
         """
         sequence = self.space.sequence
         last = sequence - self.mesh.cp * self.mesh.tp
@@ -341,10 +341,10 @@ class Rotation:
         return sum(1 << slice for slice in range(sequence) if self._places[slice][0] in moved and slice >= lowest)
 
     def _rows(self, mask: int, axis: str, by: int, neighbours: int | None = None) -> int:
-        """Rotate a bit set over the pieces of the batch: microbatch by microbatch, each in slices of its sequence.
+        """Rotate a bit set over the cells of the batch: microbatch by microbatch, each in slices of its sequence.
 
         Args:
-            neighbours: number of neighbours along `cp` that have put their slices together (None: those of Ulysses).
+            neighbours: number of neighbours along `cp` that have joined their slices (None: as in Ulysses).
         """
         sequence, total = self.space.sequence, self.space.cells
         sizes = self.axes
@@ -363,7 +363,7 @@ class Rotation:
         return moved
 
     def _slice(self, slice: int, axis: str, by: int, neighbours: int) -> int:
-        """Return the slice of the sequence that the rank `by` places further has in the place of this one.
+        """Return the slice of the sequence that corresponds to `slice` on the rank at distance `by`.
 
         The tensor-parallel ranks of a context-parallel rank share its slices in order.
         """
@@ -376,23 +376,23 @@ class Rotation:
         return self._dealt[rank][position]
 
     def _neighbour(self, rank: int, by: int, neighbours: int) -> int:
-        """Return the context-parallel rank `by` places further, with places inside and between neighbourhoods apart."""
+        """Return the context-parallel rank at distance `by`, inside its neighbourhood and between neighbourhoods."""
         outer, inner = divmod(rank, neighbours)
         return (outer + by // neighbours) * neighbours % self.mesh.cp + (inner + by) % neighbours
 
     @cached_property
     def _dealt(self) -> list[tuple[int, ...]]:
-        """By context-parallel rank, its slices of every sequence."""
+        """Slices of every sequence, by context-parallel rank."""
         cp, tp = self.mesh.cp, self.mesh.tp
         return [slices_of_rank(place, cp, tp, self.plan.stripes) for place in range(cp)]
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
-        """By slice, the context-parallel rank that has it, and its place among the slices of this rank."""
+        """(context-parallel rank, position among the rank's slices) of each slice."""
         return {slice: (rank, at) for rank, mine in enumerate(self._dealt) for at, slice in enumerate(mine)}
 
     def _summed(self, form: Form, sums: int, axis: str, by: int) -> int:
-        """Rotate the set of pieces that a gradient sums; one set for each use of a tied weight or each expert."""
+        """Rotate the contributions to a gradient: one set for each use of a tied weight, or for each expert."""
         total, moved = self.space.cells, 0
         for place in range(-(-sums.bit_length() // total)):
             cells = sums >> place * total & (1 << total) - 1
@@ -413,7 +413,7 @@ class Rotation:
         return holds if mask == fine.mask else Holds(mask, of)
 
     def _scalar(self, holds: Holds, axis: str, by: int) -> Holds:
-        """Rotate the parts of a scalar: of each layer, the slices whose squares are in the sum."""
+        """Rotate the parts of a scalar: for each layer, the slices whose squares are in the sum."""
         layers = self.sizes.layers
         each = holds.of // layers
         made = Holds(0, holds.of)
@@ -428,7 +428,7 @@ class Rotation:
         return made
 
     def _bits_of_layers(self, order: tuple[str, ...], each: int) -> int:
-        """Return the bits of the layers whose parameters these axes cut, with `each` bits a layer."""
+        """Return the bits of the layers whose parameters these axes cut, with `each` bits for each layer."""
         known = self._layer_bits.get((order, each))
         if known is None:
             ones = (1 << each) - 1
@@ -438,18 +438,18 @@ class Rotation:
 
     @cached_property
     def _orders(self) -> list[tuple[str, ...]]:
-        """By layer, the axes that cut its parameters, outermost first."""
+        """Axes that cut the parameters of each layer, outermost first."""
         model = model_layers(self.sizes)
         return [(*model.cut_axes(layer), *self.plan.shard_optimizer) for layer in range(self.sizes.layers)]
 
     def _digit(self, order: tuple[str, ...], axis: str) -> tuple[int, int]:
-        """Return the number of pieces into which the axes up to this one cut, and the size of this one."""
+        """Return the number of pieces into which the axes up to `axis` cut, and the size of `axis`."""
         sizes = self.axes
         return math.prod(sizes[name] for name in order[: order.index(axis) + 1]), sizes[axis]
 
 
 def cycled(mask: int, total: int, stride: int, size: int, by: int) -> int:
-    """Return a bit set of numbers below `total` in which one digit of each number is `by` higher, cyclically.
+    """Return the bit set in which one digit of each number below `total` is `by` higher, cyclically.
 
     >>> bin(cycled(0b000011, 6, stride=2, size=3, by=1))
     '0b1100'

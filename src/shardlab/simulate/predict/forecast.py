@@ -1,8 +1,8 @@
-"""Forecast of a step's time and memory for a plan; it replays as little of the step as it needs.
+"""Forecast of a step's time and memory for a plan, from as short a replay as possible.
 
-Two things make a forecast quick. `CompressedReplay` computes equal steps of a schedule once (see
-`shardlab.simulate.predict.compressed`). And of many microbatches only some are replayed: once the pipeline is full, a
-schedule repeats itself, so `extrapolate` extends the time of a short step to the whole one.
+Two methods shorten the replay. `CompressedReplay` computes equal steps of a schedule once (see
+`shardlab.simulate.predict.compressed`). And only some of many microbatches are replayed: once the pipeline is full, a
+schedule is periodic, so `extrapolate` extends the time of a short step to that of the whole step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Forecast:
     Attributes:
         seconds: duration of the step.
         peaks: peak memory of tensors on each rank of a pipeline.
-        memory: all that the fullest device holds, as the workload's recipe says.
+        memory: memory of the fullest device, by the workload's recipe.
     """
 
     seconds: float
@@ -46,8 +46,7 @@ def forecast(workload: Workload) -> Forecast:
     """Return the forecast of a step of a plan.
 
     Raises:
-        UserError: for sizes that do not go together, more ranks than devices, or a dtype that the device does not
-            compute in.
+        UserError: for inconsistent sizes, more ranks than devices, or a dtype that the device does not support.
     """
     plan = workload.plan
     assert isinstance(plan, Plan), "a program of its own is replayed whole, by `Workload.estimate`"
@@ -68,12 +67,12 @@ Replayed = tuple[float, Sequence[Peak]]
 
 @dataclass(frozen=True)
 class SwitchEffect:
-    """Change of a step if one switch of its recipe had another value.
+    """Effect of another value of one switch of the recipe on a step.
 
     Attributes:
         name: name of the switch.
         value: the other value.
-        now: the value of the recipe.
+        now: the value in the recipe.
         time: relative change of the step time.
     """
 
@@ -87,11 +86,11 @@ class SwitchEffect:
 
 
 LEAST_EFFECT = 0.01
-"""Smallest relative change of a step time for which a switch matters."""
+"""Smallest relative change of the step time for which a switch is listed."""
 
 
 def switch_effects(workload: Workload, seconds: float) -> list[SwitchEffect]:
-    """Return the switches that matter for the time of a step, largest effect first; none for a program of its own.
+    """Return the switches with an effect on a step's time, largest first; none for a program without a plan.
 
     Args:
         workload: the step of a plan.
@@ -117,11 +116,11 @@ def _replay_every_op(workload: Workload, each: int) -> Replayed:
 
 
 def can_compress(workload: Workload) -> bool:
-    """Tell whether the compressed replay of a workload is exact.
+    """Return whether the compressed replay of a workload is exact.
 
     It is not if passes rewrite the program, if blocks are frozen, if several blocks are recomputed together, or if the
-    ranks of one stage lie otherwise on the nodes than those of another. If ranks lose time at each wait (`Prices.lag`),
-    no communication may overlap with compute inside a layer's pass, as the ring of keys and values does.
+    ranks of two stages are distributed differently over nodes. If ranks lose time at each wait (`Prices.lag`), no
+    communication may overlap with compute inside a layer's pass, as the ring of keys and values does.
     """
     plan, cluster = workload.plan, workload.cluster
     assert isinstance(plan, Plan)
@@ -151,7 +150,7 @@ class CompressedReplay:
         self._shorten(0)
 
     def _shorten(self, attempt: int) -> None:
-        """Prepare a replay of a short model; after the last attempt, of the whole model."""
+        """Prepare a replay of a short model; in the last attempt, of the whole model."""
         self._attempt = attempt
         model = shorten(self._workload, EXTRA_BLOCKS[attempt])
         plan, mesh = model.plan, model.plan.mesh
@@ -189,23 +188,23 @@ class CompressedReplay:
 
 
 EXTRA_BLOCKS = (0, 4, None)
-"""How many more identical blocks a replay keeps if with fewer its steps are not periodic (None: all)."""
+"""Numbers of extra identical blocks to keep, tried in order until the steps are periodic (None: all blocks)."""
 
 STEADY_SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
-"""Schedules that repeat themselves once the pipeline is full, and whose memory stays the same from then on."""
+"""Schedules that are periodic once the pipeline is full, with constant memory from then on."""
 
 
 def microbatches_to_replay(plan: Plan, each: int) -> tuple[int, int]:
-    """Return how many microbatches to replay, and how many more to replay a second time.
+    """Return the number of microbatches to replay, and the number of additional ones for a second replay.
 
-    If that is hardly less work than a whole replay, it returns all of them and 0.
+    If that saves little work, it returns all of them and 0.
 
-    Once its pipeline is full, a schedule repeats itself, so each further period takes as long as the last one. Messages
+    Once its pipeline is full, a schedule is periodic, so each further period takes as long as the last one. Messages
     wait for their receives, so the period of a pipeline of n ranks is n microbatches, and 2 n if it is interleaved. The
     pipeline is full after n microbatches, and after 3 n if backward passes are split.
 
-    The time of a step is then within 0.1 % of a whole replay's if all stages cost the same, or all but the first and
-    the last. A slower stage in the middle fills an interleaved pipeline more slowly; up to 2 % were seen.
+    The time of a step is then within 0.1 % of a whole replay if all stages have the same cost, or all but the first and
+    the last. A slower middle stage fills an interleaved pipeline more slowly; up to 2 % were seen.
 
     Args:
         plan: the plan.
@@ -221,9 +220,9 @@ def microbatches_to_replay(plan: Plan, each: int) -> tuple[int, int]:
 
 
 def step_to_trace(workload: Workload) -> Workload:
-    """Return the step with fewer microbatches if the whole step of a plan has more ops than are traced, or the step.
+    """Return the step of a plan, with fewer microbatches if the whole step has more ops than can be traced.
 
-    The number of ops grows with the number of microbatches, so two short steps tell it.
+    The number of ops is linear in the number of microbatches, so it is computed from two short steps.
     """
     plan = workload.plan
     if not isinstance(plan, Plan) or workload.pass_names != "none":
@@ -237,9 +236,9 @@ def step_to_trace(workload: Workload) -> Workload:
 
 
 LONG = 4
-"""Steps are counted before they are traced if they have so many times as many microbatches as fill a pipeline twice."""
+"""A step's ops are counted before tracing if it has this many times the microbatches that fill a pipeline twice."""
 
 
 def extrapolate(first: float, second: float, times: float) -> float:
-    """Return the time of a step from two shorter ones: `first`, plus their difference as often as `times` says."""
+    """Return the time of a step from those of two shorter ones: `first` + `times` * (`second` - `first`)."""
     return first + times * (second - first)

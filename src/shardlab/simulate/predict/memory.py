@@ -1,18 +1,18 @@
-"""Memory that the fullest device holds in a step, and whether the step fits.
+"""Memory of the fullest device in a step, and whether the step fits.
 
-A replay counts the bytes of tensors at their peak (`Peak`). A framework holds more than that, and `device_memory` adds
-what the workload's recipe says of it:
+A replay counts the bytes of tensors at their peak (`Peak`). A framework uses more memory. `device_memory` adds the
+parts that the workload's recipe describes:
 
-- Buffers that stand for the whole step. Megatron-LM allocates the buffer of all gradients once
+- Buffers that exist for the whole step. Megatron-LM allocates the buffer of all gradients once
   (`param_and_grad_buffer.py`; `DDP-impl local` before).
-- Memory of other streams. PyTorch's caching allocator never gives a block that was allocated on one stream to another
-  (`c10/cuda/CUDACachingAllocator.cpp`), and FSDP2 gathers and reduces on streams of its own
+- Memory of other streams. PyTorch's caching allocator never reuses a block of one stream for another
+  (`c10/cuda/CUDACachingAllocator.cpp`), and FSDP2 gathers and reduces on separate streams
   (`torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`). So the buffer of the reduced gradients and that of the
   largest gather stay reserved while activations are at their peak. FSDP2's root group (embedding, last norm and head)
   stays gathered as a whole.
-- Freed blocks that the allocator cannot reuse yet. nanotron gathers a slice's inputs on a stream of its own before each
+- Freed blocks that the allocator cannot reuse yet. nanotron gathers a slice's inputs on a separate stream before each
   product, frees them after it, and runs ahead of its device (`parallel/tensor_parallel/functional.py`). The allocator
-  keeps these blocks back until the device has run the product.
+  does not reuse these blocks until the device has run the product.
 - Graphs of recomputed blocks. KempnerForge's routers keep the last load-balancing loss (`kempnerforge/model/
   router.py`), and with it the recomputed graph of everything before the router, with its saved tensors.
 - The allocator's reserve, CUDA's context and NCCL's buffers.
@@ -61,19 +61,19 @@ class MemoryInputs(Step, Protocol):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes that the fullest device holds in a step, as different tools would measure them.
+    """Bytes on the fullest device in a step, as different tools measure them.
 
     Attributes:
-        allocated: tensors at their peak, and buffers that stand for the whole step.
-        reserved: what the allocator has reserved for these, at most what the device has.
-        total: `reserved`, CUDA's context and NCCL's buffers: what nvidia-smi shows.
+        allocated: tensors at their peak, and buffers that exist for the whole step.
+        reserved: bytes that the allocator has reserved for these, at most the device's memory.
+        total: `reserved`, CUDA's context and NCCL's buffers: the figure that nvidia-smi shows.
         unlimited: `total` if the device's memory were unlimited.
-        needed: the least with which the step runs: `unlimited` without the blocks that the allocator frees before it
-            fails.
+        needed: smallest memory with which the step runs: `unlimited` without the blocks that the allocator frees before
+            it fails.
         capacity: memory of the device.
-        safe: whether `unlimited` leaves the margin free that is asked of a plan that is chosen (`memory_margin`).
-        logged_allocated, logged: the allocated and the reserved bytes that the framework logs: those of the fullest
-            device, or of the first rank's.
+        safe: whether `unlimited` leaves the margin free that a chosen plan must leave (`memory_margin`).
+        logged_allocated, logged: the allocated and the reserved bytes that the framework logs, for the fullest device
+            or the first rank.
     """
 
     allocated: float
@@ -114,14 +114,14 @@ def model_state(
 ) -> ModelState:
     """Return the model state of one rank, each part of it divided among the ranks that share it.
 
-    Gradients count as kept between microbatches (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+    Gradients are counted as kept between microbatches (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 
     Args:
         plan: the plan.
-        parameters: number of parameters of the rank, before any are sharded.
+        parameters: number of parameters of the rank, before sharding.
         precision: the precision.
-        recipe: decides what is kept of a parameter.
-        optimizer: decides how large its state is.
+        recipe: the recipe, which sets the bytes of a parameter.
+        optimizer: the optimizer, which sets the size of the state.
     """
     sizes, kept = plan.mesh.sizes(), recipe.memory.state_precision(precision, plan)
     gradient = recipe.memory.held_gradient_bytes(kept.bytes(Kind.GRAD_WEIGHT))
@@ -136,19 +136,20 @@ def model_state(
 
 
 def zero_plan(ranks: int, stage: int) -> Plan:
-    """Return the plan of data-parallel ranks under a stage of ZeRO (0: they share nothing)."""
+    """Return the plan of data-parallel ranks with a stage of ZeRO (0: no sharding)."""
     fields = ("shard_optimizer", "shard_gradients", "shard_parameters")[:stage]
     return Plan(Mesh(dp_shard=ranks), **dict.fromkeys(fields, ("dp_shard",) if ranks > 1 else ()))
 
 
 def device_memory(inputs: MemoryInputs, peaks: Sequence[Peak] | None = None) -> DeviceMemory:
-    """Return what the fullest device holds at the peaks of a step, as the recipe says.
+    """Return the memory of the fullest device at the peaks of a step, by the recipe.
 
-    On CPUs the allocator reserves nothing and there is no context. `uncounted_memory` names what is never counted.
+    On CPUs the allocator reserves nothing and there is no context. `uncounted_memory` names memory that is never
+    counted.
 
     Args:
         inputs: the inputs.
-        peaks: the peak of each rank that was replayed (None: find the peaks without timing the step).
+        peaks: the peak of each replayed rank (None: compute the peaks without timing the step).
     """
     recipe, capacity, on_gpu = inputs.recipe.memory, inputs.cluster.device.memory, not inputs.cluster.on_cpu
     peaks = _untimed_peaks(inputs) if peaks is None else peaks
@@ -173,18 +174,19 @@ def device_memory(inputs: MemoryInputs, peaks: Sequence[Peak] | None = None) -> 
 
 
 def uncounted_memory(inputs: MemoryInputs) -> str:
-    """Name the memory of a workload that `DeviceMemory` does not count ("": all is counted).
+    """Return a phrase for the memory of a workload that `DeviceMemory` does not count ("": all is counted).
 
-    The memory that ranks of a host share for messages grows with how far one runs ahead of another (`docs/launch.md`).
+    The memory that ranks of a host share for messages grows with the distance between their progress
+    (`docs/launch.md`).
     """
     shares = inputs.cluster.on_cpu and inputs.mesh.world > 1
     return "without what ranks share for messages" if shares else ""
 
 
 def tensor_budget(inputs: MemoryInputs) -> float:
-    """Return the bytes of tensors at a rank's peak with which the device is exactly full.
+    """Return the bytes of tensors at a rank's peak that would exactly fill the device.
 
-    The buffers beside the tensors are taken to stay as large as they are now.
+    The buffers beside the tensors are assumed to keep their present size.
     """
     peaks, recipe = _untimed_peaks(inputs), inputs.recipe.memory
     memory = device_memory(inputs, peaks)
@@ -199,7 +201,7 @@ def _untimed_peaks(inputs: MemoryInputs) -> list[Peak]:
 
 
 def gradient_buffer_bytes(inputs: MemoryInputs, peak: Peak) -> float:
-    """Return the bytes of a rank's gradient buffer that hold no gradient yet at the peak."""
+    """Return the bytes of a rank's gradient buffer that are still unused at the peak."""
     if _shards(inputs, Kind.GRAD_WEIGHT) or _shards(inputs, Kind.WEIGHT):
         return 0.0
     precision = inputs.precision
@@ -209,7 +211,7 @@ def gradient_buffer_bytes(inputs: MemoryInputs, peak: Peak) -> float:
 
 
 def gather_bytes(inputs: MemoryInputs, peak: Peak) -> float:
-    """Return the bytes of gathered inputs of sliced matrices that are freed, but that the allocator keeps back."""
+    """Return the bytes of freed inputs of sliced matrices that the allocator cannot reuse yet."""
     copies = inputs.recipe.memory.gathers_held_back
     plan, model, mesh = inputs.plan, inputs.model, inputs.mesh
     if not copies or not isinstance(plan, Plan) or not plan.sequence_parallel:
@@ -223,10 +225,10 @@ def gather_bytes(inputs: MemoryInputs, peak: Peak) -> float:
 
 
 def standing_bytes(inputs: MemoryInputs, peak: Peak, *, streams: bool) -> float:
-    """Return the bytes of tensors that stand for the whole step and that the replay does not count.
+    """Return the bytes of tensors that exist for the whole step and that the replay does not count.
 
     Args:
-        streams: whether a pipeline is that of `torch.distributed.pipelining`.
+        streams: whether pipelines are run by `torch.distributed.pipelining`.
     """
     bytes = router_graph_bytes(inputs)
     if inputs.recipe.memory.gradient_buffer:
@@ -241,7 +243,7 @@ def _is_last_stage(inputs: MemoryInputs, peak: Peak) -> bool:
 
 
 def router_graph_bytes(inputs: MemoryInputs) -> float:
-    """Return the bytes of recomputed graphs before routers that stay until the next step, without the last block's."""
+    """Return the bytes of recomputed graphs before routers, except the last block's, which stay until the next step."""
     plan, model, mesh = inputs.plan, inputs.model, inputs.mesh
     each = inputs.recipe.memory.router_graph_bytes
     if not each or not isinstance(model, MoE) or not isinstance(plan, Plan) or plan.recompute == "none":
@@ -251,7 +253,7 @@ def router_graph_bytes(inputs: MemoryInputs) -> float:
 
 
 def stream_bytes(inputs: MemoryInputs, peak: Peak) -> float:
-    """Return the bytes that FSDP2's streams and its root group hold beyond a rank's peak."""
+    """Return the bytes of FSDP2's streams and root group beyond a rank's peak."""
     if not _shards(inputs, Kind.WEIGHT):
         return 0.0
     mesh, model, precision = inputs.mesh, inputs.model, inputs.state_precision
@@ -260,17 +262,17 @@ def stream_bytes(inputs: MemoryInputs, peak: Peak) -> float:
     embedding = precision.bytes(Kind.WEIGHT) * model.vocab_size * model.hidden_size / (1 if whole else mesh.tp)
     if mesh.pp == 1:
         summed = peak.by_category[Category.GRADIENTS.value]
-        return max(0.0, gradients - summed) + 3 * embedding  # the embedding's own, and the root group's gather
+        return max(0.0, gradients - summed) + 3 * embedding  # the embedding's reduction, and the root group's gather
     ends = mesh.coordinate(peak.rank, "pp") == 0 or _is_last_stage(inputs, peak)
     return gradients + ends * embedding
 
 
 def _message_buffer_bytes(inputs: MemoryInputs, *, last: bool) -> float:
-    """Return the bytes that a pipeline rank keeps for messages and results (`torch/distributed/pipelining/stage.py`).
+    """Return a pipeline rank's bytes of buffers for messages and results (`torch/distributed/pipelining/stage.py`).
 
-    Every microbatch of every stage has a buffer for the gradient that it receives. Another buffer holds its input or,
+    Every microbatch of every stage has a buffer for the gradient that it receives. Another buffer has its input or,
     once that counts as a saved activation, the stage's output. The last stage keeps all logits, and concatenates them
-    when the step ends.
+    at the end of the step.
     """
     plan, mesh, model = inputs.plan, inputs.mesh, inputs.model
     each = inputs.microbatches / math.prod(mesh.sizes()[axis] for axis in BATCH_AXES)
@@ -287,7 +289,7 @@ def _message_buffer_bytes(inputs: MemoryInputs, *, last: bool) -> float:
 
 
 def _shards(inputs: MemoryInputs, kind: Kind) -> bool:
-    """Tell whether parameters or gradients are sharded; for a program without a plan, look at its collectives."""
+    """Return whether parameters or gradients are sharded; for a program without a plan, judge by its collectives."""
     plan = inputs.plan
     if isinstance(plan, Plan):
         return bool(plan.shard_parameters if kind is Kind.WEIGHT else plan.shard_gradients)

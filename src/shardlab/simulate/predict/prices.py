@@ -30,12 +30,12 @@ class ClusterPrices(Prices):
     """Prices of a program's ops on a cluster, in seconds.
 
     Attributes:
-        model: whose layers are the program's.
+        model: the model with the program's layers.
         micro_batch_size: sequences of a microbatch.
         cluster: devices and links; rank i is its i-th device.
-        precision: dtype and bytes.
-        recipe: which kernels are run, and what overlaps.
-        mesh: of the program.
+        precision: dtypes and bytes.
+        recipe: kernels, and overlap with communication.
+        mesh: mesh of the program.
     """
 
     model: Model
@@ -51,7 +51,7 @@ class ClusterPrices(Prices):
 
     @property
     def contention(self) -> float:
-        """Slowdown of what runs at once: as measured on the machine, or as the recipe says of GPUs."""
+        """Slowdown of compute beside communication: measured on the machine, or for GPUs from the recipe."""
         return self.cluster.contention or self.recipe.overlap.contention
 
     @property
@@ -69,12 +69,12 @@ class ClusterPrices(Prices):
     def _kernels_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
         kind = op.kind
         made = specs[op.outputs[0]]
-        if kind is OpKind.UPDATE:  # of its slice; counted as float32 elements
-            if made.form.place:  # whose processor's products of matrices, for Muon, are not counted
+        if kind is OpKind.UPDATE:  # by the elements of the slice; counted as float32
+            if made.form.place:  # the processor's products of matrices, for Muon, are not counted
                 return self.cluster.host_seconds(self._moved_by_update(sizes.elements(made)))
             step = self.update_seconds(sizes.elements(made))
             return step + (self._orthogonal(op.layer, made.holds) if op.layer in sizes.directed else 0.0)
-        if made.form.place:  # the sum of gradients, or pieces side by side, in the host's memory
+        if made.form.place:  # a sum of gradients, or a concatenation, in the host's memory
             return self.cluster.host_seconds(3 * sizes.bytes(made))
         if kind is OpKind.ADD:
             return self.add_seconds(sizes.elements(made))
@@ -98,7 +98,7 @@ class ClusterPrices(Prices):
             )
             whole = has_all or self.recipe.memory.gathers_logits
             loss = self.recipe.kernels.run(self.model.loss_kernels(sequences, tokens, 1 if whole else slices))
-            stats = () if len(op.inputs) == 2 else loss  # given, or to be found out
+            stats = () if len(op.inputs) == 2 else loss  # given as an input, or to be computed
             return gathered + self.seconds_of([*stats, *(() if kind is OpKind.LOSS_STATS else backward_input(loss))])
         slices = self.computed_slices(op.layer, slices)
         kernels = self.recipe.kernels.run(self.model.kernels(op.layer, sequences, tokens, slices))
@@ -107,7 +107,7 @@ class ClusterPrices(Prices):
         return again + self.layer_seconds(kind, kernels)
 
     def computed_slices(self, layer: int, slices: int) -> int:
-        """Return into how many slices a layer is cut as it is computed: one if each rank has it whole."""
+        """Return the number of slices into which a layer's computation is cut (1: each rank computes all of it)."""
         return 1 if layer in self._whole_layers else slices
 
     @cached_property
@@ -115,7 +115,7 @@ class ClusterPrices(Prices):
         return self.recipe.kernels.whole_layers(self.mesh, self.model.layers)
 
     def layer_seconds(self, kind: OpKind, kernels: Sequence[Kernel]) -> float:
-        """A pass of such a kind through a layer, or its attention, whose forward pass runs these kernels."""
+        """Return the seconds of a pass of a layer, or of its attention, from the kernels of its forward pass."""
         if kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND):
             return self.seconds_of(kernels)
         if kind is OpKind.ATTEND_BACKWARD:
@@ -128,14 +128,14 @@ class ClusterPrices(Prices):
         return self.seconds_of([*inputs, *needed])
 
     def again_seconds(self, layer: int, sequences: int, tokens: int, slices: int) -> float:
-        """Return the seconds in which the backward pass of a layer computes again what it does not keep inside blocks.
+        """Return the seconds in which the backward pass of a layer recomputes values inside blocks.
 
-        Per op, torchtitan keeps every second product. Ours fuse queries, keys and values, and gate and up, so half of
-        each is run again. Modules and policies run their primitives again, with their communication: sums over tensor-
-        parallel ranks, and exchanges between experts' ranks. Sums of experts' slices are left out.
+        Per op, torchtitan keeps every second product. Shardlab's model fuses queries, keys and values, and gate and up,
+        so half of each is run again. Modules and policies run their primitives again, with their communication: sums
+        over tensor-parallel ranks, and exchanges between experts' ranks. Sums of experts' slices are left out.
 
         Args:
-            layer, sequences, tokens, slices: as those of `Model.kernels`.
+            layer, sequences, tokens, slices: as in `Model.kernels`.
         """
         word = self.recipe.memory.saved.again
         if not word:
@@ -161,22 +161,22 @@ class ClusterPrices(Prices):
         return seconds
 
     def attends_again_seconds(self, layer: int, kernels: Sequence[Kernel]) -> float:
-        """Return the same of an attention that is an op of its own, whose forward pass runs these kernels."""
+        """Return the same for attention as a separate op, from the kernels of its forward pass."""
         word = self.recipe.memory.saved.again
         named = bool(word) and word != PER_OP
         return self.seconds_of(kernels) if named and self.model.recomputed(layer, word).attends_again else 0.0
 
     def update_seconds(self, elements: float) -> float:
-        """The optimizer's step on so many elements on a device, but for Muon's products."""
+        """Return the seconds of the optimizer's step on `elements` elements on a device, without Muon's products."""
         return self.cluster.device.seconds(Pointwise("adamw", self._moved_by_update(elements) / 4, 0.0), "float32")
 
     def _moved_by_update(self, elements: float) -> float:
-        """Bytes."""
+        """Return the bytes that the optimizer's step moves."""
         moved = self.recipe.kernels.update_bytes
         return elements * (self.precision.moved_by_update if moved is None else moved)
 
     def _orthogonal(self, layer: int, holds: Holds) -> float:
-        """Seconds to make the matrices orthogonal of which some slices have parts: each of them whole."""
+        """Return the seconds to orthogonalize every whole matrix of which the slices have a part."""
         dtype = "bfloat16" if "bfloat16" in self.cluster.device.flops else self.precision.compute
         length = self.model.layout(layer).padded(holds.of)
         mine = [(piece * length // holds.of, (piece + 1) * length // holds.of) for piece in bits(holds.mask)]
@@ -188,7 +188,7 @@ class ClusterPrices(Prices):
         )
 
     def _gathered_logits_seconds(self, tokens: int) -> float:
-        """The time in which a tensor-parallel rank gathers the logits of so many tokens, if the framework does so."""
+        """Return the seconds in which a tensor-parallel rank gathers logits of `tokens` tokens (0: it does not)."""
         if not self.recipe.memory.gathers_logits:
             return 0.0
         bytes = tokens * self.model.logits * bytes_of(self.precision.dtype(Kind.ACTIVATION))
@@ -222,15 +222,15 @@ class ClusterPrices(Prices):
         return seconds, seconds
 
     def add_seconds(self, elements: int) -> float:
-        """A gradient, in the dtype that it was computed in, is added to those of other microbatches."""
+        """Return the seconds of adding a gradient, in the dtype of its computation, to those of other microbatches."""
         if self.recipe.kernels.fused_accumulation:
             return 0.0
-        made = max(2, bytes_of(self.precision.compute))  # no gradient is made in less than two bytes
+        made = max(2, bytes_of(self.precision.compute))  # no gradient is computed in less than two bytes
         moved = elements * (made + 2 * self.precision.bytes(Kind.GRAD_WEIGHT))
         return self.cluster.device.seconds(Pointwise("add", moved / 4, 0.0), "float32")
 
     def seconds_of(self, kernels: Iterable[Kernel]) -> float:
-        """Seconds of some kernels, one after the other, and no sooner than the host has started them."""
+        """Return the seconds of consecutive kernels, at least the host's seconds to launch them."""
         kernels = list(kernels)
         busy = sum(self.cluster.device.seconds(kernel, self.precision.compute) for kernel in kernels)
         host = self.host_seconds
@@ -245,7 +245,7 @@ class ClusterPrices(Prices):
         return kernels.host_seconds + kernels.piped_host_seconds * self.mesh.tp
 
     def _tokens(self, spec: Spec) -> tuple[int, int]:
-        """(sequences, tokens of each) of a value made of pieces of the batch."""
+        """Return (sequences, tokens of each) of a value that consists of cells of the batch."""
         microbatches = spec.microbatches.bit_count()
         cells = spec.cells.bit_count()
         return microbatches * self.micro_batch_size, self.model.seq_len * cells // (
@@ -253,7 +253,7 @@ class ClusterPrices(Prices):
         )
 
     def _attend(self, layer: int, queries: Spec, keys_values: Spec) -> list[Kernel]:
-        """Attention's kernels where queries meet a block of keys and values."""
+        """Return the kernels of attention of queries to a block of keys and values."""
         sequences, asking = self._tokens(queries)
         _, asked = self._tokens(keys_values)
         half = queries.form.space.sequence**2 / 2  # the pairs of slices that a whole causal sequence computes
@@ -266,7 +266,7 @@ class ClusterPrices(Prices):
 
 
 def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
-    """Slices that a layer's parameters are cut into; one of them is computed here (1: the whole layer is)."""
+    """Return the number of slices of a layer's parameters, of which an op computes one (1: the whole layer)."""
     row = op.kind.row
     if row.keeps is Kind.SAVED:
         return _of_width(specs[op.outputs[0]])
@@ -274,16 +274,16 @@ def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
 
 
 def _of_width(spec: Spec) -> int:
-    """Into how many slices like this value's the parameters are cut (1: it has all)."""
+    """Return the number of slices of a value's size into which its whole is cut (1: it has the whole)."""
     share = fraction_held(spec.form)
     return share.denominator // share.numerator
 
 
 @cache
 def _ring(mesh: Mesh, source: int, target: int) -> tuple[tuple[int, int], ...]:
-    """The links that a message waits for: its own; in a ring of context-parallel ranks, those of all of its members.
+    """Return the links for which a message waits: its own; in a ring of context-parallel ranks, those of all members.
 
-    Each of them hands on what it was handed, so all go at the pace of the slowest link, whichever rank is looked at.
+    Each member passes on what it receives, so all run at the pace of the slowest link, whichever rank is priced.
     """
     ranks = mesh.group(source, "cp").ranks if max(source, target) < mesh.world else ()
     if source == target or target not in ranks:
@@ -293,7 +293,7 @@ def _ring(mesh: Mesh, source: int, target: int) -> tuple[tuple[int, int], ...]:
 
 
 def backward_input(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Kernels that make the gradients of what some kernels were given."""
+    """Return the kernels that compute the gradients of the inputs of some kernels."""
     return [back for kernel in kernels for back in kernel.backward_input()]
 
 

@@ -1,9 +1,9 @@
 """A workload: one training step of a plan or program, for a model on a cluster.
 
-`Workload` holds what the step is made of and derives the rest from it, each once: the model cut into the program's
+`Workload` has the inputs of a step and derives everything else from them, each once: the model cut into the program's
 layers (`cut`), the sizes of its values (`sizes`), the traced program (`traced`), prices of its ops (`prices`), and the
 replay in seconds and bytes (`estimate`). A plan's identical ranks are folded, and sizes are computed on a `sample` of
-the model's blocks, so that large models cost as little as small ones.
+the model's blocks, so that large models take no longer than small ones.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 
 Trace = Callable[[Mesh, Sizes, int], Checked]
-"""Traces and checks a program, from its mesh, sizes and microbatches."""
+"""Function of (mesh, sizes, microbatches) that traces and checks a program."""
 
 
 @lru_cache(maxsize=64)
 def _cut_for_plan(model: Blocks, mesh: Mesh, attention_apart: bool, ulysses: int, tiles: int) -> Model:
-    """Return a model, cut into a plan's layers. Plans of a search share it."""
+    """Return a model, cut into a plan's layers. Cached, since plans of a search share it."""
     return cut_for(model, mesh, planned=True, attention_apart=attention_apart, ulysses=ulysses, tiles=tiles)
 
 
@@ -54,20 +54,21 @@ class Workload:
     """One training step of a model on a cluster.
 
     Attributes:
-        plan: the plan; of a strategy that is a program of its own, its mesh.
+        plan: the plan; for a program without a plan, its mesh.
         model: the whole model.
         cluster: devices and links.
         microbatches: microbatches of the global batch.
         micro_batch_size: sequences of a microbatch.
         precision: dtypes and bytes of weights, gradients and optimizer state.
-        trace: traces and checks the program of all ranks (None: trace the plan, with its identical ranks folded).
-        columns: whether that program wants every matrix cut by columns.
+        trace: function that traces and checks the program of all ranks (None: trace the plan, with its identical ranks
+            folded).
+        columns: whether that program needs every matrix cut by columns.
         recipe: how the framework runs the step.
-        optimizer: decides how large its state is.
-        ema: whether that state has an exponential moving average of the weights.
-        passes: names of the passes that rewrite the program (None: those of the plan, if it names any).
-        tiles: the number of tiles in which a layer may be computed, for the pass `tile`.
-        clips: whether programs that can clip compute the gradient's norm, unless `passes` rule it out.
+        optimizer: the optimizer, which sets the size of the state.
+        ema: whether that state includes an exponential moving average of the weights.
+        passes: names of the tape passes (None: those of the plan, if it names any).
+        tiles: number of tiles of a layer, for the pass `tile`.
+        clips: whether programs that can clip compute the gradient's norm, unless `passes` exclude it.
     """
 
     plan: Plan | Mesh
@@ -91,7 +92,7 @@ class Workload:
 
     @property
     def state_precision(self) -> Precision:
-        """The precision with the bytes that the recipe's framework keeps of parameters and the optimizer's state."""
+        """The precision with the bytes of parameters and optimizer state in the recipe's framework."""
         return self.recipe.memory.state_precision(self.precision, self.plan)
 
     @cached_property
@@ -110,11 +111,11 @@ class Workload:
 
     @cached_property
     def traced(self) -> Traced:
-        """The traced program, as its passes leave it.
+        """The traced program after its passes.
 
         Raises:
             Refused: if the program is wrong.
-            UserError: if sizes do not go together, or a pass cannot apply.
+            UserError: if sizes are inconsistent, or a pass cannot be applied.
         """
         if self.pass_names != "none":
             return self.passed[-1].checked
@@ -126,30 +127,30 @@ class Workload:
 
     @property
     def pass_names(self) -> str:
-        """Names of the passes that rewrite the program."""
+        """Names of the tape passes."""
         if self.passes is not None:
             return self.passes
         return (self.plan.passes or "none") if isinstance(self.plan, Plan) else "none"
 
     @cached_property
     def passed(self) -> list[PassResult]:
-        """The program of all ranks as it was written, and as each of its passes left it."""
+        """The original program of all ranks, and the program after each pass."""
         return self.rewritten(self.pass_names)
 
     def rewritten(
         self, names: str, most: float = math.inf, *, least: float = GAIN, lenient: bool = False
     ) -> list[PassResult]:
-        """Return the program of all ranks as it was written, and as each of the named passes left it.
+        """Return the original program of all ranks, and the program after each of the named passes.
 
         Args:
             names: names of the passes (see `find_passes`).
-            most: most ops of rewritten programs that are replayed (see `Goal`).
-            least: least share of a step that a pass must gain (see `Goal`).
-            lenient: leave out a named pass that has nothing to do.
+            most: largest number of ops of replayed candidates (see `Goal`).
+            least: smallest share of a step that a pass must gain (see `Goal`).
+            lenient: skip a named pass that has nothing to do.
 
         Raises:
             Refused: if the program is wrong.
-            UserError: if sizes do not go together, or a named pass has nothing to do and `lenient` is not set.
+            UserError: if sizes are inconsistent, or a named pass has nothing to do and `lenient` is not set.
         """
         written = replace(self, passes="none", clips=needs_norm(names), trace=self.trace or self._whole)
         assert isinstance(written.traced, Checked)
@@ -183,12 +184,12 @@ class Workload:
 
     @cached_property
     def sample(self) -> Workload:
-        """This workload with few of the model's blocks, which are all identical."""
+        """This workload with few of the model's blocks."""
         return replace(self, model=sampled(self.model))
 
     @cached_property
     def repeated(self) -> Repeated:
-        """The program's layers, each with the identical layer of the sample."""
+        """Map from the program's layers to identical layers of the sample."""
         return Repeated(self.sample.cut, self.model.layers - self.sample.model.layers)
 
     def require(self) -> None:
@@ -215,10 +216,10 @@ class Workload:
 
     @property
     def beside(self) -> float:
-        """Seconds of the step beside its ops, as the recipe says.
+        """Seconds of the step that belong to no op, from the recipe.
 
         Every step takes the recipe's `step_seconds`. If parameters are gathered after the optimizer's step, the host
-        copies each rank's slice of each parameter to its place; a pipeline's ranks have a mean share of the parameters.
+        copies each rank's slice of each parameter; each rank of a pipeline counts with the mean of the parameters.
         """
         kernels, plan = self.recipe.kernels, self.plan
         if not isinstance(plan, Plan) or not kernels.gathered_copy_seconds:
@@ -230,19 +231,19 @@ class Workload:
         return kernels.step_seconds + kernels.gathered_copy_seconds * copies
 
     def timeline(self, traced: Traced) -> Timeline:
-        """Return the timeline of a program of this workload, such as one that a pass has rewritten."""
+        """Return the timeline of a program of this workload, such as the program after a pass."""
         return estimate(traced, self.prices, self.kept_sizes).timeline()
 
     @cached_property
     def kept_sizes(self) -> Sizes:
-        """Sizes of values in memory, as the recipe keeps them."""
+        """Sizes of values in memory, by the recipe."""
         sequence_parallel = isinstance(self.plan, Plan) and self.plan.sequence_parallel
         slices = self.mesh.tp if sequence_parallel else 1
         return self._recomputing.memory.kept_sizes(self.cut, self.sizes, self.micro_batch_size, slices)
 
     @property
     def _recomputing(self) -> Recipe:
-        """The recipe, with the activations that it keeps under the plan's recomputation."""
+        """The recipe, with the activations that stay under the plan's recomputation."""
         if not isinstance(self.plan, Plan) or not (again := self.plan.recompute_inside):
             return self.recipe
         memory = self.recipe.memory
@@ -278,8 +279,8 @@ class Workload:
     def flops(self) -> float:
         """Model FLOPs of a step (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
-        They are those of matrix products, forward and twice as many backward. Attention counts as a whole square, and
-        recomputation counts nothing.
+        They are those of matrix products: once in the forward pass, and twice as many in the backward pass. Attention
+        counts as a whole square, and recomputation does not count.
         """
         forward = sum(self.model.forward_flops(layer) for layer in range(self.model.layers))
         return 3.0 * forward * self.microbatches * self.micro_batch_size
