@@ -105,12 +105,12 @@ def atomic_folder(path: Path) -> Generator[Path, None, None]:
     if os.path.lexists(path):
         raise UserError(f"{path} exists; name a new folder, so that nothing is overwritten")
     for left in path.parent.glob(f"{glob.escape(path.name)}.part-*"):
-        with _locked(left) as mine:
+        with _try_lock(left) as mine:
             if mine:
                 shutil.rmtree(left, ignore_errors=True)
     part = path.with_name(f"{path.name}.part-{secrets.token_hex(4)}")
     try:
-        with _made(part):
+        with _locked_new_folder(part):
             yield part
             part.rename(path)
     except OSError as error:
@@ -168,7 +168,7 @@ def parse_document(loads: Callable[[str], Any], text: str) -> Any:
         depth += 1
         if depth > MOST_LEVELS:
             raise TooDeep(MOST_LEVELS)
-        level = [inner for outer in level for inner in _inside(outer)]
+        level = [inner for outer in level for inner in _children(outer)]
     return data
 
 
@@ -220,18 +220,18 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def _made(folder: Path) -> Generator[None, None, None]:
+def _locked_new_folder(folder: Path) -> Generator[None, None, None]:
     """Make a folder and lock it during the block. Make it again if another process removed it before the lock."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder) as mine:
+        with _try_lock(folder) as mine:
             if mine and folder.exists():
                 yield
                 return
 
 
 @contextmanager
-def _locked(folder: Path) -> Generator[bool, None, None]:
+def _try_lock(folder: Path) -> Generator[bool, None, None]:
     """Lock a folder during the block. Yield False if another process holds the lock."""
     try:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -249,7 +249,7 @@ def _locked(folder: Path) -> Generator[bool, None, None]:
         os.close(place)
 
 
-def _inside(value: Any) -> list[Any]:
+def _children(value: Any) -> list[Any]:
     """Return the tables and lists directly inside a value."""
     inner: list[Any] = []
     if isinstance(value, dict):
