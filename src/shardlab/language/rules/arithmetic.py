@@ -25,7 +25,7 @@ from shardlab.language.rules.kinds import (
     numbered,
     piece_noun,
 )
-from shardlab.language.rules.refusals import require_alike, require_on_device
+from shardlab.language.rules.refusals import require_compatible, require_on_device
 from shardlab.language.rules.spec import KEY, Spec, Term, count_terms, new_spec, summed_text, term_text, without_term
 
 GRAD_WEIGHT = Kind.GRAD_WEIGHT
@@ -58,7 +58,7 @@ def add_two(one: Spec, other: Spec) -> Spec:
     if term is not None and more is not None and cells == others and without_term(form) is without_term(also):
         both = term.bits | more.bits if term.over == more.over and not term.bits & more.bits else 0
         if both:
-            return _united(one, both)
+            return _sum_of_terms(one, both)
     return add(one.about("add"), (one, other), ("the first value", "the second value"))
 
 
@@ -203,10 +203,10 @@ def _add_terms(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
             remedy = "let queries meet each block once" if term.over == KEY else "sum each term once"
             raise Refused("counted twice", op, given, remedy, doubled=bits(twice))
         total |= spec.form.term.bits
-    return _united(first, total)
+    return _sum_of_terms(first, total)
 
 
-def _united(first: Spec, total: int) -> Spec:
+def _sum_of_terms(first: Spec, total: int) -> Spec:
     """Return the spec of a sum of terms, with the form of the first one except for its term."""
     term = first.form.term
     assert term is not None
@@ -233,7 +233,7 @@ def _refuse_no_term(op: About, spec: Spec, name: str) -> NoReturn:
 
 
 def _want_one_value(op: About, first: Spec, spec: Spec, one: str, other: str, remedy: str) -> None:
-    require_alike(op, first, spec, one, other)
+    require_compatible(op, first, spec, one, other)
     if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
         raise Refused("other values", op, f"{one} gave {first} and {other} {spec}", remedy)
 

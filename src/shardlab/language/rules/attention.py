@@ -28,7 +28,7 @@ def attend(layer: int, queries: Spec, keys_values: Spec) -> Spec:
         Refused: if layer, heads or microbatches differ, or if all keys are masked.
     """
     op = about_layer("attend", layer)
-    ours, theirs = _want_pair(op, layer, queries, keys_values)
+    ours, theirs = _require_pair(op, layer, queries, keys_values)
     needs = needed_slices(ACTIVATION, ours, queries.form.space)
     form = _form(queries.form, ACTIVATION, layer + 1, theirs & needs, needs)
     return Spec(form, queries.cells, queries.joined)
@@ -43,9 +43,9 @@ def attend_backward(
         Refused: as `attend` does, and if `attention_output` or its gradient is incomplete or belongs to other queries.
     """
     op = about_layer("attend_backward", layer)
-    ours, theirs = _want_pair(op, layer, queries, keys_values)
+    ours, theirs = _require_pair(op, layer, queries, keys_values)
     for spec, kind in ((attention_output, ACTIVATION), (gradient, GRAD_ACTIVATION)):
-        _want(op, spec, kind, layer + 1, queries)
+        _require_input(op, spec, kind, layer + 1, queries)
         if spec.cells != queries.cells:
             mine, theirs = (cells_text(cells, spec.form.space) for cells in (spec.cells, queries.cells))
             raise other_tokens_refusal(op, KIND_NOUNS[kind], mine, "queries", theirs)
@@ -88,7 +88,7 @@ def record_met_slices(spec: Spec, kv_done: int) -> Spec:
     """Return the spec of a value that has met these slices. It is complete once it has met all slices that it needs."""
     form, cells, joined = spec
     _, held = split_cells(cells, form.space.sequence)
-    return Spec(_united(form, held, kv_done), cells, joined)
+    return Spec(_with_met_slices(form, held, kv_done), cells, joined)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -118,7 +118,7 @@ def incomplete_refusal(op: About, what: str, spec: Spec) -> Refused:
 
 
 @lru_cache(maxsize=1 << 14)
-def _united(form: Form, held: int, kv_done: int) -> Form:
+def _with_met_slices(form: Form, held: int, kv_done: int) -> Form:
     """Return the form of a value with slices `held` after it has met slices `kv_done`."""
     assert form.term is not None
     done = needed_slices(form.kind, held, form.space) & ~kv_done == 0
@@ -131,13 +131,13 @@ def _form(like: Form, kind: Kind, layer: int, kv_done: int, needs: int, factor: 
     return form_of(kind, layer, like.step, like.space, slices=like.slices, term=term, factor=factor)
 
 
-def _want_pair(op: About, layer: int, queries: Spec, keys_values: Spec) -> tuple[int, int]:
+def _require_pair(op: About, layer: int, queries: Spec, keys_values: Spec) -> tuple[int, int]:
     """Require that queries and keys belong together, and return the slices of each.
 
     They must have the same microbatches, and some of the keys must not be masked.
     """
-    _want(op, queries, QUERIES, layer, queries)
-    _want(op, keys_values, KEYS_VALUES, layer, queries)
+    _require_input(op, queries, QUERIES, layer, queries)
+    _require_input(op, keys_values, KEYS_VALUES, layer, queries)
     space = queries.form.space
     (of, ours), (of_keys, theirs) = (split_cells(spec.cells, space.sequence) for spec in (queries, keys_values))
     if of != of_keys or queries.step != keys_values.step:
@@ -152,7 +152,7 @@ def _want_pair(op: About, layer: int, queries: Spec, keys_values: Spec) -> tuple
     return ours, theirs
 
 
-def _want(op: About, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
+def _require_input(op: About, spec: Spec, kind: Kind, layer: int, queries: Spec) -> None:
     form = spec.form
     what = KIND_NOUNS[kind]
     require_kind(op, what, spec, kind)

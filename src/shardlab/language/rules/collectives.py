@@ -32,7 +32,7 @@ from shardlab.language.rules.kinds import (
     numbered,
     piece_noun,
 )
-from shardlab.language.rules.refusals import DISK, no_slices_refusal, require_alike
+from shardlab.language.rules.refusals import DISK, no_slices_refusal, require_compatible
 from shardlab.language.rules.spec import KEY, Form, Joined, Spec, cells_text
 
 
@@ -54,7 +54,7 @@ def gather(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
         if spec.kind is not first.kind or spec.layer != first.layer or spec.step != first.step:
             given = f"{names[0]} gave {first} and {name} {spec}"
             raise Refused("other values", op, given, "gather pieces of one value")
-        require_alike(op, first, spec, names[0], name)
+        require_compatible(op, first, spec, names[0], name)
         if spec.form.term is not None:
             given = f"{name} gave {spec}, which is one term of a sum and no piece of the whole"
             remedy = "reduce before gathering (all_reduce, or reduce_scatter along the sequence)"
@@ -236,7 +236,7 @@ def is_view(whole: Spec, part: Spec) -> bool:
     """Return whether a slice is a view of the value's memory. It is a copy if its tokens are not contiguous there."""
     if whole.kind not in ROW_KINDS:
         return True
-    runs = (whole.microbatches, part.microbatches), (_of_a_sequence(whole), _of_a_sequence(part))
+    runs = (whole.microbatches, part.microbatches), (_slices_of_any_sequence(whole), _slices_of_any_sequence(part))
     return all(held & (1 << mine.bit_length()) - (mine & -mine) == mine for held, mine in runs)
 
 
@@ -399,7 +399,7 @@ def _slice(form: Form, place: int, parts: int) -> Form:
     return form.but(holds=next(islice(form.holds.split(parts), place, None)).simplified())
 
 
-def _of_a_sequence(spec: Spec) -> int:
+def _slices_of_any_sequence(spec: Spec) -> int:
     """Return the bit set of the slices that a value holds of at least one sequence."""
     slices = spec.form.space.sequence
     return mask_of({cell % slices for cell in bits(spec.cells)})

@@ -243,7 +243,7 @@ def forward(layer: Layer, given: Mapping[str, Extent], cut: Mapping[str, int], s
     """
     held = dict(given)
     for node in layer.nodes:
-        joint = _joint(node, held, cut)
+        joint = _shared_pieces(node, held, cut)
         for name in node.reads:
             if (term := held[name].term) is not None:  # an input that was not whole
                 index = term.over[0]
@@ -251,7 +251,7 @@ def forward(layer: Layer, given: Mapping[str, Extent], cut: Mapping[str, int], s
                 raise Mismatch(first, index, None, given[first].slices.get(index, term.bits), of_gradient=False)
         for made, indices in node.makes.items():
             own = indices.split()
-            held[made] = Extent({i: joint[i] for i in own if i in joint}, _contracted(joint, own, space))
+            held[made] = Extent({i: joint[i] for i in own if i in joint}, _term_of_contraction(joint, own, space))
     return held
 
 
@@ -285,7 +285,7 @@ def backward(
     gradients = dict(given)
     of_weights: Term | None = None
     for node in reversed(layer.nodes):
-        joint = _joint(node, held, cut)
+        joint = _shared_pieces(node, held, cut)
         given_term: Term | None = None
         for made, indices in node.makes.items():
             if made in gradients:
@@ -297,7 +297,9 @@ def backward(
             of_weights = given_term
         for read, indices in node.reads.items():
             own = indices.split()
-            gradient = Extent({i: joint[i] for i in own if i in joint}, _contracted(joint, own, space) or given_term)
+            gradient = Extent(
+                {i: joint[i] for i in own if i in joint}, _term_of_contraction(joint, own, space) or given_term
+            )
             if read in gradients and gradients[read].term != gradient.term:
                 raise _partial_gradient_mismatch(given, gradients[read].term or gradient.term)
             gradients[read] = gradient
@@ -342,7 +344,7 @@ def _partial_gradient_mismatch(given: Mapping[str, Extent], term: Term | None) -
     return Mismatch(tensor, index, None, given[tensor].slices[index], of_gradient=True)
 
 
-def _joint(node: Node, held: Mapping[str, Extent], cut: Mapping[str, int]) -> dict[str, int]:
+def _shared_pieces(node: Node, held: Mapping[str, Extent], cut: Mapping[str, int]) -> dict[str, int]:
     """Return the pieces of every index that is not whole in a node's operands, which must agree on them."""
     joint = {index: cut.get(index) for indices in node.weights.values() for index in indices.split()}
     joint.update({index: cut.get(index) for index in node.deals})
@@ -363,7 +365,7 @@ def _require_known(name: str, indices: str, given: Extent, *, of_gradient: bool 
             raise Mismatch(name, index, None, mask, of_gradient)
 
 
-def _contracted(joint: Mapping[str, int], own: Iterable[str], space: Space) -> Term | None:
+def _term_of_contraction(joint: Mapping[str, int], own: Iterable[str], space: Space) -> Term | None:
     """Return the term that results from summing over the cut indices that the output lacks."""
     own = set(own)
     gone = sorted(index for index in joint if index not in own)

@@ -28,7 +28,7 @@ from shardlab.language.rules.kinds import (
     piece_noun,
 )
 from shardlab.language.rules.layer_graph import Extent, Layer, Mismatch, Port
-from shardlab.language.rules.refusals import SCALE_ALIKE, given_clause, other_tokens_refusal, require_kind
+from shardlab.language.rules.refusals import SAME_FACTOR_REMEDY, given_clause, other_tokens_refusal, require_kind
 from shardlab.language.rules.spec import (
     KEY,
     Form,
@@ -390,7 +390,7 @@ class LayerRules:
         self._require_step(op, gradients, first.step)
         factor = gradients[0].form.factor
         if any(gradient.form.factor is not factor for gradient in gradients):
-            raise Refused("other factors", op, f"{' and '.join(map(str, gradients))} were given", SCALE_ALIKE)
+            raise Refused("other factors", op, f"{' and '.join(map(str, gradients))} were given", SAME_FACTOR_REMEDY)
         given = {port.tensor: Extent({}) for port in ports} | {ports[0].tensor: Extent(dict(first.form.slices))}
         ends = {
             port.tensor: Extent(dict(gradient.form.slices))

@@ -10,7 +10,7 @@ from shardlab.common.errors import About, Refused
 from shardlab.language.rules.kinds import ROW_KINDS, Kind
 from shardlab.language.rules.spec import Spec
 
-SCALE_ALIKE = "scale them alike first, since values that are scaled by different factors do not belong together"
+SAME_FACTOR_REMEDY = "scale them alike first, since values that are scaled by different factors do not belong together"
 """Remedy for gradients of unequal factors."""
 
 HOST, DISK = "host", "disk"
@@ -40,14 +40,14 @@ def require_kind(op: About, what: str, spec: Spec, kind: Kind, *, here: bool = T
         require_on_device(op, spec)
 
 
-def require_alike(op: About, first: Spec, spec: Spec, one: str, other: str) -> None:
+def require_compatible(op: About, first: Spec, spec: Spec, one: str, other: str) -> None:
     """Refuse two values that differ in factor, dtype or place.
 
     Args:
         one, other: the names of the members that gave them.
     """
     if spec.form.factor is not first.form.factor:
-        raise Refused("other factors", op, f"{one} gave {first} and {other} {spec}", SCALE_ALIKE)
+        raise Refused("other factors", op, f"{one} gave {first} and {other} {spec}", SAME_FACTOR_REMEDY)
     if spec.form.dtype != first.form.dtype:
         raise Refused("other dtypes", op, f"{one} gave {first} and {other} {spec}", "cast them alike first")
     require_one_place(op, first, spec)
