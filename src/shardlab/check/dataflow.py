@@ -119,7 +119,7 @@ class Dataflow:
             if kind is not WAIT:
                 rule = rules.get((kind, len(op[2]), len(op[3]), op[4] >= 0))
                 if rule is None:
-                    if not _takes_any(op):
+                    if not _takes_any_number(op):
                         _refuse_shape(state, op)
                     rule = self._rule_of_any[kind]
                 if kind in REVISITED:
@@ -316,7 +316,7 @@ def add(state: RankState, op: Op) -> None:
 def direction(state: RankState, op: Op) -> None:
     read = [state.live[number] for number in op[2]]
     made = state.rules.direction(op[1], read, state.trained)
-    _want_norms_alike(state, op, *read[2:])
+    _require_same_clipping(state, op, *read[2:])
     state.make(op[3][0], made)
 
 
@@ -325,7 +325,7 @@ def update(state: RankState, op: Op) -> None:
     live = state.live
     read = [live[number] for number in op[2]]
     made = state.rules.update(op[1], read, state.trained)
-    _want_norms_alike(state, op, steps.norm_and_direction(read[3:])[0])
+    _require_same_clipping(state, op, steps.norm_and_direction(read[3:])[0])
     for number in (op[2][place] for place in OpKind.UPDATE.row.ends):
         if state.reading.get(number):
             state.refuse("in flight", f"{live[number]} is still read by a communication in flight", "wait for it first")
@@ -446,7 +446,7 @@ COMPUTE_RULES: dict[OpKind, Rule] = {
 }
 
 
-def _takes_any(op: Op) -> bool:
+def _takes_any_number(op: Op) -> bool:
     """Return whether an op of a kind that takes any number of inputs has valid numbers of inputs and outputs."""
     row = op.kind.row
     return not row.inputs and len(op.inputs) > 0 and len(op.outputs) in row.outputs and op.handle < 0
@@ -489,7 +489,7 @@ def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
     return made, follows
 
 
-def _want_norms_alike(state: RankState, op: Op, norm: Spec | None = None) -> None:
+def _require_same_clipping(state: RankState, op: Op, norm: Spec | None = None) -> None:
     """Refuse a norm over frozen layers, and a norm for some updates of this rank but not for all."""
     if norm is not None:
         steps.require_no_frozen(op.about, norm, Holds(state.trained, state.program.layers))

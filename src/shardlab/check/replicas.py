@@ -181,7 +181,7 @@ def compared_ranks(replicas: list[Replica], results: list[list[OpResult]]) -> bo
 def number_steady_step(checked: Checked) -> ValueNumbering:
     """Number the values of a late step: all copies that ever drift apart differ at its start already."""
     numbering, classes = ValueNumbering(checked), dict[LoadKey, list[tuple[Holds, int]]]()
-    while any(map(_apart, _copies(numbering).values())):
+    while any(map(_drifted, _copies(numbering).values())):
         before, classes = classes, _classes(numbering)
         if classes == before:
             break
@@ -218,7 +218,7 @@ class ValueNumbering:
         self._contributed: list[dict[int, int]] = [{} for _ in checked.communications]  # by rank
         self._batches: dict[int, dict[int, list[int]]] = {}
         self._delivered: dict[int, int] = {}  # communication -> number of its result
-        self._apart: set[int] = set()  # communications that give each member another value
+        self._distributing: set[int] = set()  # communications that give each member another value
         self._waiting: dict[int, list[int]] = defaultdict(list)  # communication -> ranks
         self._runnable = deque(range(len(tapes)))
         self._in_flight: list[dict[int, tuple[int, ...]]] = [{} for _ in tapes]  # handle -> values that it will deliver
@@ -242,7 +242,7 @@ class ValueNumbering:
                     if made is None:
                         self._waiting[communication_of[handle]].append(rank)
                         return index
-                    if communication_of[handle] in self._apart:
+                    if communication_of[handle] in self._distributing:
                         made = numbers.number_of(("member", rank), (made,))
                     live[number] = numbers.at(made, positions(specs[number])) if made in numbers.pieces else made
             elif kind in COMMUNICATION:
@@ -266,7 +266,7 @@ class ValueNumbering:
                 made = live[inputs[0]]
                 live[outputs[0]] = numbers.at(made, positions(specs[outputs[0]])) if made in numbers.pieces else made
             elif kind is OpKind.CONCATENATE:
-                live[outputs[0]] = self._gathered(op, [specs[n] for n in inputs], [live[n] for n in inputs])
+                live[outputs[0]] = self._number_union(op, [specs[n] for n in inputs], [live[n] for n in inputs])
             elif kind is OpKind.DIRECTION:
                 _, state, *norm = inputs
                 made = partial(numbers.of_all, (kind, layer, *[live[number] for number in norm]))
@@ -313,13 +313,15 @@ class ValueNumbering:
             self._delivered[communication] = number
         elif len(given) == len(found.participants):
             if op.kind.row.combines is None and op.kind is not OpKind.ALL_TO_ALL:
-                self._apart.add(communication)
-            self._delivered[communication] = self._reduced(op, found, [given[each.rank] for each in found.participants])
+                self._distributing.add(communication)
+            self._delivered[communication] = self._number_reduction(
+                op, found, [given[each.rank] for each in found.participants]
+            )
         else:
             return
         self._runnable.extend(self._waiting.pop(communication, ()))
 
-    def _gathered(self, op: Op, specs: Sequence[Spec], given: Sequence[int]) -> int:
+    def _number_union(self, op: Op, specs: Sequence[Spec], given: Sequence[int]) -> int:
         """Number the result of concatenating or exchanging pieces."""
         forms = [spec.form for spec in specs]
         alike = specs[0].kind not in ROW_KINDS or len(set(forms)) == 1
@@ -340,7 +342,7 @@ class ValueNumbering:
         lengths = [(spec.layer, spec.holds.mask.bit_count(), spec.holds.of) for spec in specs]
         return (together.index(at), *lengths)
 
-    def _reduced(self, op: Op, communication: Communication, given: Sequence[int]) -> int:
+    def _number_reduction(self, op: Op, communication: Communication, given: Sequence[int]) -> int:
         """Number the result of a collective, which is the same for all members, from their values in group order."""
         tapes, numbers = self.checked.program.tapes, self.numbers
         if len(given) == 1:
@@ -348,7 +350,7 @@ class ValueNumbering:
         specs = [self.checked.specs[rank][tapes[rank][at].inputs[0]] for rank, _, at in communication.participants]
         first = specs[0]
         if op.kind.row.combines is not Combiner.SUM:
-            return self._gathered(op, specs, given)
+            return self._number_union(op, specs, given)
         if len(given) == 2 and op.reduction is Reduction.SUM:
             return numbers.element_wise(numbers.sum, given, positions(first))
         # the order of a longer sum depends on the algorithm, and on the element's place in the buffer
@@ -481,7 +483,7 @@ def _drifts(numbering: ValueNumbering, copies: Mapping[tuple[Kind, int], list[Pa
     found: dict[tuple[Kind, tuple[tuple[int, ...], ...], str], list[int]] = defaultdict(list)
     drifting: set[int] = set()
     for kind, layer in sorted(copies, key=lambda key: (key[0] is Kind.OPT_STATE, key[1])):
-        apart = _apart(copies[kind, layer])
+        apart = _drifted(copies[kind, layer])
         if apart and layer not in drifting:
             drifting.add(layer)
             first = apart[0].holds.mask & -apart[0].holds.mask  # other elements may have another cause
@@ -490,7 +492,7 @@ def _drifts(numbering: ValueNumbering, copies: Mapping[tuple[Kind, int], list[Pa
     return [Drift(kind.value, tuple(layers), groups, cause) for (kind, groups, cause), layers in found.items()]
 
 
-def _apart(copies: list[ParameterCopy]) -> list[ParameterCopy]:
+def _drifted(copies: list[ParameterCopy]) -> list[ParameterCopy]:
     """Return the parts of copies whose numbers differ between ranks, in pieces of one size."""
     numbers = {copy.number for copy in copies}
     if len(numbers) == 1:

@@ -119,7 +119,7 @@ def forward_only(checked: Checked) -> Program:
     Values are freed after their last use. All other ops keep their order, so no new deadlock arises. `check_forward`
     proves the result from its tapes, like any other program.
     """
-    needed = _needed(checked)
+    needed = _needed_ops(checked)
     tapes = [
         _freed_after_last_use(
             [_without_gradients(checked, rank, op) for at, op in enumerate(tape) if (rank, at) in needed]
@@ -164,7 +164,7 @@ def _listed(numbers: Iterable[int]) -> str:
 def _cut_buffers(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
     """Return the refusal of slices of sequences in experts' buffers, which mix tokens of all slices of a sequence."""
     layers = program.sizes.signatures
-    buffers = {at for at, layer in enumerate(layers, 1) if _made_at(layer, layer.outputs[0].tensor) & {"expert"}}
+    buffers = {at for at, layer in enumerate(layers, 1) if _indices_made(layer, layer.outputs[0].tensor) & {"expert"}}
     if not buffers or program.sizes.space(program.mesh, 1).sequence == 1:
         return None
     for rank, tape in enumerate(program.tapes):
@@ -176,7 +176,7 @@ def _cut_buffers(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused 
     return None
 
 
-def _made_at(layer: Layer, tensor: str) -> set[str]:
+def _indices_made(layer: Layer, tensor: str) -> set[str]:
     """Return the indices of a tensor that a node of the layer makes (empty: none makes it)."""
     return {index for node in layer.nodes for index in node.makes.get(tensor, "").split()}
 
@@ -278,7 +278,7 @@ def _even(spec: Spec) -> bool:
     return split_cells(spec.cells, spec.form.space.sequence)[1] >= 0
 
 
-def _needed(checked: Checked) -> set[Place]:
+def _needed_ops(checked: Checked) -> set[Place]:
     """Return the ops on which the losses depend. A communication depends on the parts and waits of all its members."""
     tapes = checked.program.tapes
     every = [(rank, at, op) for rank, tape in enumerate(tapes) for at, op in enumerate(tape)]
