@@ -202,10 +202,10 @@ def _is_own(found: object) -> bool:
 
 def _by_name(model: Blocks) -> tuple[Any, ...]:
     """Return the function and the arguments with which another process rebuilds a model of a file."""
-    return _again, (name_of(type(model)), {field.name: getattr(model, field.name) for field in fields(model)})
+    return _rebuild, (name_of(type(model)), {field.name: getattr(model, field.name) for field in fields(model)})
 
 
-def _again(name: str, values: Mapping[str, Any]) -> Blocks:
+def _rebuild(name: str, values: Mapping[str, Any]) -> Blocks:
     return replace(find_model(name), **values)
 
 

@@ -127,7 +127,7 @@ def _move_earlier(timetables: Sequence[Timetable], steady: range, limit: int) ->
     A forward pass moves only as far as its rank holds the activations of at most `limit` passes. The steady phase
     between warm-up and cool-down keeps the order of the block, which also suits passes of unequal length.
     """
-    held = [_held(timetable) for timetable in timetables]
+    held = [_activations_held(timetable) for timetable in timetables]
     slots: dict[Action, int] = {}
     for slot, rank in sorted((slot, rank) for rank, timetable in enumerate(timetables) for slot in timetable):
         timetable = timetables[rank]
@@ -146,7 +146,7 @@ def _move_earlier(timetables: Sequence[Timetable], steady: range, limit: int) ->
                 break
 
 
-def _held(timetable: Timetable) -> list[int]:
+def _activations_held(timetable: Timetable) -> list[int]:
     """Return, for each slot, the number of forward passes up to it less the number of weight halves."""
     actions = map(timetable.get, range(max(timetable) + 1))
     return list(accumulate(map(_change, actions)))
