@@ -39,7 +39,7 @@ SENTENCES = {
         "rank 0, op 1 has not come within 0.05 s of CPU time; let the loop end, or raise --max-seconds-per-op"
         " if the program is only slow."
     ),
-    ("programs", "the program raised"): "rank 0, op 0: the program raised KeyError: 'cheese'; mend it there.",
+    ("programs", "the program raised"): "rank 0, op 0: the program raised KeyError: 'cheese'; fix it there.",
     ("programs", "freed"): (
         "rank 0, op 2 loss: activations[0] (microbatch 0) is used after it was freed (its last key in a store was "
         "deleted or overwritten); keep the key until the last use."
@@ -64,12 +64,12 @@ SENTENCES = {
     ("programs", "not awaited, and needed"): (
         "rank 0, op 8 all_reduce(layer 0) on world: an `await` is missing here, and update(layer 0) needs the result: "
         "microbatch 1 is missing from grad_weights[0] (microbatch 0); an update wants every microbatch exactly once. "
-        "Wait for it, and use what it gives: `x = await rank.all_reduce(x)`."
+        "Wait for it, and use its result: `x = await rank.all_reduce(x)`."
     ),
     ("programs", "unused result"): (
-        "rank 1, op 8 all_reduce(layer 0) on world: what it gives is dropped here, and update(layer 0) needs the "
+        "rank 1, op 8 all_reduce(layer 0) on world: its result is dropped here, and update(layer 0) needs the "
         "result: microbatch 0 is missing from grad_weights[0] (microbatch 1); an update wants every microbatch exactly "
-        "once. Use what it gives: `x = await rank.all_reduce(x)`."
+        "once. Use its result: `x = await rank.all_reduce(x)`."
     ),
     ("programs", "no operator, a product"): (
         "rank 0, op 1: grad_weights[0] (zero) * 0.5 is no operation on values; write rank.scale(value, Fraction(1, 2)) "
@@ -89,7 +89,7 @@ SENTENCES = {
     ),
     ("programs", "no forward, second half"): (
         "rank 0, op 6 backward_weight(layer 0): no backward_input has come before it for activations[0] "
-        "(microbatches 0-1); call it first, it leaves what this half needs."
+        "(microbatches 0-1); call it first: it saves the input of this half."
     ),
     ("programs", "tied weight"): (
         "rank 0, op 0 load_weight(layer 6): the head is tied to the embedding and has no weight of its own; "
@@ -234,8 +234,8 @@ SENTENCES = {
         "state of layer 0, so it is frozen. Keep the weight that is loaded in a store."
     ),
     ("programs", "batch of messages, with a collective"): (
-        "rank 0, op 1 batch_p2p: barrier on world stands in a batch of messages, which are issued when its block "
-        "ends; put it before or after the block."
+        "rank 0, op 1 batch_p2p: barrier on world is in a batch of messages, which are issued at the end of its block; "
+        "put it before or after the block."
     ),
     ("programs", "batch of messages, with an exchange"): (
         "rank 0, op 1 exchange: a batch of messages is open; send and receive in it, or end its block first."

@@ -179,7 +179,7 @@ def test_a_drift_that_follows_from_another_is_named_so_and_not_audited() -> None
     proof = in_columns(last_layer_drifts)
     first, later = drifts_of(proof)
     assert (first.layers, later.layers) == ((1,), (0,))
-    assert "other weights, which drift, enter their gradients" in str(later)
+    assert "their gradients depend on other weights that drift" in str(later)
     assert later.groups == ((0,), (1,))
     assert replicas_of(proof) == []
 

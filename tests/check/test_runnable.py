@@ -401,8 +401,8 @@ SENTENCES = {
         " keep the slice in its store."
     ),
     "no forward, on a tape": (
-        "rank 0, op 6 backward(layer 0): value 0 is not what the layer kept of this activation's forward; read "
-        "what that saved, once."
+        "rank 0, op 6 backward(layer 0): value 0 is not the value that the layer saved in this activation's forward; "
+        "read the value that it saved, once."
     ),
     "unknown layer, on a tape": (
         "rank 0, op 3 forward(layer 5): layer 5 does not exist; the model has layers 0-0, name one of these."
@@ -495,16 +495,16 @@ SENTENCES = {
         "save what its forward makes."
     ),
     "no forward, second half on a tape": (
-        "rank 0, op 59 backward_weight(layer 6): value 0 is not what the first half of this activation's backward"
-        " left for it; read what that left, once."
+        "rank 0, op 59 backward_weight(layer 6): value 0 is not the value that the first half of this activation's "
+        "backward left for it; read the value that it left, once."
     ),
     "wrong offset, no room": (
         "rank 0, op 3 forward(layer 0): has an offset in the arena, but the executor does not choose where its result "
         "lies; leave it out."
     ),
     "wrong offset, no beginning": (
-        "rank 0, op 6 backward(layer 0): has offset 1, but rooms begin at multiples of 64 bytes, and fill them side by "
-        "side; leave offsets to the pass arena."
+        "rank 0, op 6 backward(layer 0): has offset 1, but buffers begin at multiples of 64 bytes, with adjacent "
+        "values; leave offsets to the pass arena."
     ),
     "room taken": (
         "rank 0, op 12 backward(layer 0): bytes 0-1048575 of the arena are to hold grad_weights[0] (microbatch 1), "

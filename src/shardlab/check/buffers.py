@@ -299,7 +299,7 @@ def _check_arena(rank: int, tape: Sequence[Op], specs: Mapping[int, Spec], progr
             continue
         begin, at = given_offsets[buffer.values[0]], made[buffer.values[0]]
         if given_offsets != value_offsets(buffer, begin, size, specs) or begin % ALIGNMENT:
-            given = f"has offset {begin}, but rooms begin at multiples of {ALIGNMENT} bytes, and fill them side by side"
+            given = f"has offset {begin}, but buffers begin at multiples of {ALIGNMENT} bytes, with adjacent values"
             raise Refused("wrong offset", tape[at].about, given, "leave offsets to the pass arena").at(rank, at)
         end = begin + size.total(buffer, specs)
         for other, first, last in placed:

@@ -301,8 +301,8 @@ def backward_weight(state: RankState, op: Op) -> None:
     (activation, gradient, half), (grad_weight,) = op[2], op[3]
     spec, given = state.live[activation], state.live[gradient]
     if half not in state.specs or state.half_of.get(activation, NOTHING_SAVED).pop(state.specs[half][0], None) != half:
-        given = f"value {half} is not what the first half of this activation's backward left for it"
-        state.refuse("no forward", given, "read what that left, once")
+        given = f"value {half} is not the value that the first half of this activation's backward left for it"
+        state.refuse("no forward", given, "read the value that it left, once")
     state.make(grad_weight, state.layer(op).backward_weight(spec, [given], state.specs[half]))
 
 
@@ -484,8 +484,8 @@ def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
         if saved in known.values():
             given = "the forward pass was by other slices of the layer than the weight and the gradient"
             state.refuse("other forward", given, "give the slices of the forward pass")
-        given = f"value {saved} is not what the layer kept of this activation's forward"
-        state.refuse("no forward", given, "read what that saved, once")
+        given = f"value {saved} is not the value that the layer saved in this activation's forward"
+        state.refuse("no forward", given, "read the value that it saved, once")
     return made, follows
 
 

@@ -115,7 +115,7 @@ class ParameterCopy(NamedTuple):
     rank: int
 
 
-FOLLOWING_CAUSE = "other weights, which drift, enter their gradients; mend those, and these stay equal"
+FOLLOWING_CAUSE = "their gradients depend on other weights that drift; fix those, and these stay equal"
 """Cause of a drift that begins one step after another drift."""
 
 
@@ -525,7 +525,7 @@ def _cause(numbers: NumberTable, drifting: list[int]) -> str:
     """Return why copies differ, and how to make them equal."""
     how, given = zip(*[numbers.keys[number] for number in drifting], strict=True)
     if any(each[0] is not OpKind.UPDATE for each in how):
-        return "they were made alike again on some ranks only; do so on all, by an all_reduce by mean or a broadcast"
+        return "only some ranks made them equal again; do so on all ranks, by an all_reduce by mean or a broadcast"
     gradients, weights, _ = (set(each) for each in zip(*given, strict=True))
     if len(gradients) > 1:
         if len({tuple(numbers.terms(gradient)) for gradient in gradients}) == 1:
@@ -544,7 +544,8 @@ def _cause(numbers: NumberTable, drifting: list[int]) -> str:
         )
     if len({each[2:4] for each in how}) > 1:
         return (
-            "they are updated in other places, or as other numbers of whole matrices; keep the same slices in the same "
+            "they are updated in different places, or in different numbers of whole matrices; keep the same slices in "
+            "the same "
             "place on all ranks"
         )
     if len(set(how)) > 1:

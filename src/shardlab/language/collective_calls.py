@@ -211,6 +211,6 @@ def _scattered(spec: Spec, parts: int) -> list[Spec]:
     each, rest = divmod(len(microbatches), parts)
     if rest:
         given = f"{spec} has {counted(len(microbatches), 'microbatch')}, no multiple of {parts}"
-        raise Refused("does not divide", op, given, "let it deal whole microbatches, equally many to each")
+        raise Refused("does not divide", op, given, "give each rank the same number of whole microbatches")
     runs = [mask_of(microbatches[place * each : (place + 1) * each]) for place in range(parts)]
     return [Spec(spec.form, mask_of(c for c in bits(spec.cells) if run >> c // slices & 1)) for run in runs]

@@ -127,7 +127,7 @@ class CommunicationVerbs(Tracer):
         done = self.ops[start:]
         stray = next((op for op in done if op.batch != batch and op.kind in _OUTSIDE_BATCHES), None)
         if stray is not None:
-            given = f"{stray} stands in a batch of messages, which are issued when its block ends"
+            given = f"{stray} is in a batch of messages, which are issued at the end of its block"
             self.refuse("batch of messages", "batch_p2p", given, "put it before or after the block")
         messages = [op for op in done if op.batch == batch]
         self.ops[start:] = [*(op for op in done if op.batch != batch), *messages]

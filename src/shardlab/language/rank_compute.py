@@ -170,7 +170,7 @@ class ComputeVerbs(Tracer):
         half = activation.saved_for_weight
         if half < 0:
             given = f"no backward_input has come before it for {activation.spec}"
-            self.refuse("no forward", about_layer(verb, layer), given, "call it first, it leaves what this half needs")
+            self.refuse("no forward", about_layer(verb, layer), given, "call it first: it saves the input of this half")
         saved = self._values[half]
         assert isinstance(saved, Spec), "what layers keep is known by its spec alone"
         try:

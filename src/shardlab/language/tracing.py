@@ -223,11 +223,11 @@ class Tracer(ABC):
         """Return the refusal of a collective whose result was never used, from that of a later op that needed it."""
         op = self.ops[at]
         about, needed = op.about, f"and {refusal.about} needs the result: {refusal.given}"
-        remedy = f"use what it gives: `x = await rank.{op.kind.value}(x)`"
+        remedy = f"use its result: `x = await rank.{op.kind.value}(x)`"
         if op.handle in self._outstanding:
             cause = Refused("not awaited", about, f"an `await` is missing here, {needed}", f"wait for it, and {remedy}")
         else:
-            cause = Refused("unused result", about, f"what it gives is dropped here, {needed}", remedy)
+            cause = Refused("unused result", about, f"its result is dropped here, {needed}", remedy)
         cause.missing = refusal.missing
         return cause.at(self.index, at)
 

@@ -191,7 +191,7 @@ class World:
                 rank.refuse_attribute(error)
             message = VERB_CLASS.sub("rank.", str(error))
             given = f"the program raised {type(error).__name__}: {message}"
-            refusal = Refused("the program raised", "", given, "mend it there")
+            refusal = Refused("the program raised", "", given, "fix it there")
             raise refusal.at(rank.index, len(rank.ops)) from error
         if not isinstance(handle, Handle) or handle.rank is not rank:
             _refuse_awaited(rank)

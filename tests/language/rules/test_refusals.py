@@ -83,8 +83,8 @@ SENTENCES = {
         "direction; or take a plan, such as zero-3, which does so."
     ),
     ("update", "update, an old direction"): (
-        "update(layer 1): directions[1] (step 1) was given, with grad_weights[1] (microbatches 0-3); give this step's "
-        "own."
+        "update(layer 1): directions[1] (step 1) was given, with grad_weights[1] (microbatches 0-3); give the "
+        "direction of this layer and step."
     ),
     ("update", "direction, elements"): (
         "direction(layer 1): the optimizer steps each element of this layer by itself; leave it out, and update with "
@@ -107,11 +107,11 @@ SENTENCES = {
     ),
     ("update", "add, a replica's squares"): (
         "add(scalars): part 1 of 4 of the model would come from the second value and from an earlier one as well;"
-        " each parameter's square counts once. Sum replicas on one of them."
+        " each parameter's square counts once. Count replicas on one rank only."
     ),
     ("update", "add, the mean of norms"): (
         "add(scalars): the second value gave scalars (parts 1 of 4 of the model, the mean of several ranks'),"
-        " and only sums of squares add up to a norm; give that of the gradients."
+        " and only sums of squares add up to a norm; give the sum of squares of the gradients."
     ),
     ("collectives", "all_gather, scalars"): "all_gather(scalars): a scalar has no slices; all_reduce it.",
     ("collectives", "reduce_scatter, scalars"): "reduce_scatter(scalars): a scalar has no slices; all_reduce it.",
@@ -253,16 +253,16 @@ SENTENCES = {
     ),
     ("collectives by call", "the mean of means"): (
         "all_reduce(scalars) by mean: rank 4 gave scalars (parts 0 of 4 of the model, the mean of several "
-        "ranks') and rank 5 scalars (parts 1 of 4 of the model, the mean of several ranks'); take a mean of "
-        "scalars of one step, all sums or all such themselves."
+        "ranks') and rank 5 scalars (parts 1 of 4 of the model, the mean of several ranks'); take the mean of "
+        "sums of squares of one step."
     ),
     ("collectives by call", "a scalar scattered"): (
         "scatter(scalars): scalars (parts 0 of 4 of the model) was given; scatter weights, optimizer states, "
         "activations and their gradients."
     ),
     ("collectives by call", "four microbatches among three"): (
-        "scatter(activations[0]): activations[0] (microbatches 0-3) has 4 microbatches, no multiple of 3; let it "
-        "deal whole microbatches, equally many to each."
+        "scatter(activations[0]): activations[0] (microbatches 0-3) has 4 microbatches, no multiple of 3; give each "
+        "rank the same number of whole microbatches."
     ),
     ("collectives by call", "a root outside"): (
         "reduce: the root is rank 3, but the group has the ranks 4, 5, 6; name one of them."
@@ -277,15 +277,16 @@ SENTENCES = {
     ),
     ("rules", "merged terms"): (
         "all_reduce(activations[2]): activations[2] (sequence slice 1 of microbatch 0, keys and values 0 of 2 "
-        "alone) is no term of a sum, since each rank has its own queries; add what one rank's queries have met."
+        "alone) is no term of a sum, since each rank has its own queries; add these parts on the rank that has the "
+        "queries."
     ),
     ("rules", "not exchanged"): (
         "all_to_all(activations[0]): activations[0] (microbatch 0) was given; exchange what may be cut along "
         "another index than the batch, as experts' buffers are: what goes into experts or comes out of them."
     ),
     ("rules", "not gathered"): (
-        "all_gather(activations[1]): activations[1] (microbatch 0, head slice 0 of 2) was given, which does not "
-        "lie beside others to be gathered; heads stay where they are, since attention and the layer after it take"
+        "all_gather(activations[1]): activations[1] (microbatch 0, head slice 0 of 2) was given, which cannot be "
+        "gathered; heads stay where they are, since attention and the layer after it take"
         " their own."
     ),
     ("rules", "other indices"): (
@@ -295,8 +296,8 @@ SENTENCES = {
     ),
     ("rules", "other factors"): (
         "add(grad_weights[1]): the first value gave grad_weights[1] (sequence slice 0 of microbatch 0) and the "
-        "second value grad_weights[1] (sequence slice 1 of microbatch 0, times 2); scale them alike first, since "
-        "values that are scaled by different factors do not belong together."
+        "second value grad_weights[1] (sequence slice 1 of microbatch 0, times 2); scale them by the same factor "
+        "first, since values with different factors cannot be combined."
     ),
     ("rules", "frozen in the norm"): (
         "update(layer 1): the norm given has parts 1 of 2 of the model's parameters, which are frozen, since no "
@@ -304,8 +305,8 @@ SENTENCES = {
     ),
     ("rules", "missing terms, of keys"): (
         "attend_backward(layer 1): the activation given is activations[2] (sequence slice 1 of microbatch 0, keys"
-        " and values 0 of 2 alone); the keys and values of slice 1 of the sequence are missing in it. Let it meet"
-        " them, and add the parts."
+        " and values 0 of 2 alone); the keys and values of slice 1 of the sequence are missing in it. Attend"
+        " to these as well, and add the parts."
     ),
     ("rules", "other tokens, of keys"): (
         "attend(layer 1): queries[1] (microbatch 0) cannot meet keys_values[1] (microbatch 1); give both of the "
@@ -335,7 +336,7 @@ SENTENCES = {
         "slice(scalars): scalars was given; slice weights, optimizer states, activations or gradients."
     ),
     ("rules", "wrong kind, scaled"): (
-        "scale(weights[1]): weights[1] was given; scale gradients alone, and so the loss's own."
+        "scale(weights[1]): weights[1] was given; scale only gradients; scaling the loss's gradient scales all of them."
     ),
     ("rules", "wrong factor"): "scale(grad_weights[1]): the factor is 0; give zero_gradient instead.",
     ("rules", "does not divide, sliced"): (
@@ -351,14 +352,16 @@ SENTENCES = {
         " divides them."
     ),
     ("rules", "does not divide, experts"): (
-        "all_to_all(activations[5]): 2 experts cannot be dealt evenly to 3 ranks; let ranks meet that divide them."
+        "all_to_all(activations[5]): 2 experts cannot be divided evenly among 3 ranks; use a group whose size divides "
+        "their number."
     ),
     ("rules", "does not divide, one expert"): (
-        "all_to_all(activations[5]): 1 expert cannot be dealt evenly to 2 ranks; let ranks meet that divide them."
+        "all_to_all(activations[5]): 1 expert cannot be divided evenly among 2 ranks; use a group whose size divides "
+        "their number."
     ),
     ("rules", "does not divide, microbatches"): (
         "all_to_all(activations[5]): activations[5] (microbatch 0, expert 0 of 2) does not divide among 2 ranks; "
-        "let each take equally many microbatches."
+        "give each rank the same number of microbatches."
     ),
     ("rules", "other order, of experts"): (
         "all_to_all(activations[5]): the ranks have their experts in another order than the group's; let them "
@@ -370,12 +373,12 @@ SENTENCES = {
     ),
     ("rules", "other tokens, more of them"): (
         "all_to_all(activations[5]): rank 0 gave activations[5] (microbatch 0) and rank 1 activations[5] "
-        "(microbatches 1-2); give equally many microbatches."
+        "(microbatches 1-2); give the same number of microbatches on all ranks."
     ),
     ("rules", "other values, exchanged"): (
         "all_to_all(activations[5]): rank 0 gave activations[5] (microbatch 0) and rank 1 activations[5] "
-        "(microbatch 0, expert 0 of 2); let all give buffers of all experts, or all give some experts' buffers, "
-        "of one layer."
+        "(microbatch 0, expert 0 of 2); let all members give buffers of all experts, or all of some experts, of one "
+        "layer."
     ),
     ("rules", "other values, gathered"): (
         "all_gather(activations[1]): rank 0 gave activations[1] (sequence slice 0 of microbatch 0, feed-forward "
@@ -384,13 +387,13 @@ SENTENCES = {
     ),
     ("rules", "other factors, gathered"): (
         "all_gather(grad_weights[1]): rank 0 gave grad_weights[1] (sequence slice 0 of microbatch 0) and rank 1 "
-        "grad_weights[1] (sequence slice 1 of microbatch 0, times 2); scale them alike first, since values that "
-        "are scaled by different factors do not belong together."
+        "grad_weights[1] (sequence slice 1 of microbatch 0, times 2); scale them by the same factor first, since "
+        "values with different factors cannot be combined."
     ),
     ("rules", "other factors, of one pass"): (
         "backward(layer 1): grad_activations[2] (sequence slice 0 of microbatch 0) and grad_residuals[3] "
-        "(sequence slice 0 of microbatch 0, times 2) were given; scale them alike first, since values that are "
-        "scaled by different factors do not belong together."
+        "(sequence slice 0 of microbatch 0, times 2) were given; scale them by the same factor first, since values "
+        "with different factors cannot be combined."
     ),
     ("rules", "other sums"): (
         "add(activations[1]): the first value gave activations[1] (sequence slice 0 of microbatch 0, the term of "
@@ -399,8 +402,8 @@ SENTENCES = {
     ),
     ("rules", "other pieces, of experts"): (
         "forward(layer 5): the activation given is activations[5] (microbatch 0, expert 0 of 2) and the weight "
-        "weights[5] (shard 1 of 2); experts compute on their own buffers and on no others. Exchange the buffers "
-        "by all_to_all, and give the weight of the slice that came."
+        "weights[5] (shard 1 of 2); experts compute only on their own buffers. Exchange the buffers "
+        "by all_to_all, and give the weight of the slice that arrived."
     ),
     ("rules", "other pieces, of the routing"): (
         "backward(layer 4): the routing's gradient given is grad_routing[6] (microbatch 0, the term of expert 1 "
@@ -416,15 +419,16 @@ SENTENCES = {
     ),
     ("rules", "other dtypes, of one sum"): (
         "add(grad_weights[1]): the first value gave grad_weights[1] (sequence slice 0 of microbatch 0) and the "
-        "second value grad_weights[1] (sequence slice 1 of microbatch 0, in bfloat16); cast them alike first."
+        "second value grad_weights[1] (sequence slice 1 of microbatch 0, in bfloat16); cast them to the same dtype "
+        "first."
     ),
     ("rules", "other dtypes, of what is computed with"): (
         "forward(layer 0): the weight given is weights[0] (in bfloat16); cast it back first, with no dtype named."
     ),
     ("rules", "elsewhere"): "offload(weights[0]): 'attic' is no place; name one of host, disk.",
     ("rules", "elsewhere, on the disk"): (
-        "offload(grad_weights[1]): grad_weights[1] (sequence slice 0 of microbatch 0) was given, and the disk keeps "
-        "what nothing is added to; offload it to the host."
+        "offload(grad_weights[1]): grad_weights[1] (sequence slice 0 of microbatch 0) was given, and values on the "
+        "disk cannot be added to; offload it to the host."
     ),
     ("rules", "elsewhere, on the device"): (
         "reload(weights[0]): weights[0] was given, which is on the device; use it as it is."
@@ -443,7 +447,7 @@ SENTENCES = {
         "of 2) was given, which is a term of a sum; reduce the terms first, over the ranks that have them."
     ),
     ("rules", "wrong kind, cast"): (
-        "cast(scalars): scalars was given, which is in numbers of its own; cast weights, activations or gradients."
+        "cast(scalars): scalars was given, whose dtype is fixed; cast weights, activations or gradients."
     ),
     ("rules", "wrong step, cast"): (
         "cast(weights[1]): weights[1] (step 1) was given, which this step has updated; a cast would lose its "

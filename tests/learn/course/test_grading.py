@@ -146,7 +146,7 @@ def test_a_plan_function_that_fails_or_never_ends_is_stopped_at_its_line(tmp_pat
         ).finding
 
     at = 1 + next(n for n, line in enumerate(plan.start_text.splitlines()) if line.startswith("    return Plan("))
-    assert f"ZeroDivisionError: division by zero ({tmp_path / 'buckets.py'}:{at}); mend it there" in finding("1 / 0")
+    assert f"ZeroDivisionError: division by zero ({tmp_path / 'buckets.py'}:{at}); fix it there" in finding("1 / 0")
     with trace_limits(seconds=0.2):
         assert f"{tmp_path / 'buckets.py'}:{at}: the end of the function has not come" in finding("while True: pass")
 

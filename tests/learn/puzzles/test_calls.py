@@ -301,7 +301,7 @@ def test_when_a_rank_raises_the_others_stop_with_an_error_that_names_it() -> Non
     assert isinstance(outcomes[2], ValueError)
     for rank in (0, 1, 3):
         assert isinstance(outcomes[rank], PuzzleRefused)
-        assert str(outcomes[rank]) == "rank 2 raised ValueError: out of cheese; the other ranks stop, mend it there."
+        assert str(outcomes[rank]) == "rank 2 raised ValueError: out of cheese; the other ranks stop, fix it there."
 
 
 def test_gather_ends_with_the_error_of_the_rank_that_raised() -> None:
@@ -317,7 +317,7 @@ def test_a_cancelled_rank_stops_the_others() -> None:
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     _, other = asyncio.run(main())
-    assert str(other) == "rank 0 was cancelled; the other ranks stop, mend it there."
+    assert str(other) == "rank 0 was cancelled; the other ranks stop, fix it there."
 
 
 # Ways to drive.

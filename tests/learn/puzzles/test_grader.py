@@ -232,7 +232,7 @@ def on_a_grid_mesh(ranks: int) -> Mesh:
 
 
 def test_a_grid_is_what_the_function_beside_a_strategy_says() -> None:
-    assert grade("pipeline_fsdp", on_a_grid).verdict.endswith("the program raised KeyError: 4; mend it there.")
+    assert grade("pipeline_fsdp", on_a_grid).verdict.endswith("the program raised KeyError: 4; fix it there.")
 
 
 async def without_reducing_of_native(rank: Rank) -> None:

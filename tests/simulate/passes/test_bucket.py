@@ -192,7 +192,7 @@ def refused_as(program: Program) -> Refused | None:
 @pytest.mark.parametrize(
     ("kind", "offset", "says"),
     [
-        (OpKind.RECV, ALIGNMENT // 2, "rooms begin at multiples of 64 bytes"),
+        (OpKind.RECV, ALIGNMENT // 2, "buffers begin at multiples of 64 bytes"),
         (OpKind.FORWARD, 0, "the executor does not choose where its result lies"),
         (OpKind.SEND, 0, "the executor does not choose where its result lies"),
         (OpKind.UPDATE, 0, "the executor does not choose where its result lies"),

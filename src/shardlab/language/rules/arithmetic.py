@@ -82,7 +82,7 @@ def scale(value: Spec, factor: Factor) -> Spec:
             vanish, alone or with the factors before it.
     """
     if value.kind not in _GRADIENTS:
-        remedy = "scale gradients alone, and so the loss's own"
+        remedy = "scale only gradients; scaling the loss's gradient scales all of them"
         raise Refused("wrong kind", value.about("scale"), f"{value} was given", remedy)
     if not factor.ratio:
         raise Refused("wrong factor", value.about("scale"), "the factor is 0", "give zero_gradient instead")
@@ -128,7 +128,7 @@ def cast(value: Spec, dtype: str) -> Spec:
         remedy = f"give one of {', '.join(DTYPES)}, or none to cast back"
         raise Refused("other dtypes", op, f"{dtype!r} was given", remedy)
     if form.kind not in _CAST or (form.layer == 0 and form.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)):
-        given = f"{value} was given, which is in numbers of its own"
+        given = f"{value} was given, whose dtype is fixed"
         raise Refused("wrong kind", op, given, "cast weights, activations or gradients")
     if form.kind is Kind.WEIGHT and form.step:
         given = f"{value} was given, which this step has updated; a cast would lose its last bits for ever"
@@ -249,13 +249,13 @@ def _add_scalars(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec
             raise Refused("other values", op, given, "sum scalars of one step")
         if form.reduction is not Reduction.SUM:
             given = f"{name} gave {spec}, and only sums of squares add up to a norm"
-            raise Refused("no sum of squares", op, given, "give that of the gradients")
+            raise Refused("no sum of squares", op, given, "give the sum of squares of the gradients")
         mine, theirs = in_equal_pieces(Holds(mask, of), form.holds)
         if twice := mine.mask & theirs.mask:
             given = (
                 f"{numbered('part', twice)} of {mine.of} of the model would come from {name} and from an earlier one "
                 "as well; each parameter's square counts once"
             )
-            raise Refused("counted twice", op, given, "sum replicas on one of them", doubled=bits(twice))
+            raise Refused("counted twice", op, given, "count replicas on one rank only", doubled=bits(twice))
         mask, of = mine.mask | theirs.mask, mine.of
     return Spec(first.form.but(holds=Holds(mask, of)))

@@ -114,7 +114,7 @@ def incomplete_refusal(op: About, what: str, spec: Spec) -> Refused:
     missing = needed_slices(spec.form.kind, held, space) & ~term.bits
     who = "queries" if spec.form.kind is GRAD_KEYS_VALUES else "keys and values"
     lacks = f"{given_clause(what, spec)}; the {who} of {numbered('slice', missing)} of the sequence are missing in it"
-    return Refused("missing terms", op, lacks, "let it meet them, and add the parts", missing=bits(missing))
+    return Refused("missing terms", op, lacks, "attend to these as well, and add the parts", missing=bits(missing))
 
 
 @lru_cache(maxsize=1 << 14)

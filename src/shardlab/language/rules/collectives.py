@@ -141,7 +141,7 @@ def reduce(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Spec:
                 return Spec(united, cells, specs[0][2])
     if form.term is not None and form.term.merged:
         given = f"{specs[0]} is no term of a sum, since each rank has its own queries"
-        raise Refused("merged terms", op, given, "add what one rank's queries have met")
+        raise Refused("merged terms", op, given, "add these parts on the rank that has the queries")
     return arithmetic.add(op, specs, names)
 
 
@@ -281,19 +281,19 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
         if spec.form is not form and (
             spec.form.but(slices=()) is not form.but(slices=()) or (not spec.form.slices) != (not form.slices)
         ):
-            remedy = "let all give buffers of all experts, or all give some experts' buffers, of one layer"
+            remedy = "let all members give buffers of all experts, or all of some experts, of one layer"
             raise Refused("other values", op, f"{names[0]} gave {first} and {name} {spec}", remedy)
         if spec.cells.bit_count() != count_of_first:
             given = f"{names[0]} gave {first} and {name} {spec}"
-            raise Refused("other tokens", op, given, "give equally many microbatches")
+            raise Refused("other tokens", op, given, "give the same number of microbatches on all ranks")
     if count == 1:
         return list(specs)
     if all(spec.form is form for spec in specs):
         runs = _runs(form, index, count)
         if runs is None:
             held = counted(first.pieces(index).bit_count(), piece_noun(index))
-            given = f"{held} cannot be dealt evenly to {count} ranks"
-            raise Refused("does not divide", op, given, "let ranks meet that divide them")
+            given = f"{held} cannot be divided evenly among {count} ranks"
+            raise Refused("does not divide", op, given, "use a group whose size divides their number")
         cells, joined = unite_cells(op, specs, names)
         return [Spec(run, cells, joined) for run in runs]
     united = _united_runs(tuple([spec.form for spec in specs]), index)
@@ -302,7 +302,7 @@ def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: 
     dealt = divide_cells(first, count)
     if dealt is None:
         given = f"{first} does not divide among {count} ranks"
-        raise Refused("does not divide", op, given, "let each take equally many microbatches")
+        raise Refused("does not divide", op, given, "give each rank the same number of microbatches")
     if any(spec.cells != first.cells for spec in specs):
         given = f"{names[0]} gave {first} and {names[-1]} {specs[-1]}"
         raise Refused("other tokens", op, given, "give the same microbatches")
@@ -347,7 +347,7 @@ def _gathered_pieces(op: About, specs: Sequence[Spec], names: Sequence[str]) -> 
     """Return the concatenation of pieces of one index, for the same tokens."""
     first, index = specs[0], differing_index(op, specs, names)
     if not INDICES[index].gathered:
-        given = f"{first} was given, which does not lie beside others to be gathered"
+        given = f"{first} was given, which cannot be gathered"
         raise Refused("not gathered", op, given, INDICES[index].together)
     return first._replace(form=with_pieces(first.form, index, unite_pieces(op, specs, names, index)))
 
@@ -381,7 +381,7 @@ def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) 
     holds = first.holds
     for spec in specs:
         if spec.kind is not Kind.SCALAR or spec.step != first.step or spec.form.reduction not in mixes:
-            remedy = f"take a {reduction.value} of scalars of one step, all sums or all such themselves"
+            remedy = f"take the {reduction.value} of sums of squares of one step"
             raise Refused("other values", op, gave, remedy)
         mine, theirs = in_equal_pieces(holds, spec.holds)
         holds = Holds(mine.mask | theirs.mask, mine.of)

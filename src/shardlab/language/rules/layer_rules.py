@@ -61,13 +61,13 @@ _REDUCE_TERMS = (
 )
 
 _TAKES_OWN = (
-    "this {layer} layer's {index}s take their own {index}s of it and no others",
-    "give what this rank has of the layer before, ungathered, or gather the weight",
+    "this {layer} layer's {index}s read only the same {index}s of it",
+    "give this rank's part of the previous layer's output, ungathered, or gather the weight",
 )
 _TAKES_OWN_OF = {
     "expert": (
-        "experts compute on their own buffers and on no others",
-        "exchange the buffers by all_to_all, and give the weight of the slice that came",
+        "experts compute only on their own buffers",
+        "exchange the buffers by all_to_all, and give the weight of the slice that arrived",
     )
 }
 """Remedy for indices with a sentence of their own."""

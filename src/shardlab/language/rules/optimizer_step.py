@@ -153,7 +153,10 @@ def update(
         if (direction.layer, direction.step) != (layer, form.step):
             given = f"{direction} was given, with {gradient}"
             raise Refused(
-                "wrong layer" if direction.layer != layer else "wrong step", op, given, "give this step's own"
+                "wrong layer" if direction.layer != layer else "wrong step",
+                op,
+                given,
+                "give the direction of this layer and step",
             )
     if pieces is not None:
         _want_whole_matrices(op, held, direction, held.around(pieces))

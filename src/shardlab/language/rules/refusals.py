@@ -10,7 +10,7 @@ from shardlab.common.errors import About, Refused
 from shardlab.language.rules.kinds import ROW_KINDS, Kind
 from shardlab.language.rules.spec import Spec
 
-SAME_FACTOR_REMEDY = "scale them alike first, since values that are scaled by different factors do not belong together"
+SAME_FACTOR_REMEDY = "scale them by the same factor first, since values with different factors cannot be combined"
 """Remedy for gradients of unequal factors."""
 
 HOST, DISK = "host", "disk"
@@ -49,7 +49,7 @@ def require_compatible(op: About, first: Spec, spec: Spec, one: str, other: str)
     if spec.form.factor is not first.form.factor:
         raise Refused("other factors", op, f"{one} gave {first} and {other} {spec}", SAME_FACTOR_REMEDY)
     if spec.form.dtype != first.form.dtype:
-        raise Refused("other dtypes", op, f"{one} gave {first} and {other} {spec}", "cast them alike first")
+        raise Refused("other dtypes", op, f"{one} gave {first} and {other} {spec}", "cast them to the same dtype first")
     require_one_place(op, first, spec)
 
 
@@ -70,7 +70,7 @@ def offload(value: Spec, place: str) -> Spec:
         given = f"{value} was given, which is a term of a sum"
         raise Refused("missing terms", op, given, "reduce the terms first, over the ranks that have them")
     if form.kind is Kind.GRAD_WEIGHT and place == DISK:
-        given = f"{value} was given, and the disk keeps what nothing is added to"
+        given = f"{value} was given, and values on the disk cannot be added to"
         raise Refused("elsewhere", op, given, "offload it to the host")
     return value._replace(form=form.but(place=place))
 

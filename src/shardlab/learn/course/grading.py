@@ -254,7 +254,7 @@ def _plan(solution: Any) -> Plan:
         raise
     except Exception as error:
         line = at_line(line_of_error(error))
-        raise UserError(f"the function raised {type(error).__name__}: {error}{line}; mend it there") from error
+        raise UserError(f"the function raised {type(error).__name__}: {error}{line}; fix it there") from error
     if not isinstance(plan, Plan):
         raise UserError(f"the function returned {plan!r:.60}; return a Plan")
     return plan

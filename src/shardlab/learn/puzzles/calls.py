@@ -239,7 +239,7 @@ class PuzzleEvent:
 GRACE_SECONDS = 1.0
 """Seconds without an operation after which a rank counts as missing."""
 
-STOP = "the other ranks stop, mend it there"
+STOP = "the other ranks stop, fix it there"
 """Remedy in the refusals of waiting ranks when another rank has raised an error."""
 
 SETTLING_TURNS = 8
