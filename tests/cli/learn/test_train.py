@@ -11,13 +11,15 @@ import pytest
 from shardlab.cli import command_of, main
 from shardlab.cli.learn.train import FEWER_RANKS, MOST_PROCESSES, strategy_words, train_and_verify
 from shardlab.language import Mesh, UserError
-from shardlab.learn.course.catalogue import CourseEntry, course, find
+from shardlab.learn.course.catalogue import CourseEntry, course, find, gallery
 from shardlab.strategies.load import load
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
 
 REFUSED = {
     "tied_embeddings": "shardlab train --pp 2 --dp-shard 2 --shard-optimizer dp_shard --tied",
+    "tied_copies": "shardlab train --pp 2 --tied",
+    "shared_norm": "shardlab train --pp 2 --tied",
     "choose_plan": "shardlab simulate --model llama3-70b --cluster h100x64 --global-batch 128 --dp-shard 16 --tp 4 "
     "--shard-parameters dp_shard --shard-gradients dp_shard --shard-optimizer dp_shard --sequence-parallel",
 }
@@ -87,7 +89,7 @@ def test_a_training_that_is_too_short_to_be_compared_is_refused(
     assert "--steps is 3; to compare its steps with the prediction, give 15 or more" in capsys.readouterr().err
 
 
-RUNNABLE = [entry.name for entry in course() if entry.name not in REFUSED]
+RUNNABLE = [entry.name for entry in (*course(), *gallery()) if entry.name not in REFUSED]
 
 
 @pytest.mark.thorough

@@ -126,11 +126,12 @@ def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
             f"{entry.name} is a plan for {ranks} devices, and at most {MOST_PROCESSES} processes are started here; see "
             f"what its step consists of: shardlab simulate {size} {as_flags(chosen_fields(plan))}"
         )
-    if not isinstance(exercise.layers, int) and exercise.layers.tied and not exercise.layers.blocks:
+    if not isinstance(exercise.layers, int) and exercise.layers.tied:
+        shards = " --shard-optimizer dp_shard" if exercise.mesh.dp_shard > 1 else ""
         raise UserError(
-            f"{entry.name} ties its whole first layer to its last one, and models that are trained tie the embedding "
-            "and the head alone. A plan trains such a model on this mesh: shardlab train "
-            f"{as_flags(exercise.mesh.used)} --shard-optimizer dp_shard --tied"
+            f"{entry.name} has tied layers on two stages. In a model that is trained, the embedding is part of the "
+            "first block and the head of the last, so only a plan can tie them: shardlab train "
+            f"{as_flags(exercise.mesh.used)}{shards} --tied"
         )
     if exercise.kind == "plan":
         plan = getattr(load_module(file), entry.name)()
@@ -155,7 +156,7 @@ def _model_size(entry: CourseEntry) -> dict[str, Any]:
     layers = entry.exercise.layers
     if isinstance(layers, int):
         return {"layers": layers}
-    return {"layers": layers.block_count} | ({"tied": True} if layers.tied else {})
+    return {"layers": layers.block_count}
 
 
 def _with_strategy_flag(words: list[str]) -> list[str]:
