@@ -112,7 +112,7 @@ SLOW = (
 LONGEST = ("test_readme.py", "test_types.py")
 """Files whose tests take longest, over a minute of one core each."""
 
-# The machine is noisy, so there is no deadline; results repeat. `make verify-all` draws three times as many examples.
+# The machine is noisy, so there is no deadline; results repeat. `make verify-all` draws five times as many examples.
 settings.register_profile("shardlab", deadline=None, derandomize=True, max_examples=examples(100))
 settings.load_profile("shardlab")
 
