@@ -103,7 +103,7 @@ class PlainSteps(Callback):
             (self._folder / "times.json").write_text(json.dumps(self._rows[WARM_UP:]))
 
     def _batch(self) -> tuple[Tensor, Tensor]:
-        starts: list[int] = torch.randint(len(self._tokens) - MODEL.seq_len, (self._count,)).tolist()
+        starts = [int(start) for start in torch.randint(len(self._tokens) - MODEL.seq_len, (self._count,))]
         inputs, targets = (
             torch.stack([self._tokens[start + after : start + after + MODEL.seq_len] for start in starts])
             for after in (0, 1)
