@@ -22,7 +22,7 @@ def plans_of(asked: Problem, line: Candidate) -> list[Candidate]:
     return [each for each in found if each is not None]
 
 
-@pytest.mark.parametrize("limits", [Limits(most={"micro_batch_size": 1}), Limits({"pp": 2}, {}, 1)], ids=str)
+@pytest.mark.parametrize("limits", [Limits({"pp": 2}, {}, 1)], ids=str)
 def test_every_plan_of_a_line_is_in_the_space(limits: Limits) -> None:
     asked = replace(problem(4, 8, limits=limits), model=LLAMA)
     lines = set(every_line(asked))

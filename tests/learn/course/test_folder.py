@@ -14,6 +14,7 @@ from shardlab.language import UserError
 from shardlab.learn.course import folder as folders
 from shardlab.learn.course.catalogue import CourseEntry, all_entries, find
 from shardlab.learn.course.folder import PROGRESS, CourseFolder, grade_file
+from tests.support.thorough import sampled
 
 
 @pytest.fixture
@@ -161,7 +162,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("text", BROKEN)
+@pytest.mark.parametrize(
+    "text", sampled(BROKEN, lambda text: not text.startswith("while") and "load_batch" not in text)
+)
 def test_a_file_that_cannot_be_graded_is_refused_in_a_sentence(text: str, folder: CourseFolder) -> None:
     entry = find("ddp")
     folder.file(entry).write_text(text)

@@ -254,6 +254,7 @@ def convert(begin):
 """
 
 
+@pytest.mark.thorough  # tests/train/huggingface/test_adam.py measures the same with more state
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a part of a process's life")
 def test_a_process_that_converts_holds_two_chunks_and_a_few_pieces(tmp_path: Path) -> None:
     """The largest tensor has 4 MiB, and the model 44 MiB, in files of 10 MB. Mapped files count as well."""

@@ -27,6 +27,7 @@ from shardlab.train.huggingface import convert_weights, open_source
 from shardlab.train.job import Job
 from tests.support.memory_growth import kib_grown
 from tests.support.ranks import Ranks
+from tests.support.thorough import sampled
 from tests.train.checkpoint.runs import STEPS, saving_run, trained
 from tests.train.checkpoint.test_distributed import Decoder
 from tests.train.huggingface.folders import output_of, random_run
@@ -78,7 +79,7 @@ def contents(folder: Path) -> dict[tuple[str, int], list[torch.Tensor]]:
     }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", sampled(RUNS, {"experts", "bf16, with exact copies"}.__contains__))
 def test_a_run_goes_on_through_torchtitans_layout_to_the_bit(name: str, ranks: World, tmp_path: Path) -> None:
     job = job_of(name)
     folder = exported(ranks, tmp_path, job)
