@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +42,22 @@ def test_each_source_has_its_share_and_all_its_sequences_come_equally_often(
         places = Counter(place // SEQ_LEN for each, place in found if each == source)
         often = [places[number] for number in range(count)]
         assert max(often) - min(often) <= 1
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    st.sets(st.integers(1, 20)),
+    st.sampled_from([np.uint8, np.uint16, np.int64]),
+)
+def test_targets_are_the_next_tokens_but_where_a_document_begins(
+    numbers: list[int], starts: set[int], dtype: Any
+) -> None:
+    run = TokenRun(np.arange(100, 121).astype(dtype), np.array(sorted(starts), np.int64))
+    tokens, targets = run.cut(np.array(numbers), SEQ_LEN)
+    for number, row, next_tokens in zip(numbers, tokens.tolist(), targets.tolist(), strict=True):
+        places = range(number * SEQ_LEN, (number + 1) * SEQ_LEN)
+        assert row == [100 + place for place in places]
+        assert next_tokens == [-1 if place + 1 in starts else 101 + place for place in places]
 
 
 def test_epochs_have_other_orders() -> None:

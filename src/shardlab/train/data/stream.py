@@ -69,7 +69,7 @@ class TokenRun:
         """Return tokens and targets of some sequences, (numbers, seq_len) each. A target that does not count is -1."""
         first = numbers * seq_len
         sequences = np.asarray(self.tokens)[first[:, None] + np.arange(seq_len + 1)].astype(np.int64)
-        tokens, targets = np.ascontiguousarray(sequences[:, :-1]), np.ascontiguousarray(sequences[:, 1:])
+        tokens, targets = sequences[:, :-1].copy(), sequences[:, 1:].copy()  # targets are changed below
         if self.starts.size:
             lows, highs = (np.searchsorted(self.starts, start, "right") for start in (first, first + seq_len))
             for row, (low, high) in enumerate(zip(lows, highs, strict=True)):
