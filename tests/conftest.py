@@ -109,8 +109,24 @@ SLOW = (
 )
 """Beginnings of the paths of tests that take long in all, although few of them start ranks."""
 
-LONGEST = ("test_readme.py", "test_types.py")
-"""Files whose tests take longest, over a minute of one core each."""
+LONGEST = (
+    "test_readme.py",
+    "test_types.py",
+    "train/test_ends.py",
+    "test_hands_on.py",
+    "train/launch/test_ranks.py",
+    "train/test_hangs.py",
+    "test_benchmarks.py",
+    "planner/schedule_search/test_from_workload.py",
+    "train/checkpoint/test_resharding.py",
+    "train/huggingface/test_adam.py",
+    "train/test_passes.py",
+    "train/test_optimizers.py",
+    "train/test_tracing.py",
+    "train/verification/test_verify.py",
+    "cli/test_launch.py",
+)
+"""Files whose tests take longest, the longest first."""
 
 # The machine is noisy, so there is no deadline; results repeat. `make verify-all` draws five times as many examples.
 settings.register_profile("shardlab", deadline=None, derandomize=True, max_examples=examples(100))
@@ -123,27 +139,31 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: starts ranks, or its path begins as one of SLOW")
 
 
+def place_of(path: Path) -> str:
+    """Return a path in this folder, and an empty text for one elsewhere."""
+    return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
+
+
 def pytest_xdist_auto_num_workers() -> int:
-    """Return three workers for two cores: tests of launches and of hangs mostly wait."""
-    return max(1, len(os.sched_getaffinity(0)) * 3 // 2)
+    """Return two workers for each core: tests of launches and of hangs mostly wait."""
+    return 2 * len(os.sched_getaffinity(0))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file that `make check` leaves out."""
     if "not slow" not in config.option.markexpr or not collection_path.is_relative_to(TESTS):
         return None
-    place = collection_path.relative_to(TESTS).as_posix()
-    return True if f"{place}/".startswith(SLOW) else None
+    return True if f"{place_of(collection_path)}/".startswith(SLOW) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow tests, and begin with the files that take longest, so that no worker waits for another in the end."""
     for item in items:
         shares_processes = {"ranks", "warm"} & set(getattr(item, "fixturenames", ()))
-        place = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+        place = place_of(item.path)
         if shares_processes or item.get_closest_marker("starts_ranks") or place.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: LONGEST.index(place) if (place := place_of(item.path)) in LONGEST else len(LONGEST))
 
 
 def pytest_collection_finish() -> None:

@@ -68,7 +68,9 @@ def test_data_of_another_tokenizer_than_the_model_s_are_refused(lines: Path, tmp
 
 def test_tokens_of_unknown_meaning_are_refused_with_a_way_to_say_it(tmp_path: Path) -> None:
     np.arange(200, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    with pytest.raises(UserError, match=r"train.bin has tokens, not a text; say whose .* --tokenizer gpt2 --out"):
+    with pytest.raises(
+        UserError, match=r"train.bin has tokens, not a text; name their tokenizer .* --tokenizer gpt2 --out"
+    ):
         Corpus.open([DataSource(tmp_path / "train.bin")], 8)
     found = Corpus.open([DataSource(tmp_path / "train.bin")], 8, tokenizer=LLAMA)
     assert all_of(found) == list(range(200))
