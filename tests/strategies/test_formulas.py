@@ -143,7 +143,7 @@ def checked(name: str, ranks: int = 0, microbatches: int = 16) -> Checked:
 def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0, ranks: int = 0) -> float:
     """Evaluate a formula in layers, counting only this unit; `experts` of the layers are experts.
 
-    "D + E/n of W, G and O" says of each unit what is kept of its dense layers D and of its experts E.
+    "D + E/e of W, G and O" says of each unit what is kept of its dense layers D and of its experts E.
     """
     mesh = STRATEGIES[name].grid(ranks or STRATEGIES[name].ranks)
     names = {
@@ -151,6 +151,7 @@ def formula(name: str, unit: str, layers: float = LAYERS, experts: float = 0, ra
         "p": mesh.pp,
         "s": mesh.dp_shard,
         "t": mesh.tp,
+        "e": mesh.ep,
         "v": 2,
         **dict.fromkeys(UNITS, 0),
         unit: layers,

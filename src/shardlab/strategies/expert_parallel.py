@@ -10,7 +10,7 @@ from shardlab.strategies.registry import built_in, expert_parallel_mesh
 @built_in(
     "the batch and the experts",
     sends="4 * (e - 1) / e * L * k * A + 2 * (e - 1) / e * D",
-    keeps="D + E/n of W, G and O",
+    keeps="D + E/e of W, G and O",
     source="Lepikhin et al. 2020, GShard, arXiv 2006.16668",
     mesh=expert_parallel_mesh,
     order=8,
