@@ -50,13 +50,15 @@ def test_the_sentence_says_by_how_much_and_what_dominates() -> None:
     step = workload(Plan(Mesh(dp_shard=8)), 2**28)
     peak = step.estimate().peak
     sentence = refusal(Plan(Mesh(dp_shard=8)), 2**28)
-    assert f"{peak.bytes / 2**20:.1f} MiB of 256.0 MiB, {(peak.bytes - 2**28) / 2**20:.1f} MiB too much" in sentence
+    needed, excess = peak.bytes / 2**20, (peak.bytes - 2**28) / 2**20
+    assert f"{needed:.1f} MiB but has 256.0 MiB: {excess:.1f} MiB too much" in sentence
     assert "most of it is optimizer" in sentence
 
 
 def test_amounts_that_are_nearly_equal_are_told_apart() -> None:
     peak = workload(Plan(Mesh(dp_shard=8)), 2**28).estimate().peak
-    found = re.search(r"would hold ([\d.]+ \w+) of ([\d.]+ \w+)", refusal(Plan(Mesh(dp_shard=8)), peak.bytes - 2**12))
+    sentence = refusal(Plan(Mesh(dp_shard=8)), peak.bytes - 2**12)
+    found = re.search(r"would need ([\d.]+ \w+) but has ([\d.]+ \w+)", sentence)
     assert found
     assert found[1] != found[2]
 

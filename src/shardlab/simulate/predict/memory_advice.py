@@ -202,12 +202,12 @@ def require_memory(workload: Workload, peaks: Sequence[Peak], whole: Blocks | No
     if held.fits:
         return held
     most = max(peak.by_category, key=lambda category: peak.by_category[category])
-    beyond = f", {bytes_text(held.needed - peak.bytes, 1)} of it beyond tensors" if held.needed > peak.bytes else ""
+    beyond = f" ({bytes_text(held.needed - peak.bytes, 1)} of it not tensors)" if held.needed > peak.bytes else ""
     needed, room = (bytes_text(bytes, 1) for bytes in (held.needed, held.capacity))
     if needed == room:
         needed, room = (bytes_text(bytes, 3) for bytes in (held.needed, held.capacity))
     raise UserError(
-        f"rank {peak.rank} would hold {needed} of {room}{beyond}, "
+        f"rank {peak.rank} would need {needed}{beyond} but has {room}: "
         f"{bytes_text(held.needed - held.capacity, 1)} too much ({peak.cause}); most of it is {most}, "
         f"{bytes_text(peak.by_category[most], 1)}; {advice(workload, held, whole)}"
     )
