@@ -115,19 +115,19 @@ class KeptWeights:
     """Memory of one rank that lasts from step to step, and the values that its tape writes there.
 
     Attributes:
-        loaded: loaded weight to the memory of which it is a view, in the tape's order.
+        loaded: the memory that each loaded weight views, in the tape's order.
         place_of: memory to its place (the `place` of a form).
-        roots: slice to the value of which it is a view, as from `view_roots`.
+        roots: the value that each slice views (from `view_roots`).
         owners: value to the value in whose memory it lies, for slices and for new weights. An update writes a new
             weight over the kept weight or over the copy that it reads.
-        copied_updates: index of each update that writes to a copy, since the weight is kept in another place, to the
-            memory that keeps it.
-        refreshed: indices of the copied updates whose copy may have been rounded, or comes from another rank. The kept
-            weight is copied there before the update.
-        final: weight at the end of the step to the memory from which the next step loads it.
-        arriving: final weights that a communication delivers into kept memory. The communication must only move values,
-            and the old weight and its slices must have ended. (The buffer of a reduction has other contents until the
-            reduction completes.)
+        copied_updates: for each update that writes to a copy, because the weight is kept in another place: its index,
+            and the memory that keeps the weight.
+        refreshed: indices of the copied updates whose copy may have been rounded, or comes from another rank. Before
+            the update, the kept weight is copied into that copy.
+        final: for each weight that the step leaves behind: the memory from which the next step loads it.
+        arriving: final weights that a communication delivers into kept memory. Only communications that move values
+            qualify (a reduction's buffer holds other contents until it completes), and only after the last use of the
+            old weight and its slices.
     """
 
     def __init__(self, tape: Sequence[Op], specs: Mapping[int, Spec]) -> None:

@@ -1,8 +1,8 @@
 """`shardlab compare RUN ...`: compare a traced run with its prediction, or several runs with each other.
 
-One run: `read_trace` reads the trace, `shardlab.simulate` predicts the same tapes, and `comparison_report` shows the
-step, the ranks and their kinds of op. Several runs: `run_figures` and `common_steps` collect the figures of the runs,
-which need no trace, and `runs_report` shows them.
+One run: `read_trace` reads the trace, `shardlab.simulate` predicts the times of its tapes, and `comparison_report`
+compares the step, each rank and its kinds of op. Several runs: `run_figures` and `common_steps` collect the figures of
+the runs (no trace is needed), and `runs_report` shows them.
 """
 
 from __future__ import annotations

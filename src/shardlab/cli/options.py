@@ -4,7 +4,8 @@ A command is a frozen dataclass, and tyro makes an option of each field. This fi
 
 1. types of single options, such as `Count` or `NewFile`, as annotations that tell tyro how to parse and explain them;
 2. `Pictures`, the options for files that show a step, which a command takes as one field;
-3. functions that read or refuse values: switches, `--costs`, new files, and the tokens of a step.
+3. functions that read or refuse the values of options: `--x`/`--no-x` pairs, `--costs`, files to write, and the size of
+   the global batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read torchtitan's configurations in Python: functions that return a `Trainer.Config`.
 
-The code is not run. `read_python` parses it, and follows assignments, calls of functions of the same file and of
-torchtitan's registry, and numbers. What it does not follow becomes a setting with a variable, which a prediction asks
-for, or a note.
+The code is not run. `read_python` parses it, and follows assignments, arithmetic with numbers, and calls of functions
+of the same file and of torchtitan's registry. An expression that it does not follow becomes a setting whose value is a
+variable; a prediction asks for that value. A statement that it does not follow becomes a note.
 
 Source: pytorch/torchtitan at b5bcd76c66d0acb1a08b176d9639425bc55e0b2a, torchtitan/config/README.md and
 models/llama3/config_registry.py; release 0.3.0 has the same form.

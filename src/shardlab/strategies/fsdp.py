@@ -1,4 +1,8 @@
-"""Fully sharded data parallel: each rank stores 1/n of every layer (ZeRO stage 3, Rajbhandari et al. 2020)."""
+"""Fully sharded data parallel: each rank stores 1/n of every layer (ZeRO stage 3, Rajbhandari et al. 2020).
+
+This program gathers a layer only when it needs it, without prefetching. Plans such as `zero-3` prefetch
+(`shardlab.strategies.plan.sharding`).
+"""
 
 from shardlab.language import Rank
 from shardlab.strategies.registry import built_in

@@ -77,16 +77,19 @@ class StrategyEntry:
         ranks: default number of ranks.
         columns: whether the program needs a model whose layers are all split by columns.
         plan: function from a number of ranks to the plan (None: the strategy is a program without a plan).
-        memory: formula of the model state that one rank stores. W is the weights, G the gradients, O the optimizer
-            state; of a mixture, D is the dense layers and E the experts. There are n ranks: p along the pipeline with v
-            stages each, s along dp_shard, t along tp. The formula leaves out activations and one or two gathered
+        memory: formula of the model state that one rank stores. It leaves out activations and one or two gathered
             layers.
-        sends: formula of the elements sent by the rank that sends most, as a Python expression of all weights W, of
-            which D are dense, and of a microbatch's activation A. There are L layers (of cut models, blocks) and m
-            microbatches, k of them for each of d data-parallel ranks. There are r ranks along dp_replicate, c along cp
-            and e along ep.
+        sends: formula of the elements sent by the rank that sends most, as a Python expression.
         order: position in listings. The nine programs have 1 to 9, a user's programs 50, and plans 100.
         passes: names of the tape passes (None: those of the plan, if any); see `Plan.passes`.
+
+    Symbols of `memory` and `sends`:
+        W, G, O: all weights, gradients and optimizer state. D and E: those of the dense layers and of the experts.
+        A: elements of a microbatch's activation.
+        L: layers (blocks, if layers are cut at half-blocks).
+        m: microbatches in all. k = m / d: microbatches of each of d data-parallel ranks.
+        n: ranks. p: ranks of a pipeline, with v stages each. r, s, c, t, e: ranks along dp_replicate, dp_shard, cp, tp,
+            ep.
     """
 
     name: str

@@ -1,9 +1,12 @@
 """Ranks that die or hang: their detection, and one report of where every rank was.
 
 `Watch` looks at the ranks of a host. It reads the progress that each rank writes to shared memory, and asks the kernel
-for the state of the processes, so it needs no help from a rank. If `shardlab train` has started the ranks, its own
-process runs the watch. Under a launcher such as torchrun there is no such process: each rank has a `Watchdog`, a thread
-that watches the ranks of its host, and the first rank that still runs reports for the host.
+for the state of the processes, so it needs no help from a rank. `Watch` only detects and reports.
+
+If `shardlab train` has started the ranks, its own process runs the watch, and then ends the ranks
+(`shardlab.train.launch.processes`). Under a launcher such as torchrun there is no such process: each rank has a
+`Watchdog`, a thread that watches the ranks of its host. The first rank that still runs reports for the host, and ends
+the ranks that cannot end themselves.
 
 `report_text` formats a report. `TapeWaits` finds from the positions on the tapes which rank waits for which others, and
 in which op. The last functions read the state of a process and its Python stack.

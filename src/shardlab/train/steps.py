@@ -3,9 +3,9 @@
 `Training` runs the steps. Iterating over it yields a `StepResult` for each step. `Callback` is the base class of all
 observers of a training: validation, checkpoints, records, and those of users.
 
-The ranks exchange one message a step: the sum of a vector over all ranks. It holds the loss, each rank's times, memory
-and gradient norm, and whether a rank wants to stop. The sum is asynchronous, so a step's result is known while the next
-step runs already.
+The ranks exchange one message a step: the sum of a vector over all ranks. The vector holds the loss, whether a rank
+wants to stop, and, in separate elements for each rank, its times, memory and gradient norm. The sum is asynchronous, so
+a step's result is known only while the next step runs.
 
 The functions at the end compute the figures in a line of `metrics.jsonl`; docs/training.md defines them.
 """

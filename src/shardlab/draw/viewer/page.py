@@ -1,8 +1,8 @@
 """Page of a step as one HTML file: the packed tables, and the scripts and the style from `assets`.
 
-The scripts are modules that import each other, so that Node can test each of them. `joined_scripts` joins them into one
-module, in the order of `SCRIPTS`, since a page that is opened from a disk may not import other files. Top-level names
-of different scripts must therefore differ. The page's content security policy forbids it to load anything.
+The scripts are modules that import each other, so that Node can test each of them. A page opened from a disk may not
+import other files, so `joined_scripts` joins them into one module, in the order of `SCRIPTS`. Top-level names of
+different scripts must therefore differ. The page's content security policy forbids it to load anything.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ def compare_rank(
 
     Args:
         turns: number of timed steps of each side.
-        transport: "shared" or "gloo" for both sides (empty: shared memory if all ranks can share it; on a GPU, NCCL).
+        transport: "shared", or the device's backend, for both sides (empty: shared memory if all ranks can share it,
+            otherwise the device's backend: gloo, or NCCL on a GPU).
 
     Raises:
         UserError: if the transport is not available.

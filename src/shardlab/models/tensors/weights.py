@@ -224,8 +224,9 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 class TensorFiles:
     """Tensors of safetensors files by name. Only the requested parts are read.
 
-    Files are mapped read-only, because a limit on a process's memory counts writable mappings. Pages of all open files
-    are released after reading, so that the process does not seem to use the memory of whole files.
+    Files are mapped read-only, because RLIMIT_DATA (`ulimit -d`) counts private writable mappings. After every
+    `RELEASED_BYTES` that are read, the pages of all open files are released, so that they do not count as memory of the
+    process.
 
     Args:
         paths: the files.

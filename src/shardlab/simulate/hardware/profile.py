@@ -87,15 +87,15 @@ class Profile:
         messages: from one rank to another (None: not measured).
         kernels: by family and dtype, while all cores or devices are busy. Families are "matmul", "attention", "update",
             "pointwise", and "pointwise:NAME" for a pointwise kernel with a separate speed. All but "update" also exist
-            with the suffix "_backward". The `launch` of "op:NAME" is the time of each op of this name beside its
-            kernels.
+            with the suffix "_backward". For the key "op:NAME", `launch` is the time that each op of this name
+            takes in addition to its kernels.
         memory: bytes that all CPU ranks share, or that each device has.
-        layers: the measured points to which the kernels were fitted.
+        layers: measured times of layers, to which the rates in `kernels` were fitted.
         alone: the same as `kernels`, measured while one core or device is busy and the others are idle.
         contention: seconds that compute loses for each second in which a collective is in flight: 0 if they share no
             resource, 1 if they take turns.
-        lag: further time that a rank loses when it waits for a collective or a message. It is only measured on
-            collectives.
+        lag: time that a rank loses at a wait for a collective or a message, beyond the wait and `contention`. It is
+            measured only on collectives.
         peaks: FLOP/s of the fastest matrix product, by dtype and number of processes that compute at once.
     """
 

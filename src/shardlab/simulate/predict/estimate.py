@@ -94,7 +94,8 @@ class Estimate:
     def exposed(self) -> dict[tuple[str, str], float]:
         """Share of the step in which compute waits for communication, by (kind, axis), the mean over ranks.
 
-        A wait counts from the arrival of the last member, when the communication runs or is queued behind another.
+        A wait counts only after the last member has arrived. From then on, the communication runs or is queued behind
+        another one.
         """
         waited: dict[tuple[str, str], float] = defaultdict(float)
         for row, tape in enumerate(self.traced.program.tapes):

@@ -31,7 +31,7 @@ class Prices(Protocol):
         blocking_p2p: share of a message's time in which its sender does not compute.
         contention: seconds that compute loses for each second in which a communication of its rank is in flight: 0 if
             they share no resource, about 1 if they take turns on one core.
-        lag: further time that a rank loses when it waits for a collective or a message.
+        lag: time that a rank loses at a wait for a collective or a message, beyond the wait and `contention`.
         adds_in_backward: whether the time of a BACKWARD includes adding its gradient to an older one. The corresponding
             ADD on the tape then takes no time (see `shardlab.check.in_place`).
     """

@@ -55,7 +55,7 @@ class Corpus:
     Attributes:
         training, validation: sequences on which a model is trained, and sequences on which it is evaluated.
         tokenizer: maps the tokens to text.
-        origins: origin of each source.
+        origins: where each text or folder comes from (see `Origin`).
         notes: sentences about the texts that were encoded: their tokenizer, and characters without a token.
     """
 

@@ -62,7 +62,8 @@ class Converted:
     Attributes:
         folder, form: the new folder, and its format.
         model: kind of the model.
-        parameters: elements of all tensors, including zeros for biases that the model does not have.
+        parameters: number of elements of all written tensors. Biases that the model lacks are written as zeros, and
+            counted.
         tensors: number of tensors.
         files: names of all files.
         left_out: states in the source that are not weights, such as the optimizer's.

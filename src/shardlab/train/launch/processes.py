@@ -147,7 +147,11 @@ def run_processes(
 
 
 class RankProcesses:
-    """Started processes of the ranks, their reports and their ends."""
+    """Started processes of the ranks, their reports and their ends.
+
+    If a rank fails or is killed, the other ranks are killed after `REPORT_SECONDS`, and `outcome` raises the rank's
+    `UserError`, or else an error that names the rank at fault. If a rank hangs, all are killed at once.
+    """
 
     def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch

@@ -1,9 +1,9 @@
-"""Steps of the ranks of a pipeline, computed once for each state of a rank and each kind of step.
+"""Steps of pipeline ranks, each computed once per kind of rank, state of the rank, and kind of step.
 
-A `StepCompressor` turns a rank's schedule into a list of `CompressedStep`s: `row` returns their entries for the clocks,
-and `peak` adds up their bytes. Ranks with the same kinds of layers, weights and neighbours share one `RankKind`, which
-runs a single rank and caches the result of each step. With more microbatches the schedule is longer, but few of its
-steps are new.
+A `StepCompressor` turns a rank's schedule into a list of `CompressedStep`s. `row` returns their timed events (entries),
+from which the clocks compute the step time, and `peak` finds the most bytes that the rank holds. Ranks with the same
+kinds of layers, weights and neighbours share one `RankKind`, which runs a single rank and caches the result of each
+step. With more microbatches the schedule is longer, but few of its steps are new.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class StepCompressor:
     """Steps of a workload's ranks for any number of microbatches. Repeated parts are computed once.
 
     Args:
-        sample: bytes and seconds of the passes, measured on a sample of the workload.
-        model: the model with fewer blocks, whose schedule the ranks run.
+        sample: bytes and seconds of each pass, measured on a three-block part of the workload (see `sample`).
+        model: the workload's model with fewer blocks. Ranks run its plan, and their steps are extended to the whole
+            model.
 
     Attributes:
         kinds: the kinds of ranks seen so far.
