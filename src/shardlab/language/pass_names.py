@@ -102,7 +102,7 @@ PASS_NAMES = {
     "prefetch": USES_AHEAD,
     "receive-early": USES_AHEAD,
     "bucket": "buckets at least",
-    "defer": "more under way",
+    "defer": "reductions in flight",
     "update-early": "",
     "fuse-steps": "gathers of the next step",
     "copy-early": USES_AHEAD,
@@ -237,6 +237,7 @@ class Lag:
 
     The rank whose data arrives first resumes computing at once. The communication of the other rank then has no core
     until the first rank stops or the system's scheduler intervenes.
+
     Attributes:
         share: lost seconds per second that a rank has computed since it last waited.
         most: upper limit of the seconds lost at one wait.

@@ -201,7 +201,7 @@ READERS: list[Callable[[str], object]] = [
         ("prefech", "there is no pass 'prefech'; did you mean prefetch"),
         ("", "there is no pass ''; there are all, none, tile, offload"),
         ("defer,none", "there is no pass 'none'; there are all, tile, offload"),
-        ("defer=0", r"the pass defer was given '0'; it takes a whole number, 1 or more \(more under way\)"),
+        ("defer=0", r"the pass defer was given '0'; it takes a whole number, 1 or more \(reductions in flight\)"),
         ("defer=", "the pass defer was given ''"),
         ("prefetch=2~x", "the pass prefetch was given '2~x'; it takes a whole number, 1 or more"),
         ("defer=2~1", "the pass defer was given '2~1'"),

@@ -137,9 +137,10 @@ REDUCTIONS = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE, OpKind.REDUCE}
 
 
 def defer(checked: Checked, ahead: int) -> Tapes:
-    """Await each reduction of a gradient, and update by it, after `ahead` more reductions have started.
+    """Delay the wait for each reduced gradient while later reductions start, and update right after the wait.
 
-    So gradients are reduced while gradients of earlier layers are computed.
+    Both move to just before the `ahead`-th reduction after it, or to the end of the step, so at most `ahead` reductions
+    are in flight. Gradients are then reduced while gradients of earlier layers are computed.
 
     Raises:
         CannotApply: if no gradient is reduced.
@@ -202,7 +203,9 @@ OFFLOAD, RELOAD = OpKind.OFFLOAD, OpKind.RELOAD
 
 
 def early_copies(checked: Checked, ahead: int) -> Tapes:
-    """Start each reload `ahead` uses of reloaded values early, and await each offload after `ahead` more have started.
+    """Start each reload `ahead` uses of reloaded values early, and let up to `ahead` offloads be in flight at once.
+
+    An offload is awaited just before the `ahead`-th offload after it starts.
 
     Raises:
         CannotApply: if nothing is copied.

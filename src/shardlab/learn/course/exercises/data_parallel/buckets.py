@@ -19,7 +19,8 @@ The solution is not a program but a plan: the settings from which Shardlab gener
 program. Here 64 ranks train 8 layers with data parallelism. These settings matter:
 
     passes="bucket=4,defer=1"  join the reductions into at least 4 buckets, and await
-                               each of them when 1 more reduction has started
+                               each of them just before the next one starts
+                               (defer=2: before the second next one)
     reduce_at="layer"          reduce while backward passes continue ("step": after)
 
 A reduction that is awaited later hides behind more backward passes, but its gradients
