@@ -86,7 +86,7 @@ def tried(strategy: str, holds: str) -> Iterator[tuple[Checked, dict[str, Any]]]
 
 
 def compare(row: Row, title: str, measured: Callable[[Checked], float]) -> None:
-    steps = list(tried(row["strategy"], row["holds for"]))
+    steps = list(tried(row["strategy"], row["valid for"]))
     assert steps
     for checked, symbols in steps:
         assert measured(checked) == pytest.approx(eval(row[title], {"__builtins__": {}}, symbols), rel=NORMS), symbols
