@@ -159,13 +159,13 @@ def test_a_pass_that_cannot_apply_says_why(name: str, strategy: Strategy, ranks:
     (_, alone) = run_passes(program, [PASSES[name]])
     assert (alone.applies, alone.setting) == (False, None)
     assert why in alone.why_not
-    with pytest.raises(UserError, match=f"the pass {name} has nothing to do: {why}.*; leave it out$"):
+    with pytest.raises(UserError, match=f"the pass {name} has nothing to do: {why}.*; leave the pass out$"):
         run_named(program, name)
     assert all(each.name != name or each.why_not == alone.why_not for each in run_named(program, "all"))
 
 
 def test_no_gradient_is_final_before_the_norm_of_all() -> None:
-    with pytest.raises(UserError, match="gradients are clipped by a norm, so none is final before the last"):
+    with pytest.raises(UserError, match="gradients are clipped by their common norm, so no gradient is final"):
         run_named(checked_plan("zero-3"), "update-early")
 
 

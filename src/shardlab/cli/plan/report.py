@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardlab.planner.workers import Answer, Change
 
 
-PATH_NOTE = "ops and waits that add up to the step; of a message and compute beside it, only the last to end counts"
+PATH_NOTE = "ops and waits that add up to the step; if a message overlaps compute, only the one that ends last counts"
 """Explanation of the critical path, whose share of compute is smaller than the step's."""
 
 NODE_WIDTH = 10

@@ -252,12 +252,12 @@ def early_updates(checked: Checked, _: int) -> Tapes:
     """Run every update as soon as its gradient is final, beside the remaining communication.
 
     Raises:
-        CannotApply: if nothing is updated, or if gradients are clipped, since none is final before the norm of all.
+        CannotApply: if nothing is updated, or if gradients are clipped, since no gradient is final before their norm.
     """
     if not checked.trains:
         raise CannotApply("nothing is updated")
     if checked.clips:
-        raise CannotApply("gradients are clipped by a norm, so none is final before the last")
+        raise CannotApply("gradients are clipped by their common norm, so no gradient is final until all are")
     return reordered(checked, _wish_early_updates)
 
 

@@ -192,7 +192,7 @@ def run_named(checked: Checked, names: str, goal: Goal | None = None) -> list[Pa
     by_name = {each.name for each in named_passes(names) if each.by_name}
     for each in found:
         if not each.applies and each.name in by_name:
-            raise UserError(f"the pass {each.name} has nothing to do: {each.why_not}; leave it out")
+            raise UserError(f"the pass {each.name} has nothing to do: {each.why_not}; leave the pass out")
     return found
 
 
