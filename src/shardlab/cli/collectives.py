@@ -219,7 +219,8 @@ def short(numbers: Numbers, width: int, *, times: bool = False) -> str:
 
 
 def diagram(ranks: int, gives: Collection[int], takes: Collection[int], label: str) -> list[str]:
-    """Draw lines from the ranks that give, through the label, to the ranks that receive, as one text for each rank.
+    """Return one line of text for each rank: a drawing of lines from the ranks that give, through the label, to the
+    ranks that receive.
 
     >>> diagram(3, [0, 1, 2], [0, 1, 2], "sum")
     ['──┐       ┌─▶', '──┼─ sum ─┼─▶', '──┘       └─▶']

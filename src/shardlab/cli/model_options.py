@@ -187,7 +187,9 @@ class ModelOptions:
         return with_written(model, values, name)
 
     def apply(self, model: Blocks, source: str) -> Blocks:
-        """Return a model with the fields that the options set. If the options name a model, it replaces this one.
+        """Return a model with the fields that the options set.
+
+        If the options name a model, their fields are set on that model instead of `model`.
 
         Args:
             source: name of the model in error messages.

@@ -248,7 +248,7 @@ def costs_of(text: str) -> Prices:
     """Parse --costs: the name `teaching` or `puzzle`, or a list of times.
 
     A text such as `forward=18.5,backward_input=18.1,backward_weight=9.3,send=0.6` gives the time of some ops, in any
-    unit. Other costs are 0. A send occupies its link, which carries any number of messages at once.
+    unit. Other costs are 0. A send's time is only latency: a link carries any number of messages at once.
 
     Raises:
         UserError: for a word that is not NAME=TIME, an unknown name, or a name that is given twice.

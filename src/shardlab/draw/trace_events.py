@@ -3,7 +3,7 @@
 The format is the JSON of Google's "Trace Event Format",
 docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (also
 perfetto.dev/docs/getting-started/other-formats), with complete events "X", metadata "M", flows "s" and "f", and
-counters "C". Times are in microseconds. A time unit is shown as a second.
+counters "C". Times are in microseconds; a timeline without seconds is shown with 1 s for each of its time units.
 
 Each rank is shown as a process, and each of its streams as a thread. Spans of one thread may not overlap
 (perfetto.dev/docs/faq), so a stream with overlapping ops gets several threads, called its lanes.

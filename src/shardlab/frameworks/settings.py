@@ -146,15 +146,15 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyTable:
-    """Vocabulary of a framework.
+    """Configuration keys of a framework.
 
     Attributes:
         framework: its name.
         source: repository, files and commits from which the keys and their defaults are taken.
-        keys: keys that matter, by meaning.
-        ignored: reasons why keys do not matter, by pattern.
-        unpredicted: what is missing in the prediction, by pattern.
-        versions: patterns of keys that only one version has, by version.
+        keys: from Shardlab's name of a setting (its meaning) to the framework's key.
+        ignored: from a pattern of keys to the reason why they do not matter.
+        unpredicted: from a pattern of keys to what a prediction lacks because of them.
+        versions: from a version to patterns of keys that only this version has.
         data: further tables of the file.
     """
 

@@ -149,13 +149,13 @@ class CommunicationVerbs(Tracer):
         Args:
             value: a gradient, a term of an activation, or a scalar.
             axis: the mesh axis along which the members lie (None: all ranks).
-            among: numbers of the members, all along `axis` (None: all ranks along it). Every member must pass the same
-                numbers in the same order.
+            among: global numbers of the member ranks. All must lie in this rank's group along `axis` (None: the whole
+                group). Every member must pass the same numbers in the same order.
             reduction: how the values are combined (see `By`).
 
         Raises:
             Refused: when a contribution would be counted twice, when the members hold different slices, and for a mean
-                of different gradients.
+                of gradients that are not equal on all members.
         """
         call = call_of(_ALL_REDUCE, -1, self._reduction("all_reduce", reduction))
         return self._collective(call, value, self._members("all_reduce", axis, among))

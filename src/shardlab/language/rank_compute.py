@@ -61,7 +61,7 @@ class ComputeVerbs(Tracer):
                 the other parts. The gradients of the layer's inputs and weight are then terms of a sum.
 
         Returns:
-            The output; a tuple if `inputs` is one.
+            The output; a tuple if `inputs` is a tuple.
 
         Raises:
             Refused: for a stale or incomplete weight, for inputs of another layer, for inputs that do not belong
@@ -140,7 +140,7 @@ class ComputeVerbs(Tracer):
             activation, gradients, weight: as in `backward`.
 
         Returns:
-            The gradient of the input; a tuple if `gradients` is one.
+            The gradient of the input; a tuple if `gradients` is a tuple.
 
         Raises:
             Refused: as `backward` does.

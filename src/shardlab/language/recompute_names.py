@@ -3,12 +3,12 @@
 Programs recompute whole blocks, or only attention's scores. Frameworks can also recompute other parts of a block. Such
 recomputation can be predicted (`shardlab.models.recomputation`), but not executed:
 
-- `PER_OP`: everything but attention's result and every second product (torchtitan's selective activation
-  checkpointing, torchtitan/distributed/activation_checkpoint.py at b5bcd76c);
-- `MODULES`, joined by +: Megatron-LM's --recompute-modules (megatron/core/transformer/transformer_config.py at
-  d98e8a64);
-- `POLICIES`: everything but the named results (MaxText's remat_policy, src/maxtext/layers/nnx_decoders.py,
-  get_remat_policy, at e591f30c).
+- `PER_OP` recomputes everything except attention's result and every second matrix product, which are kept
+  (torchtitan's selective activation checkpointing, torchtitan/distributed/activation_checkpoint.py at b5bcd76c).
+- `MODULES`, joined by +, recompute the named modules (Megatron-LM's --recompute-modules,
+  megatron/core/transformer/transformer_config.py at d98e8a64).
+- `POLICIES` recompute everything except the results listed for the policy (MaxText's remat_policy,
+  src/maxtext/layers/nnx_decoders.py, get_remat_policy, at e591f30c).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ POLICIES: Mapping[str, frozenset[str]] = {
     "save_qkv_proj": frozenset({"qkv_proj"}),
     "save_out_proj": frozenset({"out_proj"}),
 }
-"""The results that each of MaxText's policies keeps: queries, keys and values as inputs of attention; attention's
-output
+"""Results that each of MaxText's policies keeps: queries, keys and values as inputs of attention; attention's output
 projection; the first and last product of the feed-forward; and attention's result (context)."""
 
 

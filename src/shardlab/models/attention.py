@@ -46,7 +46,7 @@ class Projection(GroupedHeads):
     """Linear map of normalised features `x` to queries `q` (rows, T, width), and keys and values `kv` (rows, T, 2
     kv_width).
 
-    It is cut by heads.
+    Tensor parallelism splits it by heads.
 
     Attributes:
         hidden_size: features C of a token.

@@ -1,9 +1,10 @@
 """Cutting of models into finer layers, so that programs can communicate between them and slice them over ranks.
 
-`cut_for` decides how a mesh and a plan cut a model. `cut` splits the blocks around their bodies, and `cut_at_tie` turns
-the embedding and the head into separate layers. Both return a `CutModel`. `sampled` and `Repeated`, at the end,
-describe a model with identical blocks by three of them: the first, one in the middle, and the last. Leading blocks that
-differ from the others come before these.
+`cut_for` decides how a mesh and a plan cut a model. `cut` splits the blocks around their bodies. A body is a run of
+matrices that ranks compute in slices: all slices read one tensor, and each computes a term of one sum. `cut_at_tie`
+turns the embedding and the head into separate layers. Both functions return a `CutModel`. `sampled` and `Repeated`, at
+the end, describe a model with identical blocks by three of them: the first, one in the middle, and the last. Leading
+blocks that differ from the others come before these.
 """
 
 from __future__ import annotations
@@ -326,9 +327,8 @@ class Repeated:
 def _bodies(steps: Sequence[Step]) -> list[int]:
     """Return the steps at which bodies begin and end.
 
-    A body begins with the step that reads a tensor shared by its slices, and ends with the step whose slices are terms
-    of a sum. A step that mixes tokens and is not cut, such as routing, also begins a layer, because it needs whole
-    sequences.
+    A body begins with a step whose slices all read one tensor, and ends with a step whose slices are terms of a sum.
+    The first step that mixes tokens and is not cut, such as routing, also begins a layer: it needs whole sequences.
     """
     return [
         number

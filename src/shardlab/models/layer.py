@@ -163,7 +163,7 @@ class Run:
 
     @cached_property
     def keeps_inputs(self) -> tuple[bool, ...]:
-        """Whether each input is kept: the activation, then the values beside it."""
+        """Whether each input is kept: the activation, then any other inputs, such as a router's outputs."""
         kept = {self.read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
         values = (self.inputs[:1], *self.carried_inputs.values())
         return tuple(any(Made(name, INPUT) in kept for name in names) for names in values)
@@ -176,10 +176,11 @@ class Run:
         return Kind.RESIDUAL in self.carried_outputs and made.step != INPUT and made in kept
 
     def saved_for_weight(self, rows: int) -> int:
-        """Return how many elements of `saved` remain between the halves of a split backward pass.
+        """Return the number of elements kept between the halves of a split backward pass.
 
-        They include the gradients that the first half leaves for the second, except those of the layer's outputs and of
-        its vectors.
+        These are the rest of `saved`, and the gradients that the first half leaves for the second. Not counted:
+        gradients of the layer's outputs (its caller keeps them) and of vector parameters (the first half computes
+        them).
         """
         kept: set[Made] = set()
         gradients: set[Made] = set()

@@ -1,12 +1,11 @@
 """Lines: the sets of plans between which the search moves.
 
 A line is a set of plans that differ only in the share of their blocks that is recomputed. It is represented by the
-candidate that recomputes nothing (or only attention's scores, for a model with dropout). `with_share` returns the other
-plans. The share is not a move of the search, because each line has one best share: the smallest that fits.
+candidate that recomputes no whole block (at most attention's scores, or parts of every block). `with_share` returns the
+other plans. The share is not a move of the search, because each line has one best share: the smallest that fits.
 
-`seeds` lists the lines that an expert tries first. `neighbours` lists the lines one or two changes away, and
-`change_line` returns one of them: it also changes the fields that must change with it. All lines have the values that
-the user fixes.
+`seeds` lists the lines that an expert tries first. `neighbours` lists the lines one or two changes away. `change_line`
+makes one such change, and adapts the fields that depend on it. All lines have the values that the user fixes.
 """
 
 from __future__ import annotations

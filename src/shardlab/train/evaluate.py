@@ -44,7 +44,9 @@ MAX_EXPONENT = 700.0
 
 @dataclass(frozen=True)
 class OrderedBatches:
-    """Microbatches in a fixed order, `per_step` in each step. Those that the last step lacks have no targets.
+    """Microbatches in a fixed order, `per_step` in each step.
+
+    If too few are left, the last step is filled up with the last microbatch, with all targets -1 (ignored).
 
     Attributes:
         micro_batch_size: sequences of a microbatch.

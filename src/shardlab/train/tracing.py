@@ -45,8 +45,8 @@ from shardlab.train.run import TrainingRun
 class TracedExecutor:
     """Executor that records some of one rank's steps.
 
-    Each rank writes its own file after every recorded step, even if the step fails. In the end, rank 0 merges the files
-    of all ranks into trace.json.
+    Each rank writes its own file after every recorded step, even if the step fails. `finish` gathers all ranks' records
+    on rank 0, which writes trace.json. Then each rank removes its own file.
 
     Args:
         executor: executor of the rank's steps.

@@ -128,8 +128,8 @@ class Train:
         """Train for a caller, and return the exit status.
 
         Raises:
-            RankFailed: if a rank fails, for a caller in Python.
-            KeyboardInterrupt: if the training was interrupted before it had a result, for a caller in Python.
+            RankFailed: if a rank fails and the caller is a Python program.
+            KeyboardInterrupt: if the training is interrupted before it has a result and the caller is a Python program.
         """
         from shardlab.train.launch.environment import find_launch_environment, may_restart, require_port
 

@@ -1,8 +1,8 @@
-"""Packed tables: columns of numbers as little-endian arrays behind a header in JSON, compressed.
+"""Packed tables: a JSON header, then columns of numbers as little-endian arrays. `encode` compresses the whole.
 
 `assets/model.js` reads this layout: the length of the header in four bytes, the header, then the columns, each aligned
-to a multiple of 8 bytes from the end of the header. The header's entry `columns` has the type, the offset and the
-length of each column by name.
+to a multiple of 8 bytes from the end of the header. The header's entry `columns` maps a column's name to its type, its
+offset in bytes from the end of the header, and its number of items.
 """
 
 from __future__ import annotations

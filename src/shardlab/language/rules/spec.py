@@ -200,15 +200,15 @@ Joined = tuple[int, "tuple[Joined, ...]"]
 
 
 class Spec(NamedTuple):
-    """Form and cells of a value.
+    """Form and cells (slices of microbatches' sequences) of a value.
 
     Attributes:
         form: all properties except the cells.
         cells: bit set. For an activation, the cells that it holds; for a weight's gradient, the cells that it sums. If
-            the weight has several uses, or if other indices are summed over too, each combination of them has its own
-            copy of all cells, in higher bits. 0 for weights, optimizer states and scalars.
-        joined: for a value that was joined from pieces, the cells of each piece, and its own pieces if it was joined as
-            well. A scatter cuts the value into these pieces again.
+            the weight has several uses, or other indices are summed over too, each combination of a use and of pieces
+            of these indices has its own bits for all cells. 0 for weights, optimizer states and scalars.
+        joined: for a value joined from pieces, the cells of each piece and the `joined` of that piece. A scatter cuts
+            the value into these pieces again.
     """
 
     form: Form

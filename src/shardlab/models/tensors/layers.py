@@ -66,13 +66,14 @@ class TensorLayer:
     ) -> tuple[Tensor, ...]:
         """Compute the layer's outputs.
 
-        A router's outputs are passed on beside the activation, concatenated to one tensor along the features.
+        A router's outputs form one further output tensor: they are concatenated along the features, without the
+        activation.
 
         Args:
             parameters: the parameters in the layout's order; those of one slice if the layer is sliced.
-            inputs: the layer's input activation, (rows, *shape), then the values beside it.
+            inputs: the input activation, (rows, *shape), then any other inputs, such as a router's outputs.
             share: the slice of the layer, or the tokens, to compute.
-            dropout: masks of the step and the microbatches. Each block of the layer has separate masks.
+            dropout: source of this step's dropout masks. If the layer spans several blocks, each has its own masks.
             cache: keys and values of earlier tokens; the share's tokens follow them.
 
         Returns:

@@ -120,10 +120,10 @@ def search_schedule(
     Args:
         problem: the problem.
         seconds: time limit of the search.
-        evaluations: number of proposals of the local search, instead of a time limit. The result then does not depend
-            on the clock.
-        seed: seed of the proposals.
-        on_progress: function that is called with the seconds so far and the best time at each improvement.
+        evaluations: number of changes that the local search tries, instead of a time limit. The result then does not
+            depend on the clock.
+        seed: seed of these changes.
+        on_progress: function called at each improvement with the seconds searched and the time of the best schedule.
     """
     began = time.monotonic()
     passes = Passes(problem)

@@ -217,9 +217,9 @@ def timing_of(passes: Passes, orders: Orders, whole: Collection[int] = frozenset
     """Return the times of a schedule, or None if there is a deadlock.
 
     Args:
-        passes: tables of the problem.
+        passes: the problem's passes, as tables.
         orders: passes of each rank, in order.
-        whole: input halves that belong to whole backward passes, whose gradient is sent after the weight half.
+        whole: input halves of unsplit backward passes. These send their gradient only after the weight half.
     """
     duration, needs = passes.duration, passes.needs
     weight = passes.number(WEIGHT, 0, 0) - passes.number(INPUT, 0, 0)

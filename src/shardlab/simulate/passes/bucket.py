@@ -1,9 +1,9 @@
 """Two passes about buffers: `bucket` joins small collectives, and `arena` gives buffers fixed offsets in one
 allocation.
 
-`bucket` joins several collectives of one kind and group into one, which starts when all of them could and has one
-latency. PyTorch's DistributedDataParallel fills buckets of 25 MB (Li et al. 2020, arXiv 2006.15704, section 3.2.3);
-here the size of buckets follows from the prices of collectives.
+`bucket` joins several collectives of one kind and group into one, which starts once all of them could have started, and
+pays one latency. PyTorch's DistributedDataParallel fills buckets of 25 MB (Li et al. 2020, arXiv 2006.15704, section
+3.2.3); here the size of buckets follows from the prices of collectives.
 
 `arena` computes an offset in one arena for each buffer of a step, since their lifetimes are known from the tape. It
 places buffers from the largest to the smallest ("greedy by size", Pisarchyk and Lee 2020, arXiv 2001.03288, section

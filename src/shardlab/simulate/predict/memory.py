@@ -176,8 +176,8 @@ def device_memory(inputs: MemoryInputs, peaks: Sequence[Peak] | None = None) -> 
 def uncounted_memory(inputs: MemoryInputs) -> str:
     """Return a phrase for the memory of a workload that `DeviceMemory` does not count ("": all is counted).
 
-    The memory that ranks of a host share for messages grows with the distance between their progress
-    (`docs/launch.md`).
+    Not counted: the memory through which CPU ranks of a host exchange messages. It grows with how far senders run ahead
+    of receivers (`docs/launch.md`).
     """
     shares = inputs.cluster.on_cpu and inputs.mesh.world > 1
     return "without what ranks share for messages" if shares else ""

@@ -163,7 +163,7 @@ class PlanRunner(Generic[V]):
 
 
 class TracedRunner(PlanRunner[Value]):
-    """Loop of one rank of a traced program, with the messages of its pipeline.
+    """Runner of one rank's schedule while its program is traced: a `PlanRunner` with the pipeline's messages.
 
     Args:
         rank: the rank, with its stores and verbs.

@@ -95,8 +95,8 @@ def convert_weights(
 ) -> Converted:
     """Write the weights of a source into a new folder. If that fails, there is no folder.
 
-    From a run's checkpoint to torchtitan's format, the state of AdamW is converted too, and back if `settings` is
-    given.
+    The state of AdamW is converted too, from a run's checkpoint to torchtitan's format, and with `settings` from
+    torchtitan's checkpoint to a run.
 
     Args:
         source: the weights.
@@ -107,7 +107,7 @@ def convert_weights(
         beside: contents of further files by name, such as a tokenizer's. Files of the source's folder take precedence.
         special: special tokens such as eos_token_id, for a config.json that lacks them.
         follow: function that wraps the iterator over the tensors or files, to show progress.
-        settings: folder with the settings and the state of a run, such as a checkpoint. The new folder is then a run
+        settings: folder with the settings and progress of a run, such as a checkpoint. The new folder is then a run
             with these settings and one checkpoint, from which it can be resumed.
 
     Raises:

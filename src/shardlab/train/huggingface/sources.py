@@ -125,8 +125,8 @@ class WeightSource:
         form: format of the weights.
         model: model of the weights.
         tensors: tensors of the files.
-        parts: function that returns the parts of the tensors that store each parameter.
-        prefix: prefix that the names in the files lack, because they were saved without the head.
+        parts: function that returns, for a parameter, the parts of tensors that store it.
+        prefix: prefix to remove from the names of `parts`, if the files were saved without the head; else empty.
         config: the config.json of the weights, or of those from which they were converted.
         left_out: states in the folder that are not weights, such as the optimizer's.
     """

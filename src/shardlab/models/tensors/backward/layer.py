@@ -125,10 +125,11 @@ class PreparedLayer:
         """Compute the layer's outputs.
 
         Args:
-            inputs: activation l, (rows, *shape), then the values beside it. No input requires a gradient.
+            inputs: activation l, (rows, *shape), then any other inputs, such as a router's outputs. No input requires
+                a gradient.
             weights: its parameters; those of one slice if the layer is sliced.
             share: the slice of the layer, or the tokens, to compute.
-            dropout: masks of the step and the microbatches. Each block of the layer has separate masks.
+            dropout: source of this step's dropout masks. If the layer spans several blocks, each has its own masks.
             keeps: whether a backward pass follows.
 
         Returns:

@@ -197,12 +197,12 @@ MAIN = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind
 
 
 class PassMeter:
-    """Meter of passes, which are parts of a sample's tape.
+    """Meter of passes (ranges of ops) of the tape of a sample, which is a model with three blocks.
 
     Attributes:
         tape, times: the tape, and the start and end of its ops.
         memory: the bytes held at each op.
-        arrivals: for each op, the time in seconds at which compute reaches it.
+        arrivals: for each op, the time in seconds at which the compute stream gets to it. A collective may start later.
     """
 
     def __init__(self, traced: Folded, prices: Prices, size: Bytes) -> None:
@@ -212,7 +212,7 @@ class PassMeter:
         self._idle = self.times.idle[0] if prices.contention else []
 
     def _arrivals(self, blocking: float) -> list[float]:
-        """Return the time at which compute reaches each op."""
+        """Return the time in seconds at which the compute stream gets to each op."""
         arrivals, clock = list[float](), 0.0
         issued: dict[int, int] = {}
         idle_until = {idle.op: idle.until for idle in self.times.idle[0]}
