@@ -203,7 +203,7 @@ def tell(place: str, case: CaseResult) -> None:
     erred = ", ".join(f"{name} {mean(errors):+.0%}" for name, errors in families.items())
     worst = max(case.plans, key=lambda each: abs(each.error))
     chosen, best = case.chosen, case.best
-    losses = f"loss {case.regret:.1%}, after turns {case.regret_raced:.1%}"
+    losses = f"loss {case.regret:.1%}, after trial runs {case.regret_raced:.1%}"
     print(
         f"{place} {case.model}, {case.sequences} sequences, {len(case.plans)} plans: {losses}\n"
         f"    chosen {chosen.plan}: {1000 * chosen.measured:.1f} ms ({chosen.error:+.0%} predicted); "
@@ -241,7 +241,7 @@ def show(results: Sequence[CaseResult], options: Options) -> None:
                 )
             console.print(table, soft_wrap=True)
             console.print()
-    table = Table("model", "batch", "plans", "chosen", "ms", "best", "ms", "loss", "after turns", box=None)
+    table = Table("model", "batch", "plans", "chosen", "ms", "best", "ms", "loss", "after trial runs", box=None)
     for result in results:
         table.add_row(
             result.model,
@@ -259,7 +259,7 @@ def show(results: Sequence[CaseResult], options: Options) -> None:
     console.print(f"predictions of {len(errors)} plans: mean error {mean(errors):.1%}, worst {max(errors):.1%}")
     for what, losses in {
         "loss": [each.regret for each in results],
-        "loss after turns": [each.regret_raced for each in results],
+        "loss after trial runs": [each.regret_raced for each in results],
     }.items():
         console.print(f"{what}: mean {mean(losses):.1%}, worst {max(losses):.1%}")
 
