@@ -144,9 +144,10 @@ def place_of(path: Path) -> str:
     return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Return two workers for each core: tests of launches and of hangs mostly wait."""
-    return 2 * len(os.sched_getaffinity(0))
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return three workers for two cores: tests of launches and of hangs mostly wait. `make check` has none of them."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if "not slow" in config.option.markexpr else max(1, cores * 3 // 2)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

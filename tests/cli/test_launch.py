@@ -50,6 +50,7 @@ def launched(warm: WarmStarts) -> Launched:
     return run
 
 
+@pytest.mark.thorough  # as the script of docs/launch.md does
 def test_a_script_of_ones_own_meets_in_the_world_that_was_started(tmp_path: Path, launched: Launched) -> None:
     (tmp_path / "sum.py").write_text(SUM)
     done = launched("--ranks", "2", "--", str(tmp_path / "sum.py"))
