@@ -249,6 +249,7 @@ def _a_busy_machine_adds_no_lines() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _training_ends_soon() -> None:
+    """Leave pictures and long samples out of training in this process, once a test has imported it."""
     if "shardlab.train.report" in sys.modules:
         import_module("tests.support.short_runs")
 

@@ -232,7 +232,7 @@ def test_only_the_figures_of_a_table_that_follow_from_the_runs_change(monkeypatc
 def test_every_plan_of_a_space_is_run_and_the_chosen_one_is_among_them(run: Run, tmp_path: Path) -> None:
     here = this_machine()
     if here.places != 2:
-        pytest.skip("the profile is of as many ranks as this machine has cores")
+        pytest.skip("needs two cores: a machine is profiled on a rank for each, and these plans are for two ranks")
     profile = profile_of(here).write(tmp_path / "profile.json")
     done = run(f"plan_agreement.py --profile {profile} --cases 2 --rounds 1 --json")
     assert done.returncode == 0, done.stderr

@@ -86,7 +86,8 @@ LOSS, OTHER = COLORS["brown"], COLORS["grey"]
 """Colours of the loss, and of compute outside of passes, such as sums of gradients and norms."""
 
 Chunks = list[dict[int, int]]
-"""For each row of a timeline, the model chunk (from 0) of each layer that the row computes."""
+"""One dictionary for each row of a timeline. It maps a layer to the stage of its rank (from 0) that computes the layer.
+Megatron-LM calls these stages model chunks."""
 
 
 class Page:

@@ -68,7 +68,7 @@ def draw_runs(
     runs: Mapping[str, Sequence[Mapping[str, Any]]],
     path: Path,
     warm_up: int = WARM_UP,
-    ends: Sequence[Mapping[str, float | None]] = (),
+    ends: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Draw the metrics of runs over each other: loss, speed, learning rate, gradient norm, memory and step times.
 
@@ -94,10 +94,10 @@ def draw_runs(
         ):
             axes.plot(steps, _column(records, name, scale), linewidth=1.2, color=color, label=run)
             axes.set(xlabel="optimizer step", ylabel=label)
-        validated = [*ends, *records]
+        rows = [*ends, *records]
+        ended = [row["step"] + 1 for row in rows]  # a step's validation comes after it
         for name, marker in ((VALIDATION, "o"), (VALIDATION_EMA, "x")):
-            losses = _column(validated, name)
-            grid[0][0].plot([(each["step"] or 0) + 1 for each in validated], losses, marker, markersize=4, color=color)
+            grid[0][0].plot(ended, _column(rows, name), marker, markersize=4, color=color)
         least, most = (_column(records, f"memory_{end}", 2.0**-20) for end in ("min", "max"))
         grid[2][0].fill_between(steps, least, most, alpha=0.2, color=color)
         times = usual_times(records, warm_up)

@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_a_command_runs_and_its_folder_is_taken_in(capsys: pytest.CaptureFixture[str]) -> None:
     if this_machine().places != 2:
-        pytest.skip("the profile is of as many ranks as this machine has cores")
+        pytest.skip("needs two cores: a machine is profiled on a rank for each, and these plans are for two ranks")
     first = planned(capsys, *HERE, "--measure", "2")["experiments"][0]
     assert first["command"].endswith("--steps 13 --out runs/measure-1")
     assert main(shlex.split(first["command"])[1:]) == 0

@@ -153,7 +153,8 @@ MOST_DOUBLINGS = 64
 direction."""
 
 MOST_DOUBLINGS_IN_FLOAT16 = 8
-"""The same for float16, which has 15 and 14. The loss scale needs most of them."""
+"""Largest power of 2 by which float16 gradients may be multiplied or divided. float16 has 15 doublings upwards and 14
+downwards, and the loss scale needs most of them."""
 
 MOST_BITS = 1024
 """Most bits of a factor's numerator or denominator, so that factors can be computed and printed."""

@@ -8,6 +8,7 @@ the user's event loop, and notices when no rank can continue.
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -262,9 +263,9 @@ class Blocked:
     task: asyncio.Task[Any] | None = field(init=False, default_factory=asyncio.current_task)
     future: asyncio.Future[Any] = field(init=False, default_factory=lambda: asyncio.get_running_loop().create_future())
 
+    @abstractmethod
     def wait(self) -> Wait:
         """Return a description of the wait."""
-        raise NotImplementedError
 
     def go_on(self, result: Any = None) -> None:
         """Let the rank continue, unless it already does."""

@@ -7,6 +7,7 @@ The runner of compressed steps (`shardlab.simulate.predict.compressed`) is the o
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Generic
 
 from shardlab.language import Handle, Rank, Strategy, UserError, Value
@@ -153,13 +154,13 @@ class PlanRunner(Generic[V]):
         kinds = [port.kind for port in self.plan.model.layers[layer].inputs]
         return [self.rank.store(kind if forward else GRADIENT_OF[kind]) for kind in kinds]
 
+    @abstractmethod
     async def communicate(self, step: Send | Recv) -> None:
         """Start to send to another stage, or to receive from it."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def receive(self, layer: int, m: int, *, forward: bool) -> None:
         """Wait for the values that another stage sends. Do nothing if this rank has computed them itself."""
-        raise NotImplementedError
 
 
 class TracedRunner(PlanRunner[Value]):

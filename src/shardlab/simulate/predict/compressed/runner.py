@@ -96,6 +96,7 @@ class _Layers:
         return self.with_gradient(self.pass_of("backward_weight", layer), layer, None)
 
     def discard(self, layer: int, m: int) -> None:
+        """Fail: only frozen blocks discard activations, and `can_compress` rejects plans with such blocks."""
         raise NotImplementedError("plans with frozen blocks are replayed, not compressed")
 
     def gradient(self, layer: int) -> SizedValue:
