@@ -27,7 +27,7 @@ CODE_LINES = {
     "measure": 2200,
     "models": 4625,
     "planner": 4160,
-    "simulate": 7275,
+    "simulate": 7310,
     "strategies": 2730,
     "train": 9070,
 }

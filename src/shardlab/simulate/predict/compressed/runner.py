@@ -33,7 +33,7 @@ from shardlab.simulate.predict.compressed.short_model import Repetition
 from shardlab.simulate.timeline.memory import NO_BYTES, MemoryLedger
 from shardlab.strategies.plan.program import PlanRunner
 from shardlab.strategies.plan.rank_plan import Keeps, RankPlan
-from shardlab.strategies.plan.sharding import GradientReducer, ParameterGatherer, weight_uses
+from shardlab.strategies.plan.sharding import GradientReducer, ParameterGatherer, WeightUse, weight_uses
 from shardlab.strategies.schedules import Backward, BackwardInput, BackwardWeight, Forward
 from shardlab.strategies.schedules.steps import Message, Recv, Send, ShardedStep
 
@@ -128,6 +128,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         passes: passes of the rank's layers.
         compressed: the rank.
         key: key of the current step.
+        uses: uses of weights in a pass and in the passes after it.
         stage_passes: by name and stage, the passes of all layers of a stage as one.
         counts: stages whose gradients are reduced without a step of the schedule that says so.
         owners: by stage, the layers whose weights its layers use, in the order of a backward pass.
@@ -143,6 +144,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         self.compressed = rank
         self.stage_passes: dict[tuple[str, int], MeasuredPass] = {}
         self.key = StepKey(None)
+        self.uses: dict[Hashable, list[WeightUse]] = {}
         self.counts = {stage for stage, left in self.left.items() if left}
         self.owners = {
             stage: [rank_plan.weight_of(l) for l in reversed(rank_plan.stages[stage]) if l not in rank_plan.weightless]
@@ -187,10 +189,13 @@ class CompressedRunner(PlanRunner[SizedValue]):
             self.left[stage] = 1 if key.last else 2
         step = cast(Any, kind)(stage, 0)
         if self.plan.gather_axes:
-            ahead = [*filter(None, key.ahead), *(UpcomingPass(place, True) for place in key.later_stages)]
-            stages = self.plan.own_stages
-            steps = [(Forward if p.forward else Backward)(stages[p.stage], 0) for p in ahead]
-            self.weights.set_uses(weight_uses(self.plan, [step, *steps]))
+            upcoming = kind, stage, key.ahead, key.later_stages
+            if upcoming not in self.uses:
+                ahead = [*filter(None, key.ahead), *(UpcomingPass(place, True) for place in key.later_stages)]
+                stages = self.plan.own_stages
+                steps = [(Forward if p.forward else Backward)(stages[p.stage], 0) for p in ahead]
+                self.uses[upcoming] = weight_uses(self.plan, [step, *steps])
+            self.weights.set_uses(self.uses[upcoming])
         return step
 
     async def finish(self, key: StepKey) -> None:
@@ -552,7 +557,26 @@ class StepKey(NamedTuple):
     later_stages: frozenset[int] = frozenset()
 
 
-def step_keys(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int, *, gathers: bool) -> list[StepKey]:
+class KeySequence(NamedTuple):
+    """Step keys of a rank's schedule.
+
+    Attributes:
+        keys: the different keys.
+        order: for each step, the position of its key in `keys`.
+    """
+
+    keys: Sequence[StepKey]
+    order: Sequence[int]
+
+
+MOST_SEQUENCES = 1024
+"""Number of cached sequences. Many plans of a search have equal schedules."""
+
+_SEQUENCES: dict[Hashable, tuple[Sequence[ShardedStep], KeySequence]] = {}
+"""Sequences of keys by the steps of a rank, which count by identity: no other steps can get the `id` of stored ones."""
+
+
+def step_keys(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int, *, gathers: bool) -> KeySequence:
     """Return the keys of a rank's steps, and of the end of its schedule.
 
     Args:
@@ -561,32 +585,56 @@ def step_keys(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int
         here: position of the rank in the pipeline.
         gathers: whether the rank gathers weights ahead of their use.
     """
+    key = id(steps), tuple(own_stages), here, gathers
+    if key not in _SEQUENCES:
+        if len(_SEQUENCES) == MOST_SEQUENCES:
+            _SEQUENCES.clear()
+        _SEQUENCES[key] = steps, _key_sequence(steps, own_stages, here, gathers=gathers)
+    return _SEQUENCES[key][1]
+
+
+def _key_sequence(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int, *, gathers: bool) -> KeySequence:
     places = {stage: place for place, stage in enumerate(own_stages)}
-    last = {step.stage: at for at, step in enumerate(steps) if isinstance(step, Backward | BackwardWeight)}
+    last = {step.stage: at for at, step in enumerate(steps) if isinstance(step, (Backward, BackwardWeight))}
     ahead = _ahead(steps, places) if gathers else {}
+    boundaries: dict[tuple[int, bool, int], StageBoundary] = {}
     coming: dict[tuple[int, bool], list[tuple[int, StageBoundary]]] = defaultdict(list)
     leaving: dict[int, StageBoundary] = {}
+    # A step is first looked up by the few things that decide its key, since keys take long to create.
+    numbers: dict[Hashable, int] = {}
     keys: list[StepKey] = []
+    order: list[int] = []
     for at, step in enumerate(steps):
-        kind, stage = type(step), places[step.stage]
+        kind, stage, boundary, before, turn, is_last = type(step), places[step.stage], None, None, -1, False
+        lookahead = NO_LOOKAHEAD
         if isinstance(step, Message):
-            boundary = StageBoundary(stage, step.forward, step.peer - here)
+            place = stage, step.forward, step.peer
+            boundary = boundaries.get(place)
+            if boundary is None:
+                boundary = boundaries[place] = StageBoundary(stage, step.forward, step.peer - here)
             if kind is Recv:
                 coming[stage, step.forward].append((step.microbatch, boundary))
-                keys.append(StepKey(kind, stage, boundary))
             else:
-                before = leaving.pop(step.peer, None)
-                leaving[step.peer] = boundary
-                keys.append(StepKey(kind, stage, boundary, () if before is None else (before,)))
-        elif isinstance(step, PASS_STEPS):
-            waiting, takes = coming[stage, kind is Forward], None
-            turn = next((turn for turn, (m, _) in enumerate(waiting) if m == step.microbatch), None)
-            if turn is not None:
-                takes = waiting.pop(turn)[1], turn
-            keys.append(StepKey(kind, stage, None, (), takes, last.get(step.stage) == at, *ahead.get(at, NO_LOOKAHEAD)))
+                before, leaving[step.peer] = leaving.get(step.peer), boundary
         else:
-            keys.append(StepKey(kind, stage, last=last.get(step.stage) == at))
-    return [*keys, StepKey(None, awaited_sends=tuple(leaving.values()))]
+            is_last = last.get(step.stage) == at
+            if isinstance(step, PASS_STEPS):
+                waiting, m = coming[stage, kind is Forward], step.microbatch
+                for place, (microbatch, _) in enumerate(waiting):
+                    if microbatch == m:
+                        boundary, turn = waiting.pop(place)[1], place
+                        break
+                lookahead = ahead.get(at, NO_LOOKAHEAD)
+        known = kind, stage, id(boundary), id(before), turn, is_last, lookahead if gathers else None
+        number = numbers.get(known)
+        if number is None:
+            number = numbers[known] = len(keys)
+            takes = None if boundary is None or turn < 0 else (boundary, turn)
+            sends = () if before is None else (before,)
+            keys.append(StepKey(kind, stage, boundary if turn < 0 else None, sends, takes, is_last, *lookahead))
+        order.append(number)
+    keys.append(StepKey(None, awaited_sends=tuple(leaving.values())))
+    return KeySequence(keys, [*order, len(keys) - 1])
 
 
 def _ahead(steps: Sequence[ShardedStep], places: dict[int, int]) -> dict[int, Lookahead]:

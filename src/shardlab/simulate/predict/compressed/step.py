@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardlab.language import OpKind
 from shardlab.simulate.predict.compressed.clocks import CompressedStep, Entry, Rendezvous, Route, Row
 from shardlab.simulate.predict.compressed.rank import CompressedRank
-from shardlab.simulate.predict.compressed.runner import CompressedRunner, RankState, StepKey, step_keys
+from shardlab.simulate.predict.compressed.runner import CompressedRunner, KeySequence, RankState, StepKey, step_keys
 from shardlab.simulate.predict.compressed.sample import PricedSample
 from shardlab.simulate.predict.compressed.short_model import ShortModel
 from shardlab.simulate.predict.estimate import Peak
@@ -143,21 +143,27 @@ class RankKind:
         self._loaded = self._runner.compressed.finish_step()
         self._state = self._number()
 
-    def steps_for(self, keys: Sequence[StepKey]) -> list[CompressedStep]:
+    def steps_for(self, sequence: KeySequence) -> list[CompressedStep]:
         """Return the compressed steps of a sequence of step keys."""
         steps, state = [self._loaded], 0
-        for key in keys:
-            if key.boundary is not None:
-                step = self._messages.get(key)
-                if step is None:
-                    step = self._messages[key] = self._runner.message(key)
-            else:
-                known = self.transitions.get((state, key))
-                if known is None:
-                    known = self.transitions[state, key] = self._step(state, key)
-                step, state = known
+        known: dict[tuple[int, int], tuple[CompressedStep, int]] = {}  # as `transitions`, by the numbers of keys
+        for number in sequence.order:
+            place = state, number
+            if place not in known:
+                known[place] = self._transition(state, sequence.keys[number])
+            step, state = known[place]
             steps.append(step)
         return steps
+
+    def _transition(self, state: int, key: StepKey) -> tuple[CompressedStep, int]:
+        """Return the compressed step with a key, and the number of the state after it. Messages change no state."""
+        if key.boundary is not None:
+            if key not in self._messages:
+                self._messages[key] = self._runner.message(key)
+            return self._messages[key], state
+        if (state, key) not in self.transitions:
+            self.transitions[state, key] = self._step(state, key)
+        return self.transitions[state, key]
 
     def _step(self, state: int, key: StepKey) -> tuple[CompressedStep, int]:
         if self._state < 0:
