@@ -26,8 +26,8 @@ CODE_LINES = {
     "learn": 5500,
     "measure": 2200,
     "models": 4625,
-    "planner": 4160,
-    "simulate": 7310,
+    "planner": 4145,
+    "simulate": 7405,
     "strategies": 2730,
     "train": 9070,
 }

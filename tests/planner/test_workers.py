@@ -122,7 +122,10 @@ def test_no_trace_is_begun_that_would_take_longer_than_there_is_time() -> None:
     unsteady = replace(ASKED.candidate, plan=replace(ASKED.candidate.plan, schedule="gpipe"))
     assert timed.ask(replace(ASKED, shares=True)) is not None, "few microbatches tell it"
     assert timed.ask(replace(ASKED, candidate=unsteady)) is not None, "a forecast is no trace"
-    assert timed.ask(replace(ASKED, candidate=unsteady, shares=True)) is None
+    assert timed.ask(replace(ASKED, candidate=unsteady, shares=True)) is not None, "passes are replayed as wholes"
+    every_op = replace(unsteady, plan=replace(unsteady.plan, recompute="uniform-2"))
+    assert timed.ask(replace(ASKED, candidate=every_op)) is not None
+    assert timed.ask(replace(ASKED, candidate=every_op, shares=True)) is None
 
 
 def test_a_refusal_is_no_missed_answer() -> None:

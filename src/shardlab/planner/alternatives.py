@@ -14,12 +14,13 @@ from typing import Any, Literal
 from shardlab.common.errors import UserError
 from shardlab.common.fields import as_flags
 from shardlab.common.text import bytes_text
-from shardlab.planner.describe import COMPUTE, IDLE, summary
+from shardlab.planner.describe import summary
 from shardlab.planner.lines import change_line
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.results import PlanOutcome
 from shardlab.planner.space import MODEL_AXES, SHARDED
 from shardlab.planner.workers import Answer, Query, TimedQueries
+from shardlab.simulate.predict.estimate import COMPUTE, IDLE
 from shardlab.strategies.plan.plan import Plan
 
 

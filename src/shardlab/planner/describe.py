@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from shardlab.common.fields import as_flags
@@ -14,8 +12,14 @@ from shardlab.language import AXES, Mesh
 from shardlab.language.recompute_names import POLICIES, modules_of
 from shardlab.planner.problem import Candidate, Problem, family, model_kinds
 from shardlab.simulate.hardware import Cluster
-from shardlab.simulate.predict.estimate import Estimate
-from shardlab.simulate.predict.forecast import extrapolate, microbatches_to_replay
+from shardlab.simulate.predict.estimate import COMPUTE
+from shardlab.simulate.predict.forecast import (
+    can_compress,
+    extrapolate_parts,
+    microbatches_to_replay,
+    step_parts,
+    with_microbatches,
+)
 from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline.critical_path import critical_path, path_parts
 from shardlab.strategies.plan.plan import Plan
@@ -242,8 +246,6 @@ def _particulars(plan: Plan) -> dict[str, bool]:
     }
 
 
-COMPUTE, IDLE = "compute", "idle"
-
 UNTRACED = "the step has more ops than are traced"
 """Reason why a step with a forecast has no shares."""
 
@@ -282,7 +284,7 @@ def step_shares(workload: Workload) -> StepShares:
     Raises:
         UserError, Refused: as in `forecast`.
     """
-    seconds = _extended(workload, _seconds)
+    seconds = step_parts(workload)
     step = sum(seconds.values())
     return StepShares({name: part / step for name, part in seconds.items()})
 
@@ -290,42 +292,23 @@ def step_shares(workload: Workload) -> StepShares:
 def path_seconds(workload: Workload) -> dict[str, float]:
     """Return the seconds of each part of a step's critical path, the largest first."""
 
-    def parts(estimate: Estimate) -> dict[str, float]:
+    def parts(each: int) -> dict[str, float]:
+        estimate = with_microbatches(workload, each).estimate()
         return path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
 
-    return _extended(workload, parts)
+    return extrapolate_parts(workload, parts)
+
+
+def shares_seconds(workload: Workload) -> float:
+    """Return the approximate seconds that it takes to compute the shares of a step (0: a few milliseconds)."""
+    return 0.0 if can_compress(workload) else trace_seconds(workload)
 
 
 def trace_seconds(workload: Workload) -> float:
-    """Return the approximate seconds that it takes to compute the shares of a step."""
+    """Return the approximate seconds that it takes to trace and replay a step."""
     plan = workload.plan
     assert isinstance(plan, Plan), "programs of their own are not planned"
     each = workload.microbatches // plan.data_ranks
     few, more = microbatches_to_replay(plan, each)
     layers = 2 * workload.model.layers + 2
     return 2 * layers * (few if few == each else 2 * few + more) / PASSES_A_SECOND
-
-
-def _extended(workload: Workload, parts: Callable[[Estimate], dict[str, float]]) -> dict[str, float]:
-    """Return the parts of a step in seconds, the largest first, extrapolated from the replayed microbatches to all."""
-    plan = workload.plan
-    assert isinstance(plan, Plan), "programs of their own are not planned"
-    ranks = plan.data_ranks
-    each = workload.microbatches // ranks
-    few, more = microbatches_to_replay(plan, each)
-    seconds = parts(replace(workload, microbatches=few * ranks).estimate())
-    if few < each:
-        longer = parts(replace(workload, microbatches=(few + more) * ranks).estimate())
-        times = (each - few) / more
-        names = {*seconds, *longer}
-        seconds = {name: extrapolate(seconds.get(name, 0.0), longer.get(name, 0.0), times) for name in names}
-    return dict(sorted(seconds.items(), key=lambda part: (-part[1], part[0])))
-
-
-def _seconds(estimate: Estimate) -> dict[str, float]:
-    parts = defaultdict[str, float](float)
-    parts[COMPUTE] = estimate.compute_share * estimate.step
-    for (kind, axis), share in estimate.exposed.items():
-        parts[f"{kind.replace('_', '-')} on {axis}"] += share * estimate.step
-    parts[IDLE] = estimate.idle_share * estimate.step
-    return dict(parts)

@@ -31,10 +31,11 @@ from numpy.typing import NDArray
 
 from shardlab.common.errors import UserError
 from shardlab.planner.alternatives import TELLING
-from shardlab.planner.describe import COMPUTE, IDLE, StepShares, chosen_fields, summary
+from shardlab.planner.describe import StepShares, chosen_fields, summary
 from shardlab.planner.problem import Candidate, Problem, family
 from shardlab.planner.results import PlanOutcome, Results
 from shardlab.planner.workers import Query, TimedQueries, Workers, forecast_query
+from shardlab.simulate.predict.estimate import COMPUTE, IDLE
 
 Array = NDArray[np.float64]
 

@@ -22,7 +22,7 @@ from typing import Literal, Protocol, TypeVar
 
 from shardlab.common.errors import Refused, UserError
 from shardlab.common.user_code import Endless
-from shardlab.planner.describe import StepShares, step_shares, trace_seconds
+from shardlab.planner.describe import StepShares, shares_seconds, step_shares
 from shardlab.planner.pass_costs import PassCosts
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.simulate.hardware import Cluster
@@ -204,7 +204,7 @@ class TimedQueries:
 
     def ask(self, query: Query, change: Change = "") -> Future[Answer | None] | None:
         """Send a query (None: there is too little time)."""
-        takes = trace_seconds(self.problem.workload(query.candidate)) if query.shares else 0.0
+        takes = shares_seconds(self.problem.workload(query.candidate)) if query.shares else 0.0
         return self.workers.submit(partial(forecast_query, query), change) if self.left > takes else None
 
     def answer(self, coming: Future[Answer | None] | None, about: str) -> Answer | None:

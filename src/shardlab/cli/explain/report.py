@@ -15,7 +15,7 @@ from shardlab.frameworks.changes import Trial
 from shardlab.frameworks.measured import Comparison, Hypothesis
 from shardlab.frameworks.run import FrameworkRun
 from shardlab.frameworks.settings import Config, Setting, change_text
-from shardlab.planner.describe import UNTRACED, StepShares, describe, step_shares, trace_seconds
+from shardlab.planner.describe import UNTRACED, StepShares, describe, shares_seconds, step_shares
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.simulate.predict.confidence import Confidence, may_not_fit, sure_as_json
 from shardlab.simulate.predict.forecast import Forecast
@@ -168,7 +168,7 @@ class ExplainReport:
 
     def _shares(self) -> StepShares | None:
         workload = self.step.workload
-        return step_shares(workload) if trace_seconds(workload) <= MOST_TRACE_SECONDS else None
+        return step_shares(workload) if shares_seconds(workload) <= MOST_TRACE_SECONDS else None
 
     def _add_changes(self, report: Report) -> None:
         report.data["changes"] = [

@@ -17,9 +17,12 @@ from shardlab.language.ops import COLLECTIVES
 from shardlab.language.rules.kinds import bits
 from shardlab.language.world import gc_paused
 from shardlab.simulate.timeline.memory import CATEGORIES, RankMemory, memory_in_bytes
-from shardlab.simulate.timeline.prices import Prices, Traced, rank_of
+from shardlab.simulate.timeline.prices import Prices, Traced, awaited_by, rank_of
 from shardlab.simulate.timeline.run import Clocks, Times, timeline_of
 from shardlab.simulate.timeline.timeline import Timeline
+
+COMPUTE, IDLE = "compute", "idle"
+"""Parts of a step in which ranks do not wait for communication."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,9 @@ class Estimate:
         for row, tape in enumerate(self.traced.program.tapes):
             ready = self.times.ready[row]
             for at, since, until in self.times.idle[row]:
-                op = tape[at]
-                axis = op.group.axis if op.group else self._axis(row, op.peer)
-                kind = op.kind.value if op.kind in COLLECTIVES else "message"
-                waited[kind, axis] += max(0.0, until - max(since, ready[at]))
+                kind, axis = awaited_by(self.traced.program, row, tape[at])
+                name = kind.value if kind in COLLECTIVES else "message"
+                waited[name, axis] += max(0.0, until - max(since, ready[at]))
         return {key: self._share(seconds) for key, seconds in sorted(waited.items(), key=lambda item: -item[1])}
 
     @property
@@ -115,6 +117,13 @@ class Estimate:
     def idle_share(self) -> float:
         """Share of the step in which a rank waits for other ranks to arrive, or has ended; the mean over ranks."""
         return max(0.0, 1.0 - self.compute_share - self.exposed_share) if self.step else 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step by part, such as "compute", "idle" or "all-gather on tp", the mean over ranks."""
+        parts = {COMPUTE: self.compute_share, IDLE: self.idle_share}
+        parts |= {f"{kind.replace('_', '-')} on {axis}": share for (kind, axis), share in self.exposed.items()}
+        return {name: share * self.step for name, share in parts.items()}
 
     @cached_property
     def peaks(self) -> list[Peak]:
@@ -142,11 +151,6 @@ class Estimate:
     def _share(self, seconds: float) -> float:
         ranks = self.traced.program.ranks
         return seconds / (ranks * self.step) if self.step else 0.0
-
-    def _axis(self, row: int, peer: int) -> str:
-        mesh, here = self.traced.program.mesh, rank_of(self.traced.program, row)
-        apart = [axis for axis in mesh.sizes() if mesh.coordinate(here, axis) != mesh.coordinate(peer, axis)]
-        return apart[0] if len(apart) == 1 else "world"
 
 
 def estimate(

@@ -7,20 +7,21 @@ schedule is periodic, so `extrapolate` extends the time of a short step to that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shardlab.common.user_code import MAX_FOLDED_OPS, max_ops
 from shardlab.language.world import gc_paused
-from shardlab.simulate.predict.compressed.clocks import step_seconds
+from shardlab.simulate.predict.compressed.clocks import CompressedStep, Row, row_parts, step_seconds
 from shardlab.simulate.predict.compressed.sample import PricedSample
 from shardlab.simulate.predict.compressed.short_model import NotPeriodicError, shorten
 from shardlab.simulate.predict.compressed.step import PipelineRank, StepCompressor
-from shardlab.simulate.predict.estimate import Peak
+from shardlab.simulate.predict.estimate import COMPUTE, IDLE, Peak
 from shardlab.simulate.predict.memory import DeviceMemory, device_memory
 from shardlab.simulate.predict.recipe import variants
 from shardlab.simulate.predict.workload import Workload
+from shardlab.simulate.timeline.prices import awaited_text
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import model_layers
 from shardlab.strategies.plan.resolve import resolve
@@ -110,8 +111,7 @@ def switch_effects(workload: Workload, seconds: float) -> list[SwitchEffect]:
 
 def _replay_every_op(workload: Workload, each: int) -> Replayed:
     """Replay every op of a step with `each` microbatches for each data-parallel rank."""
-    assert isinstance(workload.plan, Plan)
-    estimate = replace(workload, microbatches=each * workload.plan.data_ranks).estimate()
+    estimate = with_microbatches(workload, each).estimate()
     return estimate.step, estimate.peaks
 
 
@@ -171,20 +171,31 @@ class CompressedReplay:
             self._ranks.append(self._compressor.rank(stages, place, number, resolved))
 
     def __call__(self, each: int) -> Replayed:
+        steps = self._compress(each)
+        seconds = step_seconds(self._rows(steps), self._sample.prices.contention, self._sample.prices.lag)
+        peaks = [self._compressor.peak(*each) for each in zip(self._ranks, steps, strict=True)]
+        return seconds + self._beside, peaks
+
+    def parts(self, each: int) -> dict[str, float]:
+        """Return the seconds of the step by part, as `Estimate.parts` does."""
+        rows = self._rows(self._compress(each))
+        end, computing, exposed = row_parts(rows, self._sample.prices.contention, self._sample.prices.lag)
+        parts = {awaited_text(awaited): seconds / len(rows) for awaited, seconds in exposed.items()}
+        parts[COMPUTE] = computing / len(rows)
+        return {**parts, IDLE: max(0.0, end + self._beside - sum(parts.values()))}
+
+    def _rows(self, steps: Sequence[Sequence[CompressedStep]]) -> list[Row]:
+        return [self._compressor.row(*each) for each in zip(self._ranks, steps, strict=True)]
+
+    def _compress(self, each: int) -> list[list[CompressedStep]]:
+        """Return the steps of each pipeline rank, of a longer model if those of a short one are not periodic."""
         while True:
+            schedule = self._plan.steps(self._units, each * self._plan.data_ranks).of_ranks
+            ranks = zip(self._ranks, schedule, strict=True)
             try:
-                return self._replay(each)
+                return [self._compressor.compress(rank, steps) for rank, steps in ranks]
             except NotPeriodicError:
                 self._shorten(self._attempt + 1)
-
-    def _replay(self, each: int) -> Replayed:
-        schedule = self._plan.steps(self._units, each * self._plan.data_ranks).of_ranks
-        compressor = self._compressor
-        steps = [compressor.compress(rank, steps) for rank, steps in zip(self._ranks, schedule, strict=True)]
-        rows = [compressor.row(*each) for each in zip(self._ranks, steps, strict=True)]
-        seconds = step_seconds(rows, self._sample.prices.contention, self._sample.prices.lag)
-        peaks = [compressor.peak(*each) for each in zip(self._ranks, steps, strict=True)]
-        return seconds + self._beside, peaks
 
 
 EXTRA_BLOCKS = (0, 4, None)
@@ -237,6 +248,48 @@ def step_to_trace(workload: Workload) -> Workload:
 
 LONG = 4
 """A step's ops are counted before tracing if it has this many times the microbatches that fill a pipeline twice."""
+
+
+def step_parts(workload: Workload) -> dict[str, float]:
+    """Return the seconds of a step by part (see `Estimate.parts`), the largest first.
+
+    Raises:
+        UserError, Refused: as in `forecast`.
+    """
+    plan = workload.plan
+    assert isinstance(plan, Plan), "a program of its own is replayed whole, by `Workload.estimate`"
+    workload.require()
+    if can_compress(workload):
+        with gc_paused():
+            few, _ = microbatches_to_replay(plan, workload.microbatches // plan.data_ranks)
+            return extrapolate_parts(workload, CompressedReplay(workload, few).parts)
+    return extrapolate_parts(workload, lambda each: with_microbatches(workload, each).estimate().parts)
+
+
+def extrapolate_parts(workload: Workload, parts: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
+    """Return the parts of a step in seconds, the largest first, extrapolated from the replayed microbatches to all.
+
+    Args:
+        workload: the step of a plan.
+        parts: function from the microbatches of each data-parallel rank to the parts of such a step.
+    """
+    plan = workload.plan
+    assert isinstance(plan, Plan), "programs of their own are not planned"
+    each = workload.microbatches // plan.data_ranks
+    few, more = microbatches_to_replay(plan, each)
+    seconds = dict(parts(few))
+    if few < each:
+        longer, times = parts(few + more), (each - few) / more
+        names = {*seconds, *longer}
+        seconds = {name: extrapolate(seconds.get(name, 0.0), longer.get(name, 0.0), times) for name in names}
+    # rounded, so that parts that are equal but for rounding are sorted by name
+    return dict(sorted(seconds.items(), key=lambda part: (-float(f"{part[1]:.9g}"), part[0])))
+
+
+def with_microbatches(workload: Workload, each: int) -> Workload:
+    """Return a workload with another number of microbatches for each data-parallel rank."""
+    assert isinstance(workload.plan, Plan), "programs of their own are not planned"
+    return replace(workload, microbatches=each * workload.plan.data_ranks)
 
 
 def extrapolate(first: float, second: float, times: float) -> float:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shardlab.language import OpKind
-from shardlab.language.ops import COLLECTIVES
 from shardlab.language.tape import Participant
-from shardlab.simulate.timeline.prices import Traced, rank_of
+from shardlab.simulate.timeline.prices import Traced, awaited_by, awaited_text
 from shardlab.simulate.timeline.run import Times
 
 WAIT, SEND = OpKind.WAIT, OpKind.SEND
@@ -187,13 +186,8 @@ def _part(traced: Traced, link: PathLink, place: Callable[[int], str] | None) ->
     op = traced.program.tapes[link.row][link.op]
     name = op.kind.value.replace("_", "-")
     if op.group is not None or op.peer >= 0:
-        mesh, here = traced.program.mesh, rank_of(traced.program, link.row)
-        axis = op.group.axis if op.group else ""
-        if op.group is None:
-            apart = [each for each in mesh.sizes() if mesh.coordinate(here, each) != mesh.coordinate(op.peer, each)]
-            axis = apart[0] if len(apart) == 1 else "world"
-        what = name if op.kind in COLLECTIVES else "message"
-        return f"compute slowed by {what} on {axis}" if link.held_up else f"{what} on {axis}"
+        text = awaited_text(awaited_by(traced.program, link.row, op))
+        return f"compute slowed by {text}" if link.held_up else text
     if op.layer < 0 or place is None:
         return name
     where = "head" if op.layer == traced.program.layers else place(op.layer)

@@ -11,11 +11,15 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from shardlab.language import Group, Kind, Op, OpKind, Program, Sizes, Spec
+from shardlab.language.ops import COLLECTIVES
 from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.language.rules.kinds import ROW_KINDS
 from shardlab.language.tape import Communication
 
 Messages = Literal["buffered", "full duplex", "link", "rendezvous"]
+
+Awaited = tuple[OpKind, str]
+"""Kind and axis of communications for which ranks wait. All messages have the kind SEND."""
 
 
 class Prices(Protocol):
@@ -211,6 +215,21 @@ class Traced(Protocol):
 def rank_of(program: Program, row: int) -> int:
     """Return the number of the rank to which a row's tape belongs."""
     return row * (program.mesh.world // program.ranks)
+
+
+def awaited_by(program: Program, row: int, op: Op) -> Awaited:
+    """Return the kind and the axis of a communication; of a message, the axis along which its ranks differ."""
+    if op.group is not None:
+        return op.kind, op.group.axis
+    mesh, here = program.mesh, rank_of(program, row)
+    apart = [axis for axis in mesh.sizes() if mesh.coordinate(here, axis) != mesh.coordinate(op.peer, axis)]
+    return OpKind.SEND, apart[0] if len(apart) == 1 else "world"
+
+
+def awaited_text(awaited: Awaited) -> str:
+    """Return a kind of communication as text, such as `all-gather on tp` or `message on pp`."""
+    kind, axis = awaited
+    return f"{kind.value.replace('_', '-') if kind in COLLECTIVES else 'message'} on {axis}"
 
 
 def stands_for(program: Program, row: int) -> range:

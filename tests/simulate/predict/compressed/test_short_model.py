@@ -95,6 +95,6 @@ def test_a_repeated_wait_is_for_the_collective_of_its_own_repetition() -> None:
     """Each repetition of a first segment starts two collectives; later each repetition awaits one of them."""
     nothing = (0,) * 7
     starts = CompressedStep([LocalCollective(GROUP, 1.0), LocalCollective(GROUP, 1.0)], MemoryChange(0, nothing, None))
-    waits = CompressedStep([AwaitCollective(GROUP, 8, 2)], MemoryChange(0, nothing, None))
+    waits = CompressedStep([AwaitCollective(GROUP, 8, OpKind.ALL_GATHER, 2)], MemoryChange(0, nothing, None))
     extended = extend_step([StepSegment(starts, 3, 4, {GROUP: 2}), StepSegment(waits, 3, 4, {GROUP: 0})])
     assert [entry.ago for entry in extended.entries if isinstance(entry, AwaitCollective)] == [8, 6, 4, 2]

@@ -142,8 +142,11 @@ def compare(workload: Workload) -> None:
     plan, whole = workload.plan, workload.estimate()
     assert isinstance(plan, Plan)
     each = workload.microbatches // plan.data_ranks
-    seconds, peaks = CompressedReplay(workload, each)(each)
+    replay = CompressedReplay(workload, each)
+    seconds, peaks = replay(each)
     assert seconds == pytest.approx(whole.step, rel=1e-9)
+    parts, expected = replay.parts(each), whole.parts
+    assert max(abs(parts.get(name, 0.0) - expected.get(name, 0.0)) for name in {*parts, *expected}) < 1e-9 * whole.step
     assert [asdict(replace(peak, microbatches=0)) for peak in whole.peaks] == list(map(asdict, peaks))
 
 

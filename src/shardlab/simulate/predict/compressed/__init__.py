@@ -11,7 +11,8 @@ and in traced programs (`rank`). It follows the rank's schedule as a sequence of
 (`runner`). The result of a step depends on its key and on the rank's state before it: the weights in flight, and the
 gradients that are being reduced. So each pair of state and key is run once, for all ranks of one kind (`step`). Its
 `CompressedStep` has a few entries: seconds of compute, collectives, messages and waits (`clocks`). Only these entries
-are replayed, on the event loop that also replays tapes (`shardlab.simulate.timeline.event_loop`).
+are replayed, on the event loop that also replays tapes (`shardlab.simulate.timeline.event_loop`). They also
+know what a rank does (compute, or wait for which communication), so the parts of a step's time need no tape either.
 
 The result equals the replay of the whole tape up to rounding, and the peaks of memory are equal exactly; tests compare
 both on random plans. Read `step` first: it has the entry point.

@@ -12,18 +12,24 @@ has a separate stream, as on NCCL.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from shardlab.language import Group
+from shardlab.language import Group, OpKind
 from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.simulate.predict.compressed.sample import MeasuredPass, SizedPart
 from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, IdlePattern, StartEnd
 from shardlab.simulate.timeline.memory import MemoryChange
+from shardlab.simulate.timeline.prices import Awaited
 
 Interval = tuple[float, float]
 """Start and end, in seconds."""
+
+Exposed = Sequence[tuple[Awaited, float]]
+"""Seconds in which a rank waits for communication, by kind and axis."""
+
+MESSAGE: Awaited = (OpKind.SEND, "pp")
 
 
 class Compute:
@@ -35,19 +41,22 @@ class Compute:
         seconds: duration.
         waits: idle intervals, relative to the start of the entry. They are only recorded if communication slows compute
             down.
+        exposed: the seconds of collectives.
     """
 
-    __slots__ = ("_idle", "seconds", "waits")
+    __slots__ = ("_idle", "exposed", "seconds", "waits")
 
-    def __init__(self, seconds: float, waits: Sequence[Interval] = ()) -> None:
-        self.seconds, self.waits = seconds, list(waits)
+    def __init__(self, seconds: float, waits: Sequence[Interval] = (), exposed: Exposed = ()) -> None:
+        self.seconds, self.waits, self.exposed = seconds, list(waits), list(exposed)
         self._idle: IdlePattern | None = None
 
-    def extend(self, seconds: float, waits: Sequence[Interval]) -> None:
+    def extend(self, seconds: float, waits: Sequence[Interval], exposed: Exposed) -> None:
         """Add subsequent compute."""
         if waits:
             before = self.seconds
             self.waits += [(before + start, before + end) for start, end in waits]
+        if exposed:
+            self.exposed += exposed
         self.seconds += seconds
 
     @property
@@ -74,6 +83,7 @@ class AwaitCollective(NamedTuple):
 
     group: Group
     ago: int
+    kind: OpKind
     stride: int = 0
 
 
@@ -150,9 +160,40 @@ def step_seconds(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG
         rows: one for each pipeline rank.
         contention, lag: see `Prices`.
     """
+    return _run_clocks(rows, contention, lag).end
+
+
+class RowParts(NamedTuple):
+    """Seconds of all rows by what they do.
+
+    Attributes:
+        end: time at which the last row ends.
+        computing: seconds in which rows compute, summed over rows.
+        exposed: seconds in which rows wait for communication whose members have all arrived.
+    """
+
+    end: float
+    computing: float
+    exposed: Mapping[Awaited, float]
+
+
+def row_parts(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG) -> RowParts:
+    """Return the seconds of all rows by what they do. The arguments are those of `step_seconds`."""
+    clocks = _run_clocks(rows, contention, lag)
+    computing, exposed = 0.0, clocks.exposed
+    for entries, _ in rows:
+        for entry in entries:
+            if isinstance(entry, (Compute, MeasuredPass)):
+                computing += entry.seconds - sum([seconds for _, seconds in entry.exposed])
+                for awaited, seconds in entry.exposed:
+                    exposed[awaited] += seconds
+    return RowParts(clocks.end, computing, exposed)
+
+
+def _run_clocks(rows: Sequence[Row], contention: float, lag: Lag) -> _RowClocks:
     clocks = _RowClocks(rows, contention, lag)
     assert not clocks.run_rows(), "every message is sent and received"
-    return clocks.end
+    return clocks
 
 
 class _RowState:
@@ -160,8 +201,9 @@ class _RowState:
 
     Attributes:
         entries, routes: entries and routes of the row.
-        collectives: by group, the collectives that the row has started, in order.
-        messages: by route, the messages that the row has not awaited.
+        collectives: by group, the collectives that the row has started, in order: the times at which all members have
+            arrived, at which it starts, and at which it ends.
+        messages: by route, the messages that the row has not awaited, with the end of each of several messages.
         joined: by channel, the number of communications with other rows that the row has joined.
     """
 
@@ -177,6 +219,7 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
 
     Attributes:
         end: time at which the last row has ended.
+        exposed: seconds in which rows wait at an entry for communication, by kind and axis.
     """
 
     def __init__(self, rows: Sequence[Row], contention: float, lag: Lag) -> None:
@@ -184,7 +227,7 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
         self._rows = [_RowState(row) for row in rows]
         self._free: dict[Hashable, float] = defaultdict(float)  # stream across rows to the time at which it is free
         self._parts: dict[tuple[Hashable, int], Rendezvous] = {}  # communications that have not started
-        self.end = 0.0
+        self.end, self.exposed = 0.0, defaultdict[Awaited, float](float)
 
     def advance(self, row: int, now: float) -> None:
         state = self._rows[row]
@@ -204,13 +247,18 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
                     break
                 if isinstance(entry, AwaitMessage):
                     started.pop(place)
+                before = clock
                 if self.slows:
-                    start = times[0]
-                    for end in times[1:]:
+                    start = times[1]
+                    for end in times[2:]:
                         clock = self.idle[row].wait(clock, start, end, self.contention, self.lag)
                         start = end
                 elif times[-1] > clock:
                     clock = times[-1]
+                ready = times[0]
+                if clock > before and clock > ready:
+                    awaited = MESSAGE if isinstance(entry, AwaitMessage) else (entry.kind, entry.group.axis)
+                    self.exposed[awaited] += clock - (before if before > ready else ready)
             elif isinstance(entry, Compute):
                 if entry.waits:
                     self.idle[row].append_pass(clock, entry.idle)
@@ -218,11 +266,11 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
             elif isinstance(entry, LocalCollective):
                 group, seconds = entry
                 queue = collectives[group]
-                start = queue[-1][1] if queue else clock  # when the stream is free
+                start = queue[-1][2] if queue else clock  # when the stream is free
                 if start < clock:
                     start = clock
                 end = start + seconds
-                queue.append([start, end])
+                queue.append([clock, start, end])
                 if end > latest:
                     latest = end
             elif isinstance(entry, MeasuredPass):
@@ -244,14 +292,15 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
     def _pass_end(self, row: int, done: MeasuredPass, clock: float) -> float:
         """Return the end of a pass. Its collectives are awaited immediately, after others on their streams."""
         collectives, idle = self._rows[row].collectives, self.idle[row]
-        free = {group: collectives[group][-1][1] for group in done.groups if collectives[group]}
+        free = {group: collectives[group][-1][2] for group in done.groups if collectives[group]}
         if not free or max(free.values()) <= clock:
             if done.waits:
                 idle.append_pass(clock, done.idle)
             return clock + done.seconds
-        for after, group, seconds in done.collectives:
+        for after, group, seconds, kind in done.collectives:
             clock += after
             end = max(clock, free.get(group, clock)) + seconds
+            self.exposed[kind, group.axis] += end - clock - seconds  # in addition to those of the pass
             idle.append(clock, end)
             clock = end
         return clock + done.rest
@@ -259,7 +308,7 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
     def start(self, communication: tuple[Hashable, int], ready: float) -> None:
         part, joined = self._parts.pop(communication), self.pending.pop(communication)
         start = max(ready, self._free[part.stream])
-        joined.times[:] = accumulate(part.seconds, initial=start)
+        joined.times[:] = ready, *accumulate(part.seconds, initial=start)
         end = self._free[part.stream] = joined.times[-1]
         self.end = max(self.end, end)
         for row in joined.rows:

@@ -23,6 +23,7 @@ from shardlab.simulate.predict.compressed.clocks import (
     CompressedStep,
     Compute,
     Entry,
+    Exposed,
     Interval,
     LocalCollective,
     PostMessage,
@@ -197,15 +198,15 @@ class StepRecorder(MemoryLedger):
         if self.bytes > self.peak_bytes:
             super().record_peak(op, self._number_in_whole(layer))
 
-    def add_compute(self, seconds: float, waits: Sequence[Interval] = ()) -> None:
-        """Add seconds of compute, and the idle intervals in them."""
+    def add_compute(self, seconds: float, waits: Sequence[Interval] = (), exposed: Exposed = ()) -> None:
+        """Add seconds of compute, with the idle intervals and the waits for communication in them."""
         if not seconds:
             return
         last = self.entries[-1] if self.entries else None
         if isinstance(last, Compute):
-            last.extend(seconds, waits)
+            last.extend(seconds, waits, exposed)
         else:
-            self.entries.append(Compute(seconds, waits))
+            self.entries.append(Compute(seconds, waits, exposed))
 
 
 InFlight = dict[Hashable, "dict[SizedHandle, Hashable]"]
@@ -288,10 +289,15 @@ class CompressedRank(StepRecorder):
         return handle
 
     def start_collective(
-        self, group: Group, seconds: float, result: SizedValue | None = None, read: SizedValue | None = None
+        self,
+        kind: OpKind,
+        group: Group,
+        seconds: float,
+        result: SizedValue | None = None,
+        read: SizedValue | None = None,
     ) -> SizedHandle:
         """Start a collective of this row only, or with other rows that have members in the group."""
-        handle = self.register(SizedHandle(self, group, self.started[group], result, read))
+        handle = self.register(SizedHandle(self, kind, group, self.started[group], result, read))
         self.started[group] += 1
         across = self._crosses_rows(group)
         entry = Rendezvous(group, group, len(group.ranks), (seconds,)) if across else LocalCollective(group, seconds)
@@ -315,9 +321,11 @@ class CompressedRank(StepRecorder):
         ):  # awaited immediately, on an idle stream
             self.entries.pop()
             self.started[group] -= 1
-            self.add_compute(last.seconds, ((0.0, last.seconds),) if self.sample.notes_waits else ())
+            waits = ((0.0, last.seconds),) if self.sample.notes_waits else ()
+            self.add_compute(last.seconds, waits, (((handle.kind, group.axis), last.seconds),))
         else:
-            self.entries.append(AwaitCollective(group, ago, handle.repetition.stride if handle.repetition else 0))
+            stride = handle.repetition.stride if handle.repetition else 0
+            self.entries.append(AwaitCollective(group, ago, handle.kind, stride))
         result, read = handle.result, handle.read
         if result is not None and result.slot == COMMUNICATION:  # it has arrived
             result.slot = result.part.slot
@@ -420,7 +428,7 @@ class CompressedRank(StepRecorder):
             self._reuse_memory(value)
         self.record_peak(kind, value.layer)
         seconds = self.sample.collective(kind, max(value.part.wire_bytes, result.part.wire_bytes), group)
-        return self.start_collective(group, seconds, result, value)
+        return self.start_collective(kind, group, seconds, result, value)
 
     def _reuse_memory(self, value: SizedValue) -> None:
         """Free the memory of a value for its successor, which was just created."""
@@ -507,12 +515,12 @@ class CompressedRank(StepRecorder):
             if any(map(self.open.__getitem__, done.groups)):
                 self.entries.append(done)
             else:
-                self.add_compute(done.seconds, done.waits)
+                self.add_compute(done.seconds, done.waits, done.exposed)
         else:
-            for after, group, seconds in done.collectives:
+            for after, group, seconds, kind in done.collectives:
                 self.add_compute(after)
-                self.wait(self.start_collective(group, seconds))
-            self.add_compute(done.rest)
+                self.wait(self.start_collective(kind, group, seconds))
+            self.add_compute(done.rest, (), () if done.collectives else done.exposed)
         before, main, after = done.peaks
         if before is not None and self.bytes + before.bytes > self.peak_bytes:
             self.raise_peak(before, self._number_in_whole(layer))
@@ -564,19 +572,25 @@ class SizedHandle:
     """Collective that a compressed rank has started.
 
     Attributes:
-        group: the group.
+        kind, group: the kind, and the group.
         number: position among the rank's collectives of this group.
         result, read: the output and the input (None: the collective belongs to a measured pass).
         repetition: its repetition for missing blocks (None: it is not repeated).
     """
 
-    __slots__ = ("group", "number", "rank", "read", "repetition", "result", "waited")
+    __slots__ = ("group", "kind", "number", "rank", "read", "repetition", "result", "waited")
 
     def __init__(
-        self, rank: CompressedRank, group: Group, number: int, result: SizedValue | None, read: SizedValue | None
+        self,
+        rank: CompressedRank,
+        kind: OpKind,
+        group: Group,
+        number: int,
+        result: SizedValue | None,
+        read: SizedValue | None,
     ) -> None:
-        self.rank, self.group, self.number, self.result, self.read = rank, group, number, result, read
-        self.waited = False
+        self.rank, self.kind, self.group, self.number = rank, kind, group, number
+        self.result, self.read, self.waited = result, read, False
         self.repetition: Repetition | None = None
 
     def relative_to(self, layer: int) -> Hashable:

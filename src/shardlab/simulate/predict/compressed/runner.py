@@ -27,6 +27,7 @@ from shardlab.simulate.predict.compressed.sample import (
     MeasuredPass,
     PassCollective,
     SizedPart,
+    add_exposed,
     with_more_bytes,
 )
 from shardlab.simulate.predict.compressed.short_model import Repetition
@@ -382,7 +383,7 @@ def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
         seconds += each.seconds
         if each.collectives:
             first, *others = each.collectives
-            collectives += [PassCollective(after + first.after, first.group, first.seconds), *others]
+            collectives += [first._replace(after=after + first.after), *others]
             after = 0.0
         after += each.rest
         for peak in each.peaks:
@@ -390,7 +391,8 @@ def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
         for slot, bytes in each.changes:
             memory.hold(slot, bytes)
     peaks = memory.peak, None, None
-    return MeasuredPass(seconds, tuple(collectives), after, tuple(memory.by_category), peaks, tuple(waits))
+    exposed = add_exposed(part for each, _ in parts for part in each.exposed)
+    return MeasuredPass(seconds, tuple(collectives), after, tuple(memory.by_category), peaks, tuple(waits), exposed)
 
 
 ValueState = tuple[SizedPart, int, int, int, int, int, int, bool]
@@ -403,6 +405,7 @@ StorePlace = tuple[int, Hashable]
 class HandleState(NamedTuple):
     """State of a `SizedHandle`, counted back from its group's latest collective. It does not depend on time."""
 
+    kind: OpKind
     group: Group
     ago: int
     result: ValueState | None
@@ -451,6 +454,7 @@ class StateSnapshots:
         under_way = tuple(
             [
                 HandleState(
+                    each.kind,
                     each.group,
                     rank.started[each.group] - each.number,
                     each.result and _state_of(each.result),
@@ -488,7 +492,7 @@ class StateSnapshots:
         for saved in state.under_way:
             read, result = saved.read, saved.result and restored(saved.result)
             value = read and (self._stores[read[0]][read[1]] if len(read) == 2 else restored(read))
-            handle = SizedHandle(rank, saved.group, rank.started[saved.group] - saved.ago, result, value)
+            handle = SizedHandle(rank, saved.kind, saved.group, rank.started[saved.group] - saved.ago, result, value)
             handle.repetition = saved.repetition
             rank.register(handle)
         handles: list[Any] = list(rank.outstanding)

@@ -12,7 +12,7 @@ residual streams, whose memory in a pass of the sample may differ from that in t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -26,7 +26,7 @@ from shardlab.simulate.predict.folding import Folded, fold
 from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline.event_loop import IdlePattern
 from shardlab.simulate.timeline.memory import CATEGORY_OF_KIND, CategoryBytes, MemoryPeak, TapeMemory
-from shardlab.simulate.timeline.prices import Bytes, Prices
+from shardlab.simulate.timeline.prices import Awaited, Bytes, Prices, awaited_by
 from shardlab.simulate.timeline.run import Clocks
 from shardlab.strategies.plan.layer_passes import LayerRunner
 from shardlab.strategies.plan.plan import Plan
@@ -209,7 +209,7 @@ class PassMeter:
         self.tape, self.times = traced.program.tapes[0], Clocks(traced, prices).run()
         self.memory = TapeMemory(self.tape, traced.specs[0], size, real=True, counters=True, sizes=size.sizes).run()
         self.arrivals = self._arrivals(prices.blocking_p2p)
-        self._idle = self.times.idle[0] if prices.contention else []
+        self._program, self._notes_waits = traced.program, prices.contention > 0
 
     def _arrivals(self, blocking: float) -> list[float]:
         """Return the time in seconds at which the compute stream gets to each op."""
@@ -241,7 +241,13 @@ class PassMeter:
         if rest < 0:  # communication beside compute, on streams without other communication
             seconds, collectives = self.arrivals[stop] - self.arrivals[start], ()
         began, ended = self.arrivals[start], self.arrivals[stop]
-        idle = [each for each in self._idle if began <= each.since and each.until <= ended]
+        idle = [each for each in self.times.idle[0] if began <= each.since and each.until <= ended]
+        exposed = [
+            (awaited_by(self._program, 0, self.tape[op]), max(0.0, until - max(since, self.times.ready[0][op])))
+            for op, since, until in idle
+        ]
+        if rest >= 0:
+            exposed = [((each.kind, each.group.axis), each.seconds) for each in collectives]
         return MeasuredPass(
             seconds,
             collectives,
@@ -252,7 +258,8 @@ class PassMeter:
                 self._peak(start, range(main, min(main + 1, stop)), layer),
                 self._peak(start, range(main + 1, stop), layer),
             ),
-            tuple([(each.since - began, each.until - began) for each in idle]),
+            tuple([(each.since - began, each.until - began) for each in idle]) if self._notes_waits else (),
+            add_exposed(exposed),
         )
 
     def _peak(self, start: int, ops: range, layer: int) -> MemoryPeak | None:
@@ -285,7 +292,7 @@ class PassMeter:
             elif op.group is None:
                 return (), -1.0
             else:
-                found.append(PassCollective(after, op.group, self._seconds(at)))
+                found.append(PassCollective(after, op.group, self._seconds(at), op.kind))
                 after, issued = 0.0, op.handle
         return tuple(found), after
 
@@ -416,12 +423,21 @@ class PassCollective(NamedTuple):
 
     Attributes:
         after: seconds of compute between the previous collective and this one.
-        group, seconds: the group, and the duration.
+        group, seconds, kind: the group, the duration, and the kind.
     """
 
     after: float
     group: Group
     seconds: float
+    kind: OpKind
+
+
+def add_exposed(parts: Iterable[tuple[Awaited, float]]) -> tuple[tuple[Awaited, float], ...]:
+    """Return seconds of waits by kind and axis, those of equal kind and axis added up."""
+    sums = dict[Awaited, float]()
+    for awaited, seconds in parts:
+        sums[awaited] = sums.get(awaited, 0.0) + seconds
+    return tuple(sums.items())
 
 
 NO_PEAKS = (None, None, None)
@@ -439,6 +455,7 @@ class MeasuredPass:
         peaks: peak of the ops before the one that computes with the weight, of that op, and of the ops after it. Layers
             count from the pass's first one.
         waits: if communication slows compute down, the intervals in which the pass does not compute.
+        exposed: seconds of `seconds` in which the pass waits for communication, by kind and axis.
         bytes, changes: total of `delta`, and (category, bytes) for entries other than 0.
         groups: groups of the collectives.
     """
@@ -449,6 +466,7 @@ class MeasuredPass:
     delta: CategoryBytes
     peaks: tuple[MemoryPeak | None, MemoryPeak | None, MemoryPeak | None]
     waits: tuple[tuple[float, float], ...] = ()
+    exposed: tuple[tuple[Awaited, float], ...] = ()
     bytes: int = field(init=False)
     changes: tuple[tuple[int, int], ...] = field(init=False)
     groups: frozenset[Group] = field(init=False)

@@ -272,8 +272,8 @@ class _ExtendedStep:
         last = self._entries[-1] if self._entries else None
         if entries and isinstance(last, Compute) and isinstance(entries[0], Compute):
             if last is not self._joined:
-                last = self._joined = self._entries[-1] = Compute(last.seconds, last.waits)
-            last.extend(entries[0].seconds, entries[0].waits)
+                last = self._joined = self._entries[-1] = Compute(last.seconds, last.waits, last.exposed)
+            last.extend(entries[0].seconds, entries[0].waits, entries[0].exposed)
             self._entries += entries[1:]
         else:
             self._entries += entries
@@ -285,7 +285,7 @@ class _ExtendedStep:
 def _awaiting_later(entries: Sequence[Entry], number: int, started: Mapping[Group, int]) -> list[Entry]:
     """Return the entries of a repetition, with waits for collectives that repetitions have started."""
     return [
-        AwaitCollective(entry.group, entry.ago - number * (entry.stride - started[entry.group]))
+        entry._replace(ago=entry.ago - number * (entry.stride - started[entry.group]), stride=0)
         if isinstance(entry, AwaitCollective) and entry.stride
         else entry
         for entry in entries
