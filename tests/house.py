@@ -27,7 +27,7 @@ CODE_LINES = {
     "measure": 2200,
     "models": 4625,
     "planner": 4145,
-    "simulate": 7405,
+    "simulate": 7430,
     "strategies": 2730,
     "train": 9070,
 }

@@ -90,14 +90,15 @@ class EventLoop(Generic[C]):
                 self.start(communication, now)
         return list(self._waits)
 
-    def push(self, ready: float, communication: C) -> None:
-        """Start a communication at time `ready`, or when its streams become free."""
-        heapq.heappush(self._heap, (ready, self.turn(communication), next(self._tie), -1, communication))
+    def push(self, ready: float, communication: C, turn: int = 0) -> None:
+        """Start a communication at time `ready`, or when its streams become free.
 
-    def turn(self, communication: C) -> int:
-        """Return the order of a communication among those ready at the same time; rows that continue have 0."""
-        del communication
-        return 0
+        Args:
+            ready: the time.
+            communication: the communication.
+            turn: its order among those ready at the same time; rows that continue have 0.
+        """
+        heapq.heappush(self._heap, (ready, turn, next(self._tie), -1, communication))
 
     def join(self, communication: C, members: int, row: int, clock: float) -> PendingCommunication:
         """Join a row to a communication of several members. It is ready when the last one has arrived."""

@@ -215,11 +215,10 @@ class Clocks(EventLoop[int]):
             self._receive(number)
         return [PENDING, PENDING]
 
-    def turn(self, communication: int) -> int:
-        """Return an op's position on its tape if messages share links with collectives, so that replicas agree."""
-        if not self._duplex:
-            return 0
-        return 1 + max(op for _, _, op in self._traced.communications[communication].participants)
+    def push(self, ready: float, communication: int, turn: int = 0) -> None:
+        if self._duplex:  # messages share links with collectives: by the position on the tape, so that replicas agree
+            turn = 1 + max(op for _, _, op in self._traced.communications[communication].participants)
+        super().push(ready, communication, turn)
 
     def start(self, communication: int, ready: float) -> None:
         self.pending.pop(communication, None)

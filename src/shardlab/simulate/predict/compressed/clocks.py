@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from shardlab.language import Group, OpKind
 from shardlab.language.pass_names import NO_LAG, Lag
 from shardlab.simulate.predict.compressed.sample import MeasuredPass, SizedPart
-from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, IdlePattern, StartEnd
+from shardlab.simulate.timeline.event_loop import PENDING, EventLoop, IdlePattern, PendingCommunication, StartEnd
 from shardlab.simulate.timeline.memory import MemoryChange
 from shardlab.simulate.timeline.prices import Awaited
 
@@ -32,6 +32,7 @@ Exposed = Sequence[tuple[Awaited, float]]
 MESSAGE: Awaited = (OpKind.SEND, "pp")
 
 
+@final
 class Compute:
     """Seconds of compute, and of collectives that are awaited immediately and delay nothing else.
 
@@ -67,6 +68,7 @@ class Compute:
         return self._idle
 
 
+@final
 class LocalCollective(NamedTuple):
     """Collective of ranks of one stage, which all arrive at the same time. It runs on the stream of its group."""
 
@@ -74,6 +76,7 @@ class LocalCollective(NamedTuple):
     seconds: float
 
 
+@final
 class AwaitCollective(NamedTuple):
     """Wait for the collective of a group that was started `ago` collectives of the group ago (1: the latest one).
 
@@ -87,11 +90,12 @@ class AwaitCollective(NamedTuple):
     stride: int = 0
 
 
+@final
 class Rendezvous(NamedTuple):
     """One row's part in its next communication on a channel with other rows.
 
     Attributes:
-        channel: names the communication together with its number on the channel.
+        channel: rows join the communications on a channel in the same order.
         stream: communications on one stream take turns: those of a group, or of the two ranks of a message.
         members: how many rows take part.
         seconds: from the arrival of the last member to the end; of several messages, of each after the other.
@@ -105,12 +109,14 @@ class Rendezvous(NamedTuple):
     blocks: float = 0.0
 
 
+@final
 class PostMessage(NamedTuple):
     """Start of the messages of a route to or from another row: the sends or the receives are posted."""
 
     route: int
 
 
+@final
 class AwaitMessage(NamedTuple):
     """Wait for the messages of a route: of those that nobody has waited for, the oldest (0) or later ones."""
 
@@ -204,18 +210,30 @@ class _RowState:
         collectives: by group, the collectives that the row has started, in order: the times at which all members have
             arrived, at which it starts, and at which it ends.
         messages: by route, the messages that the row has not awaited, with the end of each of several messages.
-        joined: by channel, the number of communications with other rows that the row has joined.
     """
 
     def __init__(self, row: Row) -> None:
         self.entries, self.routes = row
         self.collectives: dict[Hashable, list[StartEnd]] = defaultdict(list)
         self.messages: list[list[StartEnd]] = [[] for _ in self.routes]
-        self.joined: dict[Hashable, int] = defaultdict(int)
 
 
-class _RowClocks(EventLoop[tuple[Hashable, int]]):
-    """Clocks of all rows. The key of a communication between rows is (channel, number on the channel).
+class _Meeting(PendingCommunication):
+    """Communication between rows, in the order of its channel.
+
+    Attributes:
+        part: the part of its first row.
+    """
+
+    __slots__ = ("part",)
+
+    def __init__(self, part: Rendezvous) -> None:
+        super().__init__()
+        self.part = part
+
+
+class _RowClocks(EventLoop[_Meeting]):
+    """Clocks of all rows.
 
     Attributes:
         end: time at which the last row has ended.
@@ -226,44 +244,22 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
         super().__init__(len(rows), contention, lag)
         self._rows = [_RowState(row) for row in rows]
         self._free: dict[Hashable, float] = defaultdict(float)  # stream across rows to the time at which it is free
-        self._parts: dict[tuple[Hashable, int], Rendezvous] = {}  # communications that have not started
+        self._open: dict[Hashable, list[_Meeting]] = defaultdict(list)  # by channel, those that a row has not joined
         self.end, self.exposed = 0.0, defaultdict[Awaited, float](float)
 
     def advance(self, row: int, now: float) -> None:
         state = self._rows[row]
-        collectives, entries = state.collectives, state.entries
+        collectives, messages, entries = state.collectives, state.messages, state.entries
         clock = self.clocks[row]
         computed = latest = 0.0
         for at in range(self.at[row], len(entries)):
             entry = entries[at]
-            if isinstance(entry, AwaitCollective) or isinstance(entry, AwaitMessage):  # noqa: SIM101  # a union takes twice as long
-                if isinstance(entry, AwaitCollective):
-                    started, place = collectives[entry.group], -entry.ago
-                else:
-                    started, place = state.messages[entry.route], entry.turn
-                times = started[place]
-                if times[1] == PENDING:
-                    self.wait(row, at, clock, times)
-                    break
-                if isinstance(entry, AwaitMessage):
-                    started.pop(place)
-                before = clock
-                if self.slows:
-                    start = times[1]
-                    for end in times[2:]:
-                        clock = self.idle[row].wait(clock, start, end, self.contention, self.lag)
-                        start = end
-                elif times[-1] > clock:
-                    clock = times[-1]
-                ready = times[0]
-                if clock > before and clock > ready:
-                    awaited = MESSAGE if isinstance(entry, AwaitMessage) else (entry.kind, entry.group.axis)
-                    self.exposed[awaited] += clock - (before if before > ready else ready)
-            elif isinstance(entry, Compute):
+            # types are final and compared, since isinstance takes twice as long; the most frequent ones come first
+            if type(entry) is Compute:
                 if entry.waits:
                     self.idle[row].append_pass(clock, entry.idle)
                 clock = computed = clock + entry.seconds
-            elif isinstance(entry, LocalCollective):
+            elif type(entry) is LocalCollective:
                 group, seconds = entry
                 queue = collectives[group]
                 start = queue[-1][2] if queue else clock  # when the stream is free
@@ -273,21 +269,64 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
                 queue.append([clock, start, end])
                 if end > latest:
                     latest = end
-            elif isinstance(entry, MeasuredPass):
+            elif type(entry) is AwaitCollective:
+                group, ago, kind, _ = entry
+                times = collectives[group][-ago]
+                if times[1] == PENDING:
+                    self.wait(row, at, clock, times)
+                    break
+                if times[-1] > clock or self.slows:
+                    clock = self._end_of_wait(row, clock, times, (kind, group.axis))
+            elif type(entry) is AwaitMessage:
+                route, turn = entry
+                times = messages[route][turn]
+                if times[1] == PENDING:
+                    self.wait(row, at, clock, times)
+                    break
+                del messages[route][turn]
+                if times[-1] > clock or self.slows:
+                    clock = self._end_of_wait(row, clock, times, MESSAGE)
+            elif type(entry) is PostMessage:
+                clock += self._join(row, clock, state.routes[entry.route], messages[entry.route])
+            elif type(entry) is MeasuredPass:
                 clock = computed = self._pass_end(row, entry, clock)
             else:
-                if isinstance(entry, PostMessage):
-                    part, started = state.routes[entry.route], state.messages[entry.route]
-                else:
-                    part, started = entry, collectives[entry.channel]
-                key = part.channel, state.joined[part.channel]
-                state.joined[part.channel] += 1
-                self._parts[key] = part
-                started.append(self.join(key, part.members, row, clock).times)
-                clock += part.blocks
+                clock += self._join(row, clock, entry, collectives[entry.channel])
         else:
             self.at[row], self.clocks[row] = len(entries), clock
         self.end = max(self.end, computed, latest)
+
+    def _end_of_wait(self, row: int, clock: float, times: StartEnd, awaited: Awaited) -> float:
+        """Return the time at which a row computes again that waits for a communication, or has lost time to it."""
+        ready, again = times[0], clock
+        if self.slows:
+            start = times[1]
+            for end in times[2:]:
+                again = self.idle[row].wait(again, start, end, self.contention, self.lag)
+                start = end
+        elif times[-1] > clock:
+            again = times[-1]
+        if again > clock and again > ready:
+            self.exposed[awaited] += again - (clock if clock > ready else ready)
+        return again
+
+    def _join(self, row: int, clock: float, part: Rendezvous, started: list[StartEnd]) -> float:
+        """Join a row to its next communication on a channel, and return the seconds in which it computes nothing."""
+        meetings = self._open[part.channel]
+        for meeting in meetings:
+            if row not in meeting.rows:
+                break
+        else:
+            meeting = _Meeting(part)
+            meetings.append(meeting)
+        meeting.rows.append(row)
+        started.append(meeting.times)
+        if clock > meeting.ready:
+            meeting.ready = clock
+        if len(meeting.rows) == part.members:
+            meetings.remove(meeting)
+            self.push(meeting.ready, meeting)
+        return part.blocks
 
     def _pass_end(self, row: int, done: MeasuredPass, clock: float) -> float:
         """Return the end of a pass. Its collectives are awaited immediately, after others on their streams."""
@@ -305,11 +344,12 @@ class _RowClocks(EventLoop[tuple[Hashable, int]]):
             clock = end
         return clock + done.rest
 
-    def start(self, communication: tuple[Hashable, int], ready: float) -> None:
-        part, joined = self._parts.pop(communication), self.pending.pop(communication)
-        start = max(ready, self._free[part.stream])
-        joined.times[:] = ready, *accumulate(part.seconds, initial=start)
-        end = self._free[part.stream] = joined.times[-1]
-        self.end = max(self.end, end)
-        for row in joined.rows:
-            self.wake(row, joined.times, ready)
+    def start(self, communication: _Meeting, ready: float) -> None:
+        part, times = communication.part, communication.times
+        start = self._free[part.stream]
+        times[:] = ready, *accumulate(part.seconds, initial=start if start > ready else ready)
+        end = self._free[part.stream] = times[-1]
+        if end > self.end:
+            self.end = end
+        for row in communication.rows:
+            self.wake(row, times, ready)

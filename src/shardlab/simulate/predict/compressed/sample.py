@@ -16,7 +16,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from shardlab.language import Group, Holds, Kind, OpKind, Rank, Sizes, Spec, Value
 from shardlab.language.rules.layer_rules import GRADIENT_OF
@@ -443,6 +443,7 @@ def add_exposed(parts: Iterable[tuple[Awaited, float]]) -> tuple[tuple[Awaited, 
 NO_PEAKS = (None, None, None)
 
 
+@final
 @dataclass(frozen=True)
 class MeasuredPass:
     """Forward or backward pass of a layer, or of several layers one after the other.
