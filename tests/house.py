@@ -17,8 +17,8 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 295,
     "check": 2280,
-    "cli": 8095,
-    "common": 845,
+    "cli": 8140,
+    "common": 860,
     "draw": 1710,
     "execute": 3785,
     "frameworks": 3460,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shardlab.common.text import (
     REPLACEMENT,
     counted,
+    line_breaks,
     listed,
     parse_bytes,
     parse_size,
@@ -16,6 +17,7 @@ from shardlab.common.text import (
     printable,
     size_text,
     sizes_between,
+    wrap_words,
 )
 from shardlab.language import UserError
 
@@ -127,3 +129,30 @@ def test_one_is_singular_and_all_else_plural() -> None:
     assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
     assert counted(1, "microbatch") == "1 microbatch"
     assert counted(2, "microbatch") == "2 microbatches"
+
+
+# Long lines are broken between words only.
+
+
+def test_a_path_or_an_option_is_never_broken() -> None:
+    text = "go on with: shardlab train --resume /data/a-user/runs/fsdp-1 --validate-every 100"
+    assert wrap_words(text, 40).split("\n") == [
+        "go on with: shardlab train --resume",
+        "/data/a-user/runs/fsdp-1",
+        "--validate-every 100",
+    ]
+    assert wrap_words("in /a/path/that/is/longer/than/a/line it is", 20).split("\n")[1].startswith("/a/path/that/is/lo")
+
+
+def test_lines_that_fit_stay_as_they_are() -> None:
+    text = "  two  blanks \n\n\tand a tab\n"
+    assert wrap_words(text, 40) == text
+
+
+@given(st.text(alphabet="ab-/ \n", max_size=60), st.integers(1, 12))
+def test_no_line_is_too_long_unless_it_is_one_word(text: str, width: int) -> None:
+    wrapped = wrap_words(text, width)
+    assert wrapped.split() == text.split()
+    for line in wrapped.split("\n"):
+        assert len(line.rstrip()) <= width or len(line.split()) == 1
+    assert all(line_breaks(line, width) == [] for line in wrapped.split("\n"))

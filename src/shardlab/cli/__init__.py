@@ -24,7 +24,14 @@ from shardlab.cli.bench.command import Bench
 from shardlab.cli.checkpoint import CheckpointCommand
 from shardlab.cli.collectives import Collectives
 from shardlab.cli.compare import Compare
-from shardlab.cli.console import command_meant_by, meant_by, mistakes_as_sentences, print_json, unreadable_python
+from shardlab.cli.console import (
+    meant_by,
+    mistakes_as_sentences,
+    print_json,
+    subcommand_names,
+    unknown_command,
+    unreadable_python,
+)
 from shardlab.cli.convert import Convert
 from shardlab.cli.data import DataCommand
 from shardlab.cli.doctor import Doctor, SmokeTest
@@ -44,7 +51,6 @@ from shardlab.cli.train.command import Train
 from shardlab.cli.validate import Validate
 from shardlab.cli.verify import Verify
 from shardlab.cli.view.command import View
-from shardlab.common.errors import suggest_name
 from shardlab.common.user_code import trace_limits
 from shardlab.language import Refused, UserError
 from shardlab.starting import INTERRUPTED, loaded
@@ -165,11 +171,15 @@ def command_of(words: list[str]) -> Command:
 def _parsed(words: list[str]) -> Any:
     """Parse a command line with tyro. Return the command, and the words that it does not recognize."""
     if not words:
-        raise UserError(f"no command is given; {suggest_name('', COMMANDS)}")
+        raise UserError("no command is given; shardlab --help lists them")
     if (pair := " ".join(words[:2])) in COMMANDS:
         words = [pair, *words[2:]]
     if not words[0].startswith("-") and words[0] not in COMMANDS:
-        raise UserError(f"there is no command {words[0]!r}; {command_meant_by(words[0], COMMANDS)}")
+        raise unknown_command(words[0], COMMANDS, "shardlab")
+    names = subcommand_names(COMMANDS[words[0]]) if words[0] in COMMANDS and words[1:] else []
+    known = {*names, *(Learn().elsewhere if words[0] == "learn" else ())}  # exercises have a sentence of their own
+    if names and words[1] not in known and not words[1].startswith("-"):
+        raise unknown_command(words[1], names, f"shardlab {words[0]}")
     if {"-h", "--help"} & set(words):
         from shardlab.cli.console import print_help
 

@@ -20,9 +20,9 @@ import sys
 import sysconfig
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
-from functools import cache
+from functools import cache, partial
 from io import StringIO
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import IO, Annotated, Any, Union, cast, get_args, get_type_hints
 
@@ -38,6 +38,7 @@ from shardlab.cli.plan_options import PlanOptions
 from shardlab.common.errors import UserError, closest_name, suggest_name
 from shardlab.common.fields import field_helps, field_types
 from shardlab.common.files import load_table
+from shardlab.common.text import line_breaks
 from shardlab.train.config import SECTIONS
 
 INDENT = 16
@@ -95,15 +96,26 @@ def table_of(*headings: str, words: int = 1, gap: int = 2) -> Table:
     return table
 
 
+def print_line(console: Console, text: Text, style: str = "") -> None:
+    """Print a line. In a terminal, it is broken between words, and words such as paths stay whole."""
+    for line in _wrapped(text, console.width) if console.is_terminal else [text]:
+        console.print(line, style=style, soft_wrap=True)
+
+
 def print_fact(
     console: Console, label: str, text: str, style: str = "", figure: str = "", *, indent: int = INDENT
 ) -> None:
     """Print a label, an optional figure, and a text that is wrapped, with a hanging indent, at the terminal's width."""
     head = Text.assemble((label.ljust(indent), "dim"), (figure, "bold"), "  " if figure else "")
-    style = style or ("dim" if figure else "")
-    for line in Text(text, style).wrap(console, max(NARROWEST, console.width - len(head))) or [Text()]:
+    style, indent = style or ("dim" if figure else ""), len(head)
+    width = max(NARROWEST, console.width - indent)
+    for line in _wrapped(Text(text, style), width):
+        if len(line) > width:  # a long word, such as a path
+            if head.plain.strip():
+                console.print(head, soft_wrap=True)
+            head = Text(" " * max(0, min(indent, console.width - len(line))))
         console.print(head + line, soft_wrap=True)
-        head = Text(" " * len(head))
+        head = Text(" " * indent)
 
 
 def print_figures(console: Console, figures: Sequence[tuple[str, str, str]]) -> None:
@@ -149,8 +161,17 @@ class Report:
             self.fact("" if number else label, text)
 
     def line(self, text: RenderableType = "", style: str = "", *, wrap: bool = True) -> None:
-        """Add a line or a table for the console, wrapped at the width of the terminal unless `wrap` is False."""
-        self.draw(lambda console: console.print(text, style=style, soft_wrap=not wrap))
+        """Add a line or a table for the console, wrapped at the width of the terminal.
+
+        Args:
+            text: the line. If it is not wrapped, it is a text without markup.
+            style: style of the line.
+            wrap: whether a line is also wrapped in a pipe.
+        """
+        if wrap:
+            self.draw(lambda console: console.print(text, style=style))
+        else:
+            self.draw(partial(print_line, text=text if isinstance(text, Text) else Text(str(text)), style=style))
 
     def draw(self, draw: Callable[[Console], object]) -> None:
         """Add a function that prints something on the console."""
@@ -226,7 +247,7 @@ class Fact:
 
 def print_path(console: Console, label: str, path: Path) -> None:
     """Print the path of a file that was written. A long path is not wrapped."""
-    console.print(Text.assemble((label.ljust(INDENT), "dim"), (str(path), "bold")), soft_wrap=True)
+    print_line(console, Text.assemble((label.ljust(INDENT), "dim"), (str(path), "bold")))
 
 
 def print_whole(console: Console, table: Table, folded: int) -> None:
@@ -363,7 +384,7 @@ def sentence_of(event: parse_errors.ParseErrorEvent) -> str:
         case parse_errors.BadValue(argument=option):
             text = f"missing value for argument '{option.display_name()}'. Expected {option.lowered.nargs} values"
         case parse_errors.MissingSubcommand(subcommand_spec=commands):
-            text = f"Expected one of {{{', '.join(commands.parser_from_name)}}}"
+            text = f"expected one of the commands {', '.join(commands.parser_from_name)}"
         case _:
             text = f"{event.prog} does not accept these options together"
     return text if "; give" in text else f"{text}; --help tells more"
@@ -388,16 +409,28 @@ def meant_by(word: str, flags: Collection[str]) -> str:
     return f"did you mean {close}?" if close else "--help lists them"
 
 
-def command_meant_by(word: str, commands: Collection[str]) -> str:
-    """Return the second half of a sentence about a command that does not exist.
+def unknown_command(word: str, commands: Collection[str], program: str) -> UserError:
+    """Return the error for a command that does not exist.
 
-    >>> command_meant_by("finetune", ["train", "eval"]), command_meant_by("evla", ["train", "eval"])
-    ('did you mean train --init?', 'did you mean eval?')
+    >>> str(unknown_command("finetune", ["train", "eval"], "shardlab"))
+    "there is no command 'finetune'; did you mean train --init? (shardlab --help lists all commands)"
+
+    Args:
+        word: word that the user wrote.
+        commands: commands that exist.
+        program: `shardlab`, or the command of which these are the subcommands.
     """
-    for meaning, names in help_tables()["peer_commands"].items():
-        if word.lower().replace("_", "-") in names.split():
-            return f"did you mean {meaning}?"
-    return suggest_name(word, commands)
+    peers = help_tables()["peer_commands"] if program == "shardlab" else {}
+    meaning = next((each for each, names in peers.items() if word.lower().replace("_", "-") in names.split()), None)
+    close = meaning or closest_name(word, commands)
+    lists = f"{program} --help lists all commands"
+    return UserError(f"there is no command {word!r}; " + (f"did you mean {close}? ({lists})" if close else lists))
+
+
+def subcommand_names(kind: type[Any]) -> list[str]:
+    """List the names of a command's subcommands."""
+    what = get_type_hints(kind, include_extras=True).get("what")
+    return [] if what is None else [get_args(each)[1].name for each in get_args(get_args(what)[0])]
 
 
 def unreadable_python(error: BaseException) -> str | None:
@@ -445,6 +478,17 @@ class _Wide:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from console.render(self.table, options.update(width=self.width))
+
+
+def _wrapped(text: Text, width: int) -> list[Text]:
+    """Break a text into lines between words (see `line_breaks`)."""
+    lines = list[Text]()
+    for line in text.split():
+        breaks = line_breaks(line.plain, width)
+        lines += [line[start:stop] for start, stop in pairwise([0, *breaks, len(line)])]
+    for line in lines:
+        line.rstrip()
+    return lines or [Text()]
 
 
 def _is_denied(path: Path) -> bool:

@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab.check import check
-from shardlab.cli.console import print_fact, print_json, stdout_console, table_of
+from shardlab.cli.console import print_fact, print_json, stdout_console, table_of, unknown_command
 from shardlab.cli.options import Flag, MaxOps, MaxSeconds, NewFile, OptionalCount, check_new_file, writing
-from shardlab.common.errors import unknown_name
+from shardlab.common.errors import closest_name, unknown_name
 from shardlab.common.files import write_atomically
 from shardlab.common.text import counted, memory_text
 from shardlab.language import Mesh, trace
@@ -34,6 +34,7 @@ from shardlab.simulate.predict.recipe import GROUPS, Recipe, find_recipe, recipe
 from shardlab.simulate.timeline import Traffic, traffic
 from shardlab.strategies import STRATEGIES, StrategyEntry
 from shardlab.strategies.plan.plan import Plan
+from shardlab.strategies.schedules import SCHEDULES
 from shardlab.strategies.schedules.find import find_schedule
 from shardlab.strategies.schedules.pytorch_csv import CsvFormat, export_csv
 from shardlab.strategies.schedules.steps import Steps
@@ -189,6 +190,8 @@ class ScheduleCommand:
         Raises:
             UserError: if there is no such schedule, or it does not exist for these sizes.
         """
+        if closest_name(self.schedule, [*SCHEDULES, "search"]) == "search":  # the other command of this name
+            raise unknown_command(self.schedule, ["search"], "shardlab schedule")
         order = find_schedule(self.schedule)
         ranks, microbatches = (len(order.of_ranks), order.microbatches) if isinstance(order, Steps) else (4, 4)
         plan = Plan(Mesh(pp=self.pp or ranks), self.schedule, self.stages_per_rank)

@@ -1,7 +1,7 @@
 """Numbers, bytes, sizes, shares and times as text, and parsers of such text.
 
 First come functions from values to text, then sizes of messages (64KB) in both directions, then amounts that a user
-writes with a unit (bytes, tokens), then lists and plurals.
+writes with a unit (bytes, tokens), then lists and plurals, and last the breaking of lines.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 
 from shardlab.common.errors import UserError
 
@@ -202,6 +203,35 @@ def plural(noun: str, count: int) -> str:
 def counted(count: int, noun: str) -> str:
     """Return text such as `1 microbatch` or `2 microbatches`."""
     return f"{count:,} {plural(noun, count)}"
+
+
+def line_breaks(line: str, width: int) -> list[int]:
+    """Return the offsets of the words that begin a new line, so that no line is longer than `width` characters.
+
+    Words are separated by blanks only: paths and options stay whole. A word longer than `width` has a line of its own.
+
+    >>> line_breaks("resume with --resume runs/fsdp-1", 20)
+    [12]
+    """
+    breaks, start = list[int](), 0
+    for word in re.finditer(r"\S+", line):
+        if word.end() - start > width and line[start : word.start()].strip():
+            breaks.append(start := word.start())
+    return breaks
+
+
+def wrap_words(text: str, width: int) -> str:
+    """Break the lines of a text between words (see `line_breaks`).
+
+    >>> wrap_words("resume with --resume runs/fsdp-1", 20)
+    'resume with\\n--resume runs/fsdp-1'
+    """
+    lines = list[str]()
+    for line in text.split("\n"):
+        breaks = line_breaks(line, width)
+        pieces = [line[start:stop] for start, stop in pairwise([0, *breaks, len(line)])]
+        lines += [*(piece.rstrip() for piece in pieces[:-1]), pieces[-1]]
+    return "\n".join(lines)
 
 
 def _amount(text: str, units: dict[str, int], wrong: str) -> float:

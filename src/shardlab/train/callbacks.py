@@ -393,7 +393,7 @@ class TrainingProgress:
         if self._lines is not None:
             self._lines.say(text)
         else:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(text, markup=False, highlight=False)
 
     def show_validation(self, losses: Mapping[str, float]) -> None:
         """Print validation losses that were computed outside of the steps."""

@@ -44,6 +44,26 @@ def test_a_reader_that_has_gone_is_no_error_now_or_at_the_end() -> None:
         assert not stream.isatty()
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_message_is_broken_between_words_in_a_terminal_only(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    file = io.StringIO()
+    monkeypatch.setattr(file, "isatty", lambda: terminal)
+    message = "shardlab: go on after step 20 with: shardlab train --resume runs/fsdp-1"
+    print(message, file=ignore_errors(file))
+    lines = ["shardlab: go on after step 20 with:", "shardlab train --resume runs/fsdp-1"]
+    assert file.getvalue().splitlines() == (lines if terminal else [message])
+
+
+def test_the_commands_of_a_live_display_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    file = io.StringIO()
+    monkeypatch.setattr(file, "isatty", lambda: True)
+    display = "\x1b[2K step 1 loss 2.0 and more"
+    ignore_errors(file).write(display)
+    assert file.getvalue() == display
+
+
 # Signs of life.
 
 

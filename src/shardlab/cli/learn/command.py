@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from tyro.conf import subcommand
 
-from shardlab.cli.console import stdout_console
+from shardlab.cli.console import print_line, stdout_console
 from shardlab.cli.learn.show import list_report, print_grade, results_report
 from shardlab.cli.learn.train import STEPS, require_steps, train_and_verify
 from shardlab.cli.options import Count, Flag
@@ -55,7 +55,7 @@ class Init:
         console = stdout_console()
         if self.notebook and (self.folder / PROGRESS).is_file():
             CourseFolder.open(self.folder).write_notebooks()
-            console.print(Text(f"{self.folder}: the course now has notebooks in notebooks/"), soft_wrap=True)
+            print_line(console, Text(f"{self.folder}: the course now has notebooks in notebooks/"))
             return 0
         folder = CourseFolder.create(self.folder)
         written = f"{counted(len(course()), 'exercise')} and {counted(len(gallery()), 'bug')} to find"
@@ -63,8 +63,8 @@ class Init:
             folder.write_notebooks()
             written += ", with notebooks in notebooks/"
         first = folder.find(None)
-        console.print(Text(f"{self.folder}: {written}"), soft_wrap=True)
-        console.print(Text(f"next: cd {self.folder}, open {first.name}.py in an editor, and run shardlab learn"))
+        print_line(console, Text(f"{self.folder}: {written}"))
+        print_line(console, Text(f"next: cd {self.folder}, open {first.name}.py in an editor, and run shardlab learn"))
         return 0
 
 
@@ -131,7 +131,7 @@ class Reset:
         entry = folder.find(self.exercise)
         copy = folder.reset(entry)
         kept = f"; your file is now {copy}" if copy else ""
-        stdout_console().print(Text(f"{folder.file(entry)} is as it was at the start{kept}"), soft_wrap=True)
+        print_line(stdout_console(), Text(f"{folder.file(entry)} is as it was at the start{kept}"))
         return 0
 
 
@@ -259,11 +259,11 @@ def _grade(console: Console, folder: CourseFolder, entry: CourseEntry, name: str
         return False
     following = folder.find(None)
     source = name if name and name.endswith(NOTEBOOK) else entry.name
-    console.print(Text(f"Train a GPT with it: shardlab learn run {source}"), soft_wrap=True)
+    print_line(console, Text(f"Train a GPT with it: shardlab learn run {source}"))
     if following.name in folder.passed:
         console.print("All exercises are passed.")
     else:
-        console.print(Text(f"Next: {folder.file(following)}, exercise {following.exercise.number}"), soft_wrap=True)
+        print_line(console, Text(f"Next: {folder.file(following)}, exercise {following.exercise.number}"))
     return True
 
 

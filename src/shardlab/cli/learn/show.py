@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.cli.console import Report
+from shardlab.cli.console import Report, print_line
 from shardlab.cli.simulate.terminal_timeline import print_timeline
 from shardlab.common.text import counted
 from shardlab.learn.course.catalogue import CourseEntry
@@ -27,7 +27,7 @@ def print_grade(console: Console, grade: ExerciseGrade, place: str) -> None:
         place: the student's file.
     """
     console.print()
-    console.print(Text.assemble((title_of(grade), "bold cyan"), (f"  {place}", "dim")), soft_wrap=True)
+    print_line(console, Text.assemble((title_of(grade), "bold cyan"), (f"  {place}", "dim")))
     if grade.timeline is not None:
         timeline = grade.timeline
         memory = [f"{peak:,}" for peak in timeline.peak_memory_by_rank]

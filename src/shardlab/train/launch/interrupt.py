@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, TextIO, cast
 
+from shardlab.common.text import wrap_words
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to stop: Ctrl-C; schedulers and torchrun; a closed terminal; a scheduler's warning."""
 
@@ -152,18 +154,28 @@ def end_with_starter(at_once: bool = False) -> None:
     threading.Thread(target=_follow, args=(os.getppid(), number), daemon=True).start()
 
 
+ESCAPE = "\x1b"
+"""First character of commands to a terminal, whose displays lay out their lines themselves."""
+
+FEWEST_COLUMNS = 20
+"""Number of characters that fit into a line of every terminal."""
+
+
 class TolerantStream:
-    """Text stream that drops its output if its reader is gone: a closed terminal, or a `tee` that Ctrl-C ended."""
+    """Text stream that drops its output if its reader is gone: a closed terminal, or a `tee` that Ctrl-C ended.
+
+    In a terminal, it breaks long lines between words. The terminal would break them inside of paths and options.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
         try:
-            return self._file.write(text)
+            self._file.write(self._fitted(text))
         except OSError:
             self._drop()
-            return len(text)
+        return len(text)
 
     def flush(self) -> None:
         try:
@@ -173,6 +185,13 @@ class TolerantStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+    def _fitted(self, text: str) -> str:
+        if len(text) < FEWEST_COLUMNS or ESCAPE in text or not self._file.isatty():
+            return text
+        from rich.console import Console
+
+        return wrap_words(text, Console(file=self._file).width)
 
     def _drop(self) -> None:
         """Discard all output from now on, including what is still in the buffer."""
