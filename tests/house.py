@@ -29,7 +29,7 @@ CODE_LINES = {
     "planner": 4145,
     "simulate": 7430,
     "strategies": 2730,
-    "train": 9070,
+    "train": 9095,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,52 @@ def written(folder: Path, *, whole: bool = True) -> Checked:
     else:
         write_rank(folder, job_as_dict(JOB), checked.program.fingerprint(), found[1])
     return checked
+
+
+def test_the_runs_beside_a_run_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate("abcde"):
+        folder = Path("runs", name)
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text("{}")
+        os.utime(folder / "run.json", (number, number))
+    assert main(["compare", "runs/e"]) == 2
+    assert capsys.readouterr().err == (
+        "shardlab: runs/e has no trace (shardlab train --trace) to compare with a prediction; beside it lie runs/d, "
+        "runs/c, runs/b and 1 more: shardlab compare runs/e runs/d\n"
+    )
+    written(Path("runs/e"))
+    assert main(["compare", "runs/e"]) == 0
+    assert "beside it lie runs/d, runs/c, runs/b and 1 more:" in capsys.readouterr().out
+    monkeypatch.chdir("runs/e")
+    assert main(["compare", "."]) == 0
+    assert "shardlab compare . ../d" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    Path("alone").mkdir()
+    written(Path("alone"))
+    assert main(["compare", "alone"]) == 0
+    assert "beside" not in capsys.readouterr().out
+
+
+def test_a_run_of_a_users_file_is_shown_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tmp_path / "project"
+    (project / "runs" / "a").mkdir(parents=True)
+    (project / "mine.py").write_text("from shardlab.strategies.ddp import ddp as step\n")
+    monkeypatch.chdir(project)
+    assert main(["schedule", "gpipe", "--pp", "2", "--microbatches", "2", "--csv", "mine.csv"]) == 0
+    for strategy in ("mine.py:step", Plan(Mesh(pp=2), "mine.csv")):
+        job = replace(JOB, strategy=strategy)
+        monkeypatch.chdir(project)
+        write_trace(project / "runs" / "a", job_as_dict(job), job.checked(), records(job.checked(), 3.0, 3.0))
+        (project / "runs" / "a" / "run.json").write_text(json.dumps({"folder": str(project)}))
+        monkeypatch.chdir(tmp_path)
+        for command in ("compare", "view"):
+            assert main([command, "project/runs/a"]) == 0
+            assert "forward" in (text := capsys.readouterr().out) or "page" in text
 
 
 def test_the_table_has_prediction_measurement_and_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

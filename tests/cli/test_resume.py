@@ -175,6 +175,20 @@ def test_paths_are_those_of_the_folder_where_the_run_began(
     capsys.readouterr()
 
 
+def test_a_schedule_s_file_is_found_from_another_folder(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["schedule", "gpipe", "--pp", "2", "--microbatches", "2", "--csv", "mine.csv"]) == 0
+    small = "--hidden-size 16 --layers 2 --seq-len 8 --steps 1 --microbatches 2 --pp 2 --schedule mine.csv"
+    assert main(["train", *small.split(), "--out", "run"]) == 0
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    assert main(["train", "--resume", "../run", "--steps", "2"]) == 0
+    assert str(tmp_path / "mine.csv") in (tmp_path / "run" / "config.toml").read_text()
+    capsys.readouterr()
+
+
 def rates(run: Path) -> list[float]:
     return [json.loads(line)["learning_rate"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 

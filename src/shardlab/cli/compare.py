@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 SHOWN_RANKS = 8
 """Largest number of ranks that are shown. --json has all."""
 
+SHOWN_RUNS = 3
+"""Largest number of runs beside a run that are named."""
+
 SHOWN_STEPS = 6
 """Number of steps for which the losses of several runs are shown. --json has all."""
 
@@ -118,7 +121,10 @@ class Compare:
         return 0
 
     def _beside_prediction(self, folder: Path) -> int:
-        """Compare one run with its prediction."""
+        """Compare one run with its prediction, and name the runs beside it."""
+        beside = _sentence_about_runs_beside(folder)
+        if beside and not any(folder.glob("measured*.jsonl")):
+            raise UserError(f"{folder} has no trace (shardlab train --trace) to compare with a prediction; {beside}")
         run = traced_run(folder, self.cluster, self.recipe, other_machine=self.other_machine)
         measured, estimate = run.measured, run.estimate
         predicted = estimate.timeline() if estimate else None
@@ -131,7 +137,10 @@ class Compare:
             shown = {"predicted": (predicted, memory_counters(estimate.traced, estimate.times)), **shown}
         self.pictures.save_trace(shown)
         data = as_json(run.settings, run.checked, comparison, measured, run.limit)
-        comparison_report(comparison, run.title, data, self.pictures.files).show(json=self.json)
+        report = comparison_report(comparison, run.title, data, self.pictures.files)
+        if beside:
+            report.line(Text(beside, "dim"), wrap=False)
+        report.show(json=self.json)
         return 0
 
     def _draw(self, predicted: Timeline | None, measured: Measured, job: Job) -> None:
@@ -183,9 +192,10 @@ def traced_run(folder: Path, cluster: str | None, recipe: str | None, *, other_m
     """
     trace = read_trace(folder)
 
+    from shardlab.train.history import starting_folder
     from shardlab.train.job import job_from_dict
 
-    job = job_from_dict(trace.job)
+    job = job_from_dict(trace.job, starting_folder(folder))
     checked = job.checked()
     measured = trace.measured(checked)
     if cluster is None and not default_path().exists():
@@ -326,6 +336,17 @@ def runs_report(
     for path in written:
         report.draw(partial(print_path, label="written to", path=path))
     return report
+
+
+def _sentence_about_runs_beside(folder: Path) -> str:
+    """Return a sentence that names the newest runs beside a run, and how to compare them ("": there are none)."""
+    from shardlab.train.history import runs_beside
+
+    runs = runs_beside(folder) if folder.is_dir() else []
+    if not runs:
+        return ""
+    names = ", ".join(map(str, runs[:SHOWN_RUNS])) + (f" and {len(runs) - SHOWN_RUNS} more" * (len(runs) > SHOWN_RUNS))
+    return f"beside it {'lies' if len(runs) == 1 else 'lie'} {names}: shardlab compare {folder} {runs[0]}"
 
 
 def _pair(pair: Pair) -> dict[str, float | None]:

@@ -498,10 +498,10 @@ class ResumedRun:
             name: tuple(path_from_here(each, folder) for each in value) if name == "data" else value
             for name, value in saved.sections["data"].items()
         }
-        for section, name in (("model", "model"), ("plan", "strategy")):
+        for section, name in (("model", "model"), ("plan", "strategy"), ("plan", "schedule")):
             value = saved.sections[section].get(name)
-            if value is not None and (file_and_name(value)[0] is not None or value.endswith(".toml")):
-                sections[section] = {**saved.sections[section], name: path_from_here(value, folder)}
+            if value is not None and (file_and_name(value)[0] is not None or value.endswith((".toml", ".csv"))):
+                sections[section] = {**sections[section], name: path_from_here(value, folder)}
         if (init := saved.sections["train"].get("init")) is not None:
             sections["train"] = {**saved.sections["train"], "init": Path(path_from_here(str(init), folder))}
         return ConfigSource(saved.name, sections)

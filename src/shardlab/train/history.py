@@ -176,6 +176,19 @@ def read_run(folder: Path) -> PastRun:
     )
 
 
+def runs_beside(folder: Path) -> list[Path]:
+    """Return the folders of the other runs in the folder that contains a run, the newest first."""
+    records = (folder / ".." if folder.name in ("", "..") else folder.parent).glob(f"*/{RECORD}")
+    newest = sorted(records, key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.parent for path in newest if not path.parent.samefile(folder)]
+
+
+def starting_folder(folder: Path) -> str | None:
+    """Return the working directory in which a run began; None if its record does not say it."""
+    where = read_run(folder).record.get("folder") if (folder / RECORD).is_file() else None
+    return where if isinstance(where, str) else None
+
+
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """Return a run's records of steps, up to the first line that is incomplete."""
     records: list[dict[str, Any]] = []

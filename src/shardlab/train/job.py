@@ -12,9 +12,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from shardlab.check import Checked, check
+from shardlab.common.files import path_from_here
 from shardlab.common.user_code import file_and_name, trace_limits
 from shardlab.language import Kind, Sizes, UserError, trace
 from shardlab.language.pass_names import needs_norm
@@ -156,12 +157,17 @@ def model_from_dict(record: Mapping[str, Any]) -> Blocks:
     return with_fields(find_model(kind), changes, kind)
 
 
-def job_from_dict(record: Mapping[str, Any]) -> Job:
+def job_from_dict(record: Mapping[str, Any], folder: str | None = None) -> Job:
     """Restore a job from the result of `job_as_dict`.
+
+    Args:
+        record: the job.
+        folder: folder in which the run of the job began, for paths in the record (None: the working directory).
 
     Raises:
         UserError: if this version of Shardlab has no such model, plan or precision, or a model's file is missing.
     """
+    record = _with_paths_from_here(record, folder)
     if (path := file_and_name(str(record.get("model", {}).get("kind")))[0]) is not None and not path.is_file():
         raise UserError(
             f"the model of this trace is in {path}, which is not here; give the command in the run's folder"
@@ -179,6 +185,20 @@ def job_from_dict(record: Mapping[str, Any]) -> Job:
             f"this version of Shardlab cannot read the job in this trace ({type(error).__name__}: {error}); "
             "compare it with the version that recorded it"
         ) from None
+
+
+def _with_paths_from_here(record: Mapping[str, Any], folder: str | None) -> Mapping[str, Any]:
+    """Return the record of a job in which the paths of strategy, schedule and model are valid in this folder."""
+
+    def from_here(name: Any) -> Any:
+        is_path = isinstance(name, str) and (file_and_name(name)[0] is not None or name.endswith(".csv"))
+        return path_from_here(cast(str, name), folder) if is_path else name
+
+    paths = {"strategy": from_here(record.get("strategy"))}
+    for name, field in (("strategy", "schedule"), ("model", "kind")):
+        if isinstance(part := record.get(name), dict):
+            paths[name] = {**part, field: from_here(cast(dict[str, Any], part).get(field))}
+    return {**record, **paths}
 
 
 @dataclass(frozen=True)
