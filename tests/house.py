@@ -28,7 +28,7 @@ CODE_LINES = {
     "models": 4625,
     "planner": 4145,
     "simulate": 7430,
-    "strategies": 2730,
+    "strategies": 2702,
     "train": 9095,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

@@ -10,11 +10,10 @@ Programs that are not plans get prefetching from the pass `prefetch` (`shardlab.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Generic, NamedTuple
 
-from shardlab.strategies.plan.plan import Reshard
-from shardlab.strategies.plan.rank_plan import ModelLayers, PlanRank, RankPlan, V
+from shardlab.strategies.plan.rank_plan import PlanRank, RankPlan, V
 from shardlab.strategies.schedules import Backward, BackwardInput, Forward
 from shardlab.strategies.schedules.steps import ShardedStep
 
@@ -291,73 +290,35 @@ class GradientReducer(Generic[V]):
 
 
 def weight_uses(rank_plan: RankPlan, steps: Iterable[ShardedStep]) -> list[WeightUse]:
-    """Return the uses of weights in some steps of a rank, in order."""
-    visits: list[WeightVisit] = []
-    row, last_stage = -1, None
+    """Return the uses of weights in some steps of a rank, in order, each with whether the weight is kept after it."""
+    model, reshard_after = rank_plan.model, rank_plan.plan.reshard_after
+    visits: list[tuple[int, int, int, bool]] = []  # owner, run, number of the row of steps on one stage, forward
+    row, run, last_stage, last_block = -1, -1, None, None
     for step in steps:
-        if not isinstance(step, Forward | Backward | BackwardInput):
+        if not isinstance(step, (Forward, Backward, BackwardInput)):
             continue
         row += step.stage != last_stage
-        last_stage = step.stage
-        forward = isinstance(step, Forward)
-        order = rank_plan.stages[step.stage] if forward else rank_plan.backward_order(step.stage)
-        visits += weight_visits(rank_plan.model, order, rank_plan.weightless, row, forward=forward)
-    return mark_kept_weights(visits, rank_plan.plan.reshard_after)
-
-
-def weight_visits(
-    model: ModelLayers, order: Iterable[int], skip: Collection[int], row: int = 0, *, forward: bool = False
-) -> Iterator[WeightVisit]:
-    """Yield the uses of weights by some layers.
-
-    Args:
-        order: the layers, in the order of their passes.
-        skip: layers without parameters.
-        row: number of the row of steps of one stage.
-        forward: whether this is a forward pass.
-    """
-    for layer in order:
-        if layer not in skip:
-            weight = model.layers[layer].weight
-            yield WeightVisit(weight, model.gathered_with(weight), row, forward)
-
-
-def mark_kept_weights(visits: Sequence[WeightVisit], reshard_after: Reshard) -> list[WeightUse]:
-    """Return the uses of weights, and decide for each whether the whole weight is kept for the next use."""
-    run: list[int] = []
-    for place, visit in enumerate(visits):
-        run.append(run[-1] + (visit[1:3] != visits[place - 1][1:3]) if run else 0)
-    kept: list[bool] = []
-    next_use: dict[int, int] = {}  # layer -> place
-    for place in reversed(range(len(visits))):
-        layer, _, row, forward = visits[place]
-        after = next_use.get(layer)
-        next_use[layer] = place
-        if after is None:
-            kept.append(False)
-            continue
-        same_run = run[after] == run[place]
-        near = {"layer": same_run, "forward": same_run or not forward, "stage": visits[after].row == row}
-        kept.append(near.get(reshard_after, True))
-    return [
-        WeightUse(visit.layer, keep, number) for visit, keep, number in zip(visits, reversed(kept), run, strict=True)
-    ]
-
-
-class WeightVisit(NamedTuple):
-    """Use of a weight, with the properties that decide how long the weight is kept.
-
-    Attributes:
-        layer: owner of the weight.
-        block: number of the group of weights that are gathered together.
-        row: number of the run of consecutive steps on one stage.
-        forward: whether a forward pass uses it.
-    """
-
-    layer: int
-    block: int
-    row: int
-    forward: bool
+        last_stage, forward = step.stage, isinstance(step, Forward)
+        for layer in rank_plan.stages[step.stage] if forward else rank_plan.backward_order(step.stage):
+            if layer in rank_plan.weightless:
+                continue
+            owner = model.layers[layer].weight
+            block = model.gathered_with(owner), row
+            run += block != last_block
+            last_block = block
+            visits.append((owner, run, row, forward))
+    uses: list[WeightUse] = []
+    next_use: dict[int, tuple[int, int]] = {}  # owner to run and row
+    for owner, run, row, forward in reversed(visits):
+        after = next_use.get(owner)
+        next_use[owner] = run, row
+        kept = False
+        if after is not None:
+            same_run, same_row = after[0] == run, after[1] == row
+            near = {"layer": same_run, "forward": same_run or not forward, "stage": same_row}
+            kept = near.get(reshard_after, True)
+        uses.append(WeightUse(owner, kept, run))
+    return uses[::-1]
 
 
 class WeightUse(NamedTuple):
