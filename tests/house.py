@@ -27,8 +27,8 @@ CODE_LINES = {
     "measure": 2200,
     "models": 4625,
     "planner": 4145,
-    "simulate": 7430,
-    "strategies": 2702,
+    "simulate": 7437,
+    "strategies": 2704,
     "train": 9095,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

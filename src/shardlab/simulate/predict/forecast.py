@@ -58,12 +58,12 @@ def forecast(workload: Workload) -> Forecast:
         replayed = CompressedReplay(workload, few) if can_compress(workload) else partial(_replay_every_op, workload)
         seconds, peaks = replayed(few + more)
         if few < each:
-            seconds = extrapolate(replayed(few)[0], seconds, (each - few) / more)
+            seconds = extrapolate(replayed(few, peaks=False)[0], seconds, (each - few) / more)
         return Forecast(seconds, peaks, device_memory(workload, peaks))
 
 
 Replayed = tuple[float, Sequence[Peak]]
-"""Seconds of a step, and the peak of each rank of its pipeline."""
+"""Seconds of a step, and the peak of each rank of its pipeline, if requested."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def switch_effects(workload: Workload, seconds: float) -> list[SwitchEffect]:
     return sorted(found, key=lambda each: -abs(each.time))
 
 
-def _replay_every_op(workload: Workload, each: int) -> Replayed:
+def _replay_every_op(workload: Workload, each: int, *, peaks: bool = True) -> Replayed:
     """Replay every op of a step with `each` microbatches for each data-parallel rank."""
     estimate = with_microbatches(workload, each).estimate()
-    return estimate.step, estimate.peaks
+    return estimate.step, estimate.peaks if peaks else ()
 
 
 def can_compress(workload: Workload) -> bool:
@@ -170,11 +170,11 @@ class CompressedReplay:
             resolved = partial(resolve, plan, model.sizes, microbatches, number)
             self._ranks.append(self._compressor.rank(stages, place, number, resolved))
 
-    def __call__(self, each: int) -> Replayed:
+    def __call__(self, each: int, *, peaks: bool = True) -> Replayed:
         steps = self._compress(each)
         seconds = step_seconds(self._rows(steps), self._sample.prices.contention, self._sample.prices.lag)
-        peaks = [self._compressor.peak(*each) for each in zip(self._ranks, steps, strict=True)]
-        return seconds + self._beside, peaks
+        ranks = zip(self._ranks, steps, strict=True) if peaks else ()
+        return seconds + self._beside, [self._compressor.peak(*each) for each in ranks]
 
     def parts(self, each: int) -> dict[str, float]:
         """Return the seconds of the step by part, as `Estimate.parts` does."""

@@ -173,6 +173,8 @@ class _Resolver:
             UserError: if a block does not exist, no block is left to train, or a layer has parameters of a frozen block
                 and of another block.
         """
+        if not self.plan.freeze:
+            return frozenset()
         freeze, weight_blocks = set(self.plan.freeze), self.sizes.weight_blocks
         blocks = weight_blocks or tuple((layer,) for layer in range(len(self.model.layers)))
         last = max(max(each, default=0) for each in blocks)

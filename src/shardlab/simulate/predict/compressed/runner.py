@@ -402,6 +402,10 @@ StorePlace = tuple[int, Hashable]
 """(number of the store, key) of a stored value."""
 
 
+StoredValues = frozenset[tuple[int, Hashable, ValueState]]
+"""(number of the store, key, state) of each stored value."""
+
+
 class HandleState(NamedTuple):
     """State of a `SizedHandle`, counted back from its group's latest collective. It does not depend on time."""
 
@@ -417,14 +421,14 @@ class RankState(NamedTuple):
     """State of a rank between two steps: everything on which the next step depends, except the plan and its key.
 
     Attributes:
-        values: values in stores, as (number of the store, key, state). A rank's slices of weights and optimizer state
-            are left out, since only the update changes them.
+        values: values in stores. A rank's slices of weights and optimizer state are left out, since only the update
+            changes them.
         under_way: outstanding collectives, in order.
         gathering, reducing: states of the `ParameterGatherer` and the `GradientReducer`, with handles as positions in
             `under_way`.
     """
 
-    values: frozenset[tuple[int, Hashable, ValueState]]
+    values: StoredValues
     under_way: tuple[HandleState, ...]
     gathering: Any
     reducing: Any
@@ -439,16 +443,22 @@ class StateSnapshots:
         self._rank, self._weights, self._gradients = rank, weights, gradients
         self._stores = (rank.weights, rank.grad_weights, rank.scalars)
         self._lasting = frozenset(rank.weights)
+        self._values, self._values_at = self._stored(), rank.changes  # as of so many changes
 
-    def capture(self) -> RankState:
-        """Return the rank's present state."""
-        rank = self._rank
+    def _stored(self) -> StoredValues:
         held = [
             (number, key, _state_of(value))
             for number, store in enumerate(self._stores)
             for key, value in store.items()
             if number or key not in self._lasting
         ]
+        return frozenset(held)
+
+    def capture(self) -> RankState:
+        """Return the rank's present state."""
+        rank = self._rank
+        if rank.changes != self._values_at:
+            self._values, self._values_at = self._stored(), rank.changes
         stores = enumerate(self._stores) if rank.outstanding else ()
         places = {id(value): (number, key) for number, store in stores for key, value in store.items()}
         under_way = tuple(
@@ -466,7 +476,7 @@ class StateSnapshots:
         )
         numbers: dict[Any, int] = {handle: number for number, handle in enumerate(rank.outstanding)}
         number_of = numbers.__getitem__
-        return RankState(frozenset(held), under_way, self._weights.state(number_of), self._gradients.state(number_of))
+        return RankState(self._values, under_way, self._weights.state(number_of), self._gradients.state(number_of))
 
     def restore(self, state: RankState) -> None:
         """Set the rank to a state that it had before."""
@@ -484,6 +494,7 @@ class StateSnapshots:
             store.reset({key: value for key, value in store.items() if not number and key in self._lasting})
         for number, key, saved in state.values:
             self._stores[number].put(key, restored(saved))
+        self._values, self._values_at = state.values, rank.changes
         rank.outstanding.clear()
         rank.open.clear()
         rank.started.clear()

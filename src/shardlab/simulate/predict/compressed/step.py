@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple
 
 from shardlab.language import OpKind
@@ -96,13 +95,15 @@ class StepCompressor:
 
     def peak(self, rank: PipelineRank, steps: Sequence[CompressedStep]) -> Peak:
         """Return the peak of a rank's memory in a step."""
-        held = accumulate((step.memory.bytes for step in steps), initial=0)
-        peaks = [step.memory.peak for step in steps]
-        most = [bytes + peak.bytes if peak else 0 for bytes, peak in zip(held, peaks, strict=False)]
-        at, ledger = most.index(max(most)), MemoryLedger()
+        held, most, at = 0, -1, 0
+        for place, (_, (bytes, _, peak)) in enumerate(steps):
+            if held + (peak[0] if peak else -held) > most:
+                most, at = held + (peak[0] if peak else -held), place
+            held += bytes
+        ledger = MemoryLedger()
         for category, bytes in enumerate(zip(NO_BYTES, *[step.memory.by_category for step in steps[:at]], strict=True)):
             ledger.hold(category, sum(bytes))
-        ledger.raise_peak(peaks[at])
+        ledger.raise_peak(steps[at].memory.peak)
         peak = ledger.peak or MemoryPeak(0, NO_BYTES, OpKind.LOAD_WEIGHT, 0)
         by_category = {category.value: bytes for category, bytes in zip(CATEGORIES, peak.by_category, strict=True)}
         layer, layers_of = peak.layer, self._model.layers_of
