@@ -219,12 +219,18 @@ def check_field(name: str, value: Any, written: FieldType, default: Any) -> None
 def check_fields(checked: object) -> None:
     """Refuse an object with a field that does not accept its value.
 
+    A list becomes a tuple, as in `read_settings`.
+
     Raises:
         UserError: with what to give instead.
     """
     kind = type(checked)
     for name, written in field_types(kind).items():
-        check_field(name, getattr(checked, name), written, getattr(kind, name, None))
+        value = getattr(checked, name)
+        if isinstance(value, list):  # as in a file
+            value = tuple(cast(list[Any], value))
+            object.__setattr__(checked, name, value)
+        check_field(name, value, written, getattr(kind, name, None))
 
 
 def value_from_file(written: FieldType, value: Any) -> Any:

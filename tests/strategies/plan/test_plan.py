@@ -231,3 +231,15 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="cannot be read: it is not text"):
         read_plan(tmp_path / "bytes.toml")
+
+
+def test_a_list_of_axes_is_as_good_as_a_tuple() -> None:
+    axes: Any = ["dp_shard"]
+    plan = Plan(Mesh(dp_shard=2), shard_parameters=axes, shard_gradients=axes, shard_optimizer=axes)
+    assert plan == Plan(
+        Mesh(dp_shard=2),
+        shard_parameters=("dp_shard",),
+        shard_gradients=("dp_shard",),
+        shard_optimizer=("dp_shard",),
+    )
+    assert hash(plan)
