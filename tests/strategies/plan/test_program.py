@@ -116,6 +116,14 @@ def failing(kind: str) -> Schedule:
             yield Forward(1 - rank, 0)
         if kind == "no such microbatch":
             yield Forward(rank, microbatches)
+        if kind == "too many microbatches":
+            yield from (Forward(rank, i) for i in range(10 * microbatches))
+        if kind == "another's of two stages":
+            yield Forward(1 - rank, 0)
+        if kind == "too few arguments":
+            yield Forward(rank)  # pyright: ignore[reportCallIssue]
+        while kind == "repeats":
+            yield Forward(rank, 0)
         for i in range(microbatches):
             if kind == "waits":
                 yield Backward(rank, i)
@@ -125,7 +133,7 @@ def failing(kind: str) -> Schedule:
             if kind != "forgets" or i:
                 yield Backward(rank, i)
 
-    return Schedule(kind, actions)
+    return Schedule(kind, actions, stages_per_rank=2 if "of two stages" in kind else 1)
 
 
 @pytest.mark.parametrize(
@@ -135,12 +143,16 @@ def failing(kind: str) -> Schedule:
         ("gives nonsense", "gave rank 0 'forward'; yield Forward, Backward"),
         ("another's stage", r"gave rank 0 Forward\(stage=1, microbatch=0\), but that rank has stage 0"),
         ("no such microbatch", "but microbatches are numbered 0 to 1"),
+        ("too many microbatches", r"Forward\(stage=0, microbatch=2\), but microbatches are numbered 0 to 1"),
+        ("another's of two stages", r"Forward\(stage=1, microbatch=0\), but that rank has stages 0, 2"),
+        ("repeats", r"rank 0, line \d+, goes on after 6 actions, .*; Forward\(stage=0, microbatch=0\) came twice;"),
+        ("too few arguments", r"line \d+: TypeError: Forward\.__init__\(\) missing 1 required .*'microbatch'"),
         ("waits", r"the schedule waits cannot go on: rank 0 at .*, each waiting for what would be done only later"),
     ],
 )
 def test_a_wrong_schedule_is_one_sentence(kind: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        traced(Plan(Mesh(pp=2), failing(kind)), 2, 2)
+        traced(Plan(Mesh(pp=2), failing(kind)), 4, 2)
 
 
 def test_a_schedule_with_other_arguments_is_told_which_it_gets() -> None:

@@ -14,18 +14,22 @@ class Work:
     microbatch: int
 
 
+@dataclass(frozen=True)
 class Forward(Work):
     """Forward pass of a stage on a microbatch."""
 
 
+@dataclass(frozen=True)
 class Backward(Work):
     """Backward pass of a stage on a microbatch."""
 
 
+@dataclass(frozen=True)
 class BackwardInput(Work):
     """First half of a backward pass: the gradient of the stage's input, which the previous stage needs."""
 
 
+@dataclass(frozen=True)
 class BackwardWeight(Work):
     """Second half of a backward pass: the gradients of the stage's weights, which only the optimizer needs."""
 

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import islice, product
 from types import GeneratorType
 
-from shardlab.common.text import counted
+from shardlab.common.text import counted, listed, plural
 from shardlab.common.user_code import Stalled, line_of_error, require_ops, run_stepwise
 from shardlab.language import UserError
 from shardlab.strategies.schedules import SCHEDULES
@@ -270,7 +270,8 @@ def _actions(
     """Return the actions of a rank, and refuse a generator that yields other objects, fails or does not end."""
     name, microbatches = f"the schedule {schedule.name}", sizes[1]
     actions: list[Action] = []
-    most = 3 * sum(place == rank for place in ranks_of_stages) * microbatches  # F, I and W
+    mine = [stage for stage, place in enumerate(ranks_of_stages) if place == rank]
+    most = 3 * len(mine) * microbatches  # F, I and W
     results: list[object] = []
 
     def take() -> Iterator[Action]:
@@ -291,23 +292,24 @@ def _actions(
         line = line_of_error(error)
         place = f"line {line.number}" if line else "called with (rank, ranks, microbatches, stages_per_rank)"
         raise UserError(f"{name}, rank {rank}, {place}: {type(error).__name__}: {error}") from error
-    if len(results) > most:
-        frame = generator.gi_frame if isinstance(generator, GeneratorType) else None
-        line = f", line {frame.f_lineno}," if frame else ""
-        raise UserError(
-            f"{name}, rank {rank}{line} goes on after {most:,} actions, which is as many as "
-            f"{counted(microbatches, 'microbatch')} can have there; let it end"
-        )
     for action in results:
         if not isinstance(action, Action):
             raise UserError(f"{name} gave rank {rank} {action!r}; yield Forward, Backward, BackwardInput, ...")
         if not 0 <= action.microbatch < microbatches:
             raise UserError(f"{name} gave rank {rank} {action}, but microbatches are numbered 0 to {microbatches - 1}")
-        if not 0 <= action.stage < len(ranks_of_stages) or ranks_of_stages[action.stage] != rank:
-            have = ", ".join(str(stage) for stage, place in enumerate(ranks_of_stages) if place == rank)
-            raise UserError(f"{name} gave rank {rank} {action}, but that rank has stage {have}")
+        if action.stage not in mine:
+            raise UserError(
+                f"{name} gave rank {rank} {action}, but that rank has {plural('stage', len(mine))} {listed(mine)}"
+            )
         actions.append(action)
-    mine = [stage for stage, place in enumerate(ranks_of_stages) if place == rank]
+    if len(results) > most:
+        frame = generator.gi_frame if isinstance(generator, GeneratorType) else None
+        line = f", line {frame.f_lineno}," if frame else ""
+        repeated = next(action for action, times in Counter(actions).items() if times > 1)
+        raise UserError(
+            f"{name}, rank {rank}{line} goes on after {most:,} actions, which is as many as "
+            f"{counted(microbatches, 'microbatch')} can have there; {repeated} came twice; let it end"
+        )
     for wanted in ((Forward,), (Backward, BackwardInput), (Backward, BackwardWeight)):
         done = Counter((action.stage, action.microbatch) for action in actions if type(action) in wanted)
         for work in product(mine, range(microbatches)):
