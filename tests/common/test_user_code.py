@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,12 @@ def test_a_refusal_names_the_innermost_line_of_the_students_own(
     text = "def twice(gradient):\n    return gradient + gradient\n\ntwice(model.fake_grad(0, [0]))\n"
     with refuses("counted twice", rank=0, op=0, layer=0, doubled=(0,), error=PuzzleRefused):
         exec(compile(text, str(tmp_path / "mine.py"), "exec"), {"model": Model(rank=0)})
+
+
+def test_between_two_lines_a_place_is_that_of_the_function() -> None:
+    code = SimpleNamespace(co_filename="mine.py", co_firstlineno=7)
+    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_globals={}, f_back=None)
+    assert str(user_line_of(frame)) == "mine.py:7"
 
 
 def test_a_line_is_the_students_own_although_the_standard_library_runs() -> None:

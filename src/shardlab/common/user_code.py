@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from threading import TIMEOUT_MAX, Thread, current_thread, get_ident
 from types import FrameType, ModuleType, TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from shardlab.common.errors import Refused, UserError, closest_name
 
@@ -134,7 +134,10 @@ def user_line_of(frame: FrameType | None) -> SourceLine | None:
     """Return the innermost line of the user's code in a frame or its callers; None if there is none."""
     while frame is not None and is_library_frame(frame):
         frame = frame.f_back
-    return None if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
+    if frame is None:
+        return None
+    line = cast(int | None, frame.f_lineno)  # None between two lines, as at the end of a `for`
+    return SourceLine(frame.f_code.co_filename, frame.f_code.co_firstlineno if line is None else line)
 
 
 def line_of_error(error: BaseException) -> SourceLine | None:
