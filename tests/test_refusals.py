@@ -183,12 +183,12 @@ SENTENCES = {
         " sends and this rank's receives agree."
     ),
     ("programs", "moved twice"): (
-        "rank 0, op 18 update(layer 0): op 17 update(layer 0) has moved slices 0 of 2 of the weights[0] that "
+        "rank 0, op 18 update(layer 0): op 17 update(layer 0) has moved slice 0 of 2 of the weights[0] that "
         "this rank keeps one step on already, for another optimizer state; each element moves once a step. "
         "Load one optimizer state for each slice, and no two that overlap."
     ),
     ("programs", "stepped again"): (
-        "rank 0, op 17 update(layer 0): op 15 recv from rank 1 of weights[0] has put the new values of slices"
+        "rank 0, op 17 update(layer 0): op 15 recv from rank 1 of weights[0] has put the new values of slice"
         " 0 of 2 of the weights[0] that this rank keeps in the old ones' place; this update would move them a"
         " second step. Update before they arrive, or load no optimizer state of what other ranks update."
     ),

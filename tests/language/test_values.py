@@ -107,6 +107,15 @@ def test_pop_gives_a_value_for_one_last_use() -> None:
     assert alone(lines)[2:5] == ["load_batch -> 2", "forward 2 0 -> 3 4", "free 2"]
 
 
+def test_pop_of_a_key_of_several_parts_without_parentheses_is_told_to_write_a_tuple() -> None:
+    def lines(rank: Rank) -> None:
+        rank.activations[0, 1] = rank.load_batch([1])
+        rank.activations.pop(0, 1)
+
+    error = refused(lines, "unknown key", rank=0, op=1)
+    assert "is one tuple, write pop((0, 1))" in str(error)
+
+
 def test_pop_of_one_of_two_keys_is_not_the_last_use() -> None:
     def lines(rank: Rank) -> None:
         weight = rank.load_weights(0)[0]

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from shardlab.common.text import listed
 from shardlab.language import Holds, Kind, Op, OpKind, Refused, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES
 from shardlab.language.rules.collectives import is_view
@@ -369,7 +368,7 @@ def _intersection(a: Holds, b: Holds) -> Holds | None:
 
 def _moved_twice(op: Op, twice: Holds, mover: Op, before: int) -> Refused:
     """Return the refusal of an update of slices that have moved already."""
-    what = "all" if twice.complete else f"slices {listed(bits(twice.mask))} of {twice.of}"
+    what = "all" if twice.complete else twice.slices_text
     of = f"{what} of the weights[{op.layer}] that this rank keeps"
     if mover.kind is UPDATE:
         given = (

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardlab.common.errors import UserError
 from shardlab.common.text import counted
+from shardlab.common.user_code import at_line, line_now
 from shardlab.language.misuse import why_no_attribute
 from shardlab.language.rank_communication import CommunicationVerbs
 from shardlab.language.rank_compute import ComputeVerbs
@@ -165,9 +166,11 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         each, rest = divmod(len(numbers), len(ranks))
         if rest:
             do = "does" if len(numbers) == 1 else "do"
+            named = axis is not None or len(self.mesh.used) < 2
+            along = "" if named else f", or name one of the axes {', '.join(self.mesh.used)}"
             raise UserError(
                 f"{counted(len(numbers), noun)} {do} not divide among {len(ranks)} ranks; give a multiple of "
-                f"{counted(len(ranks), noun)}"
+                f"{counted(len(ranks), noun)}{along}{at_line(line_now())}"
             )
         place = ranks.index(self.index)
         return numbers[place * each : (place + 1) * each]

@@ -312,7 +312,10 @@ class Tracer(ABC):
             if isinstance(value, tuple):
                 text, hint = "a tuple", "unpack it, as in `a, b = ...`"
             elif value is None:
-                hint = "look for the line that made it: accumulate, send and barrier return None"
+                hint = (
+                    "look for the line that made it: accumulate, send and barrier return None, gather and reduce do so "
+                    "on all ranks but the root, and a function without `return` does so too"
+                )
             self.refuse("no value", about, f"{text} was given where a value is wanted", hint)
         if value.rank is not self:
             given = f"{value.spec} belongs to rank {value.rank.index}"

@@ -40,7 +40,8 @@ SENTENCES = {
         "contributions, and what slices of a layer make in terms."
     ),
     ("update", "add, slices"): (
-        "add(grad_weights[1]): the first value gave slices 0 of 2 and the second value 1 of 2; sum equal slices."
+        "add(grad_weights[1]): the first value gave slice 0 of 2 and the second value gave slice 1 of 2; sum equal "
+        "slices."
     ),
     ("update", "add, twice"): (
         "add(grad_weights[1]): microbatch 1 would be counted twice (in the first value and in the second"
@@ -58,7 +59,7 @@ SENTENCES = {
         "wants every microbatch exactly once. Add or reduce the missing gradients first."
     ),
     ("update", "update, gradient's slices"): (
-        "update(layer 1): the gradient holds slices 0 of 2, but the optimizer state holds all of the layer; give a "
+        "update(layer 1): the gradient holds slice 0 of 2, but the optimizer state holds all of the layer; give a "
         "gradient that contains every slice that is updated."
     ),
     ("update", "update, part of the norm"): (
@@ -73,7 +74,7 @@ SENTENCES = {
         " which alone is the gradient's norm."
     ),
     ("update", "update, a part of a matrix"): (
-        "update(layer 1): the optimizer state holds slices 0 of 2, but Muon steps whole matrices; all_gather "
+        "update(layer 1): the optimizer state holds slice 0 of 2, but Muon steps whole matrices; all_gather "
         "rank.direction(layer, gradient, opt_state) over the ranks that have the other slices, and give it as "
         "direction; or take a plan, such as zero-3, which does so."
     ),

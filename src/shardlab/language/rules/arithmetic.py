@@ -145,7 +145,7 @@ def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Sp
         its = spec if factor is None else spec._replace(form=spec.form.but(factor=first.form.factor))
         _want_one_value(op, first, its, names[0], name, "sum gradients of one layer")
         if spec.form is not first.form and not spec.form.holds.same(first.form.holds):
-            given = f"{names[0]} gave slices {first.form.holds} and {name} {spec.form.holds}"
+            given = f"{names[0]} gave {first.form.holds.slices_text} and {name} gave {spec.form.holds.slices_text}"
             raise Refused("other slices", op, given, "sum equal slices")
         if (twice := total & spec.cells) and factor is None:
             mask = twice & -twice

@@ -313,6 +313,11 @@ class Holds(NamedTuple):
         size = len(places) // parts
         return (Holds(mask_of(places[i * size : (i + 1) * size]), fine.of) for i in range(parts))
 
+    @property
+    def slices_text(self) -> str:
+        """This set in words, such as `slices 0-1 of 4`."""
+        return f"{plural('slice', self.pieces)} {self}"
+
     def __str__(self) -> str:
         return f"{listed(bits(self.mask))} of {self.of}"
 

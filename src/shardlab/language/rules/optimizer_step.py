@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlab.common.errors import About, Refused, about_layer
-from shardlab.common.text import listed
+from shardlab.common.text import listed, plural
 from shardlab.language.rules.kinds import ONE, WHOLE, Holds, Kind, Reduction, bits, in_equal_pieces
 from shardlab.language.rules.refusals import missing_clause, require_kind, require_on_device, require_one_place
 from shardlab.language.rules.spec import Form, Spec, form_of, summed_text
@@ -212,7 +212,7 @@ def _want_whole_matrices(op: About, held: Holds, direction: Spec | None, wanted:
     mine, whole = in_equal_pieces(held if direction is None else direction.form.holds, wanted)
     if missing := whole.mask & ~mine.mask:
         what = "optimizer state" if direction is None else "direction"
-        given = f"the {what} holds slices {mine}, but Muon steps whole matrices"
+        given = f"the {what} holds {mine.slices_text}, but Muon steps whole matrices"
         remedy = (
             "all_gather rank.direction(layer, gradient, opt_state) over the ranks that have the other slices, and give "
             "it as direction; or take a plan, such as zero-3, which does so"
@@ -252,8 +252,8 @@ def _want_finished(
     for what, spec in (("gradient", gradient), *((what, spec) for what, spec, _ in states[:-1])):
         if spec.form.holds != held and not spec.form.holds.contains(held):
             theirs, mine = in_equal_pieces(spec.form.holds, held)
-            state = "all of the layer" if held.complete else f"slices {held}"
-            given = f"the {what} holds slices {spec.form.holds}, but the optimizer state holds {state}"
+            state = "all of the layer" if held.complete else held.slices_text
+            given = f"the {what} holds {spec.form.holds.slices_text}, but the optimizer state holds {state}"
             remedy = f"give a {what} that contains every slice that is updated"
             raise Refused("missing slices", op, given, remedy, missing=bits(mine.mask & ~theirs.mask))
 
@@ -264,7 +264,8 @@ def _want_norm(op: About, norm: Spec, step: int, trained: Holds) -> None:
     require_kind(op, "norm", norm, Kind.SCALAR)
     mine, wanted = (form.holds, form.holds) if form.holds.complete else in_equal_pieces(form.holds, trained)
     if missing := wanted.mask & ~mine.mask:
-        given = f"the norm given lacks parts {listed(bits(missing))} of {mine.of} of the model's parameters"
+        parts = f"{plural('part', missing.bit_count())} {listed(bits(missing))} of {mine.of}"
+        given = f"the norm given lacks {parts} of the model's parameters"
         remedy = "add and all_reduce the squares of every slice of every layer, each once"
         raise Refused("partial norm", op, given, remedy, missing=bits(missing))
     if form.reduction is not Reduction.SUM:

@@ -252,7 +252,7 @@ def update(layer: int, gradient: Spec, weight: Spec, state: Spec) -> None:
         remedy = f"the step's microbatches are {listed(bits(step))}, sum these"
         raise Refused("unknown microbatch", about_layer("update", layer), given, remedy)
     if state.layer == weight.layer == layer and not state.holds.contains(weight.holds):
-        given = f"the weight holds slices {weight.holds}, but the optimizer state only {state.holds}"
+        given = f"the weight holds {weight.holds.slices_text}, but the optimizer state only {state.holds}"
         raise Refused("missing slices", about_layer("update", layer), given, "give the state of the same slices")
     if gradient.holds.contains(state.holds):
         state = state._replace(form=state.form.but(holds=weight.holds))
