@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -16,13 +17,15 @@ from typing import Any, Literal, NamedTuple
 
 from shardlab.check import Checked
 from shardlab.check import check as check_program
-from shardlab.common.user_code import Endless, Stalled, at_line, line_of_error, never_awaited, run_stepwise
-from shardlab.language import Refused, UserError, trace
+from shardlab.check.report import Retrace
+from shardlab.common.user_code import Endless, SourceLine, Stalled, at_line, line_of_error, never_awaited, run_stepwise
+from shardlab.language import OpKind, Refused, Spec, UserError, World, trace
 from shardlab.language.precision import find_precision
 from shardlab.learn.course.catalogue import find as find_exercise
 from shardlab.learn.course.exercise import Exercise, Mistake
+from shardlab.learn.course.techniques import COMPUTES, live_values, values_text
 from shardlab.learn.puzzles.calls import dropped_coroutine
-from shardlab.learn.puzzles.grader import Puzzle, checked_strategy
+from shardlab.learn.puzzles.grader import Puzzle, checked_strategy, function_of
 from shardlab.learn.puzzles.grader import find as find_puzzle
 from shardlab.learn.puzzles.values import timeline_picture
 from shardlab.models import find_model
@@ -31,7 +34,7 @@ from shardlab.simulate.passes import apply_passes
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline import PUZZLE_COSTS, TEACHING_COSTS, Event, Timeline, simulate, traffic
-from shardlab.simulate.timeline.memory import CATEGORIES, Category, memory_in_elements
+from shardlab.simulate.timeline.memory import CATEGORIES, CATEGORY_OF_KIND, Category, memory_in_elements
 from shardlab.simulate.timeline.run import Clocks
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry, entry_from_plan
@@ -200,8 +203,28 @@ def _graded(exercise: Exercise, solution: Any) -> ExerciseGrade:
     result = ExerciseGrade(exercise, "passed", "", None, "", figures, checked, timeline, _published(exercise, checked))
     for technique in exercise.techniques:
         if sentence := technique(checked, timeline):
-            return _failed(exercise, "technique", sentence, result)
-    return _compared(exercise, result)
+            result = _failed(exercise, "technique", sentence, result)
+            break
+    else:
+        result = _compared(exercise, result)
+    return result if result.passed or exercise.kind != "rank" else _with_lines(result, solution)
+
+
+_PLACE = re.compile(r"(rank (\d+)(?:'s| waits in| stands| holds| sends| starts) .*?)\((?:its )?op (\d+)\)")
+"""Op of a rank in a sentence, such as `rank 2 waits in send to rank 3 (its op 11)`."""
+
+
+def _with_lines(result: ExerciseGrade, solution: Any) -> ExerciseGrade:
+    """Return a grade whose sentences name the lines of ops instead of their numbers. A second run finds the lines."""
+    if not any(_PLACE.search(text) for text in (result.finding, result.advice)):
+        return result
+    exercise, file = result.exercise, function_of(solution).__code__.co_filename
+    retrace = Retrace(solution, file, World(exercise.mesh, exercise.layers, exercise.microbatches))
+
+    def line(place: re.Match[str]) -> str:
+        return f"{place[1]}({SourceLine(file, retrace.line(int(place[2]), int(place[3])))})"
+
+    return replace(result, finding=_PLACE.sub(line, result.finding), advice=_PLACE.sub(line, result.advice))
 
 
 def _checked(exercise: Exercise, solution: Any) -> Checked:
@@ -323,7 +346,18 @@ def _excess(exercise: Exercise, checked: Checked, timeline: Timeline) -> str:
         strict=True,
     )
     category, here, there = max(pairs, key=lambda pair: pair[1] - pair[2])
-    return f", with an excess of {_HELD[category]}" if here > there else ""
+    if here <= there:
+        return ""
+    held = _live_of(category, checked, rank, fullest.op)
+    surplus = held - _live_of(category, reference, rank, _fullest(same).op) if same else None
+    return f", with an excess of {_HELD[category]}{f': {values_text(surplus)}' if surplus else ''}"
+
+
+def _live_of(category: Category, checked: Checked, rank: int, at: int) -> Counter[Spec]:
+    """Return the values of a category that a rank holds when an op starts."""
+    alike = Category.PARAMETERS if category is Category.GATHERED else category
+    kinds = {kind for kind, place in CATEGORY_OF_KIND.items() if CATEGORIES[place] is alike}
+    return Counter(spec for spec in live_values(checked, rank, at) if spec.kind in kinds)
 
 
 def _fullest(events: Sequence[Event]) -> Event:
@@ -333,16 +367,48 @@ def _fullest(events: Sequence[Event]) -> Event:
 def _failed(exercise: Exercise, stage: Stage, finding: str, result: ExerciseGrade | None = None) -> ExerciseGrade:
     """Return the grade of a solution that fails, with the advice of the mistake that matches the finding."""
     known = (mistake for mistake in exercise.mistakes if re.search(mistake.shows, finding))
+    result = replace(result or ExerciseGrade(exercise, stage), stage=stage, finding=finding)
+    is_full = "too much memory" in finding and exercise.kind == "rank"
+    if is_full and result.checked and (advice := _never_awaited(result.checked)):
+        return replace(result, advice=advice)
     mistake = next(known, None)
-    result = replace(result or ExerciseGrade(exercise, stage), stage=stage, finding=finding, mistake=mistake)
-    return replace(result, advice=mistake.advice if mistake else _general_advice(result))
+    return replace(result, mistake=mistake, advice=mistake.advice if mistake else _general_advice(result))
+
+
+def _never_awaited(checked: Checked) -> str:
+    """Return the advice about a communication that nobody waits for, and whose values therefore stay in memory.
+
+    The tape of a program that drops a handle waits for it at the end.
+    """
+    for rank, tape in enumerate(checked.program.tapes):
+        last = max(at for at, op in enumerate(tape) if op.kind in COMPUTES)
+        awaited = {op.handle for op in tape[:last] if op.kind is OpKind.WAIT}
+        read = {number for op in tape if op.kind is not OpKind.FREE for number in op.inputs}
+        for at, op in enumerate(tape[:last]):
+            if op.handle >= 0 and op.handle not in awaited and read.isdisjoint(op.outputs):
+                return (
+                    f"rank {rank} starts {op} (op {at}), and does not await the handle before the end of the step. The "
+                    "value stays in memory until then."
+                )
+    return ""
 
 
 def _general_advice(result: ExerciseGrade) -> str:
     """Return the advice for a missed goal that matches no mistake; empty for refusals and techniques."""
     if result.stage != "goals" or result.checked is None or result.timeline is None:
         return ""
-    checked, events = result.checked, [event for events in result.timeline.events for event in events]
+    exercise, checked = result.exercise, result.checked
+    events = [event for events in result.timeline.events for event in events]
+
+    def place(op: int) -> str:
+        return f" (op {op})" if exercise.kind == "rank" else ""
+
+    if "is sent" in result.finding and (surplus := _surplus_traffic(exercise, checked)):
+        rank, op = surplus
+        return (
+            f"rank {rank} sends more than it has to in {checked.program.tapes[rank][op]}{place(op)}. Does each rank "
+            "need all of that, and so often?"
+        )
     if "too slow" in result.finding:
         idle = Clocks(checked, TEACHING_COSTS).run().idle
         lengths = [
@@ -352,16 +418,30 @@ def _general_advice(result: ExerciseGrade) -> str:
         if not longest:
             return "no rank waits for communication. Which passes are computed more often than they have to be?"
         return (
-            f"rank {rank} stands still longest for {checked.program.tapes[rank][op]}: {longest:.3g}. Can that start "
-            "earlier, or the rank compute meanwhile?"
+            f"rank {rank} stands still longest for {checked.program.tapes[rank][op]}{place(op)}: {longest:.3g}. Can "
+            "that start earlier, or the rank compute meanwhile?"
         )
     if "memory" in result.finding:
         fullest = _fullest(events)
         return (
-            f"rank {fullest.rank} holds most when {checked.program.tapes[fullest.rank][fullest.op]} starts. Which of "
-            "the values that it holds then could be freed earlier, or made later?"
+            f"rank {fullest.rank} holds most when {checked.program.tapes[fullest.rank][fullest.op]}{place(fullest.op)} "
+            "starts. Which of the values that it holds then could be freed earlier, or made later?"
         )
     return "which values does a rank send more often, or larger, than another rank needs them?"
+
+
+def _surplus_traffic(exercise: Exercise, checked: Checked) -> tuple[int, int] | None:
+    """Return rank and index of the first communication that the reference solution does not have, or not so often."""
+    sent = [each.elements for each in traffic(checked)]
+    rank = sent.index(max(sent))
+    reference = _checked(exercise, find_exercise(exercise.number).solution)
+    left = Counter(str(op) for op in reference.program.tapes[rank] if op.handle >= 0 and op.kind is not OpKind.WAIT)
+    for at, op in enumerate(checked.program.tapes[rank]):
+        if op.handle >= 0 and op.kind not in (OpKind.WAIT, OpKind.RECV, OpKind.BARRIER):
+            left[str(op)] -= 1
+            if left[str(op)] < 0:
+                return rank, at
+    return None
 
 
 def _number(value: float | None) -> str:

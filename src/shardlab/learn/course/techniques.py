@@ -10,12 +10,13 @@ The functions are in this order: ops that a program uses or avoids, overlap, mem
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import groupby
 
 from shardlab.check import Checked
+from shardlab.common.text import listed
 from shardlab.language import Kind, Op, OpKind, Spec
 from shardlab.language.ops import COLLECTIVES
 from shardlab.learn.course.exercise import Technique
@@ -158,13 +159,47 @@ def loads_at_least(kind: Kind, share: Fraction, sentence: str) -> Technique:
 
 @cache
 def live_at_most(kind: Kind, most: int, sentence: str) -> Technique:
-    """Limit the number of live elements of a kind on any rank. `{found}` is the largest number."""
+    """Limit the number of live elements of a kind on any rank.
 
-    def found(checked: Checked) -> str:
-        largest = max(_most_live(checked, rank, kind) for rank in _ranks(checked))
-        return f"{largest:,}" if largest > most else ""
+    `{found}` is the largest number. The sentence continues with the values that the rank holds then.
+    """
 
-    return _technique(found, sentence)
+    def technique(checked: Checked, timeline: Timeline) -> str:
+        del timeline
+        largest, at, rank = max((*_most_live(checked, rank, kind), rank) for rank in _ranks(checked))
+        if largest <= most:
+            return ""
+        op, specs = checked.program.tapes[rank][at], checked.specs[rank]
+        values = [*live_values(checked, rank, at), *(specs[number] for number in op.outputs)]
+        names = values_text(spec for spec in values if spec.kind is kind)
+        return f"{sentence.format(found=f'{largest:,}')} In {op}, rank {rank} holds {names} (op {at})."
+
+    return technique
+
+
+SHOWN_VALUES = 3
+"""Most groups of values that a sentence lists."""
+
+
+def values_text(specs: Iterable[Spec]) -> str:
+    """Return values as text, grouped by kind and slices, such as `activations[0, 3-4] (microbatch 0)`."""
+    layers: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    for spec in specs:
+        kind, _, rest = str(spec).partition(f"[{spec.layer}]")
+        layers[kind, rest].add(spec.layer)
+    texts = [f"{kind}[{listed(sorted(numbers))}]{rest}" for (kind, rest), numbers in layers.items()]
+    more = len(texts) - SHOWN_VALUES
+    return ", ".join(texts[:SHOWN_VALUES]) + (" and others" if more > 0 else "")
+
+
+def live_values(checked: Checked, rank: int, at: int) -> list[Spec]:
+    """Return the values that a rank holds when an op starts, in the order in which they were made."""
+    live: dict[int, Spec] = {}
+    for op in checked.program.tapes[rank][:at]:
+        live |= {number: checked.specs[rank][number] for number in op.outputs}
+        for place in op.kind.row.ends:
+            live.pop(op.inputs[place], None)
+    return list(live.values())
 
 
 @cache
@@ -190,6 +225,42 @@ def frees_after_last_use(kind: Kind, sentence: str) -> Technique:
                 if op.kind is not OpKind.FREE:
                     numbers = (*op.inputs, *op.outputs)
                     last_use.update({number: at for number in numbers if specs[number].kind is kind})
+        return ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def gathers_for_each_pass(sentence: str) -> Technique:
+    """Forbid that a rank keeps a gathered weight from one pass to another while it waits for a message between them.
+
+    `{found}` is the weight, with its rank.
+    """
+
+    def found(checked: Checked) -> str:
+        for rank in _ranks(checked):
+            tape, specs = checked.program.tapes[rank], checked.specs[rank]
+            messages = {op.handle for op in tape if op.kind is OpKind.RECV}
+            waits = [at for at, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle in messages]
+            for gather in _ops(checked, rank, OpKind.ALL_GATHER, Kind.WEIGHT):
+                (whole,) = gather.outputs
+                passes = [at for at, op in enumerate(tape) if op.kind in PASSES and whole in op.inputs]
+                if any(passes[0] < at < passes[-1] for at in waits if passes):
+                    return f"{specs[whole]} on rank {rank}"
+        return ""
+
+    return _technique(found, sentence)
+
+
+@cache
+def clips(sentence: str) -> Technique:
+    """Require that every update clips the gradient by a norm. `{found}` is the first update without one."""
+
+    def found(checked: Checked) -> str:
+        for rank in _ranks(checked):
+            for op in _ops(checked, rank, OpKind.UPDATE, None):
+                if not any(checked.specs[rank][number].kind is Kind.SCALAR for number in op.inputs):
+                    return f"{op} on rank {rank}"
         return ""
 
     return _technique(found, sentence)
@@ -370,16 +441,17 @@ def _read_from(tape: Sequence[Op], start: int) -> set[int]:
     return {number for op in tape[start:] if op.kind is not OpKind.FREE for number in op.inputs}
 
 
-def _most_live(checked: Checked, rank: int, kind: Kind) -> int:
-    """Return the largest number of live elements of a kind on a rank."""
+def _most_live(checked: Checked, rank: int, kind: Kind) -> tuple[int, int]:
+    """Return the largest number of live elements of a kind on a rank, and the index of an op that reaches it."""
     specs, sizes = checked.specs[rank], checked.program.sizes
-    now = peak = 0
-    for op in checked.program.tapes[rank]:
+    now, peak, peak_op = 0, 0, 0
+    for at, op in enumerate(checked.program.tapes[rank]):
         for number in op.outputs:
             if specs[number].kind is kind:
                 now += sizes.elements(specs[number])
-        peak = max(peak, now)
+        if now > peak:
+            peak, peak_op = now, at
         for place in op.kind.row.ends:
             if specs[op.inputs[place]].kind is kind:
                 now -= sizes.elements(specs[op.inputs[place]])
-    return peak
+    return peak, peak_op

@@ -25,7 +25,7 @@ from fractions import Fraction
 
 from shardlab.language import Kind, Mesh, OpKind, Rank
 from shardlab.learn.course.exercise import Exercise, Goals, Mistake
-from shardlab.learn.course.techniques import hidden, live_at_most, loads_at_most
+from shardlab.learn.course.techniques import hidden, live_at_most, loads_at_most, uses
 
 
 async def fsdp_prefetch(rank: Rank) -> None:
@@ -97,6 +97,7 @@ EXERCISE = Exercise(
             "{found} gathers of weights run while a layer computes; all but the first can.",
             of=Kind.WEIGHT,
         ),
+        uses(OpKind.REDUCE_SCATTER, "no rank reduce-scatters gradients.", of=Kind.GRAD_WEIGHT),
         hidden(
             frozenset({OpKind.REDUCE_SCATTER}),
             "{found} reduce-scatters run while a layer computes; all but the last can.",

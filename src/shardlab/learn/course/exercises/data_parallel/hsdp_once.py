@@ -30,9 +30,9 @@ New here:
 
 from fractions import Fraction
 
-from shardlab.language import Kind, Mesh, OpKind, Rank
+from shardlab.language import Kind, Mesh, Rank
 from shardlab.learn.course.exercise import Exercise, Goals, Mistake
-from shardlab.learn.course.techniques import REDUCTIONS, at_most_of, loads_at_most, uses
+from shardlab.learn.course.techniques import REDUCTIONS, at_most_of, loads_at_most
 
 
 async def hsdp_once(rank: Rank) -> None:
@@ -81,7 +81,6 @@ EXERCISE = Exercise(
     microbatches=8,
     techniques=(
         loads_at_most(Kind.WEIGHT, Fraction(1, 2), "a rank keeps {found} of a layer's weight, not 1/2."),
-        uses(OpKind.ALL_REDUCE, "no rank all-reduces gradients.", of=Kind.GRAD_WEIGHT),
         at_most_of(
             REDUCTIONS,
             1,
@@ -92,7 +91,7 @@ EXERCISE = Exercise(
         at_most_of(
             REDUCTIONS,
             0,
-            "a layer's gradient is reduced {found} times over all ranks at once; use the two axes.",
+            "a layer's gradient is reduced over all ranks at once; use the two axes.",
             of=Kind.GRAD_WEIGHT,
             axis="world",
         ),
@@ -106,13 +105,21 @@ EXERCISE = Exercise(
                 '            rank.accumulate(await rank.all_reduce(shard, axis="dp_replicate"))\n',
             ),
             r"all_reduce.*microbatches 0-7 would be counted twice|over the replicas",
-            "the slow link carries the gradient once for every microbatch. What could be added up before it?",
+            "is a sum reduced over the replicas more than once, or do both replicas compute the same microbatches? "
+            "Each rank adds up its own microbatches, and the slow link carries the sum once.",
         ),
         Mistake(
             "the replicas are not reduced",
             ('await rank.all_reduce(rank.grad_weights.pop(l), axis="dp_replicate")', "rank.grad_weights.pop(l)"),
-            r"update.*: microbatches .* missing",
+            r"update.*: microbatches [04]-[37] are missing",
             "each replica has the gradients of its own microbatches. Which axis joins the replicas?",
+        ),
+        Mistake(
+            "the microbatches of a rank are not added up",
+            ("            rank.accumulate(await", "            rank.grad_weights[l] = (await"),
+            r"update.*: microbatches .* missing",
+            "of the two microbatches of a rank, one is missing. Which line adds them up, and has every rank added both "
+            "before the sum is reduced or used?",
         ),
         Mistake(
             "gradients are reduced over all ranks",
@@ -121,7 +128,7 @@ EXERCISE = Exercise(
                 "await rank.all_reduce(rank.grad_weights.pop(l))",
             ),
             "all_reduce.*sum equal slices",
-            "without an axis a collective joins all ranks. Do ranks 0 and 1 hold the same shard?",
+            "which ranks does this collective join? Without an axis, all. Only ranks with the same shard can sum it.",
         ),
         Mistake(
             "whole gradients are accumulated",

@@ -118,7 +118,8 @@ EXERCISE = Exercise(
             "the last layer of a segment runs again",
             ("for l in segment[:-1]:", "for l in segment:"),
             "^3,145,728",
-            "the output of a segment's last layer is the next checkpoint. Who reads it this time?",
+            "which of these does a later op still read? In the first pass only checkpoints have to stay, and a "
+            "segment's last layer need not run again.",
         ),
         Mistake(
             "checkpoints stay after their segment",
@@ -132,8 +133,9 @@ EXERCISE = Exercise(
         Mistake(
             "the segments go backward in forward order",
             ("for first in reversed(range(0, last, SEGMENT)):", "for first in range(0, last, SEGMENT):"),
-            r"grad_activations\[3\] does not exist",
-            "a backward pass needs the gradient of its layer's output. Which segment has one after the loss?",
+            r"grad_activations\[\d\] does not exist",
+            "a backward pass needs the gradient of its layer's output. Which segment has one after the loss, and which "
+            "layer in it?",
         ),
     ),
     hints=(

@@ -113,7 +113,7 @@ EXERCISE = Exercise(
                 "    return rank.concatenate(chunks.pop((l, i)) for i in range(n))",
                 "    return rank.concatenate(chunks.pop(key) for key in list(chunks) if isinstance(key, tuple))",
             ),
-            r"update.*the gradient holds slices . of 4",
+            r"update.*the gradient holds slice . of 4",
             "after the first round each rank has the sum of one chunk only. How do the others get it?",
         ),
         Mistake(
@@ -126,7 +126,7 @@ EXERCISE = Exercise(
         Mistake(
             "the wrong chunk is added",
             ("give, add = (me - hop) % n, (me - hop - 1) % n", "give, add = (me - hop) % n, (me - hop - 2) % n"),
-            r"add\(.*gave slices",
+            r"add\(.*gave slice ",
             "a rank must add what arrives to its own chunk of the same number. Which number did its neighbour send?",
         ),
         Mistake(

@@ -106,7 +106,7 @@ EXERCISE = Exercise(
         Mistake(
             "every rank keeps the same shard",
             ("shard=rank.index, of=rank.world", "shard=0, of=rank.world"),
-            "optimizer state holds slices 0 of 4",
+            "optimizer state holds slice 0 of 4",
             "each slice of a layer is updated by one rank. Which one is this rank's?",
         ),
         Mistake(

@@ -89,7 +89,7 @@ EXERCISE = Exercise(
             "everything is recomputed",
             ("        sequence_parallel=True,\n", '        sequence_parallel=True,\n        recompute="full",\n'),
             "too slow",
-            "what takes the time: communication, a bubble, or computing a forward pass twice? Memory is left to spare.",
+            "what takes the time: communication, a bubble, or computing a forward pass twice?",
         ),
         Mistake(
             "tensor parallelism over two nodes",

@@ -119,8 +119,9 @@ EXERCISE = Exercise(
                 '    half = rank.coordinate("dp_shard")\n',
                 '    half = rank.coordinate("dp_shard") if stage == 0 else 1 - rank.coordinate("dp_shard")\n',
             ),
-            "gradient holds slices",
-            "the reduce-scatter gives half i to rank i along the axis. Which half has the optimizer state of stage 1?",
+            "gradient holds slices?",
+            "the reduce-scatter gives half i to rank i along the axis. Of which half does "
+            "this rank have the optimizer state?",
         ),
         Mistake(
             "the uses are not summed",

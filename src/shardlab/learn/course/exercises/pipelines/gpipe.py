@@ -103,14 +103,15 @@ EXERCISE = Exercise(
         Mistake(
             "a microbatch comes back before the next one goes forward",
             ("\n    for m in rank.microbatches:\n        if is_last:", "\n        if is_last:"),
-            "too slow",
+            r"too slow: time 1\d\d",
             "a rank sends a microbatch up and stands still until it is back. What could it do meanwhile?",
         ),
         Mistake(
             "the gradients are not added up",
             ("            rank.accumulate(grad_weight)\n", "            rank.grad_weights[l] = grad_weight\n"),
             "microbatches 0-2 are missing",
-            "the update needs the gradient of all microbatches; the last one has replaced the others.",
+            "the update needs the gradient of all microbatches, and this is that of the last one. Has it replaced the "
+            "others, or has no other been backward?",
         ),
         Mistake(
             "the backward passes take the microbatches in reverse",
@@ -124,7 +125,7 @@ EXERCISE = Exercise(
         Mistake(
             "the activations at the border are kept",
             ("rank.send(rank.activations.pop((after, m)), to", "rank.send(rank.activations[after, m], to"),
-            "too much memory.*activations",
+            r"too much memory.*: activations\[2\]",
             "no later line of this rank reads the activation that it has sent.",
         ),
         Mistake(
@@ -137,7 +138,18 @@ EXERCISE = Exercise(
                 "    for l in stage:\n",
             ),
             "microbatches 1-3 are missing",
-            "a step makes one update, with the gradient of the whole batch.",
+            "a step makes one update, with the gradient of the whole batch. Has this rank computed all microbatches "
+            "before it?",
+        ),
+        Mistake(
+            "the key has no microbatch",
+            (
+                "activations[first, m] = await rank.recv",
+                "activations[first] = await rank.recv",
+            ),
+            r"activations\[.*\] does not exist",
+            "compare the key with those under which values were stored. Two microbatches with one key replace each "
+            "other, so the microbatch is a part of the key.",
         ),
     ),
     hints=(

@@ -84,7 +84,7 @@ EXERCISE = Exercise(
         Mistake(
             "consecutive stages",
             ("range(rank, ranks * stages_per_rank, ranks)", "range(2 * rank, 2 * rank + 2)"),
-            "but that rank has stage",
+            "but that rank has stages",
             "stage s is on rank s % p, so that a microbatch goes round all ranks twice.",
         ),
         Mistake(
@@ -104,12 +104,18 @@ EXERCISE = Exercise(
             "the gradient of microbatch 0 comes first. Why should stage r begin with the last one?",
         ),
         Mistake(
+            "one stage only",
+            ("range(rank, ranks * stages_per_rank, ranks)", "range(rank, ranks, ranks)"),
+            "no Forward of stage [4-7]",
+            "a rank has two stages: r and r + p.",
+        ),
+        Mistake(
             "one pass too few",
             (
                 "        for i in range(microbatches):\n            yield Forward",
                 "        for i in range(1, microbatches):\n            yield Forward",
             ),
-            "no Forward",
+            r"no Forward of stage \d and microbatch 0",
             "microbatches are numbered from 0.",
         ),
     ),

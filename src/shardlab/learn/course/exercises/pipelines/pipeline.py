@@ -94,7 +94,7 @@ EXERCISE = Exercise(
         Mistake(
             "every rank loads the batch",
             ("    else:\n        rank.activations[first] = await rank.recv(source=rank.index - 1)\n", ""),
-            r"activations\[2\] does not exist|load_batch",
+            r"rank 1, .*activations\[2\] does not exist|load_batch",
             "the batch is activation 0. Which activation does this stage begin with, and who has it?",
         ),
         Mistake(
@@ -114,7 +114,7 @@ EXERCISE = Exercise(
                 "    if not is_first:\n        await rank.send(rank.grad_activations.pop(first), to=rank.index - 1)\n",
                 "",
             ),
-            "deadlock: .*ended without it",
+            "rank 0 waits in recv from rank 1.*ended without it",
             "the stage below has sent its activation and waits for the gradient of it.",
         ),
         Mistake(
@@ -123,14 +123,16 @@ EXERCISE = Exercise(
                 "rank.grad_activations.pop(first), to=rank.index - 1",
                 "rank.grad_activations.pop(first), to=rank.index + 1",
             ),
-            "send to rank 4",
-            "gradients travel down: which rank made the activation that this is the gradient of?",
+            r"send to rank (4|-1)",
+            "the first rank has nobody below it, and the last one nobody above. Activations travel up, and gradients "
+            "down to the rank that made the activation.",
         ),
         Mistake(
             "the activation of the wrong border is sent",
             ("rank.send(rank.activations.pop(after), to", "rank.send(rank.activations[first], to"),
             r"forward\(layer 2\): the activation given",
-            "the next stage begins with the activation that this stage's last layer makes.",
+            "a stage begins with the activation that the last layer of the stage below makes. Does that rank send it, "
+            "and does this one begin with it?",
         ),
         Mistake(
             "the gradient is received before the activation is sent",

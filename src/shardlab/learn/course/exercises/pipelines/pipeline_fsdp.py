@@ -33,7 +33,7 @@ from fractions import Fraction
 
 from shardlab.language import Kind, Mesh, OpKind, Rank
 from shardlab.learn.course.exercise import Exercise, Goals, Mistake
-from shardlab.learn.course.techniques import computes_at_most, loads_at_most, uses
+from shardlab.learn.course.techniques import computes_at_most, gathers_for_each_pass, loads_at_most, uses
 
 
 async def pipeline_fsdp(rank: Rank) -> None:
@@ -106,6 +106,9 @@ EXERCISE = Exercise(
         computes_at_most(1, "a rank computes {found} layers; its stage has 1."),
         loads_at_most(Kind.WEIGHT, Fraction(1, 4), "a rank keeps {found} of its layer's weight, not 1/4."),
         uses(OpKind.REDUCE_SCATTER, "no rank reduce-scatters gradients.", of=Kind.GRAD_WEIGHT),
+        gathers_for_each_pass(
+            "{found} stays whole while the rank waits for the gradient; free it after the pass, and gather it again."
+        ),
     ),
     mistakes=(
         Mistake(
@@ -120,7 +123,8 @@ EXERCISE = Exercise(
                 '    gather = rank.all_gather(rank.weights[l], axis="dp_shard")\n',
             ),
             "too slow",
-            "the rank waits for an activation first, and then for a weight. Could these waits overlap?",
+            "the wait for an activation and that for a weight can overlap. And a collective that starts before a send "
+            "delays the message: for which of the two does another rank wait?",
         ),
         Mistake(
             "the gradient is not reduced",
@@ -134,8 +138,9 @@ EXERCISE = Exercise(
                 '    gather = rank.all_gather(rank.weights[l], axis="dp_shard")\n    if is_first:',
                 "    gather = rank.all_gather(rank.weights[l])\n    if is_first:",
             ),
-            "on world",
-            "without an axis all sixteen ranks meet, but ranks of other stages have other layers.",
+            "on (world|pp): rank",
+            "ranks of other stages have other layers. Along which axis are the ranks of one stage? Without an axis, "
+            "all sixteen meet.",
         ),
         Mistake(
             "the shard is counted along the pipeline",
@@ -149,7 +154,7 @@ EXERCISE = Exercise(
                 'rank.forward(l, rank.activations[l], rank.weights.pop("full"))',
                 'rank.forward(l, rank.activations[l], rank.weights["full"])',
             ),
-            "too much memory.*gathered weights",
+            "too much memory.*gathered weights|stays whole",
             "between the two passes a rank waits for a long time. What does it hold meanwhile?",
         ),
         Mistake(

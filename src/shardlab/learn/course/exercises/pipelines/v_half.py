@@ -102,9 +102,15 @@ EXERCISE = Exercise(
             "the longer a microbatch is under way, the more of them are there. When could this input half be made?",
         ),
         Mistake(
+            "the last slot is left out",
+            ("range(max(timetable) + 1)", "range(max(timetable))"),
+            "no Backward or BackwardInput of .*microbatch 11",
+            "the last pass of the timetable is missing. Does the loop reach its slot?",
+        ),
+        Mistake(
             "passes meet in a slot",
             ("gap = 3 if ranks % 2 == 0 else 0", "gap = 0"),
-            "no Backward or BackwardInput",
+            "no (Forward|Backward or BackwardInput) of",
             "look at the slots of a rank modulo 6: two passes in one slot, and one of them is lost.",
         ),
         Mistake(
@@ -114,7 +120,8 @@ EXERCISE = Exercise(
                 "rank, 2 * ranks - rank - 1, 2 * ranks + rank, 4 * ranks - rank - 1",
             ),
             "^too slow[^;]*$",
-            "a message takes time, and this block leaves none for it: the next rank's slot follows at once.",
+            "a message takes time: does the block leave a slot for it between two ranks? And does a weight half ever "
+            "come before a pass whose slot it is?",
         ),
         Mistake(
             "all weight halves come last",

@@ -93,8 +93,25 @@ EXERCISE = Exercise(
         Mistake(
             "the last weight halves are missing",
             ("    for i in range(microbatches - rank, microbatches):\n        yield BackwardWeight(rank, i)\n", ""),
-            "no Backward or BackwardWeight",
+            "no Backward or BackwardWeight of .*microbatch [5-7]",
             "each rank is r weight halves behind at the end.",
+        ),
+        Mistake(
+            "the first weight halves are missing",
+            ("i >= rank", "i > rank"),
+            "no Backward or BackwardWeight",
+            "on rank r, after which input half does the weight half of microbatch 0 come?",
+        ),
+        Mistake(
+            "the backward pass comes first",
+            (
+                "        if warmup + i < microbatches:\n            yield Forward(rank, warmup + i)\n"
+                "        yield BackwardInput(rank, i)\n",
+                "        yield BackwardInput(rank, i)\n        if warmup + i < microbatches:\n"
+                "            yield Forward(rank, warmup + i)\n",
+            ),
+            "cannot go on: .*rank 3 at BackwardInput",
+            "the last rank has no warm-up, so it would go backward with a microbatch that has not gone forward.",
         ),
         Mistake(
             "the weight half comes before its input half",
@@ -104,13 +121,13 @@ EXERCISE = Exercise(
                 "        if i >= rank:\n            yield BackwardWeight(rank, i - rank)\n"
                 "        yield BackwardInput(rank, i)\n",
             ),
-            "cannot go on",
+            "cannot go on: rank 0 at BackwardWeight",
             "a weight half needs the gradient that its own input half has read.",
         ),
         Mistake(
             "the last weight halves begin at the wrong microbatch",
             ("range(microbatches - rank, microbatches)", "range(rank, microbatches)"),
-            "goes on after 24 actions",
+            r"BackwardWeight.* came twice",
             "count the weight halves that rank r has not done when the loop ends.",
         ),
     ),

@@ -96,7 +96,7 @@ EXERCISE = Exercise(
                 ('        await receive(g, "grad_activations", 1, 0)\n        await receive(x, "activations", 3, 1)\n'),
                 ('        await receive(x, "activations", 3, 1)\n        await receive(g, "grad_activations", 1, 0)\n'),
             ),
-            r"expected",
+            r"expected activations",
             "in which order does rank 0 send these two messages?",
         ),
     ),

@@ -13,6 +13,7 @@ Find the bug and mend it.
 
 from shardlab.language import Mesh, Rank, Sizes, Value
 from shardlab.learn.course.exercise import Exercise, Goals, Mistake
+from shardlab.learn.course.techniques import clips
 
 
 async def expert_norm(rank: Rank) -> None:
@@ -67,6 +68,7 @@ EXERCISE = Exercise(
     layers=Sizes.mixture(1),
     microbatches=2,
     seen_in="NVIDIA/Megatron-LM#5916",
+    techniques=(clips("{found} does not clip; give every update the norm."),),
     mistakes=(
         Mistake(
             "other ranks' experts are not counted",
@@ -74,7 +76,7 @@ EXERCISE = Exercise(
                 "norm = sum([*dense, *[await rank.all_reduce(squares) for squares in experts]])",
                 "norm = sum([*dense, *experts])",
             ),
-            r"norm",
+            "the norm given lacks",
             "which experts does a rank know, and which belong to the model?",
         ),
     ),

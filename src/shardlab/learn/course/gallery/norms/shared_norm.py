@@ -13,6 +13,7 @@ The program is a pipeline of two stages with a tied head. Find the bug and mend 
 
 from shardlab.language import Mesh, Rank, Sizes, Value
 from shardlab.learn.course.exercise import Exercise, Goals, Mistake
+from shardlab.learn.course.techniques import clips
 
 
 async def shared_norm(rank: Rank) -> None:
@@ -77,6 +78,7 @@ EXERCISE = Exercise(
     layers=Sizes.half_blocks(1, tied=True),
     microbatches=2,
     seen_in="NVIDIA/Megatron-LM#7227",
+    techniques=(clips("{found} does not clip; give every update the norm."),),
     mistakes=(
         Mistake(
             "both copies are counted",

@@ -13,6 +13,7 @@ The program is a pipeline of two stages with two layers each. Find the bug and m
 
 from shardlab.language import Mesh, Rank, Value
 from shardlab.learn.course.exercise import Exercise, Goals, Mistake
+from shardlab.learn.course.techniques import clips
 
 
 async def stage_norm(rank: Rank) -> None:
@@ -59,11 +60,12 @@ EXERCISE = Exercise(
     layers=4,
     microbatches=2,
     seen_in="pytorch/torchtitan#596",
+    techniques=(clips("{found} does not clip; give every update the norm."),),
     mistakes=(
         Mistake(
             "the norm is of one stage",
             ("norm = await rank.all_reduce(squares)", "norm = squares"),
-            r"norm",
+            "the norm given",
             "which layers' gradients are in this norm?",
         ),
     ),
