@@ -28,7 +28,7 @@ CODE_LINES = {
     "models": 4625,
     "planner": 4145,
     "simulate": 7437,
-    "strategies": 2704,
+    "strategies": 2712,
     "train": 9095,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
