@@ -27,19 +27,21 @@ MARK = "parsed: "
 """Beginning of the line with the result, beside which frameworks print warnings."""
 
 
-def parse(framework: str, files: Sequence[Path], arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
+def parse(framework: str, files: Sequence[Path], arguments: Sequence[Sequence[str]] = ()) -> list[dict[str, Any]]:
     """Return what a framework's own code makes of each file, or the error that it raises under "error".
 
     Args:
         framework: name of a list of packages.
         files: the files.
-        arguments: words of the training program, for DeepSpeed.
+        arguments: words of the training program for each file, for DeepSpeed.
     """
     packages = INSTALLED / framework
     assert packages.is_dir(), f"{packages} does not exist; run make frameworks"
     environment = {**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     environment = {name: value for name, value in environment.items() if name != "PYTHONWARNINGS"}
-    command = [sys.executable, __file__, framework, json.dumps([str(each) for each in files]), *arguments]
+    words = arguments or [()] * len(files)
+    lines = [[str(file), *each] for file, each in zip(files, words, strict=True)]
+    command = [sys.executable, __file__, json.dumps(lines)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith(MARK)).removeprefix(MARK))
@@ -139,10 +141,10 @@ def accelerate_yaml(file: str) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def main(framework: str, files: str, *arguments: str) -> None:
-    """Print the result for each file."""
+def main(lines: str) -> None:
+    """Print the result for each file, which its arguments follow."""
     found: list[dict[str, Any]] = []
-    for file in json.loads(files):
+    for file, *arguments in json.loads(lines):
         try:
             if file.endswith(".toml"):
                 found.append(torchtitan_toml(file))

@@ -115,7 +115,8 @@ def test_torchtitans_toml_files_are_what_the_plans_say(tmp_path: Path) -> None:
     part(found["experts"], "parallelism", expert_parallel_degree=4, data_parallel_shard_degree=8)
 
 
-def test_deepspeed_and_the_trainer_take_the_files(tmp_path: Path) -> None:
+def test_deepspeed_the_trainer_and_accelerate_take_the_files(tmp_path: Path) -> None:
+    """One process parses all files, since it imports DeepSpeed and transformers for seconds."""
     files: list[Path] = []
     for stage in range(4):
         plan = Plan(Mesh(dp_shard=8), recompute="full", **sharded(stage, dp_shard=8))
@@ -124,7 +125,13 @@ def test_deepspeed_and_the_trainer_take_the_files(tmp_path: Path) -> None:
     document = json.loads(files[0].read_text())
     document["zero_optimization"]["level"] = 2
     (tmp_path / "wrong.json").write_text(json.dumps(document))
-    *found, wrong = parse("deepspeed", [*files, tmp_path / "wrong.json"], words(tmp_path / "0" / "train.sh"))
+    arguments = words(tmp_path / "0" / "train.sh")
+    configured = accelerate_files(tmp_path)
+    *found, wrong, other, full, grad_op, hybrid, wrong_yaml = parse(
+        "deepspeed",
+        [*files, tmp_path / "wrong.json", files[0], *configured.values()],
+        [*[arguments] * 5, ["--per_device_train_batch_size", "4", "--bf16"], *[()] * len(configured)],
+    )
     assert "level" in wrong["error"], "what it takes is known to it"
     assert found == [
         {
@@ -133,8 +140,12 @@ def test_deepspeed_and_the_trainer_take_the_files(tmp_path: Path) -> None:
         }
         for stage in range(4)
     ]
-    (other,) = parse("deepspeed", files[:1], ["--per_device_train_batch_size", "4", "--bf16"])
     assert any("train_micro_batch_size_per_gpu" in each for each in other["mismatches"]), "mismatches are seen"
+    for strategy, config in zip(configured, (full, grad_op, hybrid), strict=False):
+        assert (config["num_processes"], config["num_machines"], config["mixed_precision"]) == (8, 1, "bf16")
+        assert config["distributed_type"] == "FSDP"
+        assert config["fsdp_config"]["fsdp_sharding_strategy"] == strategy
+    assert "processes" in wrong_yaml["error"]
 
 
 def words(script: Path) -> list[str]:
@@ -143,20 +154,17 @@ def words(script: Path) -> list[str]:
     return [word for line in lines for word in line if line and line[0].startswith("--")]
 
 
-def test_accelerate_takes_the_file(tmp_path: Path) -> None:
+def accelerate_files(folder: Path) -> dict[str, Path]:
+    """Write accelerate's file for each strategy of FSDP, and a wrong one."""
     plans = {
         "FULL_SHARD": Plan(Mesh(dp_shard=8), **sharded(3, dp_shard=8)),
         "SHARD_GRAD_OP": Plan(Mesh(dp_shard=8), **sharded(2, dp_shard=8)),
         "HYBRID_SHARD": Plan(Mesh(dp_shard=4, dp_replicate=2), **sharded(3, dp_shard=4)),
     }
-    files: list[Path] = []
+    files: dict[str, Path] = {}
     for name, plan in plans.items():
-        (tmp_path / name).mkdir()
-        files.append(write(tmp_path / name, write_step(step_of(plan, "fsdp1", precision="bf16"), "llama3-8b")))
-    (tmp_path / "wrong.yaml").write_text(files[0].read_text() + "processes: 8\n")
-    *found, wrong = parse("deepspeed", [*files, tmp_path / "wrong.yaml"])
-    for strategy, config in zip(plans, found, strict=True):
-        assert (config["num_processes"], config["num_machines"], config["mixed_precision"]) == (8, 1, "bf16")
-        assert config["distributed_type"] == "FSDP"
-        assert config["fsdp_config"]["fsdp_sharding_strategy"] == strategy
-    assert "processes" in wrong["error"]
+        (folder / name).mkdir()
+        files[name] = write(folder / name, write_step(step_of(plan, "fsdp1", precision="bf16"), "llama3-8b"))
+    files["wrong"] = folder / "wrong.yaml"
+    files["wrong"].write_text(files["FULL_SHARD"].read_text() + "processes: 8\n")
+    return files

@@ -109,6 +109,7 @@ def test_another_scale_of_gradients_needs_no_other_graph() -> None:
     assert graphs() == 1
 
 
+@pytest.mark.thorough  # torch makes the kernels, of the graphs that the other tests compute
 def test_kernels_compute_what_plain_layers_do() -> None:
     """The one test that runs the compiler."""
     for ours, theirs in zip(
@@ -143,6 +144,7 @@ def test_each_kind_of_layer_has_one_graph_in_any_number_of_steps(recompute: Reco
 @pytest.mark.usefixtures("traced_only")
 def test_many_kinds_of_layers_each_have_room_for_their_graphs() -> None:
     """Torch limits the graphs of one piece of code."""
-    for width in range(8, 80, 8):
-        passes(MLP(layers=3, hidden_size=width, seq_len=8), 1, compile=True)
-    assert graphs() == 9
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for width in (8, 16, 24):
+            passes(MLP(layers=3, hidden_size=width, seq_len=8), 1, compile=True)
+    assert graphs() == 3
