@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.support.warm import WarmStarts
+
 BEFORE = """
+import ctypes
 import sys
+import warnings
 from pathlib import Path
 import torch
 from shardlab.models.tensors import weights
 from shardlab.train.checkpoint import contents
 from shardlab.train.huggingface import convert_weights, open_source
 
+ctypes.CDLL(None).mallopt(-3, 2**18)  # M_MMAP_THRESHOLD: larger blocks leave the process as they are freed
+warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 contents.PIECE_BYTES = weights.RELEASED_BYTES = int(sys.argv[1])
 
@@ -32,17 +35,17 @@ print(field("VmHWM") - before)
 """
 
 
-def kib_grown(convert: str, folder: Path, piece: int) -> int:
+def kib_grown(warm: WarmStarts, convert: str, folder: Path, piece: int) -> int:
     """Return the KiB by which a process grows at its peak, with the models of `small` and `large` in a folder.
 
     Args:
+        warm: starts of processes.
         convert: Python source of `convert(name)`.
         folder: folder in which the process runs.
         piece: bytes that are read at once; pages are freed after each piece.
     """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    environment["MALLOC_MMAP_THRESHOLD_"] = str(2**18)  # or freed memory stays with the process
-    command = [sys.executable, "-W", "ignore", "-c", BEFORE + convert + AFTER, str(piece)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    program = folder / "convert.py"
+    program.write_text(BEFORE + convert + AFTER)
+    done = warm.run([str(program), str(piece)], cwd=folder)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)

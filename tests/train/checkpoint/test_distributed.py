@@ -32,6 +32,7 @@ from shardlab.train.huggingface import convert_weights, open_source
 from tests.support.memory_growth import kib_grown
 from tests.support.ranks import Ranks
 from tests.support.thorough import examples
+from tests.support.warm import WarmStarts
 from tests.train.huggingface.folders import output_of, random_run
 
 World = Callable[[int], Ranks]
@@ -256,7 +257,7 @@ def convert(begin):
 
 @pytest.mark.thorough  # tests/train/huggingface/test_adam.py measures the same with more state
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a part of a process's life")
-def test_a_process_that_converts_holds_two_chunks_and_a_few_pieces(tmp_path: Path) -> None:
+def test_a_process_that_converts_holds_two_chunks_and_a_few_pieces(warm: WarmStarts, tmp_path: Path) -> None:
     """The largest tensor has 4 MiB, and the model 44 MiB, in files of 10 MB. Mapped files count as well."""
     large = Llama(layers=12, hidden_size=256, heads=4, vocab_size=4096, seq_len=8, ffn_hidden_size=688, tied=False)
     kib: list[int] = []
@@ -265,7 +266,7 @@ def test_a_process_that_converts_holds_two_chunks_and_a_few_pieces(tmp_path: Pat
         folder.mkdir()
         random_run(folder / "small", MODEL)
         random_run(folder / "large", large)
-        kib.append(kib_grown(SIX_DIRECTIONS, folder, piece))
+        kib.append(kib_grown(warm, SIX_DIRECTIONS, folder, piece))
     chunk, piece, model = 4 * 2**10, 2**10, 4 * large.parameter_count / 2**10
     assert kib[0] < 2 * chunk + 12 * piece < model / 2
     assert kib[1] > 0.9 * model, "the measure sees files that stay mapped"
