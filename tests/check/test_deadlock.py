@@ -22,6 +22,7 @@ from tests.check.programs import (
 from tests.support.interpreter import judge
 from tests.support.mutations import with_tape
 from tests.support.refusing import refuses
+from tests.support.thorough import sampled
 
 BUFFERED, IN_ORDER, RENDEZVOUS, QUEUED_PER_PAIR, QUEUED = ChannelModel
 
@@ -247,7 +248,11 @@ RANKS_AND_TIMES = [(1, 1), (1, 4), (2, 3), (3, 2), (4, 4), (6, 1), (8, 2)]
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [(name, size) for name in STRATEGIES for size in RANKS_AND_TIMES if fits(name, size[0])]
+    ("name", "size"),
+    sampled(
+        [(name, size) for name in STRATEGIES for size in RANKS_AND_TIMES if fits(name, size[0])],
+        lambda case: case[1] in ((1, 4), (2, 3), (3, 2), (8, 2)),
+    ),
 )
 def test_built_in_strategies_pass_every_model(name: str, size: tuple[int, int]) -> None:
     ranks, times = size
@@ -290,7 +295,7 @@ def test_a_message_too_many_in_a_pipeline_of_64_ranks_and_256_microbatches_is_re
 
 
 def test_a_message_too_many_on_the_tapes_of_64_ranks_is_reported_by_the_check() -> None:
-    program = built_in("gpipe", 64, 64, 256)
+    program = built_in("gpipe", 64, 64, 32)
     recv = next(op for op in program.tapes[63] if op.kind is OpKind.RECV)
     more = [recv._replace(handle=10**6, outputs=(10**6,)), Op(OpKind.WAIT, -1, handle=10**6)]
     with pytest.raises(Deadlock) as deadlock:

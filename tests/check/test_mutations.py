@@ -41,7 +41,7 @@ from tests.train.user_programs import split_fsdp, split_pipeline, zero_1
 SAMPLE, SAMPLE_OF_PLANS = 2, 1
 """Mutants tried of one kind and program. There may be thousands, which `make verify-all` tries."""
 
-PROGRAMS = 20
+PROGRAMS = 10
 """Programs that each kind of mistake is put into, drawn for each; more where none of them shows that it matters."""
 
 RANDOM_SHAPES = [  # all of them clip and split backward passes; the first two have states finer than their weights

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from random import Random
 
 import pytest
@@ -239,6 +240,13 @@ def test_mistakes_in_halves_slices_and_norms_are_found(kind: str, user: Strategy
     assert outcome in outcomes(kind, program)
 
 
+@cache
+def right_program(plan: Planned) -> Program:
+    """Return a plan's program, which is judged once."""
+    assert judge(plan.program).right
+    return plan.program
+
+
 RING = Planned(Plan(Mesh(cp=3)), 2, "context", 1)
 HEADS = Planned(Plan(Mesh(cp=2, tp=2), context="ulysses"), 2, "context", 1)
 SLICED = Planned(Plan(Mesh(ep=2, tp=2)), 2, "routed", 2)
@@ -281,8 +289,7 @@ TIED = Planned(Plan(Mesh(pp=2)), 2, "tied", 2)
     ],
 )
 def test_mistakes_in_attention_experts_and_ties_are_found(kind: str, plan: Planned, outcome: Outcome) -> None:
-    program = plan.program
-    assert judge(program).right
+    program = right_program(plan)
     mutants = (mutant for mutant in MUTATIONS[kind](program) if mutant.tapes != program.tapes)
     assert any(judge(mutant).outcome is outcome for mutant in itertools.islice(mutants, 100))
 

@@ -41,9 +41,8 @@ def checked(program: Strategy, ranks: int = 4, layers: int = 2) -> Checked:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_built_in_strategy_drifts(name: str) -> None:
     assert drifts_of(check(built_in(name))) == []
-    for ranks in (4, 8):
-        if fits(name, ranks):
-            assert drifts_of(check(built_in(name, ranks, layers_for(name, ranks), 2 * ranks))) == []
+    if fits(name, 8):
+        assert drifts_of(check(built_in(name, 8, layers_for(name, 8), 16))) == []
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -27,6 +27,7 @@ from tests.support.random_plans import Plan as Plan_imported
 from tests.support.random_programs import Shape, random_program
 from tests.support.refused_tapes import TAPES
 from tests.support.refusing import Told, refusal, refusal_of, says, sentence_of, tells, told
+from tests.support.thorough import sampled
 from tests.train.rooted_programs import by_root, by_root_mesh, parameter_server, replicas
 
 
@@ -244,7 +245,7 @@ def test_every_pair_is_there_and_each_of_both_meets_every_number_of_microbatches
     assert met == set(product((*PIPELINES, *SHARDINGS), (2, 3, 4)))
 
 
-@pytest.mark.parametrize("case", [*by_turns()], ids=str)
+@pytest.mark.parametrize("case", sampled(by_turns(), [*by_turns()][::3].__contains__), ids=str)
 def test_the_forward_half_of_every_strategy_computes_every_loss_and_runs_where_all_of_it_does(case: Case) -> None:
     whole = case.job().checked()
     half = check_forward(forward_only(whole))
@@ -329,12 +330,12 @@ def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) 
         size = SAMPLE.get(kind, 1)
         for mutant in found if len(found) <= size else Random(f"{kind} {name}").sample(found, size):
             said = refusal(mutant)
-            verdict = judge(mutant)
-            wrong = wrong or not verdict.right
             if said is None:
+                verdict = judge(mutant)
                 assert verdict.right, f"{kind} of {name} passes, but: {verdict.reason}"
             else:
                 assert re.match(PLACE, str(said)), str(said)
+                wrong = wrong or not judge(mutant).right
     assert wrong or kind not in SAMPLE or kind == "another value from the root", "what it expects changes no numbers"
 
 

@@ -243,7 +243,7 @@ def memory(rank: int, job: Job) -> tuple[int, int]:
     executor = Executor(checked, rank, job.cut, batches, Settings(0, job.numbers, CPU, OptimizerConfig()))
     executor.step()
     live: list[int] = []
-    for _ in range(3):
+    for _ in range(2):
         record = MemoryRecord()
         step_with_memory(executor, record)
         live.append(max(sum(each.values()) for each in record.live.values()))
