@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from inspect import getclosurevars
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ from tests.support.processes import PATIENCE, left_processes, mark_processes, st
 from tests.support.ranks import PRELOAD, Ranks
 from tests.support.thorough import examples
 from tests.support.warm import WarmStarts
+from tests.support.warm_server import fork_forkserver
 
 ENDING_SECONDS = 30.0
 """Time that processes have to end by themselves after the last test: ranks that notice that their starter has gone."""
@@ -45,6 +46,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = _own_cache.name  # no test reads or writes what was measured on this machine
 
 TESTS = Path(__file__).parent
+WARM = pytest.StashKey[WarmStarts]()
 
 SLOW = (
     "attack/",
@@ -189,7 +191,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Kill the processes that tests have left running, and fail the session if there were any."""
+    """End the server of programs, kill what tests have left running, and fail the session if that is anything."""
+    if WARM in session.stash:
+        session.stash[WARM].close()
     if hasattr(session.config, "workerinput"):  # a worker, whose processes the controller sees too
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -201,9 +205,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fork the servers of programs and of ranks, while this process is as new as its imports allow."""
+    options = session.config.option
+    if options.collectonly or (getattr(options, "numprocesses", 0) and "PYTEST_XDIST_WORKER" not in os.environ):
+        return
+    session.stash[WARM] = WarmStarts()
+    forkserver.set_forkserver_preload(PRELOAD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(util, "spawnv_passfds", fork_forkserver)
+        forkserver.ensure_running()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_server_forks_all_ranks() -> Iterator[None]:
-    """Import what any ranks need in the server that forks them, whichever command or test starts that server.
+    """Import what any ranks need in the server that forks them, whichever command or test starts that server again.
 
     A server that `shardlab verify` has started would leave the imports of training to each rank.
     """
@@ -211,7 +228,6 @@ def _one_server_forks_all_ranks() -> Iterator[None]:
     def ignore(context: BaseContext, names: list[str]) -> None:
         """Leave the imports as they are."""
 
-    forkserver.set_forkserver_preload(PRELOAD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BaseContext, "set_forkserver_preload", ignore)
         yield
@@ -288,8 +304,6 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[WarmStarts]:
+def warm(request: pytest.FixtureRequest) -> WarmStarts:
     """Starts of Python programs that have their imports already."""
-    starts = WarmStarts()
-    yield starts
-    starts.close()
+    return request.session.stash[WARM]

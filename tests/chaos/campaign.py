@@ -108,12 +108,19 @@ class Found:
         return [*(f"kill {at}: {what}" for at, kill in enumerate(self.kills) for what in kill.wrong), *self.wrong]
 
 
-def campaign(options: Campaign, folder: Path) -> Iterator[tuple[str, Kill | None, Found]]:
-    """Run the campaign, giving each kill when it is over, and None when a case is."""
+def campaign(
+    options: Campaign, folder: Path, warm: WarmStarts | None = None
+) -> Iterator[tuple[str, Kill | None, Found]]:
+    """Run the campaign, giving each kill when it is over, and None when a case is.
+
+    Args:
+        warm: server that starts the runs (None: its own).
+    """
     each = -(-options.kills // len(options.cases))
     with ExitStack() as stack:
-        warm = WarmStarts(environment())
-        stack.callback(warm.close)
+        if warm is None:
+            warm = WarmStarts(environment())
+            stack.callback(warm.close)
         for case in options.cases:
             for kill, found in _case(options, case, each, folder, warm):
                 yield case, kill, found

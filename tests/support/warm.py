@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,17 +74,42 @@ class WarmProcess(subprocess.Popen[Any]):
         return self.returncode
 
 
+def listening_at(address: str) -> socket.socket:
+    """Return a socket that accepts connections at an address."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(address)
+    listening.listen()
+    return listening
+
+
 class WarmStarts:
     """A server that starts programs with their imports done.
 
     Args:
-        variables: environment variables of the server; each program has its own.
+        variables: environment variables of the server, whose programs have their own; None: it is a fork of this
+            process, which has most of the imports.
     """
 
-    def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self._address = f"{self._folder.name}/socket"
-        self._process = subprocess.Popen(
+        self._close = self._fork() if variables is None else self._spawn(variables)
+
+    def _fork(self) -> Callable[[], object]:
+        from tests.support.warm_server import fork_server
+
+        ours, theirs = socket.socketpair()
+        with listening_at(self._address) as listening, theirs:
+            number = fork_server(listening, theirs.fileno())
+
+        def close() -> None:
+            ours.close()
+            os.waitpid(number, 0)
+
+        return close
+
+    def _spawn(self, variables: Mapping[str, str]) -> Callable[[], object]:
+        process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.warm_server", self._address],
             env={**variables, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -92,8 +117,9 @@ class WarmStarts:
             cwd=ROOT,
             start_new_session=True,
         )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b"ready\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"listening\n"
+        return process.communicate
 
     def start(self, words: Sequence[str], **options: Any) -> WarmProcess:
         """Start Python with these arguments and options of `subprocess.Popen`."""
@@ -109,5 +135,5 @@ class WarmStarts:
 
     def close(self) -> None:
         """End the server."""
-        self._process.communicate()
+        self._close()
         self._folder.cleanup()

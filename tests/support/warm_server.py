@@ -3,13 +3,18 @@
 It has imported all modules of training. It forks for each start, and the fork becomes the program, with its own
 arguments, variables, folder and files. It also forks the interpreters that the program would start: the server that
 forks its ranks, ranks of torchrun, and processes of a script. After that, everything runs as usual.
+
+Pytest has most of these imports after collection, so its own servers are forks of it (`fork_server`,
+`fork_forkserver`), which costs milliseconds instead of six seconds of a core each.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import json
+import logging
 import os
 import runpy
 import select
@@ -18,14 +23,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-from tests.support.warm import LONGEST, WarmProcess
+from tests.support.warm import LONGEST, ROOT, WarmProcess, listening_at
 
 IMPORTED = (
     "shardlab.cli",
@@ -40,28 +47,57 @@ TORCHRUNS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subpro
 """Module in which torchrun starts its ranks."""
 
 
-def _fork_server(path: Any, words: Sequence[Any], passed: Sequence[int]) -> int:
-    """Start multiprocessing's server by a fork, which runs the code meant for a new interpreter."""
+def fork_forkserver(path: Any, words: Sequence[Any], passed: Sequence[int]) -> int:
+    """Start multiprocessing's server by a fork, which runs the code meant for a new interpreter at its first use."""
     code = str(words[-1])
     if "forkserver" not in code:
         return _spawn(path, words, passed)
     if pid := os.fork():
         return pid
+    try:
+        _become_new(passed)
+        select.select(passed, [], [])
+        exec(code, {})
+    finally:
+        os._exit(0)
+
+
+def fork_server(listening: socket.socket, alive: int) -> int:
+    """Fork the server off this process, and return its number. It ends when the other end of the pipe `alive` closes.
+
+    It imports what this process has not imported when it is used for the first time.
+    """
+    if pid := os.fork():
+        return pid
+    try:
+        _become_new((listening.fileno(), alive))
+        sys.path[:0] = ["", str(ROOT)]  # the first becomes that of a program
+        select.select([listening, alive], [], [])
+        _serve(listening, alive)
+    finally:
+        os._exit(0)
+
+
+def _become_new(kept: Collection[int]) -> None:
+    """Drop what a new process would not have from its parent: handlers of signals, finalizers, warnings, files."""
+    faulthandler.disable()
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    kept = {0, 1, 2, *passed}
+    weakref.finalize._registry.clear()  # pyright: ignore
+    warnings.resetwarnings()  # they are errors in pytest
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            try:
-                os.close(int(name))
-            except OSError:  # that of the listing itself
-                continue
-    try:
-        exec(code, {})
-    finally:
-        os._exit(0)
+        if int(name) > 2 and int(name) not in kept:
+            os.dup2(null, int(name))  # closed, its number would be another file's, to which old objects would write
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    for each in logging._handlerList:  # pyright: ignore
+        if type(handler := each()) is logging.StreamHandler:  # pyright: ignore
+            handler.setStream(sys.stderr)  # pyright: ignore
 
 
 _spawn = util.spawnv_passfds  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
@@ -96,7 +132,7 @@ def _become(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
-    util.spawnv_passfds = _fork_server  # pyright: ignore[reportAttributeAccessIssue]
+    util.spawnv_passfds = fork_forkserver  # pyright: ignore[reportAttributeAccessIssue]
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True, line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         words = words[1:]
@@ -118,34 +154,38 @@ def _end(status: object) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status & 0xFF if isinstance(status, int) else 0)
+    os._exit(0 if status is None else status & 0xFF if isinstance(status, int) else 1)
 
 
-def _serve(address: str) -> None:
+def _serve(listening: socket.socket, alive: int) -> None:
     """Fork for each request, until the process that started this server has ended."""
     for name in IMPORTED:
         import_module(name)
     gc.freeze()  # a collection in a fork would copy all memory that was there before
-    WarmProcess.address = address
+    WarmProcess.address = listening.getsockname()
     setattr(import_module(TORCHRUNS), "Popen", WarmProcess)  # noqa: B010
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        listening.bind(address)
-        listening.listen()
-        print("ready", flush=True)
-        while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
-            connection, _ = listening.accept()
-            if not os.fork():
-                listening.close()
-                try:
-                    _attend(connection)
-                except SystemExit as end:
-                    if isinstance(end.code, str):
-                        raise
-                    _end(end.code)
-                _end(0)
-            connection.close()
+    while alive not in select.select([listening, alive], [], [])[0]:
+        connection, _ = listening.accept()
+        if not os.fork():
+            listening.close()
+            try:
+                _attend(connection)
+            except SystemExit as end:
+                if isinstance(end.code, str):
+                    print(end.code, file=sys.stderr)
+                _end(end.code)
+            except BaseException as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+                if isinstance(error, KeyboardInterrupt):
+                    signal.signal(signal.SIGINT, signal.SIG_DFL)
+                    signal.raise_signal(signal.SIGINT)
+                _end(1)
+            _end(0)
+        connection.close()
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    with listening_at(sys.argv[1]) as listening:
+        print("listening", flush=True)
+        _serve(listening, sys.stdin.fileno())

@@ -21,8 +21,12 @@ from shardlab.models.tensors import add_borrowed, make_layers, parameter_views
 from shardlab.train.huggingface import Form, convert_weights, initial_from, open_source
 from tests.train.huggingface.folders import random_run
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-transformers: Any = import_module("transformers")  # not before that variable is set
+
+def transformers() -> Any:
+    """Return the module, which takes a second to import, so that only the worker that tests it imports it."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return import_module("transformers")
+
 
 SMALL = {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 1}
 GPT2 = SMALL | {"n_layer": 2, "n_embd": 24, "n_head": 3, "n_positions": 16}
@@ -44,19 +48,19 @@ LLAMA3 = {
 }
 
 THEIRS: dict[str, Any] = {
-    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
-    "gpt2 untied": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**GPT2, tie_word_embeddings=False, activation_function="gelu", n_inner=50)
+    "gpt2": lambda: transformers().GPT2LMHeadModel(transformers().GPT2Config(**GPT2)),
+    "gpt2 untied": lambda: transformers().GPT2LMHeadModel(
+        transformers().GPT2Config(**GPT2, tie_word_embeddings=False, activation_function="gelu", n_inner=50)
     ),
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**OTHERS)),
-    "llama 3.1": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**OTHERS, rope_parameters=LLAMA3, tie_word_embeddings=True)
+    "llama": lambda: transformers().LlamaForCausalLM(transformers().LlamaConfig(**OTHERS)),
+    "llama 3.1": lambda: transformers().LlamaForCausalLM(
+        transformers().LlamaConfig(**OTHERS, rope_parameters=LLAMA3, tie_word_embeddings=True)
     ),
-    "llama with biases": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**OTHERS, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)
+    "llama with biases": lambda: transformers().LlamaForCausalLM(
+        transformers().LlamaConfig(**OTHERS, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)
     ),
-    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**OTHERS)),
-    "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**OTHERS, num_local_experts=4)),
+    "qwen2": lambda: transformers().Qwen2ForCausalLM(transformers().Qwen2Config(**OTHERS)),
+    "mixtral": lambda: transformers().MixtralForCausalLM(transformers().MixtralConfig(**OTHERS, num_local_experts=4)),
 }
 
 
@@ -115,7 +119,7 @@ def test_a_folder_of_transformers_comes_back_to_the_bit(name: str, tmp_path: Pat
     first, again = tensors_of(tmp_path / "first"), tensors_of(tmp_path / "again")
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
-    configs = [transformers.AutoConfig.from_pretrained(tmp_path / folder).to_dict() for folder in ("first", "again")]
+    configs = [transformers().AutoConfig.from_pretrained(tmp_path / folder).to_dict() for folder in ("first", "again")]
     for config in configs:
         config.pop("_name_or_path", None)
     assert configs[0] == configs[1]
@@ -138,7 +142,7 @@ OURS = [
 def test_transformers_reads_what_is_written(ours: Blocks, tmp_path: Path) -> None:
     run = random_run(tmp_path / "run", ours)
     convert(run, tmp_path / "hf", "hf", shard_bytes=4000)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", local_files_only=True).eval()
+    model = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "hf", local_files_only=True).eval()
     with torch.no_grad():
         theirs = model(TOKENS).logits
     assert error(our_logits(run, TOKENS), theirs) < 1e-5
