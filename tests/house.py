@@ -26,7 +26,7 @@ CODE_LINES = {
     "learn": 5680,
     "measure": 2200,
     "models": 4625,
-    "planner": 4145,
+    "planner": 4117,
     "simulate": 7437,
     "strategies": 2712,
     "train": 9095,

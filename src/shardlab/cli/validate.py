@@ -118,7 +118,7 @@ def report_of(outcomes: Sequence[Outcome], *, assumed: bool = False) -> Report:
             _add_worst(report, figure, worst)
     report.line(f"{NOTE}\n", "dim")
     _add_memory_verdicts(report, outcomes)
-    if runs := group_assumptions(outcomes):
+    if runs := group_assumptions((each.id, each.assumed) for each in outcomes):
         count = sum(bool(outcome.assumed) for outcome in outcomes)
         if assumed:
             report.line("Assumptions about details that runs do not state:")

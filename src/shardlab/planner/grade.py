@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import StatisticsError, correlation, mean
 from typing import Any
 
 from shardlab.language import Refused, UserError
@@ -79,7 +80,8 @@ class GradedCell:
     def rank_correlation(self) -> float | None:
         """Spearman correlation of predicted and measured speeds (None: fewer than two ran)."""
         ran = [(each.predicted, each.measured) for each in self.candidates if each.predicted and each.measured]
-        return _correlation(_ranks([one for one, _ in ran]), _ranks([other for _, other in ran]))
+        with suppress(StatisticsError):  # all ranks are equal
+            return correlation(_ranks([one for one, _ in ran]), _ranks([other for _, other in ran]))
 
     @property
     def good(self) -> list[TriedPlan]:
@@ -162,14 +164,6 @@ def _ranks(values: Sequence[float]) -> list[float]:
     for place, value in enumerate(sorted(values)):
         places.setdefault(value, []).append(place)
     return [mean(places[value]) for value in values]
-
-
-def _correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    if len(set(one)) < 2 or len(set(other)) < 2:
-        return None
-    a, b = mean(one), mean(other)
-    products = sum((x - a) * (y - b) for x, y in zip(one, other, strict=True))
-    return products / (sum((x - a) ** 2 for x in one) * sum((y - b) ** 2 for y in other)) ** 0.5
 
 
 @dataclass(frozen=True)

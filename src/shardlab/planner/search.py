@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardlab.language.world import gc_paused
 from shardlab.planner.guesses import Guess, guess_line, share_between
@@ -91,28 +91,12 @@ UNLIMITED = Budget()
 """Budget of a search that ends by itself."""
 
 
-class Explored(NamedTuple):
-    """Simulated plan of a line.
-
-    Attributes:
-        candidate: the plan.
-        share: the share of recomputed blocks.
-        forecast: its forecast.
-        fits: whether it fits, with the margin.
-    """
-
-    candidate: Candidate
-    share: str
-    forecast: Forecast
-    fits: bool
-
-
 def guess_lines(lines: Sequence[Candidate], costs: PassCosts) -> list[Guess | None]:
     """Guess seconds and bytes of lines (None: there is no such plan)."""
     return [guess_line(costs, line) for line in lines]
 
 
-def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> list[Explored]:
+def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> dict[str, PlanOutcome]:
     """Simulate plans of a line until the smallest share of recomputed blocks that fits is known.
 
     Bytes are assumed to be linear in the share: with the slope of the guess after one forecast, through both after two.
@@ -122,8 +106,11 @@ def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> list
         guess: guess of the line.
         start: share with which to begin.
         costs: costs of the problem's layers.
+
+    Returns:
+        The simulated plans by their share of recomputed blocks.
     """
-    problem, explored = costs.problem, dict[float, Explored]()
+    problem, explored = costs.problem, dict[str, PlanOutcome]()
     plans = [(share, plan) for share in shares_of(problem, line) if (plan := with_share(problem, line, share))]
     sizes = [SHARES[share] for share, _ in plans]
     low, high = -1, len(plans)  # the share at index `low` does not fit, and the share at `high` does
@@ -132,15 +119,13 @@ def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> list
         share, candidate = plans[at]
         if (answer := answer_request(problem, Query(candidate))) is None:
             break
-        memory = answer.forecast.memory
-        fits = memory.fits and memory.safe
-        explored[sizes[at]] = Explored(candidate, share, answer.forecast, fits)
-        low, high = (low, at) if fits else (at, high)
-        known = {size: each.forecast.memory.unlimited for size, each in explored.items()}
+        outcome = explored[share] = PlanOutcome(candidate, answer.forecast)
+        low, high = (low, at) if outcome.fits else (at, high)
+        known = {SHARES[share]: each.forecast.memory.unlimited for share, each in explored.items()}
         at = next((p for p in range(low + 1, high) if _bytes_at(known, guess, sizes[p]) <= problem.room), None)
         if at is None and low < high - 1 == len(plans) - 1:  # no share has fitted
             at = high - 1
-    return list(explored.values())
+    return explored
 
 
 def _bytes_at(known: dict[float, float], guess: Guess, share: float) -> float:
@@ -162,14 +147,14 @@ class Corrections:
         self._seconds: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque[float](maxlen=RECENT))
         self._bytes: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque[float](maxlen=RECENT))
 
-    def learn(self, line: Candidate, guess: Guess, explored: Explored) -> None:
+    def learn(self, line: Candidate, guess: Guess, share: str, forecast: Forecast) -> None:
         """Record the difference between a forecast and the guess."""
-        seconds = share_between(guess.seconds, guess.full_seconds, explored.share)
-        bytes = share_between(guess.bytes, guess.full_bytes, explored.share)
+        seconds = share_between(guess.seconds, guess.full_seconds, share)
+        bytes = share_between(guess.bytes, guess.full_bytes, share)
         for kind in _time_kinds(line):
-            self._seconds[kind].append(explored.forecast.seconds / seconds)
-        for kind in _memory_kinds(line, SHARES[explored.share]):
-            self._bytes[kind].append(explored.forecast.memory.unlimited - bytes)
+            self._seconds[kind].append(forecast.seconds / seconds)
+        for kind in _memory_kinds(line, SHARES[share]):
+            self._bytes[kind].append(forecast.memory.unlimited - bytes)
 
     def seconds(self, line: Candidate) -> float:
         """Return the factor for guessed seconds of a line; for an unknown kind, the smallest of similar kinds."""
@@ -425,14 +410,14 @@ class Search:
                 self._guesses[line] = guess
                 heappush(self._waiting, self._entry(line))
 
-    def _note_explored(self, goal: Goal, line: Candidate, explored: Sequence[Explored]) -> None:
+    def _note_explored(self, goal: Goal, line: Candidate, explored: Mapping[str, PlanOutcome]) -> None:
         if not explored:
             self.results.refused.append(line)
-        goal.missed += not any(each.fits for each in explored)
-        for each in explored:
+        goal.missed += not any(each.fits for each in explored.values())
+        for share, predicted in explored.items():
             self._unsorted += 1
-            self._corrections.learn(line, self._guesses[line], each)
-            outcome = PlanOutcome(each.candidate, each.forecast, ran_out=each.candidate in self._ran_out)
+            self._corrections.learn(line, self._guesses[line], share, predicted.forecast)
+            outcome = replace(predicted, ran_out=predicted.candidate in self._ran_out)
             self.results.outcomes.append(outcome)
             if outcome.fits and outcome.seconds < self._main.best:
                 passed = time.monotonic() - self._began

@@ -138,14 +138,9 @@ def recomputed_blocks(
         return recompute
     starts = [block.start for block in model.recomputable]
     cuts = [bisect_left(starts, model.pipeline_cuts[unit]) for unit in bounds]
-    if not by_number:
-        number, most = ceil(SHARES[recompute] * max(stop - start for start, stop in pairwise(cuts))), len(starts)
-        if number * (len(cuts) - 1) >= most:
-            raise UserError("so few blocks are all computed again, as full says")
-        return f"first-{number}"
-    chosen: list[int] = []
-    for blocks in (range(*cut) for cut in pairwise(cuts)):
-        chosen += blocks[: ceil(SHARES[recompute] * len(blocks))]
-    if len(chosen) == len(model.recomputable):
+    stages = [range(*cut) for cut in pairwise(cuts)]
+    numbers = [ceil(SHARES[recompute] * len(blocks)) for blocks in stages]
+    if (sum(numbers) if by_number else max(numbers) * len(stages)) >= len(starts):
         raise UserError("so few blocks are all computed again, as full says")
-    return tuple(chosen)
+    chosen = [block for blocks, number in zip(stages, numbers, strict=True) for block in blocks[:number]]
+    return tuple(chosen) if by_number else f"first-{max(numbers)}"

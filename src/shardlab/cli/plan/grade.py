@@ -126,7 +126,7 @@ def _report(cells: Sequence[GradedCell], grades: dict[str, Grades], seen: Sequen
         if some:
             report.line(f"{len(some)} of {len(seen)} runs {what}, such as:", "dim")
             report.line(Text(f"  {some[0].id}: {some[0].reason}"), "dim", wrap=False)
-    if assumed := group_assumptions(seen):
+    if assumed := group_assumptions((each.id, each.assumed) for each in seen):
         open = sum(bool(each.assumed) for each in seen)
         report.line(f"{open} of {len(seen)} runs do not state all details. Assumptions:")
         add_phrases(report, assumed)

@@ -10,20 +10,20 @@ import re
 import signal
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import repeat
 from multiprocessing import get_context
 from statistics import mean, median
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from shardlab.language import Refused, UserError
 from shardlab.language.precision import find_precision
 from shardlab.planner.published import records
 from shardlab.planner.published.reading import PublishedRun, read_run
 from shardlab.planner.published.records import Incomplete, Measurement, Memory, StateRecord, read_figures
-from shardlab.simulate.predict.forecast import Forecast, forecast
+from shardlab.simulate.predict.forecast import forecast, with_microbatches
 from shardlab.simulate.predict.memory import DeviceMemory, model_state, zero_plan
 from shardlab.simulate.predict.recipe import Recipe
 
@@ -48,7 +48,7 @@ class Prediction:
 def predict(run: PublishedRun) -> Prediction:
     """Predict a step of a run."""
     if run.measured.of_block:
-        alone = _forecast(run, 1).memory
+        alone = forecast(with_microbatches(run.workload, 1)).memory
         return Prediction(_block_seconds(run), measured_as(run.measured.memory, alone), True, alone)
     prediction = forecast(run.workload)
     memory = prediction.memory
@@ -67,13 +67,9 @@ def _block_seconds(run: PublishedRun) -> float:
 
     def step(blocks: int) -> float:
         model = replace(run.workload.model, layers=blocks)
-        return _forecast(replace(run, workload=replace(run.workload, model=model, recipe=recipe)), 1).seconds
+        return forecast(with_microbatches(replace(run.workload, model=model, recipe=recipe), 1)).seconds
 
     return step(3) - step(2)
-
-
-def _forecast(run: PublishedRun, each: int) -> Forecast:
-    return forecast(replace(run.workload, microbatches=each * run.plan.data_ranks))
 
 
 T = TypeVar("T")
@@ -212,20 +208,10 @@ def wrong_fits(outcomes: Sequence[Outcome]) -> list[Outcome]:
     ]
 
 
-class Assuming(Protocol):
-    """Prediction of a run with its assumptions."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def assumed(self) -> tuple[str, ...]: ...
-
-
-def group_assumptions(outcomes: Sequence[Assuming]) -> dict[str, list[str]]:
-    """Return the assumptions of predictions, each with the ids of its runs."""
-    runs: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        for phrase in outcome.assumed:
-            runs.setdefault(phrase, []).append(outcome.id)
-    return runs
+def group_assumptions(runs: Iterable[tuple[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """Return the assumptions of predictions, each with the ids of its runs, from ids with their assumptions."""
+    grouped: dict[str, list[str]] = {}
+    for run, assumed in runs:
+        for phrase in assumed:
+            grouped.setdefault(phrase, []).append(run)
+    return grouped

@@ -35,12 +35,25 @@ def bounded(most: int, least: int = 1) -> FieldType:
     )
 
 
-def _positive(value: Any) -> float | None:
-    return number(value)
+def _finite(value: Any) -> float | None:
+    """Return a number, which may be in quotes (None: the value is not a number)."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        figure = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return figure if math.isfinite(figure) else None
+
+
+def number(value: Any) -> float | None:
+    """Return a positive number, which may be in quotes (None: the value is not a positive number)."""
+    figure = _finite(value)
+    return figure if figure is not None and figure > 0 else None
 
 
 Count = Annotated[int, bounded(10**12)]
-Parameters = Annotated[float, replace(POSITIVE, of_file=_positive)]
+Parameters = Annotated[float, replace(POSITIVE, of_file=number)]
 Ranks = Annotated[int, bounded(32768)]
 Stages = Annotated[int, bounded(4096)]
 ZeroStage = Annotated[int, bounded(3, least=0)]
@@ -68,7 +81,7 @@ class ModelRecord:
     head_dim: Count | None = None
     experts: Count | None = None
     top_k: Count | None = None
-    capacity_factor: Annotated[float | None, replace(POSITIVE, of_file=_positive)] = None
+    capacity_factor: Annotated[float | None, replace(POSITIVE, of_file=number)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,23 +203,6 @@ def parse(kind: type[T], written: dict[str, Any]) -> T:
     except UserError as error:
         text = str(error)
         raise Incomplete(text if text.startswith("does not say") else f"says that {text}") from None
-
-
-def _finite(value: Any) -> float | None:
-    """Return a number, which may be in quotes (None: the value is not a number)."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        figure = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return figure if math.isfinite(figure) else None
-
-
-def number(value: Any) -> float | None:
-    """Return a positive number, which may be in quotes (None: the value is not a positive number)."""
-    figure = _finite(value)
-    return figure if figure is not None and figure > 0 else None
 
 
 Memory = Literal["allocated", "reserved", "nvidia-smi", "model state"]
