@@ -20,16 +20,16 @@ CODE_LINES = {
     "cli": 8140,
     "common": 865,
     "draw": 1710,
-    "execute": 3785,
+    "execute": 3800,
     "frameworks": 3460,
     "language": 4500,
     "learn": 5680,
     "measure": 2200,
-    "models": 4625,
-    "planner": 4117,
+    "models": 4640,
+    "planner": 4145,
     "simulate": 7437,
-    "strategies": 2712,
-    "train": 9095,
+    "strategies": 2730,
+    "train": 9110,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

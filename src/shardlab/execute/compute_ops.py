@@ -27,7 +27,15 @@ from shardlab.language.rules.spec import fraction_held
 from shardlab.models import LayerLayout, tensors
 from shardlab.models.attention import Attend
 from shardlab.models.primitives import DropoutSite
-from shardlab.models.tensors import Accumulate, AddGradients, attention, cross_entropy, parameter_views
+from shardlab.models.tensors import (
+    Accumulate,
+    AddGradients,
+    attention,
+    cross_entropy_backward,
+    log_probabilities,
+    loss_of,
+    parameter_views,
+)
 from shardlab.models.tensors.attention import select_rows, to_device
 
 Waiting = list[tuple[AddGradients, Tensor, Tensor]]
@@ -232,13 +240,13 @@ def loss(state: State, at: int, op: Op) -> Instruction:
             state.loss[1] += (part_targets >= 0).sum()
 
     def run() -> None:
-        logits: Tensor = values[x].detach().requires_grad_(bool(op.outputs))
-        targets = apart(_rows(state, spec, 1))
-        losses = [cross_entropy(part, part_targets) for part, part_targets in zip(apart(logits), targets, strict=True)]
+        logits: Tensor = values[x]
+        whole, log_probs = _rows(state, spec, 1), log_probabilities(logits)
+        targets = apart(whole)
+        losses = [loss_of(part, part_targets) for part, part_targets in zip(apart(log_probs), targets, strict=True)]
         for output in op.outputs:
-            (values[output],) = torch.autograd.grad(
-                torch.stack(losses).sum() / (state.tokens / state.loss_scale.scale), logits
-            )
+            scale = torch.ones_like(losses[0]) / (state.tokens / state.loss_scale.scale)
+            values[output] = cross_entropy_backward(log_probs, whole, scale, logits.dtype)
         report(losses, targets)
 
     def run_on_slices() -> None:

@@ -20,8 +20,8 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -247,7 +247,7 @@ class Training:
         If a callback needs the weights after a step, the result is yielded before the next step begins. The last result
         is that of the run's last step, of the first step that diverged, or of the step after a rank asked to stop.
         """
-        pending: tuple[int, Tensor, dist.Work] | None = None  # the last step, while its figures are summed
+        pending: tuple[int, Tensor, dist.Work | None] | None = None  # the last step, while its figures are summed
         self.start_clock()
         for step in range(self.state.step, self.run.config.train.steps):
             previous, pending = pending, (step, *self._step())
@@ -255,7 +255,7 @@ class Training:
                 callback.on_step_end(self)
             if previous is not None:
                 result = self._result(*previous)
-                if result.diverged:
+                if result.diverged and pending[2] is not None:
                     pending[2].wait()  # so that no communication is in flight when the ranks end
                 yield result
                 if result.diverged:
@@ -271,14 +271,14 @@ class Training:
         if pending is not None:
             yield self._result(*pending)
 
-    def _step(self) -> tuple[Tensor, dist.Work]:
+    def _step(self) -> tuple[Tensor, dist.Work | None]:
         """Run a step, and start the all-reduce of its figures, from which `_result` reads the step's result.
 
         Returns:
-            The vector that is being summed, and the handle of its all-reduce. The vector holds the loss (sum and
-            tokens), the requests to stop (asked, warned), and a matrix with a column for each rank. The rows of the
-            matrix are the code of what is not finite, the squared norm of the gradient (NaN if the rank does not know
-            it), the figures of RANK_FIGURES, and the messages of the callbacks.
+            The vector that is being summed, and the handle of its all-reduce (None: there is one rank). The vector
+            holds the loss (sum and tokens), the requests to stop (asked, warned), and a matrix with a column for each
+            rank. The rows of the matrix are the code of what is not finite, the squared norm of the gradient (NaN if
+            the rank does not know it), the figures of RANK_FIGURES, and the messages of the callbacks.
         """
         loss = self._executor.step()
         state = self.state
@@ -291,11 +291,13 @@ class Training:
         rows[:, rank] = torch.tensor([*column, *measured, *messages])
         requests = torch.tensor([self._stop.asked, self._stop.warned], dtype=loss.dtype)
         sums = torch.cat([loss, *(to_device(device, each) for each in (requests, rows.flatten()))])
-        return sums, cast(dist.Work, dist.all_reduce(sums, async_op=True))
+        alone = self.run.config.plan.ranks == 1
+        return sums, None if alone else cast(dist.Work, dist.all_reduce(sums, async_op=True))
 
-    def _result(self, step: int, sums: Tensor, work: dist.Work) -> StepResult:
+    def _result(self, step: int, sums: Tensor, work: dist.Work | None) -> StepResult:
         """Wait for the sum over the ranks, and return the step's result."""
-        work.wait()
+        if work is not None:
+            work.wait()
         run = self.run
         total, tokens, stopping, warned = cast(list[float], sums[:4].tolist())
         codes, norms, *rows = cast(list[list[float]], sums[4:].view(-1, run.config.plan.ranks).tolist())
@@ -346,11 +348,9 @@ def peak_memory(device: torch.device) -> int:
     """Return the peak so far in bytes: of the memory that torch allocated on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux: getrusage would begin with the peak of the process that started this one
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    # On Linux, getrusage would begin with the peak of the process that started this one.
+    with suppress(OSError, IndexError), open("/proc/self/status", "rb", buffering=0) as status:
+        return int(status.read().split(b"VmHWM:")[1].split(b"kB")[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

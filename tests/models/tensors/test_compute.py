@@ -23,7 +23,18 @@ from shardlab.language.rules.layer_graph import Extent, Layer
 from shardlab.language.rules.spec import Space
 from shardlab.models.attention import Attend
 from shardlab.models.primitives import Add, Embed, Primitive
-from shardlab.models.tensors import Context, Dropout, Share, combine_loss, cross_entropy, loss_gradient, loss_stats
+from shardlab.models.tensors import (
+    Context,
+    Dropout,
+    Share,
+    combine_loss,
+    cross_entropy,
+    cross_entropy_backward,
+    log_probabilities,
+    loss_gradient,
+    loss_of,
+    loss_stats,
+)
 from shardlab.models.tensors.backward import autograd
 from shardlab.models.tensors.backward.workspace import TensorPlaces, make_passes
 from shardlab.models.tensors.compute import compute, look_up, with_auxiliary_loss
@@ -262,6 +273,21 @@ def test_loss_and_gradient_of_slices_are_cross_entropys(vocab_size: int, slices:
     loss, gradient = by_slices(logits.detach(), targets, slices)
     assert abs(loss - expected).item() <= 1e-14 * max(1.0, expected.item())
     assert (gradient - gradient_of(logits)).abs().max().item() <= 2e-15
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_loss_and_its_gradient_without_autograd_are_bitwise_those_of_autograd(dtype: torch.dtype) -> None:
+    logits, targets = torch.randn(ROWS, LENGTH, 6).to(dtype), torch.randint(-1, 6, (ROWS, LENGTH))
+    logits[0, 0, 3:] = -torch.inf  # padding of the vocabulary
+    targets[0, 0] = 1
+    expected = cross_entropy(logits.requires_grad_(), targets)
+    (expected / 37).backward()
+    log_probs = log_probabilities(logits)
+    loss = loss_of(log_probs, targets)
+    gradient = cross_entropy_backward(log_probs, targets, torch.ones_like(loss) / 37, dtype)
+    assert torch.equal(loss, expected.detach())
+    assert torch.equal(gradient, gradient_of(logits))
+    assert gradient.dtype == dtype
 
 
 def test_logits_are_left_as_they_were() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.train.data.stream import SequenceStream, TokenRun, shares_from_weights, shuffle
+from shardlab.train.data.stream import LOCATED, SequenceStream, TokenRun, shares_from_weights, shuffle
 
 SEQ_LEN = 4
 
@@ -42,6 +42,16 @@ def test_each_source_has_its_share_and_all_its_sequences_come_equally_often(
         places = Counter(place // SEQ_LEN for each, place in found if each == source)
         often = [places[number] for number in range(count)]
         assert max(often) - min(often) <= 1
+
+
+@given(st.lists(st.integers(0, 3 * LOCATED), max_size=6), st.integers(0, 99) | st.none(), st.integers(1, 3))
+def test_a_sequence_is_the_same_alone_and_with_others(numbers: list[int], seed: int | None, share: int) -> None:
+    sequences, shares = [50, 7], [share, 2]
+    tokens, targets = stream_of(sequences, shares).cut(np.array(numbers, np.int64), SEQ_LEN, seed)
+    stream = stream_of(sequences, shares)
+    for number, *row in zip(numbers, tokens, targets, strict=True):
+        for each, alone in zip(row, stream.cut(np.array([number]), SEQ_LEN, seed), strict=True):
+            assert (each == alone[0]).all()
 
 
 @given(

@@ -265,7 +265,9 @@ class Slice:
         if scale != 1.0:
             gradient = gradient / scale
         if squared_norm is not None and self.config.clip is not None:
-            gradient = gradient * _factor(self.config.clip, squared_norm)
+            factor = _factor(self.config.clip, squared_norm)
+            if isinstance(factor, Tensor) or factor < 1.0:
+                gradient = gradient * factor
         return gradient
 
     def _direction(self, gradient: Tensor) -> Tensor:

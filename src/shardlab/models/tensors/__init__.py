@@ -14,7 +14,15 @@ from shardlab.models.tensors.backward import (
     PreparedLayer,
     prepare_layer,
 )
-from shardlab.models.tensors.compute import combine_loss, cross_entropy, loss_gradient, loss_stats
+from shardlab.models.tensors.compute import (
+    combine_loss,
+    cross_entropy,
+    cross_entropy_backward,
+    log_probabilities,
+    loss_gradient,
+    loss_of,
+    loss_stats,
+)
 from shardlab.models.tensors.dropout import Dropout, make_generator
 from shardlab.models.tensors.generate import TextGenerator, TokenSampling
 from shardlab.models.tensors.layers import TensorLayer, compile_layers, make_layers
@@ -47,8 +55,11 @@ __all__ = [
     "combine_loss",
     "compile_layers",
     "cross_entropy",
+    "cross_entropy_backward",
     "initial_weights",
+    "log_probabilities",
     "loss_gradient",
+    "loss_of",
     "loss_stats",
     "make_generator",
     "make_layers",

@@ -425,6 +425,31 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="sum")
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Return the logarithms of the probabilities of all tokens, in float32 or float64."""
+    return F.log_softmax(_exact(logits.detach()), -1)
+
+
+def loss_of(log_probs: Tensor, targets: Tensor) -> Tensor:
+    """Return `cross_entropy` from `log_probabilities`, bitwise equal."""
+    return F.nll_loss(log_probs.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction="sum")
+
+
+def cross_entropy_backward(log_probs: Tensor, targets: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of `scale`, (), times the cross-entropy with respect to the logits, without autograd.
+
+    Args:
+        log_probs: logarithms of the probabilities, (rows, T, vocabulary).
+        targets: (rows, T); a target of -1 does not count.
+        scale: factor of the loss, in the dtype of the logarithms.
+        dtype: dtype of the logits.
+    """
+    flat, total = log_probs.flatten(0, -2), torch.empty_like(scale)  # a mean would read the total weight
+    gradient = torch.ops.aten.nll_loss_backward.default(scale, flat, targets.flatten(), None, 2, -1, total)
+    gradient = torch.ops.aten._log_softmax_backward_data.default(gradient, flat, -1, flat.dtype)
+    return gradient.view_as(log_probs).to(dtype)
+
+
 def loss_stats(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     """Reduce a slice of the logits to (rows, T, 3): maximum, sum of exp(logit - maximum), and the target's logit.
 

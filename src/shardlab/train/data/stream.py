@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +90,9 @@ class SequenceStream:
 
     runs: tuple[TokenRun, ...]
     shares: tuple[int, ...] = (1,)
+    _located: dict[tuple[int, int, int | None], tuple[Numbers, Numbers]] = field(
+        default_factory=dict[Any, Any], init=False, repr=False, compare=False
+    )
 
     def count_targets(self, numbers: Numbers, seq_len: int, seed: int | None) -> int:
         """Count the targets of some sequences that contribute to the loss."""
@@ -125,7 +129,21 @@ class SequenceStream:
         return sum(self.shares) * min(run.sequences(seq_len) // share for run, share in each)
 
     def _locate(self, numbers: Numbers, seq_len: int, seed: int | None) -> tuple[Numbers, Numbers]:
-        """Return the source of each sequence, and its index among the sequences of that source."""
+        """Return the source of each sequence, and its index among the sequences of that source.
+
+        The sequences of a microbatch are few, and have consecutive numbers. Those of LOCATED numbers are located
+        together, which takes as long, and kept for the following steps.
+        """
+        block, last = (int(each()) // LOCATED for each in (numbers.min, numbers.max)) if numbers.size else (0, 1)
+        if block != last:
+            return self._locate_all(numbers, seq_len, seed)
+        if (key := (block, seq_len, seed)) not in self._located:
+            self._located.clear()
+            self._located[key] = self._locate_all(np.arange(block * LOCATED, (block + 1) * LOCATED), seq_len, seed)
+        sources, indices = self._located[key]
+        return sources[numbers - block * LOCATED], indices[numbers - block * LOCATED]
+
+    def _locate_all(self, numbers: Numbers, seq_len: int, seed: int | None) -> tuple[Numbers, Numbers]:
         together = sum(self.shares)
         turns, slots = np.divmod(numbers, together)
         if seed is not None and together > 1:
@@ -141,6 +159,9 @@ class SequenceStream:
             indices[mine] = index if seed is None else shuffle(index, size, f"source {source}", seed, epochs)
         return sources, indices
 
+
+LOCATED = 1024
+"""Number of sequences that are located at once."""
 
 FINEST = 1000
 """Denominator to which weights of sources are rounded: a thousandth of their sum."""
