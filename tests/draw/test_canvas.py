@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -12,22 +14,31 @@ from shardlab.draw.canvas import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
+    DARK,
+    DARK_BOX,
+    DARK_GROUND,
+    DARK_INK,
+    FAINT,
     FORWARD,
+    GROUND,
+    INK,
     Looks,
     Paint,
     chunks_of,
+    dark_rules,
     layer_color,
     model_layer,
     model_layer_count,
     pale,
     shade,
 )
+from shardlab.draw.panels import rank_color
 from shardlab.language import Mesh, OpKind, Sizes, trace
 from shardlab.language.ops import ColorBy
 from shardlab.simulate.timeline import Timeline, simulate
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
-from tests.draw.test_timeline import boxes, fills, texts, timeline_of
+from tests.draw.test_timeline import boxes, contrast, fills, texts, timeline_of
 
 SPLIT = ["zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 """Schedules that compute input and weight gradients apart."""
@@ -130,3 +141,39 @@ def test_a_finer_cut_leaves_the_models_layers_their_number_and_colour(mesh: Mesh
     assert found == sorted(found)
     assert set(found) == {0, 1, 2}
     assert any("3 layers" in word for word in texts(timeline_svg(timeline)))
+
+
+# Pictures where the reader prefers a dark colour scheme.
+
+PICTURES = sorted((Path(__file__).parents[2] / "docs" / "pictures").glob("*.svg"))
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
+def test_every_light_grey_of_a_picture_has_a_colour_on_a_dark_ground(picture: Path) -> None:
+    drawn = picture.read_text(encoding="utf-8")
+    assert dark_rules() in drawn
+    for color in set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn.replace(dark_rules(), ""))):
+        red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+        if max(red, green, blue) - min(red, green, blue) < 24 and green > 96:
+            assert color in (*DARK, GROUND), color
+
+
+def test_text_can_be_read_on_a_dark_ground() -> None:
+    assert contrast(DARK_INK, DARK_GROUND) > 7
+    assert contrast(DARK[FAINT], DARK_GROUND) > 4.5
+    assert contrast(GROUND, DARK_BOX) > 4.5  # white text on a box whose colour is that of the text elsewhere
+
+
+def test_dark_rules_keep_white_text_and_concern_pictures_only() -> None:
+    rules = dark_rules().removeprefix("@media (prefers-color-scheme: dark) {").removesuffix("}").splitlines()
+    assert all(rule.startswith(".shardlab ") for rule in rules)
+    assert not any(GROUND in rule and not rule.startswith((".shardlab path", ".shardlab use")) for rule in rules)
+    assert {rule.split("[")[0] for rule in rules if INK in rule} == {
+        f".shardlab {each}" for each in ("text", "g", "path")
+    }
+
+
+def test_lines_of_ranks_can_be_told_from_both_grounds() -> None:
+    for place in range(8):
+        assert contrast(rank_color(place, 8), GROUND) > 1.8
+        assert contrast(rank_color(place, 8), DARK_GROUND) > 3

@@ -49,6 +49,23 @@ FAINT = "#6e7781"
 
 IDLE = "#eff1f3"
 
+GROUND = "#ffffff"
+"""Colour of the page, and of the gaps between boxes."""
+
+DARK = {
+    FAINT: "#9198a1",
+    IDLE: "#21262d",
+    "#f3f5f7": "#21262d",
+    "#c6ccd2": "#484f58",
+    "#d0d7de": "#3d444d",
+    "#d8dee4": "#3d444d",
+    "#e4e8ec": "#30363d",
+}
+"""Greys of pictures, each with its colour on a dark ground. The viewer uses the same colours."""
+
+DARK_GROUND, DARK_INK, DARK_BOX = "#0d1117", "#e6edf3", "#656c76"
+"""The page, text on it, and boxes in the colour of the text, on a dark ground."""
+
 DIGIT_WIDTH = 0.62
 """Width of a digit as a fraction of the font size."""
 
@@ -91,7 +108,7 @@ Megatron-LM calls these stages model chunks."""
 
 
 class Page:
-    """White page on which panels are drawn.
+    """Page on which panels are drawn. It is white, or dark where the reader prefers a dark colour scheme.
 
     Attributes:
         width, height: size of the page in inches.
@@ -102,7 +119,7 @@ class Page:
     def __init__(self, width: float, height: float) -> None:
         self.width = width
         self.height = height
-        self.figure = Figure(figsize=(width, height), facecolor="white")
+        self.figure = Figure(figsize=(width, height), facecolor=GROUND)
         self.ink = self.panel((0, 0, width, height))
         self.ink.set_axis_off()
         self.ink.set_xlim(0, width)
@@ -139,7 +156,28 @@ class Page:
             + "</g>\n"
             for (size, color), texts in self._texts.items()
         ]
-        return drawn.replace("</svg>", "".join(written) + "</svg>")
+        themed = drawn.replace("<svg ", '<svg class="shardlab" ', 1).replace("</style>", f"{dark_rules()}</style>", 1)
+        return themed.replace("</svg>", "".join(written) + "</svg>")
+
+
+@cache
+def dark_rules() -> str:
+    """Return the CSS that exchanges the greys of a picture where the reader prefers a dark colour scheme.
+
+    A picture in an HTML page shares its style sheet with the page, so all selectors are limited to pictures. White text
+    stays white, since it lies on coloured boxes.
+    """
+    exchanged = [
+        *(("", place, color, dark) for color, dark in DARK.items() for place in ("fill", "stroke")),
+        *((element, place, GROUND, DARK_GROUND) for element in ("path", "use") for place in ("fill", "stroke")),
+        *((element, "fill", INK, DARK_INK) for element in ("text", "g")),
+        ("path", "fill", INK, DARK_BOX),
+    ]
+    rules = [
+        f'.shardlab {element}[style*="{place}: {color}"] {{{place}: {dark} !important}}'
+        for element, place, color, dark in exchanged
+    ]
+    return "@media (prefers-color-scheme: dark) {" + "\n".join(rules) + "}"
 
 
 @contextmanager

@@ -277,7 +277,7 @@ def draw_memory(axes: Axes, timeline: Timeline, rows: Sequence[Row], width: floa
     axes.set_ylim(0, max(1.0, peak * 1.22) / size)
     width_of_line = 1.6 if len(rows_of) <= NAMED_CURVES else 0.9
     for place, steps in enumerate(rows_of):
-        color = _color(place, len(rows_of))
+        color = rank_color(place, len(rows_of))
         times, live = zip(*_fewer(steps, timeline.end / width), (timeline.end, steps[-1][1]), strict=True)
         heights = [each / size for each in live]
         axes.step(times, heights, where="post", color=color, linewidth=width_of_line, solid_joinstyle="miter")
@@ -468,7 +468,7 @@ def _write_key(axes: Axes, timeline: Timeline, groups: list[list[Row]], width: f
     for place, number in enumerate(named):
         ranks = ranks_text(sorted(rank for row in groups[number] for rank in row.ranks))
         top = memory_text(timeline, timeline.peak_memory_by_rank[groups[number][0].row], unit=False)
-        _name(axes, place, width, _color(number, len(groups)), f"{ranks}: {top}")
+        _name(axes, place, width, rank_color(number, len(groups)), f"{ranks}: {top}")
 
 
 def _when_highest(steps: Curve) -> float:
@@ -500,8 +500,9 @@ def _simplify(moments: list[tuple[float, int]]) -> Curve:
     return tuple(reversed(steps))
 
 
-def _color(place: int, count: int) -> str:
-    return to_hex(mpl.colormaps["Blues"](0.35 + 0.6 * (place / (count - 1) if count > 1 else 0.75)))
+def rank_color(place: int, count: int) -> str:
+    """Return the colour of the line of one of several ranks, which is visible on a light and on a dark ground."""
+    return to_hex(mpl.colormaps["Blues"](0.4 + 0.4 * (place / (count - 1) if count > 1 else 0.75)))
 
 
 def _name(axes: Axes, place: int, width: float, color: str, text: str) -> None:
