@@ -19,7 +19,7 @@ CODE_LINES = {
     "check": 2280,
     "cli": 8140,
     "common": 865,
-    "draw": 1710,
+    "draw": 1730,
     "execute": 3800,
     "frameworks": 3460,
     "language": 4500,
