@@ -10,6 +10,7 @@ from shardlab.common.fields import as_flags
 from shardlab.common.text import counted
 from shardlab.language import AXES, Mesh
 from shardlab.language.recompute_names import POLICIES, modules_of
+from shardlab.language.world import gc_paused
 from shardlab.planner.problem import Candidate, Problem, family, model_kinds
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.estimate import COMPUTE
@@ -22,6 +23,7 @@ from shardlab.simulate.predict.forecast import (
 )
 from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline.critical_path import critical_path, path_parts
+from shardlab.simulate.timeline.run import Clocks
 from shardlab.strategies.plan.plan import Plan
 
 SHOWN_NODES = 4
@@ -293,10 +295,13 @@ def path_seconds(workload: Workload) -> dict[str, float]:
     """Return the seconds of each part of a step's critical path, the largest first."""
 
     def parts(each: int) -> dict[str, float]:
-        estimate = with_microbatches(workload, each).estimate()
-        return path_parts(estimate.traced, critical_path(estimate.traced, estimate.times), estimate.place)
+        step = with_microbatches(workload, each)
+        links = critical_path(step.traced, Clocks(step.traced, step.prices).run())
+        return path_parts(step.traced, links, step.cut.place)
 
-    return extrapolate_parts(workload, parts)
+    workload.require()
+    with gc_paused():
+        return extrapolate_parts(workload, parts)
 
 
 def shares_seconds(workload: Workload) -> float:
