@@ -19,7 +19,7 @@ from multiprocessing import forkserver, util
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -27,10 +27,11 @@ from hypothesis import settings
 from shardlab.common.user_code import Stoppable
 from shardlab.train.launch import interrupt
 from tests.support.processes import PATIENCE, left_processes, mark_processes, stop_ignoring_signals
-from tests.support.ranks import PRELOAD, Ranks
 from tests.support.thorough import examples
 from tests.support.warm import WarmStarts
-from tests.support.warm_server import fork_forkserver
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Ranks
 
 ENDING_SECONDS = 30.0
 """Time that processes have to end by themselves after the last test: ranks that notice that their starter has gone."""
@@ -211,6 +212,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     options = session.config.option
     if options.collectonly or (getattr(options, "numprocesses", 0) and "PYTEST_XDIST_WORKER" not in os.environ):
         return
+    from tests.support.ranks import PRELOAD  # imports torch, without which the process that hands out tests does
+    from tests.support.warm_server import fork_forkserver
+
     session.stash[WARM] = WarmStarts()
     forkserver.set_forkserver_preload(PRELOAD)
     with pytest.MonkeyPatch.context() as patch:
@@ -290,11 +294,13 @@ def _no_program_goes_on() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """Worlds of processes by size, each started at its first use and shared by all tests."""
+    from tests.support import ranks
+
     worlds: dict[int, Ranks] = {}
 
     def world(size: int) -> Ranks:
         if size not in worlds or not worlds[size].usable:
-            worlds[size] = Ranks(size)
+            worlds[size] = ranks.Ranks(size)
         return worlds[size]
 
     yield world

@@ -56,8 +56,9 @@ def fork_forkserver(path: Any, words: Sequence[Any], passed: Sequence[int]) -> i
         return pid
     try:
         _become_new(passed)
-        select.select(passed, [], [])
-        exec(code, {})
+        listening, alive = passed[:2]
+        if listening in select.select([listening, alive], [], [])[0]:
+            exec(code, {})
     finally:
         os._exit(0)
 
@@ -72,8 +73,8 @@ def fork_server(listening: socket.socket, alive: int) -> int:
     try:
         _become_new((listening.fileno(), alive))
         sys.path[:0] = ["", str(ROOT)]  # the first becomes that of a program
-        select.select([listening, alive], [], [])
-        _serve(listening, alive)
+        if listening in select.select([listening, alive], [], [])[0]:
+            _serve(listening, alive)
     finally:
         os._exit(0)
 
