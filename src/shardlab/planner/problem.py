@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from shardlab.common.errors import UserError
@@ -142,7 +142,7 @@ class Problem:
             optimizer=self.optimizer,
         )
 
-    @property
+    @cached_property
     def margin(self) -> float:
         """Bytes of a device that must stay free, because predictions of memory have errors; 0 for CPUs."""
         return memory_margin(self.recipe, self.cluster, self.model)
