@@ -26,7 +26,7 @@ CODE_LINES = {
     "learn": 5680,
     "measure": 2200,
     "models": 4640,
-    "planner": 4145,
+    "planner": 4114,
     "simulate": 7437,
     "strategies": 2730,
     "train": 9110,

@@ -31,7 +31,6 @@ from shardlab.planner.pass_costs import PassCosts
 from shardlab.planner.problem import SHARES, Candidate, Problem, family
 from shardlab.planner.results import Improvement, PlanOutcome, Results
 from shardlab.planner.workers import Change, Query, Workers, answer_request, apply_change
-from shardlab.simulate.predict.forecast import Forecast
 
 OnProgress = Callable[[Results, int], None]
 """Callback with the results so far and the number of lines that wait to be explored."""
@@ -141,31 +140,24 @@ class Corrections:
     """Corrections of guesses, learned from forecasts of plans of the same kind.
 
     Seconds are corrected by a factor, and bytes by a sum.
+
+    Args:
+        unknown: the correction before any is learned.
     """
 
-    def __init__(self) -> None:
-        self._seconds: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque[float](maxlen=RECENT))
-        self._bytes: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque[float](maxlen=RECENT))
+    def __init__(self, unknown: float) -> None:
+        self._known: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque[float](maxlen=RECENT))
+        self._unknown = unknown
 
-    def learn(self, line: Candidate, guess: Guess, share: str, forecast: Forecast) -> None:
-        """Record the difference between a forecast and the guess."""
-        seconds = share_between(guess.seconds, guess.full_seconds, share)
-        bytes = share_between(guess.bytes, guess.full_bytes, share)
-        for kind in _time_kinds(line):
-            self._seconds[kind].append(forecast.seconds / seconds)
-        for kind in _memory_kinds(line, SHARES[share]):
-            self._bytes[kind].append(forecast.memory.unlimited - bytes)
+    def learn(self, kinds: Sequence[Hashable], correction: float) -> None:
+        """Record the correction of a guess that turned out to be right."""
+        for kind in kinds:
+            self._known[kind].append(correction)
 
-    def seconds(self, line: Candidate) -> float:
-        """Return the factor for guessed seconds of a line; for an unknown kind, the smallest of similar kinds."""
-        kind, similar = _time_kinds(line)
-        known = self._seconds.get(kind) or [min(self._seconds.get(similar) or [1.0])]
-        return sum(known) / len(known)
-
-    def bytes(self, line: Candidate, share: float) -> float:
-        """Return the bytes to add to a guess of a line; for an unknown kind, the fewest of similar kinds."""
-        kind, similar = _memory_kinds(line, share)
-        known = self._bytes.get(kind) or [min(self._bytes.get(similar) or [0.0])]
+    def expect(self, kinds: Sequence[Hashable]) -> float:
+        """Return the mean correction of a kind; for an unknown kind, the smallest of the similar kinds."""
+        kind, similar = kinds
+        known = self._known.get(kind) or [min(self._known.get(similar) or [self._unknown])]
         return sum(known) / len(known)
 
 
@@ -259,7 +251,7 @@ class Search:
         self._slack, self._families, self._ran_out = slack, families, ran_out
         self._main = Goal(None, best)
         self._began = time.monotonic()
-        self._corrections, self._tie = Corrections(), count()
+        self._factors, self._further_bytes, self._tie = Corrections(1.0), Corrections(0.0), count()
         self._seen: set[Candidate] = set()
         self._unguessed: deque[Candidate] = deque()
         self._guesses: dict[Candidate, Guess] = {}
@@ -382,7 +374,7 @@ class Search:
     def _entry(self, line: Candidate) -> tuple[tuple[bool, float], int, Candidate]:
         """Return a line with its sort key: first lines that fit, by expected seconds, then the others, by bytes."""
         guess = self._guesses[line]
-        least = guess.full_bytes + self._corrections.bytes(line, 1.0)
+        least = guess.full_bytes + self._further_bytes.expect(_memory_kinds(line, 1.0))
         if least > TOLERANCE * self.problem.room:
             return (True, least), next(self._tie), line
         return (False, self._expected(line)[0] * (1 + guess.passes / SLOW_PASSES)), next(self._tie), line
@@ -390,13 +382,13 @@ class Search:
     def _expected(self, line: Candidate) -> tuple[float, str]:
         """Return the expected seconds of a line, and the smallest share of recomputed blocks that should fit."""
         guess, room = self._guesses[line], TOLERANCE * self.problem.room
-        none = guess.bytes + self._corrections.bytes(line, 0.0)
-        full = guess.full_bytes + self._corrections.bytes(line, 1.0)
+        none = guess.bytes + self._further_bytes.expect(_memory_kinds(line, 0.0))
+        full = guess.full_bytes + self._further_bytes.expect(_memory_kinds(line, 1.0))
         needed = 0.0 if none <= room else 1.0 if full >= none else min(1.0, (none - room) / (none - full))
         shares = shares_of(self.problem, line)
         share = next((name for name in shares if SHARES[name] >= needed), shares[-1])
-        seconds = share_between(guess.seconds, guess.full_seconds, share) * self._corrections.seconds(line)
-        return seconds, share
+        seconds = share_between(guess.seconds, guess.full_seconds, share)
+        return seconds * self._factors.expect(_time_kinds(line)), share
 
     def _expand(self, goal: Goal, plan: Candidate) -> None:
         """Queue the neighbours of a plan to be guessed."""
@@ -416,7 +408,11 @@ class Search:
         goal.missed += not any(each.fits for each in explored.values())
         for share, predicted in explored.items():
             self._unsorted += 1
-            self._corrections.learn(line, self._guesses[line], share, predicted.forecast)
+            guess, forecast = self._guesses[line], predicted.forecast
+            seconds = share_between(guess.seconds, guess.full_seconds, share)
+            bytes = share_between(guess.bytes, guess.full_bytes, share)
+            self._factors.learn(_time_kinds(line), forecast.seconds / seconds)
+            self._further_bytes.learn(_memory_kinds(line, SHARES[share]), forecast.memory.unlimited - bytes)
             outcome = replace(predicted, ran_out=predicted.candidate in self._ran_out)
             self.results.outcomes.append(outcome)
             if outcome.fits and outcome.seconds < self._main.best:

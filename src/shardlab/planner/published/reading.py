@@ -140,9 +140,7 @@ def _recompute_of(record: RunRecord, recipe: Recipe) -> Any:
         return recipe.defaults.recompute
     if is_inside_blocks(text):
         return text
-    if (name := find_name(text, RECOMPUTE)) is None:
-        raise Unknown(f"recomputes {text}, which is unknown here; {suggest_name(text, RECOMPUTE)}")
-    return RECOMPUTE[name]
+    return RECOMPUTE[_find_word(text, RECOMPUTE, f"recomputes {text}, which is unknown here")]
 
 
 def recipe_of(record: RunRecord) -> Recipe:
@@ -151,9 +149,9 @@ def recipe_of(record: RunRecord) -> Recipe:
     Raises:
         Unknown: if the framework or the device is unknown. The message suggests the nearest name.
     """
-    if record.framework is not None:
-        return _known(partial(find_recipe, switches=record.switches), record.framework)
-    name = find_name(record.source, recipes()) or _usual(record)
+    name = record.framework
+    if name is None:
+        name = find_name(record.source, recipes()) or _usual(record)
     return _known(partial(find_recipe, switches=record.switches), name)
 
 
@@ -163,6 +161,13 @@ def _known(find: Callable[[str], T], name: str) -> T:
         return find(name)
     except UserError as error:
         raise Unknown(f"names what is unknown here: {error}") from None
+
+
+def _find_word(text: str, names: Iterable[str], unknown: str) -> str:
+    """Return the known name in a text, or raise `Unknown` with a message and the nearest name."""
+    if (name := find_name(text, names)) is None:
+        raise Unknown(f"{unknown}; {suggest_name(text, names)}")
+    return name
 
 
 def _usual(record: RunRecord) -> str:
@@ -297,9 +302,7 @@ def _schedule(record: RunRecord) -> str | None:
     if text is None or text == "none":
         return None
     text = BY_HAND.get(text, text)
-    if (name := find_name(text, SCHEDULES)) is None:
-        raise Unknown(f"has a schedule that is unknown here, {text}; {suggest_name(text, SCHEDULES)}")
-    return name
+    return _find_word(text, SCHEDULES, f"has a schedule that is unknown here, {text}")
 
 
 def precision_of(record: RunRecord, recipe: Recipe) -> Precision:
@@ -309,10 +312,7 @@ def precision_of(record: RunRecord, recipe: Recipe) -> Precision:
         Unknown: if a dtype is unknown.
     """
     text = record.precision or "fp16"
-    name = find_name(text, DTYPES)
-    if name is None:
-        raise Unknown(f"computes in {text}, which is unknown here; {suggest_name(text, DTYPES)}")
-    precision = find_precision(DTYPES[name])
+    precision = find_precision(DTYPES[_find_word(text, DTYPES, f"computes in {text}, which is unknown here")])
     if record.gradients is None:
         return recipe.defaults.with_gradients(precision)
     return precision.with_gradients_of(4 if record.gradients == "fp32" else 2)
