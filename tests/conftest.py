@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from inspect import getclosurevars
 from multiprocessing import forkserver, util
@@ -206,6 +206,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    """Let processes that start meanwhile write nowhere: what ranks print would be among pytest's own lines."""
+    kept = {number: os.dup(number) for number in (1, 2)}
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in kept:
+            os.dup2(null, number)
+        yield
+    finally:
+        for number, before in kept.items():
+            os.dup2(before, number)
+        for number in (null, *kept.values()):
+            os.close(number)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Fork the servers of programs and of ranks, while this process is as new as its imports allow."""
@@ -215,9 +231,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     from tests.support.ranks import PRELOAD  # imports torch, without which the process that hands out tests does
     from tests.support.warm_server import fork_forkserver
 
-    session.stash[WARM] = WarmStarts()
     forkserver.set_forkserver_preload(PRELOAD)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, silent():
+        session.stash[WARM] = WarmStarts()
         patch.setattr(util, "spawnv_passfds", fork_forkserver)
         forkserver.ensure_running()
 
