@@ -129,6 +129,24 @@ def test_wrong_arguments_are_those_of_the_ranks_verb() -> None:
     assert "TypeError: rank.forward() missing 2 required positional arguments" in error.given
 
 
+def test_arguments_that_must_be_named_are_told_their_names() -> None:
+    error = refused(lambda rank: cast(Any, rank).recv(0), "the program raised")
+    assert error.remedy == "name the arguments source, expect, as in rank.recv(..., source=...)"
+
+
+def test_a_key_that_a_communication_in_flight_would_fill_names_it() -> None:
+    async def forgets_the_last(rank: Rank) -> None:
+        for l in rank.layers:
+            rank.grad_weights[l] = rank.zero_gradient(l)
+        sums = [rank.all_reduce(rank.grad_weights.pop(l)) for l in rank.layers]
+        rank.grad_weights[0] = await sums[0]
+        rank.grad_weights[1]
+
+    error = refusal(forgets_the_last)
+    assert error.rule == "unknown key"
+    assert "all_reduce(layer 1) on world (op 3) brings such a value, await its handle" in error.remedy
+
+
 def test_handles_are_awaited_one_by_one() -> None:
     assert "one by one" in refusal(gathers_with_asyncio).remedy
 

@@ -13,7 +13,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 from shardlab.common.errors import About, Refused, Rule, about_layer
 from shardlab.common.user_code import VALUES_PER_COUNT, OpCount
@@ -145,6 +145,15 @@ class Tracer(ABC):
         value = new_value(self, number, spec)
         values.append(value)
         return value
+
+    def in_flight(self, kind: Kind, key: Hashable) -> str:
+        """Return the communication in flight that brings a value for a key of a store ("": there is none)."""
+        layer = cast(tuple[Hashable, ...], key)[0] if isinstance(key, tuple) and key else key
+        for handle in self._outstanding.values():
+            spec = handle.result.spec if isinstance(handle.result, Value) else None
+            if spec is not None and spec.kind is kind and spec.layer == layer:
+                return f"{self.ops[handle.op]} (op {handle.op})"
+        return ""
 
     def require_storable(self, kind: Kind, key: Hashable, value: object) -> None:
         """Refuse to store an object that is not a live value of the store's kind."""

@@ -41,6 +41,7 @@ class TracedRank(Protocol):
     def forget_key(self, value: Value) -> None: ...
     def refuse(self, rule: Rule, about: About | str, given: str, remedy: str) -> NoReturn: ...
     def require_storable(self, kind: Kind, key: Hashable, value: object) -> None: ...
+    def in_flight(self, kind: Kind, key: Hashable) -> str: ...
 
 
 class Value(ValueMisuse):
@@ -192,6 +193,8 @@ class Store(MutableMapping[Hashable, Value]):
         has = f"{here}{' or' if have else ','} keep the value in it until its last use"
         if self.kind is Kind.GRAD_WEIGHT:
             has += ", or begin a sum with rank.accumulate(gradient)"
+        if issued := self._rank.in_flight(self.kind, key):
+            has = f"{issued} brings such a value, await its handle and store the result"
         missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", has)
         return missing.at(self._rank.index, len(self._rank.ops))
 

@@ -42,6 +42,9 @@ AWAITED_OBJECT = re.compile("object (.*) can't be used in 'await' expression")
 VERB_CLASS = re.compile(r"^(\w*Verbs|Rank)\.(?=\w+\(\))")
 """Class name before the verb in Python's errors about arguments."""
 
+TOO_MANY = re.compile(r"rank\.(\w+)\(\) takes .* positional arguments? but .* given")
+"""Python's error about arguments of a verb without their names."""
+
 CLOSING_TRIES = 100
 """Number of awaits in `finally` clauses that are closed before a program is abandoned."""
 
@@ -191,7 +194,7 @@ class World:
                 rank.refuse_attribute(error)
             message = VERB_CLASS.sub("rank.", str(error))
             given = f"the program raised {type(error).__name__}: {message}"
-            refusal = Refused("the program raised", "", given, "fix it there")
+            refusal = Refused("the program raised", "", given, _by_name(message) or "fix it there")
             raise refusal.at(rank.index, len(rank.ops)) from error
         if not isinstance(handle, Handle) or handle.rank is not rank:
             _refuse_awaited(rank)
@@ -204,6 +207,18 @@ class World:
         if self._parked.get(place) is handle:
             del self._parked[place]
             self._runnable.append(place)
+
+
+def _by_name(error: str) -> str:
+    """Return the remedy for arguments of a verb that must be named; "" for another error."""
+    found = TOO_MANY.fullmatch(error)
+    verb = getattr(Rank, found[1], None) if found else None
+    names = (
+        [each.name for each in inspect.signature(verb).parameters.values() if each.kind is each.KEYWORD_ONLY]
+        if verb
+        else []
+    )
+    return f"name the arguments {', '.join(names)}, as in rank.{verb.__name__}(..., {names[0]}=...)" if names else ""
 
 
 @contextmanager

@@ -238,7 +238,7 @@ SENTENCES = {
     ("collectives by call", "the mean of gradients, updated with"): (
         "update(layer 1): the gradient given is grad_weights[1] (microbatches 0-5, times 1/3), 1/3 of the "
         "step's; each microbatch's loss is weighted by its share of the step's tokens already. Let what the "
-        "program multiplies and divides by cancel."
+        "program multiplies and divides by cancel, and reduce by sum: a mean divides by the number of ranks."
     ),
     ("collectives by call", "the least gradient"): (
         "reduce(grad_weights[1]) by min: rank 4 gave grad_weights[1] (microbatch 0) and rank 6 "

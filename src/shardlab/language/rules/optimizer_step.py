@@ -282,4 +282,7 @@ def _want_unscaled(op: About, gradient: Spec) -> None:
             f"the gradient given is {gradient}, {gradient.form.factor} of the step's; each microbatch's loss is "
             "weighted by its share of the step's tokens already"
         )
-        raise Refused("scaled gradient", op, given, "let what the program multiplies and divides by cancel")
+        remedy = "let what the program multiplies and divides by cancel"
+        if gradient.form.factor.ratio < 1:
+            remedy += ", and reduce by sum: a mean divides by the number of ranks"
+        raise Refused("scaled gradient", op, given, remedy)

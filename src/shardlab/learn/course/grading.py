@@ -295,8 +295,14 @@ def _predicted(exercise: Exercise, plan: Plan) -> Figures:
     prediction = forecast(Workload(plan, model, cluster, exercise.microbatches, 1, precision))
     if not prediction.memory.fits:
         need, have = prediction.memory.unlimited, prediction.memory.capacity
+        held = max(prediction.peaks, key=lambda peak: peak.bytes).by_category
+        largest = sorted(_HELD, key=lambda category: held[category.value], reverse=True)
+        parts = [
+            f"{held[each.value] / 2**30:.0f} GiB of {_HELD[each]}" for each in largest if held[each.value] >= 2**30
+        ]
         raise UserError(
-            f"a device needs {need / 2**30:.1f} GiB and has {have / 2**30:.1f} GiB; shard or recompute more"
+            f"a device needs {need / 2**30:.1f} GiB and has {have / 2**30:.1f} GiB: {', '.join(parts)}; shard or "
+            "recompute more"
         )
     return Figures(prediction.seconds, round(prediction.memory.unlimited))
 

@@ -76,14 +76,15 @@ EXERCISE = Exercise(
                 "        shard_optimizer=shard,\n",
                 "        Mesh(dp_replicate=16, tp=4),\n",
             ),
-            r"needs [1-9]\d\d",
+            "GiB: [0-9]+ GiB of optimizer state",
             "a parameter takes about 16 bytes with its gradient and optimizer state. Over how many ranks are they cut?",
         ),
         Mistake(
             "no sequence parallelism",
             ("        sequence_parallel=True,\n", "        sequence_parallel=False,\n"),
-            r"needs [1-9]\d\.",
-            "you are close. Which activations exist on all ranks of a tensor-parallel group?",
+            "GiB: [0-9]+ GiB of activations",
+            "activations take most. How large is the part of a sequence that a rank computes, which of its activations "
+            "exist on all ranks of a tensor-parallel group, and which could be computed again?",
         ),
         Mistake(
             "everything is recomputed",
