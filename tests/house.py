@@ -22,7 +22,7 @@ CODE_LINES = {
     "draw": 1730,
     "execute": 3800,
     "frameworks": 3460,
-    "language": 4500,
+    "language": 4530,
     "learn": 5680,
     "measure": 2200,
     "models": 4640,

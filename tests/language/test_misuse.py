@@ -130,8 +130,9 @@ def test_wrong_arguments_are_those_of_the_ranks_verb() -> None:
 
 
 def test_arguments_that_must_be_named_are_told_their_names() -> None:
-    error = refused(lambda rank: cast(Any, rank).recv(0), "the program raised")
-    assert error.remedy == "name the arguments source, expect, as in rank.recv(..., source=...)"
+    assert refused(lambda rank: cast(Any, rank).recv(0), "the program raised").remedy == "write rank.recv(source=...)"
+    error = refused(lambda rank: cast(Any, rank).send(rank.load_batch([0]), 1), "the program raised")
+    assert error.remedy == "write rank.send(value, to=...)"
 
 
 def test_a_key_that_a_communication_in_flight_would_fill_names_it() -> None:

@@ -147,12 +147,12 @@ class Tracer(ABC):
         return value
 
     def in_flight(self, kind: Kind, key: Hashable) -> str:
-        """Return the communication in flight that brings a value for a key of a store ("": there is none)."""
-        layer = cast(tuple[Hashable, ...], key)[0] if isinstance(key, tuple) and key else key
+        """Return the collective in flight that brings a value for a key of a store ("": there is none)."""
+        layer = next(iter(cast(tuple[Hashable, ...], key)), None) if isinstance(key, tuple) else key
         for handle in self._outstanding.values():
-            spec = handle.result.spec if isinstance(handle.result, Value) else None
-            if spec is not None and spec.kind is kind and spec.layer == layer:
-                return f"{self.ops[handle.op]} (op {handle.op})"
+            op = self.ops[handle.op]
+            if op.kind in COLLECTIVES and op.layer == layer and self._kind(op.inputs) is kind:
+                return f"{op} (op {handle.op})"
         return ""
 
     def require_storable(self, kind: Kind, key: Hashable, value: object) -> None:

@@ -212,13 +212,14 @@ class World:
 def _by_name(error: str) -> str:
     """Return the remedy for arguments of a verb that must be named; "" for another error."""
     found = TOO_MANY.fullmatch(error)
-    verb = getattr(Rank, found[1], None) if found else None
-    names = (
-        [each.name for each in inspect.signature(verb).parameters.values() if each.kind is each.KEYWORD_ONLY]
-        if verb
-        else []
-    )
-    return f"name the arguments {', '.join(names)}, as in rank.{verb.__name__}(..., {names[0]}=...)" if names else ""
+    if found is None:
+        return ""
+    _, *parameters = inspect.signature(getattr(Rank, found[1])).parameters.values()
+    named = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
+    words = [
+        each.name if each not in named else f"{each.name}=..." for each in parameters if each.default is each.empty
+    ]
+    return f"write rank.{found[1]}({', '.join(words)})" if named else ""
 
 
 @contextmanager
