@@ -27,8 +27,10 @@ def every_candidate(asked: Problem) -> list[Candidate]:
     return [candidate for shape in shapes(asked) for candidate in candidates(asked, shape)]
 
 
-def every_answer(asked: Problem) -> list[tuple[Candidate, Answer]]:
-    """Every candidate that can be run, and its forecast."""
+@cache
+def every_answer(name: str) -> list[tuple[Candidate, Answer]]:
+    """Every candidate of a problem of `EXHAUSTED` that can be run, and its forecast."""
+    asked = EXHAUSTED[name]
     found = [(candidate, answer_request(asked, Query(candidate))) for candidate in every_candidate(asked)]
     return [(candidate, each) for candidate, each in found if each is not None]
 
@@ -38,7 +40,7 @@ def fastest_seconds(name: str) -> float:
     """Return the seconds of the fastest plan that fits of a problem of `EXHAUSTED`, from the forecasts of all plans."""
     return min(
         each.forecast.seconds
-        for _, each in every_answer(EXHAUSTED[name])
+        for _, each in every_answer(name)
         if each.forecast.memory.fits and each.forecast.memory.safe
     )
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from shardlab.common.errors import UserError
 from shardlab.language import Mesh
 from shardlab.planner.pass_costs import PassCosts
 from shardlab.planner.problem import Candidate, Limits, Problem
@@ -18,7 +17,8 @@ from shardlab.planner.search import UNLIMITED, Budget, Search
 from shardlab.planner.workers import Change, InProcess, workers
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.strategies.plan.plan import Plan
-from tests.planner.problems import EXHAUSTED, GIB, every_candidate, fastest_seconds, problem
+from tests.planner.problems import EXHAUSTED, GIB, every_answer, every_candidate, fastest_seconds, problem
+from tests.support.thorough import sampled
 
 WITHIN = 1.02
 """The best plan that is found takes at most this many times as long as the best plan there is."""
@@ -28,7 +28,7 @@ def search(asked: Problem, budget: Budget = UNLIMITED) -> Results:
     return Search(asked, InProcess(asked), budget=budget).run()
 
 
-@pytest.mark.parametrize("name", EXHAUSTED)
+@pytest.mark.parametrize("name", sampled(EXHAUSTED, lambda name: name != "3d"))
 def test_the_search_finds_a_plan_as_fast_as_simulating_every_plan(name: str) -> None:
     found = search(EXHAUSTED[name])
     assert found.complete
@@ -41,11 +41,8 @@ def test_the_best_plan_of_a_family_is_within_a_tenth_of_simulating_every_plan() 
     asked = EXHAUSTED["all kinds"]
     found = Search(asked, InProcess(asked), families=True).run()
     best: dict[str, float] = {}
-    for candidate in every_candidate(asked):
-        try:
-            outcome = PlanOutcome(candidate, forecast(asked.workload(candidate)))
-        except UserError:
-            continue
+    for candidate, answer in every_answer("all kinds"):
+        outcome = PlanOutcome(candidate, answer.forecast)
         if outcome.fits:
             best[outcome.family] = min(best.get(outcome.family, outcome.seconds), outcome.seconds)
     rows = {name: each for name, each in found.families().items() if name in found.searched}
@@ -60,11 +57,10 @@ def test_a_budget_of_forecasts_gives_the_same_result_with_any_number_of_workers(
     budget = Budget(forecasts=20)
     alone = search(asked, budget)
     assert not alone.complete
-    for count in (2, 3):
-        with workers(asked, count) as processes:
-            found = Search(asked, processes, budget=budget).run()
-        assert [each.candidate for each in found.outcomes] == [each.candidate for each in alone.outcomes]
-        assert [each.seconds for each in found.improvements] == [each.seconds for each in alone.improvements]
+    with workers(asked, 3) as processes:
+        found = Search(asked, processes, budget=budget).run()
+    assert [each.candidate for each in found.outcomes] == [each.candidate for each in alone.outcomes]
+    assert [each.seconds for each in found.improvements] == [each.seconds for each in alone.improvements]
 
 
 @pytest.mark.parametrize("memory", [80 * GIB, 1.325 * GIB], ids=["roomy", "hard to fit"])
@@ -96,8 +92,8 @@ def test_an_interrupted_search_has_the_best_plan_so_far() -> None:
 
 
 def test_a_search_for_less_than_a_known_time_finds_only_faster_plans_or_none() -> None:
-    asked = EXHAUSTED["3d"]
-    best = fastest_seconds("3d")
+    asked = EXHAUSTED["pipelines"]
+    best = fastest_seconds("pipelines")
     assert not any(each.seconds < 0.5 * best for each in Search(asked, InProcess(asked), best=0.5 * best).run().fitting)
 
 
@@ -133,7 +129,7 @@ def test_misses_are_in_the_order_of_a_table_and_the_nearest_of_their_family() ->
 
 
 def test_a_plan_that_ran_out_of_memory_is_not_chosen() -> None:
-    asked = EXHAUSTED["3d"]
+    asked = EXHAUSTED["pipelines"]
     best = search(asked).best
     assert best is not None
     other = Search(asked, InProcess(asked), ran_out=frozenset({best.candidate})).run().best

@@ -138,7 +138,8 @@ def test_a_published_schedule_that_does_not_fit_in_the_whole_step_is_no_result()
     assert whole.peak.bytes <= problem.budget
 
 
-@pytest.mark.parametrize("gib", sampled([41.0, 42.0], {41.0}.__contains__))
+@pytest.mark.thorough  # test_memory_that_the_replay_leaves_is_used shows the same with ZB-V
+@pytest.mark.parametrize("gib", [41.0, 42.0])
 def test_no_published_schedule_with_which_the_step_fits_is_faster(gib: float) -> None:
     """The search estimates that V-Half does not fit, but its replay does."""
     problem = problem_of(workload(PLAN, 16), placement="vee", stages_per_rank=2, memory=gib * 2**30)

@@ -24,7 +24,7 @@ from shardlab.train.verification.verify import verify_rank
 from tests.planner.schedule_search.problems import problems
 from tests.strategies.zero_bubble_table import TABLE
 from tests.support.ranks import Ranks
-from tests.support.thorough import examples
+from tests.support.thorough import examples, sampled
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -91,7 +91,7 @@ def test_equal_stages_reach_the_figures_of_primus(placement: Placement, limit: i
 ILP = {(8, 24): (0.0433, 24 / 2304), (8, 32): (0.0039, 24 / 2304), (16, 48): (0.0066, 40 / 5120)}
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), ILP)
+@pytest.mark.parametrize(("ranks", "microbatches"), sampled(ILP, lambda case: case[0] == 8))
 def test_unequal_passes_reach_the_schedules_of_an_integer_program(ranks: int, microbatches: int) -> None:
     rate, heads = ILP[ranks, microbatches]
     row = next(row for row in TABLE if (row.ranks, row.microbatches) == (ranks, microbatches))
