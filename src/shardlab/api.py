@@ -294,7 +294,7 @@ class ChosenPlan:
 def plan(model: str, cluster: str, *, recipe: str | None = None, seconds: float = 120.0, **limits: Any) -> ChosenPlan:
     """Search all plans of a model on a cluster for the fastest one that fits, as `shardlab plan` does.
 
-    >>> chosen = shardlab.plan("gpt2-xl", "a100x8", seconds=60, forecasts=20, tp=1, micro_batch_size=2)
+    >>> chosen = shardlab.plan("gpt2-xl", "a100x8", seconds=60, forecasts=6, tp=1, micro_batch_size=2)
     >>> chosen.plan.mesh.tp, chosen.prediction.fits
     (1, True)
 

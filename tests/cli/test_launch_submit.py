@@ -11,6 +11,7 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.train.history import WARNED
+from tests.support.thorough import sampled
 
 Captured = pytest.CaptureFixture[str]
 
@@ -103,7 +104,9 @@ def ended(folder: Path, how: str, why: str = "") -> str:
 
 @pytest.mark.parametrize(
     ("how", "why", "requeued"),
-    [("finished", "", 0), ("interrupted", "", 0), ("interrupted", WARNED, 1)],
+    sampled(
+        [("finished", "", 0), ("interrupted", "", 0), ("interrupted", WARNED, 1)], lambda case: case[0] != "finished"
+    ),
     ids=["over", "ended by its user", "warned"],
 )
 def test_a_slurm_job_that_saved_when_its_time_was_nearly_over_is_requeued(
@@ -117,7 +120,7 @@ def test_a_slurm_job_that_saved_when_its_time_was_nearly_over_is_requeued(
 
 @pytest.mark.parametrize(
     ("how", "status", "requeued"),
-    [("interrupted", 0, 1), ("finished", 0, 0), ("", 130, 1)],
+    sampled([("interrupted", 0, 1), ("finished", 0, 0), ("", 130, 1)], lambda case: case[0] != "interrupted"),
     ids=["saved", "over", "not saved"],
 )
 def test_a_slurm_job_that_is_preempted_is_requeued_and_does_not_count_as_failed(

@@ -65,13 +65,14 @@ def job_of(plan: Plan, optimizer: Optimizer, precision: str = "fp64") -> Job:
 
 
 @pytest.mark.parametrize(
-    ("sharding", "precision"),
+    ("optimizer", "sharding", "precision"),
     [
-        *((sharding, "fp64") for sharding in (*OWNING, "fsdp", "tp+sp+zero-1")),
-        *((sharding, "bf16") for sharding in ("zero-1", "tp")),
+        *(("lion", sharding, "fp64") for sharding in (*OWNING, "fsdp", "tp+sp+zero-1")),
+        *(("lion", sharding, "bf16") for sharding in ("zero-1", "tp")),
+        ("sgd", "tp+sp+zero-1", "fp64"),
+        ("sgd", "zero-1", "bf16"),
     ],
 )
-@pytest.mark.parametrize("optimizer", ["sgd", "lion"])
 def test_an_elementwise_optimizer_is_one_device_s_under_every_sharding(
     ranks: World, optimizer: Optimizer, sharding: str, precision: str
 ) -> None:
@@ -167,7 +168,10 @@ def job_of_of_average(plan: Plan, precision: str = "fp64") -> Job:
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [*((name, "fp64") for name in (*PLANS, *PIPED)), *((name, "bf16") for name in ("ddp", "fsdp", "tp", "1f1b"))],
+    sampled(
+        [*((name, "fp64") for name in (*PLANS, *PIPED)), *((name, "bf16") for name in ("ddp", "fsdp", "tp", "1f1b"))],
+        lambda case: case[0] in ("tp+sp+zero-1", "ep", "1f1b of zero-1") or case == ("fsdp", "bf16"),
+    ),
 )
 def test_averages_are_one_device_s_under_every_sharding(ranks: World, name: str, precision: str) -> None:
     """In lower precision where they are cut by nobody, by data axes, by `tp` and by stages."""
@@ -292,7 +296,7 @@ def test_the_numbers_are_those_of_one_device_that_freezes_the_same_blocks(ranks:
     assert verdict.ok, verdict
 
 
-@settings(max_examples=examples(45), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.sampled_from(sorted(CASES)), st.sets(st.integers(0, 3), max_size=3))
 def test_frozen_blocks_alone_have_no_gradient_and_no_state(name: str, blocks: set[int]) -> None:
     plan = CASES[name].strategy

@@ -281,7 +281,11 @@ TILED = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "model", "passes"), [each[1:] for each in TILED], ids=[each[0] for each in TILED])
+@pytest.mark.parametrize(
+    ("strategy", "model", "passes"),
+    sampled([each[1:] for each in TILED], lambda case: case[0] not in ("hsdp", "pipeline-fsdp")),
+    ids=[each[0] for each in TILED],
+)
 def test_tiles_give_one_devices_numbers(ranks: World, strategy: str | Plan, model: Blocks, passes: str) -> None:
     count = strategy.mesh.world if isinstance(strategy, Plan) else 4 if strategy != "zero-3" else 2
     job = Job(strategy, count, 4, model, 2, "fp64", passes=passes)
