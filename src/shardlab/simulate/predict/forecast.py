@@ -2,7 +2,8 @@
 
 Two methods shorten the replay. `CompressedReplay` computes equal steps of a schedule once (see
 `shardlab.simulate.predict.compressed`). And only some of many microbatches are replayed: once the pipeline is full, a
-schedule is periodic, so `extrapolate` extends the time of a short step to that of the whole step.
+schedule is periodic, so `extrapolate` extends the time of a short step to that of the whole step. `forecast` returns
+time and memory, and `step_parts` divides the time into compute, waits for communication and idle time.
 """
 
 from __future__ import annotations
