@@ -127,7 +127,7 @@ EXERCISE = Exercise(
         Mistake(
             "an update reads a handle",
             ("rank.grad_weights[l + 1] = await handle", "rank.grad_weights[l + 1] = handle"),
-            "handle",
+            "the handle of",
             "a handle is not a value. `await` returns the value.",
         ),
         Mistake(
