@@ -109,7 +109,7 @@ EXERCISE = Exercise(
         "What would you do if memory were unlimited? Use less tensor parallelism and no pipeline. Then make it fit.",
         "ZeRO-3 (exercise 9) makes parameters, gradients and optimizer states fit without a pipeline. Its messages "
         "hide behind compute, and those of tensor parallelism do not. Activations decide how small tp can be.",
-        "`Mesh(dp_shard=16, tp=4)` with `shard_parameters`, `shard_gradients` and `shard_optimizer` over `dp_shard`, "
-        "and sequence parallelism. With tp=2, part of the layers would have to be recomputed.",
+        '`Mesh(dp_shard=16, tp=4)` with `shard_parameters=["dp_shard"]`, the same for `shard_gradients` and '
+        "`shard_optimizer`, and sequence parallelism. With tp=2, part of the layers would have to be recomputed.",
     ),
 )
