@@ -17,8 +17,8 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 295,
     "check": 2280,
-    "cli": 8140,
-    "common": 865,
+    "cli": 8143,
+    "common": 878,
     "draw": 1730,
     "execute": 3800,
     "frameworks": 3460,
@@ -27,9 +27,9 @@ CODE_LINES = {
     "measure": 2200,
     "models": 4640,
     "planner": 4114,
-    "simulate": 7437,
+    "simulate": 7438,
     "strategies": 2730,
-    "train": 9110,
+    "train": 9120,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shardlab.cli import COMMANDS, main
@@ -56,3 +58,20 @@ def test_every_group_of_commands_answers_a_mistyped_one(capsys: Captured) -> Non
             assert main([name, mistyped]) == 2
             said = capsys.readouterr().err
             assert said.startswith(f"shardlab: there is no command '{mistyped}'; did you mean {command}?"), said
+
+
+def test_a_strategy_without_its_option_is_answered_with_the_option(capsys: Captured) -> None:
+    assert main(["train", "fsdp", "--steps", "3"]) == 2
+    assert capsys.readouterr().err == "shardlab: unexpected argument 'fsdp'; did you mean --strategy fsdp?\n"
+    assert main(["simulate", "ddp", "fsdp"]) == 2
+    assert "--strategy" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["view", "compare", "history", "show", "checkpoint ls", "sample --prompt x"])
+def test_a_mistyped_run_is_answered_with_the_nearest_in_its_folder(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "fsdp-1").mkdir(parents=True)
+    assert main([*words.split(), "run/fsdq-1"]) == 2
+    assert capsys.readouterr().err == "shardlab: run/fsdq-1 does not exist; did you mean runs/fsdp-1?\n"

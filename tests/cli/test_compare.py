@@ -265,7 +265,7 @@ def test_the_json_of_several_runs_has_the_steps_that_all_have(
     [
         ([], "no run is given; give the folder of a run, or of several"),
         (["a", "./a"], "a run is given twice"),
-        (["a", "nowhere"], "nowhere is not the folder of a run"),
+        (["a", "nowhere"], "nowhere does not exist; name the folder of a run"),
         (["a", "empty"], "empty has no recorded steps yet"),
         (["a", "empty", "--cluster", "local"], "--cluster is for the prediction of one run, but 2 runs are given"),
     ],
@@ -283,7 +283,7 @@ def test_runs_that_cannot_be_compared_are_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "nowhere is no folder; give the folder of a run"),
+        (["nowhere"], "nowhere does not exist; give the folder of a run"),
         (["."], "has no trace; run shardlab train with --trace"),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_pipe_has_all_columns_and_a_plan_is_called_by_its_mesh(tmp_path: Path,
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("history nowhere", "there is no folder nowhere"),
+        ("history nowhere", "nowhere does not exist; name the folder of a run, or one with runs in it"),
         ("history", "there is no folder runs in this folder"),
         ("show", "no run is given"),
         ("show .", "is not the folder of a run: it has no run.json"),

@@ -101,6 +101,12 @@ def test_a_harmed_manifest_is_named(run: Path, capsys: Captured) -> None:
         ("--resume {run} --steps 2", "{run} has taken 5 steps already; give more --steps"),
         ("--resume {run} --from-step 4 --steps 2", "{run} has taken 4 steps already; give more --steps"),
         ("--resume {run} --from-step 3", "{run} has no checkpoint after step 3; it has those after steps 4-5"),
+        ("--resume {run}/checkpoint", "{run}/checkpoint does not exist; did you mean {run}/checkpoints?"),
+        ("--resume {run}/..", "{run}/.. has no complete checkpoint; name the folder of a run, such as {run}/../run"),
+        (
+            "--resume {run}/checkpoints/step-000004",
+            "{run}/checkpoints/step-000004 is a checkpoint; name its run, {run}, and --from-step 4",
+        ),
         ("--resume {run}/nowhere", "{run}/nowhere does not exist; name the folder of a run"),
         ("--resume {run}/checkpoints", "{run}/checkpoints has no complete checkpoint; name the folder of a run"),
         ("--resume {run} --out x", "--resume and --out exclude each other"),

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from shardlab.common.errors import UserError
-from shardlab.common.files import atomic_file, atomic_folder, path_from_here, write_atomically
+from shardlab.common.files import (
+    atomic_file,
+    atomic_folder,
+    missing_path,
+    nearest_path,
+    path_from_here,
+    write_atomically,
+)
 
 
 def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
@@ -87,6 +94,18 @@ def test_a_relative_path_is_found_from_another_folder_with_what_stands_after_it(
     assert path_from_here("own.txt", str(here)) == "own.txt"
     assert path_from_here(f"{there}/own.txt:2", str(here)) == f"{there}/own.txt:2"
     assert path_from_here("a.txt", str(there)) == path_from_here("a.txt", None) == "a.txt"
+
+
+def test_a_mistyped_path_is_answered_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data" / "shakespeare").mkdir(parents=True)
+    (tmp_path / "data" / "input.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    assert nearest_path(Path("dta/shakespear")) == Path("data/shakespeare")
+    assert nearest_path(tmp_path / "data" / "inptu.txt") == tmp_path / "data" / "input.txt"
+    assert nearest_path(Path("data/input.txt/x")) is None
+    assert nearest_path(Path("quite/another")) is None
+    assert str(missing_path(Path("data/inputs.txt"), "name a file")).endswith("; did you mean data/input.txt?")
+    assert str(missing_path(Path("data/z"), "name a file")) == "data/z does not exist; name a file"
 
 
 def test_a_folder_that_another_process_sweeps_away_before_it_is_locked_is_made_again(

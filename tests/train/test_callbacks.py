@@ -83,6 +83,10 @@ def test_the_current_activity_is_shown_with_the_step(capsys: pytest.CaptureFixtu
     assert live(progress, 80)[0] == "step 12000/20000  writing the weights"
 
 
+def test_a_resumed_run_begins_at_the_step_of_its_checkpoint() -> None:
+    assert live(TrainingProgress(350, console=terminal(80), done=346), 80)[0] == "step   346/350  starting"
+
+
 @pytest.mark.parametrize("width", [80, None], ids=["terminal", "pipe"])
 @pytest.mark.parametrize(("log_every", "expected"), [(1, [1, 10, 20, 25, 30, 40]), (8, [1, 8, 16, 24, 25, 32, 40])])
 def test_logged_and_validated_steps_stay_in_a_terminal_and_in_a_pipe(

@@ -54,6 +54,7 @@ from shardlab.cli.view.command import View
 from shardlab.common.user_code import trace_limits
 from shardlab.language import Refused, UserError
 from shardlab.starting import INTERRUPTED, loaded
+from shardlab.strategies import STRATEGIES
 from shardlab.train.launch.interrupt import ignore_errors
 
 
@@ -198,6 +199,8 @@ def _unrecognized(word: str, command: object) -> UserError:
     """Return the error for a word of the command line that is not an option of the command."""
     if sentence := getattr(command, "elsewhere", {}).get(word.partition("=")[0]):
         return UserError(sentence)
+    if word in STRATEGIES and getattr(command, "strategy", word) is None:
+        return UserError(f"unexpected argument {word!r}; did you mean --strategy {word}?")
     if not word.startswith("-"):
         return UserError(f"unexpected argument {word!r}; options begin with --, and --help lists them")
     flags = sorted(f"--{name.replace('_', '-')}" for name in option_names(command))

@@ -107,12 +107,12 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
         UserError: if the run has no checkpoints.
     """
     from shardlab.train.checkpoint import Disk, folder_of, steps_in
+    from shardlab.train.checkpoints import without_checkpoints
     from shardlab.train.history import CHECKPOINTS
 
     steps = steps_in(Disk(), run / CHECKPOINTS)
     if not steps:
-        what = "does not exist" if not run.is_dir() else "has no checkpoints"
-        raise UserError(f"{run} {what}; name the folder of a run")
+        raise without_checkpoints(run, "checkpoints")
     rows = [_row(folder_of(run / CHECKPOINTS, step), step, verify=verify) for step in steps]
     whole = all(not row["wrong"] for row in rows)
     good = Text("checksums are right" if verify else "complete", "green")

@@ -17,6 +17,7 @@ import stat
 import tomllib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -33,7 +34,7 @@ def require_regular_file(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; name a text file") from None
+        raise missing_path(path, "name a text file") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); name a text file that can") from error
     if stat.S_ISDIR(mode):
@@ -41,6 +42,26 @@ def require_regular_file(path: Path) -> None:
     if not stat.S_ISREG(mode):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a device" if stat.S_ISCHR(mode) else "no ordinary file"
         raise UserError(f"{path} is {kind}, but text is read from random places; write it to a file and name that")
+
+
+def missing_path(path: Path, advice: str) -> UserError:
+    """Return the error for a path that does not exist, with the nearest path that does, or with advice."""
+    near = nearest_path(path)
+    return UserError(f"{path} does not exist; {advice if near is None else f'did you mean {near}?'}")
+
+
+def nearest_path(path: Path) -> Path | None:
+    """Return an existing path whose parts are those of another path, or similar to them (None: there is none)."""
+    found = Path(path.anchor)
+    for part in path.relative_to(path.anchor).parts:
+        if not os.path.exists(found / part):
+            names = os.listdir(found) if os.access(found, os.R_OK) and found.is_dir() else []
+            close = get_close_matches(part, names, n=1, cutoff=0.75)
+            if not close:
+                return None
+            part = close[0]
+        found /= part
+    return found
 
 
 def path_from_here(name: str, folder: str | None) -> str:

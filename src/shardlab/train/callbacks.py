@@ -337,10 +337,16 @@ class TrainingProgress:
         silence: seconds without output after which a line is printed into a pipe (None: `interrupt.SILENCE`). A step
             prints its line if the last line is older than half of this time.
         console: console to print to (None: stderr).
+        done: number of steps before the first one, in a resumed run.
     """
 
     def __init__(
-        self, steps: int, log_every: int = 1, silence: float | None = None, console: Console | None = None
+        self,
+        steps: int,
+        log_every: int = 1,
+        silence: float | None = None,
+        console: Console | None = None,
+        done: int = 0,
     ) -> None:
         self._steps = steps
         self._every = log_every if log_every > 1 else max(1, steps // LINES)
@@ -348,7 +354,7 @@ class TrainingProgress:
         self._silence = interrupt.SILENCE if silence is None else silence
         self._printed = time.monotonic()
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT)
-        self._done = 0
+        self._done = done
         self._doing = "starting"
         self._user_figures: Mapping[str, float] = {}
         self._metrics: Mapping[str, Any] | None = None

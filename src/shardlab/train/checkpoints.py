@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from shardlab.common.errors import UserError
 from shardlab.common.fields import split_interval
-from shardlab.common.files import path_from_here, read_file
+from shardlab.common.files import missing_path, path_from_here, read_file
 from shardlab.common.text import counted, listed
 from shardlab.common.user_code import file_and_name
 from shardlab.execute import Executor
@@ -335,8 +335,19 @@ def find_checkpoint(
         return None
     if broken is not None:
         raise UserError(f"{run} has no checkpoint that can be read, and is left as it is; name another with --out")
-    what = "does not exist" if not run.is_dir() else "has no complete checkpoint"
-    raise UserError(f"{run} {what}; name the folder of a run")
+    raise without_checkpoints(run, "complete checkpoint")
+
+
+def without_checkpoints(run: Path, what: str) -> UserError:
+    """Return the error for a path that is not the folder of a run with checkpoints, with what it lacks."""
+    if not run.is_dir():
+        return missing_path(run, "name the folder of a run")
+    if run.parent.name == CHECKPOINTS and (run.parents[1] / RECORD).is_file():
+        step = run.name.removeprefix("step-").lstrip("0")
+        return UserError(f"{run} is a checkpoint; name its run, {run.parents[1]}, and --from-step {step}")
+    runs = sorted(run.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
+    inside = f", such as {runs[-1].parent}" if runs else ""
+    return UserError(f"{run} has no {what}; name the folder of a run{inside}")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from shardlab.common.files import PART_SUFFIX, read_file, write_atomically
+from shardlab.common.files import PART_SUFFIX, missing_path, read_file, write_atomically
 from shardlab.common.text import counted
 from shardlab.language import UserError
 from shardlab.models.named import weights_at
@@ -143,7 +143,7 @@ def find_runs(folders: Sequence[Path]) -> list[PastRun]:
     runs: dict[Path, PastRun] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"there is no folder {folder}; name one of a run, or one with runs in it")
+            raise missing_path(folder, "name the folder of a run, or one with runs in it")
         inside = [folder] if (folder / RECORD).exists() else sorted(path.parent for path in folder.glob(f"*/{RECORD}"))
         runs |= {path.resolve(): read_run(path) for path in inside}
     return sorted(runs.values(), key=lambda run: str(run.record.get("began", "")))
@@ -156,6 +156,8 @@ def read_run(folder: Path) -> PastRun:
         UserError: if it is not the folder of a run.
     """
     if not (folder / RECORD).is_file():
+        if not folder.exists():
+            raise missing_path(folder, "name the folder of a run")
         raise UserError(f"{folder} is not the folder of a run: it has no {RECORD}")
     try:
         record = dict(read_file(folder / RECORD, "JSON"))

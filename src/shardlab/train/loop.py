@@ -66,7 +66,9 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
         display = None
         if folder is not None:
             setup.world.print(Console(file=sys.stderr))
-            display = stack.enter_context(TrainingProgress(run.config.train.steps, run.config.logging.log_every))
+            display = stack.enter_context(
+                TrainingProgress(run.config.train.steps, run.config.logging.log_every, done=executor.state.step)
+            )
             setup.write_records(folder)
         records = Records(run, folder, display, validation, weights)
         callbacks: list[Callback] = [

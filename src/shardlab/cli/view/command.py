@@ -21,7 +21,9 @@ from shardlab.cli.simulate.command import sizes_text
 from shardlab.cli.simulate.step_options import StepOptions
 from shardlab.cli.step_request import StepRequest
 from shardlab.cli.view.report import figures_report
+from shardlab.common.files import missing_path
 from shardlab.common.text import counted
+from shardlab.common.user_code import file_and_name
 from shardlab.language import UserError
 from shardlab.simulate.timeline import schedule_bubble, simulate
 from shardlab.simulate.timeline.critical_path import critical_path
@@ -141,6 +143,8 @@ class View(StepOptions):
             if self.config is not None:
                 raise UserError(f"both {path} and --config {self.config} are given; give one of them")
             return replace(self, strategy=None, config=path)._simulated()
+        if len(path.parts) > 1 and not path.exists() and file_and_name(self.strategy)[0] is None:
+            raise missing_path(path, "name a run, as in runs/fsdp-1, or a strategy")
         if path.is_file() and path.suffix != ".py":
             advice = f"; a schedule is given as --pp N --schedule {path}" if path.suffix == ".csv" else ""
             raise UserError(

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from shardlab.check import Checked
 from shardlab.common.errors import TooDeep
-from shardlab.common.files import atomic_file, parse_document
+from shardlab.common.files import atomic_file, missing_path, parse_document
 from shardlab.common.text import counted
 from shardlab.language import Op, OpKind, UserError
 from shardlab.language.ops import COMMUNICATION
@@ -379,7 +379,8 @@ def read_trace(folder: Path) -> TraceFile:
         UserError: if no file can be read.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; give the folder of a run, as in runs/fsdp-1")
+        advice = "give the folder of a run, as in runs/fsdp-1"
+        raise UserError(f"{folder} is no folder; {advice}") if folder.exists() else missing_path(folder, advice)
     whole = folder / MEASURED
     paths = [whole] if whole.exists() else sorted(folder.glob("measured-rank-*.jsonl"))
     if not paths:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlab.common.errors import UserError
 from shardlab.common.fields import read_table
-from shardlab.common.files import path_from_here, read_file
+from shardlab.common.files import missing_path, path_from_here, read_file
 from shardlab.common.text import counted
 from shardlab.common.user_code import file_and_name
 from shardlab.models import GPT, Blocks, CutModel, Llama, Model, Parameter
@@ -267,8 +267,8 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     if folder.suffix == ENDING and weights_at(folder) and (folder.parent / RUN).is_file():
         folder, weights = folder.parent, folder
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}; name the folder of a run, or one in Hugging Face's form")
+        advice = "name the folder of a run, or one in Hugging Face's form"
+        raise UserError(f"{folder} is a file; {advice}") if folder.exists() else missing_path(folder, advice)
     changed = change or _unchanged
     if (folder / METADATA).is_file() or any(folder.glob("*.distcp")):
         return _open_distributed(folder, changed)
