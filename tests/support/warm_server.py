@@ -91,7 +91,7 @@ def _become_new(kept: Collection[int]) -> None:
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
     null = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/dev/fd"):
         if int(name) > 2 and int(name) not in kept:
             os.dup2(null, int(name))  # closed, its number would be another file's, to which old objects would write
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
