@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 295,
     "check": 2280,
-    "cli": 8143,
+    "cli": 8145,
     "common": 878,
     "draw": 1730,
     "execute": 3800,

@@ -31,6 +31,8 @@ def test_an_unknown_command_is_answered_with_what_was_meant(word: str, meaning: 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        ("--hepl", "--hepl comes before the command; shardlab --help lists all commands"),
+        ("--steps 3 train", "--steps comes before the command; shardlab --help lists all commands"),
         ("qqq", "there is no command 'qqq'; shardlab --help lists all commands"),
         ("learn chek-all", "there is no command 'chek-all'; did you mean check-all? (shardlab learn --help"),
         ("data prepair x.txt", "there is no command 'prepair'; did you mean prepare? (shardlab data --help"),

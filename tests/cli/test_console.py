@@ -533,7 +533,7 @@ def test_counts_are_at_least_one_which_one_sentence_says(arguments: str, sentenc
         ("simulate fsdp --rankz 4", "there is no option --rankz; did you mean --ranks?"),
         ("simulate fsdp ddp", "unexpected argument 'ddp'"),
         ("simulat fsdp", "there is no command 'simulat'; did you mean simulate?"),
-        ("", "no command is given; shardlab --help lists them"),
+        ("", "no command is given; there are strategies, simulate, view"),
         ("train --optimizer admw", "--optimizer is 'admw'; did you mean adamw?"),
         ("train --precision int8", "--precision is 'int8'; there are bf16, bf16-fp32-grads, bf16-params"),
         ("train --steps", "missing value for argument '--steps'. Expected 1 values"),

@@ -172,9 +172,11 @@ def command_of(words: list[str]) -> Command:
 def _parsed(words: list[str]) -> Any:
     """Parse a command line with tyro. Return the command, and the words that it does not recognize."""
     if not words:
-        raise UserError("no command is given; shardlab --help lists them")
+        raise UserError(f"no command is given; there are {', '.join(COMMANDS)}")
     if (pair := " ".join(words[:2])) in COMMANDS:
         words = [pair, *words[2:]]
+    if words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        raise UserError(f"{words[0]} comes before the command; shardlab --help lists all commands")
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         raise unknown_command(words[0], COMMANDS, "shardlab")
     names = subcommand_names(COMMANDS[words[0]]) if words[0] in COMMANDS and words[1:] else []
