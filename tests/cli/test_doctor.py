@@ -12,6 +12,7 @@ import pytest
 
 from shardlab.cli import main
 from tests.support.processes import PATIENCE
+from tests.support.warm import WarmStarts
 
 pytestmark = pytest.mark.starts_ranks
 Captured = pytest.CaptureFixture[str]
@@ -37,18 +38,11 @@ def test_too_few_open_files_are_an_error_with_a_remedy() -> None:
     assert "1 error" in done.stdout
 
 
-def test_ranks_that_do_not_meet_are_an_error_and_the_host_is_examined_all_the_same() -> None:
+def test_ranks_that_do_not_meet_are_an_error_and_the_host_is_examined_all_the_same(warm: WarmStarts) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    done = subprocess.run(
-        [sys.executable, "-m", "shardlab", "doctor", "--timeout", "1", "--json"],
-        env={**os.environ, **world},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE,
-    )
+    done = warm.run(["-m", "shardlab", "doctor", "--timeout", "1", "--json"], env={**os.environ, **world})
     assert done.returncode == 1
     findings = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert findings["python"]["state"] == "ok"

@@ -23,6 +23,7 @@ from shardlab.language import Program, Refused, UserError
 from shardlab.measure.plot import save_figure
 from tests.support.processes import PATIENCE, started, until
 from tests.support.thorough import sampled
+from tests.support.warm import WarmStarts
 from tests.test_readme import ROOT
 
 BILLION = "1000000000"
@@ -141,15 +142,13 @@ def test_a_loop_that_awaits_what_is_done_is_refused_too(user: Path, capsys: pyte
     assert "has not come within 0.2 s" in said
 
 
-def test_a_loop_that_catches_all_is_refused_too(user: Path) -> None:
+def test_a_loop_that_catches_all_is_refused_too(user: Path, warm: WarmStarts) -> None:
     """In a process of its own: nothing ends the loop but the end of its process, and here it would go on for ever."""
-    words = [sys.executable, "-m", "shardlab", "simulate", "user.py:catches_all", "--max-seconds-per-op", "0.2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    with started(words, env=environment) as process:
-        _, said = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, said.count("\n")) == (1, 1)
-    assert "rank 0, op 0" in said
-    assert "has not come within 0.2 s" in said
+    words = ["-m", "shardlab", "simulate", "user.py:catches_all", "--max-seconds-per-op", "0.2"]
+    done = warm.run(words, cwd=user)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "rank 0, op 0" in done.stderr
+    assert "has not come within 0.2 s" in done.stderr
 
 
 def test_a_schedule_that_loops_without_an_action_is_refused(user: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ from shardlab.language import UserError
 from shardlab.simulate.hardware import find_cluster
 from shardlab.simulate.predict.recipe import find_recipe
 from shardlab.train.config import BatchConfig
-from tests.support.thorough import sampled
 
 Captured = pytest.CaptureFixture[str]
 
@@ -82,7 +81,8 @@ def test_the_recipe_and_the_device_determine_the_default_precision(recipe: str, 
     assert [each.name for each in request.precisions] == [precision]
 
 
-@pytest.mark.parametrize("recipe", sampled(["shardlab", "torchtitan", "megatron-core"], {"torchtitan"}.__contains__))
+@pytest.mark.thorough  # tests/cli/plan/test_command.py has two recipes
+@pytest.mark.parametrize("recipe", ["shardlab", "torchtitan", "megatron-core"])
 def test_the_command_of_a_plan_reproduces_its_time_and_memory(recipe: str, capsys: Captured) -> None:
     assert main(["plan", "--model", "gpt2", "--cluster", "h100x8", "--recipe", recipe, *NARROW, "--json"]) == 0
     choice = json.loads(capsys.readouterr().out)

@@ -106,12 +106,12 @@ def test_an_error_of_the_work_is_raised_as_it_is() -> None:
 def test_the_time_counts_for_each_op_and_not_for_all() -> None:
     async def slow(rank: Rank) -> None:
         for l in rank.layers:
-            spend(0.3)
+            spend(0.1)
             rank.weights[l], rank.opt_states[l] = rank.load_weights(l)
 
-    with trace_limits(seconds=1):
+    with trace_limits(seconds=0.5):
         trace(slow, 2, 4, 2)
-    with trace_limits(seconds=0.1), refuses("stalled", error=Stalled):
+    with trace_limits(seconds=0.05), refuses("stalled", error=Stalled):
         trace(slow, 2, 4, 2)
     with trace_limits(seconds=math.inf):
         trace(slow, 1, 1, 1)

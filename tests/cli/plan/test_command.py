@@ -179,13 +179,12 @@ def test_the_command_that_simulates_the_plan_prices_the_same_step(
 ) -> None:
     limits = ["--pp", "1", "--recompute", "none", "--max-micro-batch-size", "1"]
     assert main(["plan", *SMALL, *limits, *words, "--json"]) == 0
-    chosen = json.loads(capsys.readouterr().out)["chosen"]
-    assert main(["plan", *SMALL, *limits, *words]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("simulate it"))
-    command = shlex.split(line.removeprefix("simulate it"))
+    choice = json.loads(capsys.readouterr().out)
+    chosen, command = choice["chosen"], shlex.split(choice["commands"]["simulate"])
     assert main([*command[1:], "--json"]) == 0
     simulated = json.loads(capsys.readouterr().out)
     assert simulated["step_seconds"] == pytest.approx(chosen["step_seconds"])
+    assert simulated["memory_held"] == pytest.approx(chosen["memory"])
     assert simulated["plan"] == chosen["plan"]
 
 

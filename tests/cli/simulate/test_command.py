@@ -23,6 +23,8 @@ from shardlab.language import OpKind, trace
 from shardlab.simulate.timeline import TEACHING_COSTS, simulate
 from shardlab.strategies import STRATEGIES
 from tests.check import right_programs
+from tests.support.thorough import sampled
+from tests.support.warm import WarmStarts
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "my_strategy.py"
 
@@ -206,15 +208,14 @@ def test_the_timeline_shows_what_each_rank_does() -> None:
     assert row.count("B") > row.count("U")
 
 
-def test_a_pipe_gets_no_colours() -> None:
-    environment = {**os.environ, "COLUMNS": "100"}
-    command = [sys.executable, "-m", "shardlab", "simulate", "ddp"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+def test_a_pipe_gets_no_colours(warm: WarmStarts) -> None:
+    done = warm.run(["-m", "shardlab", "simulate", "ddp"], env={**os.environ, "COLUMNS": "100"})
+    assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert "peak memory" in done.stdout
 
 
-@pytest.mark.parametrize("option", ["", "--json"])
+@pytest.mark.parametrize("option", sampled(["", "--json"], bool))
 def test_a_reader_that_stops_early_sees_no_traceback(option: str) -> None:
     command = f"{sys.executable} -m shardlab simulate gpipe --ranks 16 --layers 16 {option} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)

@@ -151,7 +151,11 @@ def held(run: PublishedRun) -> tuple[float, bool]:
 
 def is_short(row: dict[str, Any]) -> bool:
     """Whether the memory of a run is forecast in less than a second. Runs of either outcome are."""
-    return "pp 12" not in row["id"] and ("72 layers" in row["id"] or "micro-batch 1" in row["id"])
+    return (
+        "pp 12" not in row["id"]
+        and "tp 2" not in row["id"]
+        and ("72 layers" in row["id"] or "micro-batch 1" in row["id"])
+    )
 
 
 @pytest.mark.parametrize("row", sampled(CHRONICLES, is_short), ids=[row["id"] for row in CHRONICLES])
@@ -219,7 +223,7 @@ TITAN = {
 """pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: GiB that the allocator had reserved."""
 
 
-@pytest.mark.parametrize("name", TITAN)
+@pytest.mark.parametrize("name", sampled(TITAN, lambda name: name != "table 5, interleaved"))
 def test_what_torchtitan_reserves_is_told_within_a_tenth(name: str) -> None:
     run = read_run(TITAN[name])
     bytes, fits = held(run)
@@ -276,7 +280,7 @@ RUNS = Path(__file__).parent / "published_runs.json"
 
 
 def test_processes_say_what_one_would_say_in_the_order_of_the_rows() -> None:
-    rows = [row for row in read_rows(RUNS) if row["parallelism"]["pp"] == 1]
+    rows = [row for row in read_rows(RUNS) if row["parallelism"]["pp"] == 1][::3]
     assert len(rows) > 2
     assert list(predict_outcomes(rows)) == [predict_outcome(row) for row in rows]
     assert list(predict_outcomes(rows[:1])) == [predict_outcome(rows[0])]

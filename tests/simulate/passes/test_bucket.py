@@ -29,6 +29,7 @@ from tests.simulate.passes.late_programs import checked
 from tests.support.passing import is_right
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
+from tests.support.thorough import examples
 
 MODEL = GPT(layers=4, hidden_size=64, heads=2, vocab_size=32, seq_len=4)
 """Of more parameters than activations."""
@@ -51,7 +52,7 @@ def random_subject(seed: int) -> Program:
     return random_program(random_shape(seed)) if seed % 2 else random_plan(seed, ranks=4).program
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(15))
 @given(st.integers(0, 10**6))
 def test_nothing_in_an_arena_is_written_over_before_it_is_read_for_the_last_time(seed: int) -> None:
     before = check(random_subject(seed))
