@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
-import sys
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,8 @@ from shardlab.cli.bench.report import add_collectives, add_compute, hidden_text
 from shardlab.cli.console import Report
 from shardlab.measure.fits import KINDS, CollectivePoint, LayerPoint, OverlapPoint, PeakPoint, Point, append
 from shardlab.simulate.hardware import Profile
-from tests.support.processes import PATIENCE, started
+from tests.support.processes import PATIENCE
+from tests.support.warm import WarmStarts
 
 pytestmark = pytest.mark.starts_ranks
 Captured = pytest.CaptureFixture[str]
@@ -121,12 +121,12 @@ def test_what_was_measured_before_a_failure_is_told_and_kept(
     assert ("all_reduce", 2) in Profile.read(tmp_path / "profile.json").collectives
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardlab", "bench", "collectives", "--ranks", "2", "--kinds", "all_reduce"]
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, warm: WarmStarts) -> None:
+    command = ["-m", "shardlab", "bench", "collectives", "--ranks", "2", "--kinds", "all_reduce"]
     options = ["--min", "4", "--max", "1KB", "--factor", "2", "--seconds", "1", "--json"]
     files = ["--profile", str(tmp_path / "profile.json")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    with started([*command, *options, *files], env=environment) as bench:
+    pipe = subprocess.PIPE
+    with warm.start([*command, *options, *files], stdout=pipe, stderr=pipe, text=True) as bench:
         assert bench.stderr is not None
         first = bench.stderr.readline()
         assert first.startswith("    1/9  all_reduce")

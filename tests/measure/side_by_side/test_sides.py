@@ -23,7 +23,8 @@ def compared(ranks: Worlds, name: str, transport: str) -> Comparison:
     return ranks(2).call(jobs.compared, pair, pair.sized(jobs.TINY, 2), 2, transport)[0]
 
 
-SAMPLE = {"ddp", "tensor-parallel", "zb-v"}
+SAMPLE = {"tensor-parallel", "zb-v"}
+"""Data parallelism is compared below, after its passes."""
 
 
 @pytest.mark.parametrize(
