@@ -366,6 +366,9 @@ def estimate(rounds: list[tuple[float, float]]) -> ClockOffset:
 NAMED = ("parameters", "optimizer", "arena", "gathered", "gradients")
 """Categories whose tensors are known. All other bytes are activations, including tensors saved by layers."""
 
+PASSING = {Kind.WEIGHT: "gathered", Kind.GRAD_WEIGHT: "gradients"}
+"""Categories of the values of a tape that are not activations."""
+
 
 class Account(Protocol):
     """Interface of a counter of live bytes."""
@@ -435,10 +438,11 @@ def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
     """Run a step as `Executor.step` does, and fill `record` during it."""
     state = executor.state
     account: Account = Allocator(state.settings.device) if _on_gpu(state) else TrackedStorages(state)
+    passing = [(number, PASSING[spec.kind]) for number, spec in sorted(state.specs.items()) if spec.kind in PASSING]
 
     def around(at: int, instruction: Instruction) -> Instruction:
         def run() -> None:
-            record.live[at] = _by_category(state, account.live())
+            record.live[at] = _by_category(state, passing, account.live())
             instruction()
 
         return run
@@ -488,10 +492,12 @@ def _on_gpu(state: State) -> bool:
     return state.settings.device.type == "cuda"
 
 
-def _by_category(state: State, total: int) -> dict[str, int]:
+def _by_category(state: State, passing: list[tuple[int, str]], total: int) -> dict[str, int]:
+    values = ((category, state.values[number]) for number, category in passing)
+    made = ((category, [value]) for category, value in values if isinstance(value, Tensor))
     counted: set[int] = set()
     sizes: dict[str, int] = dict.fromkeys(NAMED, 0)
-    for category, tensors in (*_kept(state), *_passing(state)):
+    for category, tensors in (*_kept(state), *made):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device == state.settings.device and storage.nbytes() and storage.data_ptr() not in counted:
@@ -509,12 +515,3 @@ def _kept(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
         yield "optimizer", part.moments
     yield "gathered", state.buffers
     yield "arena", [state.arena.whole]
-
-
-def _passing(state: State) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """Yield the values of the tape that are not activations, by category."""
-    for number, value in enumerate(state.values):
-        if isinstance(value, Tensor) and number in state.specs:
-            kind = state.specs[number].kind
-            if kind is Kind.WEIGHT or kind is Kind.GRAD_WEIGHT:
-                yield ("gathered" if kind is Kind.WEIGHT else "gradients"), [value]
