@@ -149,10 +149,10 @@ def why_unreadable(error: OSError | UnicodeDecodeError | TooDeep) -> str:
     return "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
 
 
-def closest_name(name: str, names: Iterable[str]) -> str | None:
-    """Return the known name nearest to `name`, ignoring case; None if no name is similar."""
+def closest_name(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the known name nearest to `name`, ignoring case; None if no name is similar (see `get_close_matches`)."""
     known = {each.lower(): each for each in names}
-    close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    close = get_close_matches(name.lower(), known, n=1, cutoff=cutoff)
     return known[close[0]] if close else None
 
 

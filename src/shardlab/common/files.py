@@ -17,12 +17,11 @@ import stat
 import tomllib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from shardlab.common.errors import TooDeep, UserError, why_unreadable
+from shardlab.common.errors import TooDeep, UserError, closest_name, why_unreadable
 
 
 def require_regular_file(path: Path) -> None:
@@ -56,10 +55,9 @@ def nearest_path(path: Path) -> Path | None:
     for part in path.relative_to(path.anchor).parts:
         if not os.path.exists(found / part):
             names = os.listdir(found) if os.access(found, os.R_OK) and found.is_dir() else []
-            close = get_close_matches(part, names, n=1, cutoff=0.75)
-            if not close:
+            part = closest_name(part, names, cutoff=0.75)
+            if part is None:
                 return None
-            part = close[0]
         found /= part
     return found
 
