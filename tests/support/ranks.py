@@ -35,6 +35,9 @@ PRELOAD = [
 forks them. torch's optimizers import torch._dynamo at their first use."""
 
 
+FORGET = ForkingPickler.dumps(None)
+"""Message after which a rank destroys the groups of the last call, in which no rank communicates any more."""
+
 PATIENCE_SECONDS = 20.0
 """Seconds that the other ranks may take after one has failed; they may be waiting for it for ever."""
 
@@ -89,6 +92,9 @@ class Ranks:
                 answers[waiting[pipe]] = self._answer(pipe)
         if not self.usable:
             self.close()
+        elif all(ok for ok, _ in answers.values()):
+            for pipe in self._pipes:
+                pipe.send_bytes(FORGET)
         failures = [f"rank {rank}:\n{error}" for rank, (ok, error) in sorted(answers.items()) if not ok]
         assert not failures, "\n".join(failures)
         return [answers[rank][1] for rank in range(len(self._pipes))]
@@ -118,8 +124,11 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     connect_neighbours(timedelta(minutes=30))
     while True:
-        function, arguments = pipe.recv()
+        call = pipe.recv()
         _forget_groups()
+        if call is None:
+            continue
+        function, arguments = call
         try:
             pipe.send((True, function(rank, *arguments)))
         except BaseException:
