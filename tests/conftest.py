@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from inspect import getclosurevars
@@ -207,7 +207,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @contextmanager
-def silent() -> Iterator[None]:
+def silent() -> Generator[None]:
     """Let processes that start meanwhile write nowhere: what ranks print would be among pytest's own lines."""
     kept = {number: os.dup(number) for number in (1, 2)}
     null = os.open(os.devnull, os.O_WRONLY)
