@@ -172,12 +172,12 @@ THEIRS: dict[str, Any] = {
 }
 TRANSFORMERS: dict[str, tuple[Callable[[], Any], Blocks]] = {
     "qwen3": (
-        lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**THEIRS, head_dim=12)),
+        lambda: transformers().Qwen3ForCausalLM(transformers().Qwen3Config(**THEIRS, head_dim=12)),
         Llama(**WIDE, kv_heads=2, head_dim=12, qk_norm=True, ffn_hidden_size=40),
     ),
     "qwen3 mixture": (
-        lambda: transformers.Qwen3MoeForCausalLM(
-            transformers.Qwen3MoeConfig(
+        lambda: transformers().Qwen3MoeForCausalLM(
+            transformers().Qwen3MoeConfig(
                 **THEIRS, head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2,
                 norm_topk_prob=True, mlp_only_layers=[0],
             )
@@ -187,8 +187,8 @@ TRANSFORMERS: dict[str, tuple[Callable[[], Any], Blocks]] = {
         ),
     ),
     "deepseek, dense": (
-        lambda: transformers.DeepseekV3ForCausalLM(
-            transformers.DeepseekV3Config(
+        lambda: transformers().DeepseekV3ForCausalLM(
+            transformers().DeepseekV3Config(
                 **THEIRS | {"num_key_value_heads": 4}, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8,
                 qk_rope_head_dim=4, v_head_dim=8, first_k_dense_replace=2,
             )
