@@ -27,7 +27,7 @@ CODE_LINES = {
     "measure": 2200,
     "models": 4640,
     "planner": 4114,
-    "simulate": 7438,
+    "simulate": 7443,
     "strategies": 2730,
     "train": 9120,
 }

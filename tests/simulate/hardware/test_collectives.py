@@ -68,6 +68,21 @@ def test_every_step_of_a_ring_over_nodes_takes_the_network_s_overhead_where_it_i
         assert known.collective_seconds(kind, 1e8, range(8)) == plain.collective_seconds(kind, 1e8, range(8))
 
 
+@given(KIND.filter(lambda kind: kind in ("all_reduce", "all_gather", "reduce_scatter")), st.floats(1e10, 1e12))
+def test_large_collectives_are_half_as_fast_with_the_ranks_that_halve_the_speed(kind: str, bytes: float) -> None:
+    """So a group over all devices takes longer than one with a member on each node, which has an eighth of the cards
+    and of the bytes."""
+    plain = replace(find_link("efa-100"), half_speed_ranks=0.0, latency=0.0, net_step=1e-12)
+    fast = replace(find_cluster("h100x1024"), inter_node=plain, nics=32)
+    slow = replace(fast, inter_node=replace(plain, half_speed_ranks=256.0))
+    whole = [each.collective_seconds(kind, bytes, range(256)) for each in (slow, fast)]
+    assert whole[0] == pytest.approx(2 * whole[1], rel=0.01)
+    one = [each.collective_seconds(kind, bytes / 8, range(0, 256, 8)) for each in (slow, fast)]
+    assert one[0] == pytest.approx((1 + 32 / 256) * one[1], rel=0.01)
+    inside = [each.collective_seconds(kind, bytes, range(8)) for each in (slow, fast)]
+    assert inside[0] == inside[1]
+
+
 def test_eight_groups_with_a_member_on_each_node_share_its_cards() -> None:
     """One NIC for each GPU: the group has its own. Two NICs for eight GPUs: it has a quarter of one."""
     own = find_cluster("h100x16")

@@ -196,7 +196,8 @@ def test_every_share_of_a_device_and_every_speed_of_a_link_says_where_it_is_from
         assert {f"matmul.{dtype}" for dtype in device.flops} <= told.keys(), device.name
         assert {"memory", "launch", "k_half", "bytes_half", f"attention.{device.attention}"} <= told.keys()
     for link in LINKS.values():
-        assert link.figures.keys() == {"latency", "efficiency", *(["net_step"] if link.net_step else [])}
+        known = {name for name in ("net_step", "half_speed_ranks") if getattr(link, name)}
+        assert link.figures.keys() == {"latency", "efficiency"} | known
 
 
 @pytest.mark.parametrize("name", FIGURES)

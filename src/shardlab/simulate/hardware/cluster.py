@@ -26,6 +26,7 @@ from typing import Annotated, Any, TypeVar
 from shardlab.common.errors import UserError, find_by_name, suggest_name
 from shardlab.common.fields import (
     COUNT,
+    Amount,
     Positive,
     field_types,
     number,
@@ -66,7 +67,9 @@ class Link:
         pair: bytes per second of a message between two devices; less than `bandwidth` if the lanes go to different
             peers and no switch joins them.
         net_step: minimum seconds of each step of a ring or a tree over several nodes, also inside nodes (0: as its hop;
-            gathers then use the fastest algorithm, not NCCL's ring).
+            collectives then use the fastest algorithm, not NCCL's rings and trees).
+        half_speed_ranks: number of ranks that halves the bytes per second of a ring or a tree over several nodes (0:
+            bytes per second do not depend on the number of ranks).
         source: source of the figures.
         figures: sources of latency and efficiency, which links of a kind share.
     """
@@ -78,6 +81,7 @@ class Link:
     source: str
     pair: Positive = 0.0
     net_step: Annotated[float, SECONDS] = 0.0
+    half_speed_ranks: Amount = 0.0
     figures: Mapping[str, Figure] = field(default_factory=dict[str, Figure], compare=False)
 
     @property
@@ -221,6 +225,7 @@ class Cluster:
             hop_intra_node=self.intra_node.latency,
             hop_inter_node=self.inter_node.latency,
             net_step=self.inter_node.net_step,
+            half_speed_ranks=self.inter_node.half_speed_ranks,
         )
 
     def collective_seconds(self, kind: str, bytes: float, ranks: Sequence[int]) -> float:

@@ -6,7 +6,8 @@ communication operations in MPICH" (not opened). The fastest algorithm is taken,
 speed is that of its slowest link. A hierarchy works inside every node first, then between nodes with all members in
 parallel. If the network's overhead of a step is known (`net_step`), every step of a ring or a tree over several nodes
 takes at least that long, also inside nodes, as in tuning.cc ("inter-node rings still have to launch nsteps * net
-overhead"). Gathers then use rings.
+overhead"). Gathers then use rings, and all-reduces use rings or trees. On networks with `half_speed_ranks`, the bytes/s
+of rings and trees over several nodes decrease with the number of ranks.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class GroupSpan:
         inter_node: bytes/s that a member sends to other nodes: its share of its node's NICs.
         hop_intra_node, hop_inter_node: seconds of a hop.
         net_step: minimum seconds of each step of a ring or a tree over several nodes (0: as its hop).
+        half_speed_ranks: number of ranks that halves the bytes/s of a ring or a tree over several nodes (0: bytes/s do
+            not depend on the number of ranks).
     """
 
     size: int
@@ -45,6 +48,7 @@ class GroupSpan:
     hop_intra_node: float
     hop_inter_node: float
     net_step: float = 0.0
+    half_speed_ranks: float = 0.0
 
     @property
     def ring(self) -> float:
@@ -52,7 +56,8 @@ class GroupSpan:
         crossing = self.members * self.inter_node
         if self.nodes == 1:
             return self.intra_node
-        return crossing if self.members == 1 else min(self.intra_node, crossing)
+        speed = crossing if self.members == 1 else min(self.intra_node, crossing)
+        return speed / (1 + self.size / self.half_speed_ranks) if self.half_speed_ranks else speed
 
     def around(self) -> float:
         """Return the latency in seconds of one round of the ring."""
@@ -111,7 +116,7 @@ def _scattering(span: GroupSpan, bytes: float) -> float:
 def _all_reduce(span: GroupSpan, bytes: float) -> float:
     """Return the seconds of an all_reduce: reduce_scatter and all_gather, or a tree up and down with all bytes."""
     tree = 2 * span.deep() + 2 * bytes / span.ring
-    return min(2 * _ring(span, bytes), 2 * _hierarchy(span, bytes), tree)
+    return min(2 * _scattering(span, bytes), tree)
 
 
 def _rooted(span: GroupSpan, bytes: float) -> float:
