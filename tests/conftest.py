@@ -307,9 +307,12 @@ def _no_program_goes_on() -> Iterator[None]:
             assert not thread.is_alive(), "a program of this test goes on; let a process of its own run it"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """Worlds of processes by size, each started at its first use and shared by all tests."""
+    """Worlds of processes by size, each started at its first use and shared by the tests of a file.
+
+    Waiting ranks take half a percent of a core each, for gloo's polling, and starting a world takes 0.2 s of one.
+    """
     from tests.support import ranks
 
     worlds: dict[int, Ranks] = {}

@@ -1,4 +1,4 @@
-"""Processes that multi-process tests share: a world of n ranks on gloo, started once and kept for the session."""
+"""Processes that multi-process tests share: a world of n ranks on gloo, started once for the tests of a file."""
 
 from __future__ import annotations
 
