@@ -25,7 +25,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import util
@@ -52,15 +52,7 @@ def fork_forkserver(path: Any, words: Sequence[Any], passed: Sequence[int]) -> i
     code = str(words[-1])
     if "forkserver" not in code:
         return _spawn(path, words, passed)
-    if pid := os.fork():
-        return pid
-    try:
-        _become_new(passed)
-        listening, alive = passed[:2]
-        if listening in select.select([listening, alive], [], [])[0]:
-            exec(code, {})
-    finally:
-        os._exit(0)
+    return _fork(passed, lambda: exec(code, {}))
 
 
 def fork_server(listening: socket.socket, alive: int) -> int:
@@ -68,13 +60,28 @@ def fork_server(listening: socket.socket, alive: int) -> int:
 
     It imports what this process has not imported when it is used for the first time.
     """
+
+    def serve() -> None:
+        sys.path[:0] = ["", str(ROOT)]  # the first becomes that of a program
+        _serve(listening, alive)
+
+    return _fork((listening.fileno(), alive), serve)
+
+
+def _fork(files: Sequence[int], serve: Callable[[], object]) -> int:
+    """Fork a server off this process, and return its number.
+
+    Args:
+        files: what the server keeps open: the socket at which it listens, the pipe whose other end closes when it is to
+            end, and others.
+        serve: what it does once somebody connects.
+    """
     if pid := os.fork():
         return pid
     try:
-        _become_new((listening.fileno(), alive))
-        sys.path[:0] = ["", str(ROOT)]  # the first becomes that of a program
-        if listening in select.select([listening, alive], [], [])[0]:
-            _serve(listening, alive)
+        _become_new(files)
+        if files[0] in select.select(files[:2], [], [])[0]:
+            serve()
     finally:
         os._exit(0)
 

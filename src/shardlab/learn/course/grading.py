@@ -361,8 +361,8 @@ def _excess(exercise: Exercise, checked: Checked, timeline: Timeline) -> str:
 
 def _live_of(category: Category, checked: Checked, rank: int, at: int) -> Counter[Spec]:
     """Return the values of a category that a rank holds when an op starts."""
-    alike = Category.PARAMETERS if category is Category.GATHERED else category
-    kinds = {kind for kind, place in CATEGORY_OF_KIND.items() if CATEGORIES[place] is alike}
+    of_kinds = Category.PARAMETERS if category is Category.GATHERED else category
+    kinds = {kind for kind, place in CATEGORY_OF_KIND.items() if CATEGORIES[place] is of_kinds}
     return Counter(spec for spec in live_values(checked, rank, at) if spec.kind in kinds)
 
 
