@@ -14,11 +14,9 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from inspect import getclosurevars
 from multiprocessing import forkserver, util
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -228,6 +226,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     options = session.config.option
     if options.collectonly or (getattr(options, "numprocesses", 0) and "PYTEST_XDIST_WORKER" not in os.environ):
         return
+    import_module("tests.support.parsed_lines")
     from tests.support.ranks import PRELOAD  # imports torch, without which the process that hands out tests does
     from tests.support.warm_server import fork_forkserver
 
@@ -250,28 +249,6 @@ def _one_server_forks_all_ranks() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BaseContext, "set_forkserver_preload", ignore)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _docstrings_of_options_are_read_once() -> Iterator[None]:
-    """Keep what tyro reads in sources from one command line to the next. It clears all caches before each.
-
-    In a process with pytest it also computes a tenth of its cached results a second time.
-    """
-    caches: Any = import_module("tyro._unsafe_cache")
-    texts: Any = import_module("tyro._docstrings")
-    readers = (texts.get_field_docstring, texts.get_callable_description)  # of classes and functions, which live on
-    kept = {id(getclosurevars(reader).nonlocals["local_cache"]) for reader in readers}
-
-    def clear() -> None:
-        for cache in caches._cache_list:
-            if id(cache) not in kept:
-                cache.clear()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(caches, "clear_cache", clear)
-        patch.setattr(caches, "sys", SimpleNamespace(modules={}))
         yield
 
 

@@ -41,6 +41,7 @@ IMPORTED = (
     "shardlab.train.checkpoints",
     "torch._dynamo",
     "torch.distributed.run",
+    "tests.support.parsed_lines",
     "tests.support.short_runs",
 )
 TORCHRUNS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -169,6 +170,8 @@ def _serve(listening: socket.socket, alive: int) -> None:
     """Fork for each request, until the process that started this server has ended."""
     for name in IMPORTED:
         import_module(name)
+    import_module("shardlab.cli").command_of(["train"])  # has tyro read the options of most programs
+    weakref.finalize._registry.clear()  # pyright: ignore
     gc.freeze()  # a collection in a fork would copy all memory that was there before
     WarmProcess.address = listening.getsockname()
     setattr(import_module(TORCHRUNS), "Popen", WarmProcess)  # noqa: B010
