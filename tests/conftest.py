@@ -17,7 +17,7 @@ from importlib import import_module
 from multiprocessing import forkserver, util
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
