@@ -29,6 +29,7 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
 from shardlab.common.errors import Refused, UserError, closest_name
+from shardlab.common.files import path_from_here
 
 
 def file_and_name(name: str) -> tuple[Path | None, str]:
@@ -37,6 +38,17 @@ def file_and_name(name: str) -> tuple[Path | None, str]:
     if colon:
         return Path(path), member
     return (Path(name), "") if name.endswith(".py") else (None, name)
+
+
+def file_from_here(name: str, folder: str | None) -> str:
+    """Return the name of a strategy, a schedule or a model for use in this working directory.
+
+    Args:
+        name: a built-in name, `path/to/file.py:NAME`, or a TOML or CSV file.
+        folder: the working directory of the command that used the name; None if it is unknown.
+    """
+    is_path = file_and_name(name)[0] is not None or name.endswith((".toml", ".csv"))
+    return path_from_here(name, folder) if is_path else name
 
 
 def find_member(module: ModuleType, path: Path, name: str, what: tuple[str, str], is_one: Callable[[Any], bool]) -> Any:

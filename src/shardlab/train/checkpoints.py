@@ -29,7 +29,7 @@ from shardlab.common.errors import UserError
 from shardlab.common.fields import split_interval
 from shardlab.common.files import missing_path, path_from_here, read_file
 from shardlab.common.text import counted, listed
-from shardlab.common.user_code import file_and_name
+from shardlab.common.user_code import file_from_here
 from shardlab.execute import Executor
 from shardlab.execute.kernel_choice import rows_of
 from shardlab.execute.optimizers.settings import OptimizerConfig
@@ -510,9 +510,8 @@ class ResumedRun:
             for name, value in saved.sections["data"].items()
         }
         for section, name in (("model", "model"), ("plan", "strategy"), ("plan", "schedule")):
-            value = saved.sections[section].get(name)
-            if value is not None and (file_and_name(value)[0] is not None or value.endswith((".toml", ".csv"))):
-                sections[section] = {**sections[section], name: path_from_here(value, folder)}
+            if (value := saved.sections[section].get(name)) is not None:
+                sections[section] = {**sections[section], name: file_from_here(value, folder)}
         if (init := saved.sections["train"].get("init")) is not None:
             sections["train"] = {**saved.sections["train"], "init": Path(path_from_here(str(init), folder))}
         return ConfigSource(saved.name, sections)

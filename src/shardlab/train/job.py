@@ -15,8 +15,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from shardlab.check import Checked, check
-from shardlab.common.files import path_from_here
-from shardlab.common.user_code import file_and_name, trace_limits
+from shardlab.common.user_code import file_and_name, file_from_here, trace_limits
 from shardlab.language import Kind, Sizes, UserError, trace
 from shardlab.language.pass_names import needs_norm
 from shardlab.language.precision import Optimizer, Precision, find_runnable_precision
@@ -191,8 +190,7 @@ def _with_paths_from_here(record: Mapping[str, Any], folder: str | None) -> Mapp
     """Return the record of a job in which the paths of strategy, schedule and model are valid in this folder."""
 
     def from_here(name: Any) -> Any:
-        is_path = isinstance(name, str) and (file_and_name(name)[0] is not None or name.endswith(".csv"))
-        return path_from_here(cast(str, name), folder) if is_path else name
+        return file_from_here(name, folder) if isinstance(name, str) else name
 
     paths = {"strategy": from_here(record.get("strategy"))}
     for name, field in (("strategy", "schedule"), ("model", "kind")):

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from shardlab.common.errors import UserError
 from shardlab.common.fields import read_table
-from shardlab.common.files import missing_path, path_from_here, read_file
+from shardlab.common.files import missing_path, read_file
 from shardlab.common.text import counted
-from shardlab.common.user_code import file_and_name
+from shardlab.common.user_code import file_from_here
 from shardlab.models import GPT, Blocks, CutModel, Llama, Model, Parameter
 from shardlab.models.named import ENDING, SINGLE, find_model, weights_at, with_written
 from shardlab.models.tensors import Initial
@@ -346,9 +346,8 @@ def recorded_model(record: Any, path: Path) -> Blocks:
     kind = written.pop("kind", None)
     if not isinstance(kind, str):
         raise UserError(f"{path} does not say of which model the weights are; its field model has none")
-    if file_and_name(kind)[0] is not None:
-        folder: Any = cast(dict[str, Any], record).get("folder")
-        kind = path_from_here(kind, folder if isinstance(folder, str) else None)
+    folder: Any = cast(dict[str, Any], record).get("folder")
+    kind = file_from_here(kind, folder if isinstance(folder, str) else None)
     return with_written(find_model(kind), written, str(path))
 
 
