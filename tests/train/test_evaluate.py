@@ -26,10 +26,18 @@ CPU = torch.device("cpu")
 COUNT = 5
 """Microbatches: the last step has some that do not count."""
 
-SAMPLE = {"ddp", "fsdp", "zero-1", "zero-3", "wsdp", "pipeline", "1f1b", "zb-v", "dualpipe-v", "interleaved-1f1b"} | {
-    "tensor-parallel", "column-parallel", "context-parallel", "expert-parallel", "pipeline-fsdp", "3d"
-}  # fmt: skip
-"""Strategies that lay a model over ranks each in its own way."""
+SAMPLE = {
+    "ddp",
+    "fsdp",
+    "wsdp",
+    "1f1b",
+    "zb-v",
+    "tensor-parallel",
+    "column-parallel",
+    "expert-parallel",
+    "pipeline-fsdp",
+}
+"""Strategies that lay a model over ranks each in its own way. Plans of two ranks stand for those of other axes."""
 
 JOBS = {
     **{case.row: case.job() for case in CASES if case.column == ALONE},

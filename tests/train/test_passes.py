@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,9 @@ def job_for(strategy: str) -> Job:
 
 
 @pytest.mark.starts_ranks
-@pytest.mark.parametrize("strategy", FORCED, ids=lambda name: name.rpartition(":")[2])
+@pytest.mark.parametrize(
+    "strategy", sampled(FORCED, lambda name: name != "tensor-parallel"), ids=lambda name: name.rpartition(":")[2]
+)
 def test_passes_change_no_bit(ranks: World, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks add in one order only, so that even buckets do not round otherwise. All passes are forced."""
     monkeypatch.setattr(jobs, "apply_passes", forced)  # jobs are checked here, for all ranks
@@ -104,11 +107,17 @@ def test_the_passes_of_that_test_move_something(strategy: str, monkeypatch: pyte
     assert replace(written, passes=FORCED[strategy]).checked().program.tapes != written.checked().program.tapes
 
 
+FORWARD_SAMPLE = {"ddp", "wsdp", "fsdp", "zero-1", "zero-3", "tensor-parallel", "expert-parallel"} | {
+    "pipeline-fsdp", "1f1b", "zb-v"
+}  # fmt: skip
+"""Strategies in which passes find something to move, each for another reason."""
+
+
 @pytest.mark.parametrize(
     "case",
     sampled(
         [case for case in CASES if case.column == ALONE],
-        lambda case: case.strategy not in ("context-parallel", "4d", "3d"),
+        lambda case: case.strategy in FORWARD_SAMPLE,
     ),
     ids=str,
 )
@@ -181,15 +190,18 @@ pytestmark = pytest.mark.starts_ranks
 OFFLOADED = GPT(layers=3, hidden_size=32, heads=4, seq_len=16)
 
 
+DISK = "parameters=disk", "optimizer=disk", "activations=disk"
+HOST = "parameters=host", "optimizer=host", "gradients=host"
+
+
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["parameters=disk", "optimizer=disk", "activations=disk"],
-        ["parameters=host", "optimizer=host", "gradients=host"],
-    ],
+    ("strategy", "words"),
+    sampled(
+        product(("fsdp", "zero-1", "1f1b"), (DISK, HOST)),
+        [("fsdp", DISK), ("zero-1", HOST), ("1f1b", HOST)].__contains__,
+    ),
 )
-@pytest.mark.parametrize("strategy", ["fsdp", "zero-1", "1f1b"])
-def test_offloaded_states_train_like_one_device(ranks: World, strategy: str, words: list[str]) -> None:
+def test_offloaded_states_train_like_one_device(ranks: World, strategy: str, words: tuple[str, ...]) -> None:
     job = Job(strategy, 2, 4, OFFLOADED, 2, "fp64", passes=with_offload(None, words))
     kinds = {op.kind for tape in job.checked().program.tapes for op in tape}
     assert OpKind.RELOAD in kinds
@@ -198,7 +210,11 @@ def test_offloaded_states_train_like_one_device(ranks: World, strategy: str, wor
 
 
 @pytest.mark.parametrize(
-    "passes", ["fuse-steps=1", "fuse-steps=2", "bucket=2,fuse-steps=8", "update-early,fuse-steps=1"]
+    "passes",
+    sampled(
+        ["fuse-steps=1", "fuse-steps=2", "bucket=2,fuse-steps=8", "update-early,fuse-steps=1"],
+        lambda passes: passes != "fuse-steps=1",
+    ),
 )
 def test_weights_carried_from_step_to_step_give_one_devices_numbers(ranks: World, passes: str) -> None:
     for strategy in ("fsdp", "zero-3")[: 1 if "update" in passes else 2]:
@@ -206,7 +222,7 @@ def test_weights_carried_from_step_to_step_give_one_devices_numbers(ranks: World
         assert verdict.ok, verdict
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero-1", "zero-3"])
+@pytest.mark.parametrize("strategy", sampled(["ddp", "fsdp", "zero-1", "zero-3"], {"ddp", "zero-3"}.__contains__))
 def test_buckets_give_one_devices_numbers(ranks: World, strategy: str) -> None:
     job = Job(strategy, 2, 4, OFFLOADED, 2, "fp64", passes="bucket=1")
     assert any(op.batch >= 0 for tape in job.checked().program.tapes for op in tape)
@@ -308,11 +324,11 @@ def test_a_step_takes_as_much_less_memory_as_is_predicted(ranks: World) -> None:
     """The head is as large as all other layers. The whole head and its whole gradient are saved."""
     wide = gpt(layers=1, hidden_size=64, heads=8, vocab_size=2048)
     whole, tiled = (
-        ranks(2).call(memory, Job("zero-3", 2, 2, wide, 1, "fp32", passes=passes)) for passes in ("none", "tile=8")
+        ranks(2).call(memory, Job("zero-3", 2, 2, wide, 1, "fp32", passes=passes)) for passes in ("none", "tile=4")
     )
     for (_, live), (predicted, live_in_tiles) in zip(whole, tiled, strict=True):
         assert live_in_tiles == pytest.approx(predicted, rel=0.02)
-        assert live - live_in_tiles > 1.5 * 4 * 2048 * 64
+        assert live - live_in_tiles > 1.3 * 4 * 2048 * 64
 
 
 # A model whose state is larger than the memory that its ranks may take is trained within it, from files.

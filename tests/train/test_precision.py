@@ -39,12 +39,10 @@ SAMPLE = (
     "fsdp",
     "wsdp",
     "tensor-parallel",
-    "context-parallel",
     "expert-parallel",
-    "1f1b",
     "zb-v",
 )
-"""One strategy for each way of exchanging what is rounded."""
+"""One strategy for each way of exchanging what is rounded; a plan below has the ring."""
 
 MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, ffn_hidden_size=2048)
 
@@ -65,10 +63,11 @@ def test_every_strategy_in_bfloat16_is_as_exact_as_one_device(ranks: World, name
             ("hsdp", "bf16-params"),
             ("tp+fsdp", "bf16-fp32-grads"),
             ("zero-1", "fp16"),
+            ("cp", "bf16"),
             ("cp+tp+sp", "fp16"),
             ("ep+fsdp", "fp32"),
         ],
-        [("hsdp", "bf16-params"), ("tp+fsdp", "bf16-fp32-grads"), ("zero-1", "fp16"), ("ep+fsdp", "fp32")].__contains__,
+        lambda case: case[0] in ("hsdp", "zero-1", "cp"),
     ),
 )
 def test_every_precision_of_a_plan_is_as_exact_as_one_device(ranks: World, sharding: str, precision: str) -> None:
@@ -243,7 +242,7 @@ SLICING = "tests/check/slicing_programs.py"
 def test_programs_by_hand_give_the_numbers_of_one_device(ranks: World, strategy: str, count: int) -> None:
     model = GPT(layers=2, hidden_size=16, heads=4, seq_len=8, dropout=0.1)
     job = Job(f"{ROOT}/{strategy}", count, 4, model, 2, "fp64", ema=0.7)
-    verdict = ranks(count).call(verify_rank, CPU, job, 3)[0]
+    verdict = ranks(count).call(verify_rank, CPU, job, 2)[0]
     assert verdict.ok, verdict
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, product, repeat
 from pathlib import Path
 from unittest.mock import DEFAULT, patch
 
@@ -25,6 +25,7 @@ from shardlab.train.job import Job
 from shardlab.train.verification.cases import SHARD, Verdict
 from shardlab.train.verification.verify import verify_rank
 from tests.support.ranks import Ranks
+from tests.support.thorough import sampled
 from tests.train.tied_plans import CPU, trained, verdict
 
 pytestmark = pytest.mark.starts_ranks
@@ -80,17 +81,23 @@ def test_the_trained_blocks_are_put_together_judged_and_sampled(ranks: World) ->
 
 
 PAGES = {"single": 1, "grad-accum": 1, "ddp": 2, "wsdp": 2, "fsdp": 2, "tensor-parallel": 2, "expert-parallel": 2}
+OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_built_in_programs_compute_the_head_with_the_embedding_s_weight(ranks: World, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    sampled(product(PAGES, OPTIMIZERS), lambda case: case[1] == "muon" or case[0] in ("fsdp", "tensor-parallel")),
+)
+def test_built_in_programs_compute_the_head_with_the_embedding_s_weight(
+    ranks: World, name: str, optimizer: Optimizer
+) -> None:
+    """With Muon, AdamW steps the shared weight just the same."""
     count, whole = PAGES[name], replace(model(), dropout=0.1)
     if name == "expert-parallel":
         whole = MoE(layers=2, hidden_size=16, heads=2, seq_len=8, vocab_size=51, tied=True)
-    for optimizer in ("adamw", "muon"):
-        job = Job(name, count, 4, whole, 2, "fp64", optimizer=optimizer)
-        said = ranks(count).call(verify_rank, CPU, job, 2)[0]
-        assert said.ok, said
+    job = Job(name, count, 4, whole, 2, "fp64", optimizer=optimizer)
+    said = ranks(count).call(verify_rank, CPU, job, 2)[0]
+    assert said.ok, said
 
 
 def test_whole_blocks_between_embedding_and_head_are_layers_with_one_activation_between_any_two() -> None:
@@ -115,10 +122,13 @@ def test_a_plan_cuts_whole_blocks_unless_a_pipeline_or_slices_want_finer_layers(
     assert len(places(replace(plan, recompute="selective"))) > len(WHOLE)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("freeze", [(), (0,), (2,)], ids=["all trained", "embedding frozen", "last block frozen"])
+@pytest.mark.parametrize(
+    ("freeze", "optimizer"),
+    sampled(product([(), (0,), (2,)], OPTIMIZERS), [((), "muon"), ((0,), "adamw"), ((2,), "muon")].__contains__),
+    ids=lambda value: value if isinstance(value, str) else f"frozen {value}",
+)
 def test_a_plan_of_whole_blocks_computes_the_numbers_of_one_device(
-    ranks: World, optimizer: Optimizer, freeze: tuple[int, ...]
+    ranks: World, freeze: tuple[int, ...], optimizer: Optimizer
 ) -> None:
     plan = replace(SHARDED, recompute="full", freeze=freeze)
     job = Job(plan, 2, 4, replace(model(), dropout=0.1), 2, "fp64", optimizer=optimizer)

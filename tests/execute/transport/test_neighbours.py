@@ -63,8 +63,8 @@ KINDS = [
     "barrier",
     "send",
 ]
-MANY = 3000
-"""Letters that no socket holds at once."""
+MANY = WINDOW_BYTES // MIN_BUFFER_BYTES + 200
+"""Messages of one number, more than may go ahead of their receives, and more than a Unix socket holds (278)."""
 
 
 def _world() -> Transport:
