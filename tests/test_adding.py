@@ -179,7 +179,7 @@ def put(package: Path, block: Block) -> None:
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a copy of the package, into which all the page's additions are put, and the page's programs."""
     folder = tmp_path_factory.mktemp("changed")
-    shutil.copytree(ROOT / "src" / "shardlab", folder / "shardlab", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src" / "shardlab", folder / "shardlab")  # with what Python has compiled
     (folder / "shardlab" / "strategies" / "my_strategy.py").write_text(SAVED["my_strategy.py"].text)
     for block in INTO:
         put(folder / "shardlab", block)
@@ -190,32 +190,46 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def built(line: str, changed: Path) -> Any:
-    """What a command of the changed package says, as JSON."""
+COMMANDS = """
+import sys
+from shardlab.cli import main
+
+for line in sys.argv[1:]:
+    status = main([*line.split(), "--json"])
+    print(end="\\0", flush=True)
+    if status:
+        sys.exit(status)
+"""
+
+
+def built(changed: Path, *lines: str) -> list[Any]:
+    """What commands of the changed package say, as JSON. One process runs them all."""
     env = {**os.environ, "PYTHONPATH": str(changed), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "shardlab", *line.split(), "--json"]
+    command = [sys.executable, "-c", COMMANDS, *lines]
     done = subprocess.run(command, cwd=changed, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(text) for text in done.stdout.split("\0")[:-1]]
 
 
 def test_a_strategy_is_built_in_by_its_own_file(changed: Path) -> None:
-    assert built("simulate in-two-steps", changed)["backends"] == ["gloo", "nccl"]
-    listed = [row["name"] for row in built("strategies", changed)]
+    facts, rows = built(changed, "simulate in-two-steps", "strategies")
+    assert facts["backends"] == ["gloo", "nccl"]
+    listed = [row["name"] for row in rows]
     assert listed == [*listed[: listed.index("zero-1") - 1], "in-two-steps", *listed[listed.index("zero-1") :]]
 
 
 def test_a_collective_and_an_op_are_checked_and_run(changed: Path) -> None:
-    assert built("verify copies.py:ring_ddp --ranks 3 --microbatches 3", changed)["ok"]
+    (facts,) = built(changed, "verify copies.py:ring_ddp --ranks 3 --microbatches 3")
+    assert facts["ok"]
 
 
 def test_a_device_computes_and_a_collective_takes_time_on_it(changed: Path) -> None:
-    facts = built("simulate ring.py:ring_ddp --model gpt2 --cluster minex4 --precision fp16", changed)
+    (facts,) = built(changed, "simulate ring.py:ring_ddp --model gpt2 --cluster minex4 --precision fp16")
     assert facts["checked"]
     assert [each["kind"] for each in facts["exposed"]] == ["shift"]
 
 
 def test_products_alone_are_quicker_in_a_narrower_dtype(changed: Path) -> None:
     line = "simulate ddp --ranks 8 --model gpt2 --cluster b200x8 --precision"
-    narrow, wide = (built(f"{line} {precision}", changed)["step_seconds"] for precision in ("fp4", "bf16"))
+    narrow, wide = (facts["step_seconds"] for facts in built(changed, f"{line} fp4", f"{line} bf16"))
     assert wide / 4 < narrow < wide

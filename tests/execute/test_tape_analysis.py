@@ -29,7 +29,7 @@ from tests.support.ranks import Ranks
 from tests.support.thorough import sampled
 
 World = Callable[[int], Ranks]
-MODEL = GPT(layers=4, hidden_size=32, heads=2, vocab_size=32, seq_len=16)
+MODEL = GPT(layers=3, hidden_size=32, heads=2, vocab_size=32, seq_len=16)
 
 
 class Steps(NamedTuple):

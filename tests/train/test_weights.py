@@ -133,7 +133,7 @@ def test_no_rank_has_more_than_its_share_and_one_layer_when_a_run_ends(
     ranks: World, tmp_path: Path, name: str, ema: float | None
 ) -> None:
     """To judge averages, weights are put aside; zero-3 gathers the next layer while it computes with one."""
-    model = GPT(layers=8, hidden_size=64, heads=2, seq_len=4, vocab_size=64)
+    model = GPT(layers=6, hidden_size=64, heads=2, seq_len=4, vocab_size=64)
     strategy = SHARDINGS["tp"] if name == "tp" else name
     for found, share, layer in ranks(2).call(peaks, Job(strategy, 2, 2, model, 1, ema=ema), tmp_path):
         aside, computing, activations = share if ema else 0, layer * (2 if name == "zero-3" else 1), layer // 5

@@ -18,7 +18,7 @@ from shardlab.measure.side_by_side.sides import compare_rank, compare_sides, fin
 from shardlab.models import GPT
 
 CPU = torch.device("cpu")
-TINY = Size("tiny", GPT(layers=4, hidden_size=16, heads=4, vocab_size=32, seq_len=8), 8)
+TINY = Size("tiny", GPT(layers=2, hidden_size=16, heads=4, vocab_size=32, seq_len=8), 8)
 
 
 def compared(rank: int, pair: StrategyPair, size: Size, turns: int, transport: str = "") -> Comparison:
