@@ -113,12 +113,12 @@ def test_the_time_counts_for_each_op_and_not_for_all() -> None:
 
         return slow
 
-    with trace_limits(seconds=0.5):
-        trace(loading_after(0.1), 2, 4, 2)
+    with trace_limits(seconds=0.3):
+        trace(loading_after(0.05), 2, 4, 2)
     with trace_limits(seconds=0.05), refuses("stalled", error=Stalled):
         trace(loading_after(60.0), 2, 4, 2)  # however late a busy machine looks at the clock
     with trace_limits(seconds=math.inf):
-        trace(loading_after(0.1), 1, 1, 1)
+        trace(loading_after(0.05), 1, 1, 1)
 
 
 def test_a_program_that_sleeps_takes_no_cpu_time() -> None:
@@ -139,7 +139,7 @@ def test_a_program_that_has_ended_has_no_clock_and_that_is_no_error() -> None:
 
 
 def test_an_import_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "takes_long.py").write_text("from tests.common.test_user_code import spend\nspend(0.8)\n")
+    (tmp_path / "takes_long.py").write_text("from tests.common.test_user_code import spend\nspend(0.4)\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
     async def imports(rank: Rank) -> None:

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from shardlab.train.data import Corpus
 from shardlab.train.data.stream import SequenceStream, TokenRun
 from shardlab.train.data.tokenizers import ByteTokenizer
 from tests.support.thorough import examples
+from tests.support.warm import WarmStarts
 
 TEXT = bytes(i % 251 for i in range(5000))
 BATCHES = Batches(Corpus.from_text(TEXT, seq_len=16), seq_len=16, micro_batch_size=4, microbatches=2, seed=0)
@@ -50,12 +48,11 @@ print(peak_memory(torch.device("cpu")) - before)
 """
 
 
-def test_of_a_large_file_a_rank_reads_what_it_trains_on(tmp_path: Path) -> None:
+def test_of_a_large_file_a_rank_reads_what_it_trains_on(tmp_path: Path, warm: WarmStarts) -> None:
     with (tmp_path / "large").open("wb") as file:
         file.truncate(10**9)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    command = [sys.executable, "-c", LARGE]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = warm.run(["-c", LARGE], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 10**8, "a tenth of the file"
 
 

@@ -185,22 +185,30 @@ def test_nobody_looks_at_a_run_that_is_to_end_before_it_is_saved(
     assert [validation.needs_weights(number) for number in range(3)] == [False, True, False]
 
 
+@pytest.fixture(scope="module")
+def begun(ranks: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
+    """A folder of a run, and of its weights as Hugging Face has them."""
+    folder = tmp_path_factory.mktemp("begun")
+    summary = run(ranks, "ddp", 2, folder / "begun", steps=6)
+    convert_weights(open_source(folder / "begun"), folder / "hf", "hf")
+    return folder, summary
+
+
 @pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("fsdp", 2), ("tensor-parallel", 2)])
 def test_a_run_goes_on_from_another_run_or_from_hugging_face(
-    ranks: World, tmp_path: Path, strategy: str, count: int
+    ranks: World, begun: tuple[Path, Summary], tmp_path: Path, strategy: str, count: int
 ) -> None:
-    begun = run(ranks, "ddp", 2, tmp_path / "begun", steps=6)
-    convert_weights(open_source(tmp_path / "begun"), tmp_path / "hf", "hf")
+    runs, summary_of_begun = begun
     for folder in ("begun", "hf"):
         job = Job(strategy, count, 4, MODEL, 2)
         plan = run_of(
-            job, OptimizerConfig(schedule_steps=1, warmup_steps=0), tmp_path / f"from {folder}", init=tmp_path / folder
+            job, OptimizerConfig(schedule_steps=1, warmup_steps=0), tmp_path / f"from {folder}", init=runs / folder
         )
         summary = ranks(count).call(train_plainly, plan)[0]
-        assert summary.validation_before == pytest.approx(begun.validation_after, rel=1e-6)
-        assert losses(tmp_path / f"from {folder}")[0] < losses(tmp_path / "begun")[0] - 0.2
+        assert summary.validation_before == pytest.approx(summary_of_begun.validation_after, rel=1e-6)
+        assert losses(tmp_path / f"from {folder}")[0] < losses(runs / "begun")[0] - 0.2
     assert losses(tmp_path / "from begun") == losses(tmp_path / "from hf")
-    assert json.loads((tmp_path / "from hf" / "run.json").read_text())["init"] == str(tmp_path / "hf")
+    assert json.loads((tmp_path / "from hf" / "run.json").read_text())["init"] == str(runs / "hf")
 
 
 def test_every_rank_count_sees_the_same_batches_in_the_same_steps(ranks: World, tmp_path: Path) -> None:
@@ -373,7 +381,7 @@ def test_live_bytes_are_as_predicted(ranks: World, strategy: str | Plan, ranks_:
 
     But for the batch, and for moments: what a collective has sent a copy of ends on the tape an op later.
     """
-    job = Job(strategy, ranks_, 4, model, 2)
+    job = Job(strategy, ranks_, 2, model, 2)
     checked = job.checked()
     measured = ranks(ranks_).call(lived, job)
     for tape, predicted, live in zip(checked.program.tapes, memory_in_bytes(checked), measured, strict=True):

@@ -88,7 +88,7 @@ def is_in_torchtitan(model: Blocks) -> bool:
     return type(model) is Llama and not model.bias
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     models().filter(is_in_torchtitan),
     st.sampled_from([torch.float32, torch.bfloat16]),

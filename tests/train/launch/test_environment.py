@@ -32,19 +32,25 @@ from shardlab.train.launch.environment import (
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
 
 
-NO_TORCH = "import sys; from shardlab.cli import main; print(main({words}), 'torch' in sys.modules)"
+NO_TORCH = """
+import sys
+from shardlab.cli import main
+
+print([main(words.split()) for words in sys.argv[1:]], "torch" in sys.modules)
+"""
 
 
-@pytest.mark.parametrize("command", ["train", "verify ddp", "collectives show barrier"])
-def test_a_port_in_use_is_reported_before_torch_is_imported(command: str) -> None:
+def test_a_port_in_use_is_reported_before_torch_is_imported() -> None:
+    commands = ["train", "verify ddp", "collectives show barrier"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = {**TORCHRUN, "RANK": "0", "MASTER_PORT": str(taken.getsockname()[1])}
-        code = NO_TORCH.format(words=command.split())
         environment = {**os.environ, "PYTHONPATH": "src", **place}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout == "2 False\n"
-    assert "is the port in use? Choose another in MASTER_PORT (Address already in use)" in done.stderr
-    assert done.stderr.count("\n") == 1
+        done = subprocess.run(
+            [sys.executable, "-c", NO_TORCH, *commands], env=environment, capture_output=True, text=True
+        )
+    assert done.stdout == "[2, 2, 2] False\n"
+    assert done.stderr.count("is the port in use? Choose another in MASTER_PORT (Address already in use)") == 3
+    assert done.stderr.count("\n") == 3
 
 
 def test_torchruns_own_port_is_in_use_by_its_agent() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, singledispatch
 from itertools import product
@@ -94,12 +94,15 @@ def second_slice(model: Model, layer: int) -> int:
     return min(1, model.layout(0 if model.borrowed(layer) else layer).slices - 1)
 
 
-every_slice = pytest.mark.parametrize(
-    ("model", "layer", "number"),
-    sampled(CASES, lambda case: case[1] in different_layers(case[0])[:3] and case[2] == second_slice(*case[:2])),
-    ids=str,
-    scope="module",  # so that all tests of a slice run together, and find its weights in the cache
-)
+def is_in_sample(case: tuple[Model, int, int]) -> bool:
+    model, layer, number = case
+    return layer in different_layers(model)[:3] and number == second_slice(model, layer)
+
+
+def every_slice(keep: Callable[[tuple[Model, int, int]], bool] = is_in_sample) -> pytest.MarkDecorator:
+    """Return the mark of a test of all slices of all layers, of which the suite runs those to keep."""
+    scope = "module"  # so that all tests of a slice run together, and find its weights in the cache
+    return pytest.mark.parametrize(("model", "layer", "number"), sampled(CASES, keep), ids=str, scope=scope)
 
 
 @lru_cache(maxsize=32)
@@ -153,7 +156,7 @@ class Passes:
         return [torch.zeros_like(weight) for weight in self.weights]
 
 
-@every_slice
+@every_slice()
 def test_both_passes_are_those_that_autograd_makes_of_the_definition(model: Model, layer: int, number: int) -> None:
     its = Passes(model, layer, number)
     leaves = [weight.clone().requires_grad_() for weight in its.weights]
@@ -171,7 +174,7 @@ def test_both_passes_are_those_that_autograd_makes_of_the_definition(model: Mode
         assert leaf.grad is None or error(room, leaf.grad) <= 1e-13
 
 
-@every_slice
+@every_slice()
 def test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(
     model: Model, layer: int, number: int
 ) -> None:
@@ -189,7 +192,7 @@ def test_two_halves_are_the_whole_to_the_bit_and_the_weight_may_go_between_them(
         assert torch.equal(mine, its_own)
 
 
-@every_slice
+@every_slice()
 def test_gradients_are_added_to_what_is_there_and_nothing_stays(model: Model, layer: int, number: int) -> None:
     fresh, more = Passes(model, layer, number), Passes(model, layer, number)
     zeros, ones = fresh.rooms(), [torch.ones_like(weight) for weight in fresh.weights]
@@ -262,7 +265,7 @@ def none(primitive: Primitive, at: TensorPlaces) -> BothPasses | None:
     return None
 
 
-@every_slice
+@every_slice(lambda case: is_in_sample(case) and case[0] in WHOLE)
 def test_autograd_makes_the_backward_pass_of_a_primitive_that_has_none(model: Model, layer: int, number: int) -> None:
     """Wherever its weight lies then."""
     its = Passes(model, layer, number)
