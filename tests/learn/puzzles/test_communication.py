@@ -3,6 +3,7 @@
 import asyncio
 import math
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from shardlab.learn.puzzles import Model, Weight, grade
 from shardlab.learn.puzzles.values import WeightGrad
 from tests.learn.puzzles import solutions
 from tests.learn.puzzles.drive import figures, gathered, models_of, results, run
-from tests.support.processes import PATIENCE, started
+from tests.support.processes import PATIENCE
+from tests.support.warm import ROOT, WarmStarts
 
 THINGS: list[Any] = [None, 0, "extra cheese", [1, 2], {"a": {1}}, object(), len, Weight(0, 1, 0), ValueError("x")]
 
@@ -304,9 +306,9 @@ ENDLESS = [spins, yields, sleeps, computes, catches_all, strategy]
 
 @pytest.mark.parametrize("solution", ENDLESS, ids=lambda solution: solution.__name__)
 def test_a_solution_that_never_ends_is_stopped_with_a_sentence(solution: Any) -> None:
-    verdict = grade("ddp", solution, seconds=0.3).verdict
-    assert verdict.startswith("Wrong: the solution had not ended after 0.3 s")
-    assert verdict.endswith("; make its loops end, or give it more time: grade(..., seconds=3).")
+    verdict = grade("ddp", solution, seconds=0.1).verdict
+    assert verdict.startswith("Wrong: the solution had not ended after 0.1 s")
+    assert verdict.endswith("; make its loops end, or give it more time: grade(..., seconds=1).")
     if solution not in (yields, sleeps):
         code = solution.__code__
         number = int(verdict.split("test_communication.py:")[1].split(";")[0])
@@ -343,10 +345,11 @@ def test_a_solution_may_have_any_time() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise")
 @pytest.mark.parametrize("solution", ENDLESS, ids=lambda solution: solution.__name__)
-def test_ctrl_c_ends_an_endless_solution(solution: Any) -> None:
+def test_ctrl_c_ends_an_endless_solution(solution: Any, warm: WarmStarts) -> None:
     name = solution.__name__
     program = f"from {__name__} import *; print('go', flush=True); grade('ddp', {name}, seconds=120)"
-    with started([sys.executable, "-c", program]) as process:
+    pipe = subprocess.PIPE
+    with warm.start(["-c", program], stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "go\n"
         time.sleep(0.3)
