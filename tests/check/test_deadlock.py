@@ -251,7 +251,7 @@ RANKS_AND_TIMES = [(1, 1), (1, 4), (2, 3), (3, 2), (4, 4), (6, 1), (8, 2)]
     ("name", "size"),
     sampled(
         [(name, size) for name in STRATEGIES for size in RANKS_AND_TIMES if fits(name, size[0])],
-        lambda case: case[1] in ((1, 4), (2, 3), (3, 2), (8, 2)),
+        lambda case: case[1] in ((1, 4), (2, 3), (3, 2)) or (case[1] == (8, 2) and not fits(case[0], 2)),
     ),
 )
 def test_built_in_strategies_pass_every_model(name: str, size: tuple[int, int]) -> None:

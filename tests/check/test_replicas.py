@@ -42,7 +42,7 @@ def checked(program: Strategy, ranks: int = 4, layers: int = 2) -> Checked:
 def test_no_built_in_strategy_drifts(name: str) -> None:
     assert drifts_of(check(built_in(name))) == []
     if fits(name, 8):
-        assert drifts_of(check(built_in(name, 8, layers_for(name, 8), 16))) == []
+        assert drifts_of(check(built_in(name, 8, layers_for(name, 8), 8))) == []
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -58,7 +58,7 @@ def test_no_plan_drifts_whose_reductions_run_in_buckets() -> None:
     assert drifts_of(proof) == []
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(15))
 @given(plans())
 def test_no_plan_at_random_drifts(shape: Planned) -> None:
     assert drifts_of(check(shape.program)) == []

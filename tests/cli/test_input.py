@@ -229,7 +229,7 @@ def test_a_file_nested_3000_deep_is_refused(command: str, user: Path, capsys: py
         lambda command: "user.py" in command or "llama3" in command,
     ),
 )
-@pytest.mark.parametrize("after", sampled([0.1, 1.5], lambda after: after > 1))
+@pytest.mark.parametrize("after", sampled([0.1, 1.0, 1.5], lambda after: after == 1.0))
 def test_ctrl_c_prints_one_line(command: str, after: float, user: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     words = ["bash", "-c", 'ulimit -v 6000000; exec "$@"', "-", sys.executable, "-m", "shardlab", *command.split()]
@@ -260,14 +260,7 @@ WRITES = [
 
 
 @pytest.mark.parametrize(("command", "name"), WRITES)
-def test_a_file_of_shardlab_is_written_again(command: str, name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    for _ in range(2):
-        assert main([*command.split(), str(path)]) == 0
-
-
-@pytest.mark.parametrize(("command", "name"), WRITES)
-def test_a_file_of_the_user_is_replaced_by_force_alone(
+def test_a_file_of_the_user_is_replaced_by_force_alone_and_one_of_shardlab_without(
     command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / name
@@ -279,6 +272,7 @@ def test_a_file_of_the_user_is_replaced_by_force_alone(
     assert path.read_text() == "years of work\n"
     assert main([*command.split(), str(path), "--force"]) == 0
     assert path.read_text() != "years of work\n"
+    assert main([*command.split(), str(path)]) == 0
 
 
 def test_an_empty_file_is_written_into(tmp_path: Path) -> None:
@@ -378,7 +372,7 @@ def followed(command: str, advised: str) -> str:
     return " ".join([*words, *advised.removeprefix("a plan, ").split()])
 
 
-SLOW = ("70b", "context", "gpipe")
+SLOW = ("70b", "context", "gpipe", "gpt2-xl --cluster h100", "1000000")
 
 
 @pytest.mark.parametrize("command", sampled(REFUSED, lambda command: not any(each in command for each in SLOW)))
@@ -390,5 +384,5 @@ def test_what_is_recommended_fits(command: str, capsys: pytest.CaptureFixture[st
 
 
 def test_where_nothing_fits_idle_devices_are_still_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--ep", "8", "--model", "mixtral-8x7b", "--cluster", "h100x64"]) == 2
-    assert "which uses the 56 devices that are idle, takes least" in capsys.readouterr().err
+    assert main(["simulate", "--ep", "8", "--model", "mixtral-8x7b", "--cluster", "h100x16"]) == 2
+    assert "which uses the 8 devices that are idle, takes least" in capsys.readouterr().err

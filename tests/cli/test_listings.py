@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -188,8 +189,11 @@ def test_what_is_held_beyond_tensors_is_told_and_counts_for_room(capsys: Capture
     assert "of 40 GiB: tensors and standing buffers" in capsys.readouterr().out
 
 
-def test_published_runs_are_predicted_as_any_recipe_runs_them(capsys: Captured, tmp_path: Path) -> None:
-    """Also one whose framework has no recipe."""
+def test_published_runs_are_predicted_as_any_recipe_runs_them(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose framework has no recipe. All in this process, as tests/cli/test_validate.py explains."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     runs = tmp_path / "runs.json"
     row = ROWS["titan-t1-8B-8gpu-eager"]
     runs.write_text(json.dumps([row, row | {"id": "ours", "framework": "ours"}]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ def few(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predict the runs in this process: the first test lets as many processes do so as there are cores."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+
+
 def test_json_has_every_run_with_what_was_measured_and_predicted(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", str(few), "--json"]) == 0
     rows = {row["id"]: row for row in json.loads(capsys.readouterr().out)}
@@ -32,6 +39,7 @@ def test_json_has_every_run_with_what_was_measured_and_predicted(few: Path, caps
     assert rows["zero-7.5B-Nd64-stage2"]["memory"] == "model state"
 
 
+@pytest.mark.usefixtures("one_process")
 def test_the_tables_tell_errors_by_source_and_what_was_left_out(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", str(few)]) == 0
     said = capsys.readouterr().out
@@ -40,6 +48,7 @@ def test_the_tables_tell_errors_by_source_and_what_was_left_out(few: Path, capsy
     assert "1 of 4 runs are not predicted" in said
 
 
+@pytest.mark.usefixtures("one_process")
 def test_the_runs_that_are_farthest_off_are_named_with_both_figures(few: Path, capsys: Captured) -> None:
     (titan,) = (row for row in json.loads(few.read_text()) if row["id"] == "titan-t1-8B-8gpu-eager")
     slow = titan | {"id": "twice as slow", "measured": {"iteration_s": 6.0, "peak_mem_gib": 200.0}}
@@ -59,6 +68,7 @@ def test_a_file_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "shardlab: none.json cannot be read: No such file or directory\n"
 
 
+@pytest.mark.usefixtures("one_process")
 def test_what_was_assumed_is_told_on_demand_and_in_json(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = (row for row in json.loads(few.read_text()) if row["id"] == "titan-t1-8B-8gpu-eager")
     row["model"]["kv_heads"] = row["parallelism"]["cp"] = None
@@ -73,6 +83,7 @@ def test_what_was_assumed_is_told_on_demand_and_in_json(few: Path, capsys: pytes
     assert "context parallelism: none" in told["assumed"]
 
 
+@pytest.mark.usefixtures("one_process")
 def test_runs_whose_room_was_misjudged_are_named(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (titan,) = (row for row in json.loads(few.read_text()) if row["id"] == "titan-t1-8B-8gpu-eager")
     ended = titan | {"id": "said to have ended", "measured": {"iteration_s": "OOM"}}
@@ -86,6 +97,7 @@ def test_runs_whose_room_was_misjudged_are_named(few: Path, capsys: pytest.Captu
     assert "Said not to fit but ran:\n  said to have run" in said
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_long_source_leaves_room_for_the_figures(few: Path, capsys: Captured) -> None:
     (titan,) = (row for row in json.loads(few.read_text()) if row["id"] == "titan-t1-8B-8gpu-eager")
     few.write_text(json.dumps([titan | {"publication": None, "source": "a repository of many words, its README " * 4}]))

@@ -98,7 +98,7 @@ def test_a_search_for_less_than_a_known_time_finds_only_faster_plans_or_none() -
 
 
 def test_a_problem_that_nothing_fits_ends_and_names_the_smallest_plan_of_each_family() -> None:
-    asked = problem(memory=1.01 * GIB, hidden_size=1024, devices=8)
+    asked = problem(memory=1.01 * GIB, hidden_size=1024)
     found = Search(asked, InProcess(asked), families=True).run()
     assert found.complete
     assert found.best is None

@@ -71,7 +71,7 @@ def test_a_pair_is_compared_in_a_table_and_files(
 
 def test_both_sides_can_be_compared_on_gloo(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(results.SIZES, "overhead", TINY)
-    options = ["--only", "fsdp", "--sizes", "overhead", "--turns", "2", "--transport", "gloo", "--json"]
+    options = ["--only", "ddp", "--sizes", "overhead", "--turns", "2", "--transport", "gloo", "--json"]
     assert main(["bench", "strategies", *options]) == 0
     written = json.loads(capsys.readouterr().out)
     assert written["command"].endswith("--transport gloo")

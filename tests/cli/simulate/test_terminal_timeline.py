@@ -35,6 +35,7 @@ from shardlab.simulate.timeline import PUZZLE_COSTS, Event, Timeline, simulate
 from shardlab.strategies import STRATEGIES
 from tests.simulate.timeline.programs import prefetching
 from tests.simulate.timeline.runs import run
+from tests.support.thorough import sampled
 
 KINDS = {sign: kind for kind, (sign, _) in SIGNS.items()}
 TINY = 1e-6
@@ -102,9 +103,16 @@ def shown(timeline: Timeline, width: int) -> list[Segment]:
     return whole_segments(ranks, timeline.end, width) or partial_segments(ranks, timeline.end, width, steady)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+LONGER = ("1f1b", "zb-v", "fsdp", "pipeline-fsdp")
+"""Strategies that the suite also shows with more microbatches."""
+
+
 @pytest.mark.parametrize(
-    ("microbatches", "width"), [(4, 49), (16, 120), pytest.param(64, 49, marks=pytest.mark.thorough)]
+    ("name", "microbatches", "width"),
+    sampled(
+        [(name, *sizes) for name in STRATEGIES for sizes in ((4, 49), (16, 120), (64, 49))],
+        lambda case: case[1] == 4 or (case[1] == 16 and case[0] in LONGER),
+    ),
 )
 def test_rows_of_every_strategy_say_what_is_done(name: str, microbatches: int, width: int) -> None:
     timeline = timeline_of(name, microbatches)

@@ -13,6 +13,7 @@ from shardlab.language.rules.kinds import bits
 from shardlab.simulate.timeline import PUZZLE_COSTS, simulate
 from shardlab.strategies.plan.plan import Context, Plan
 from shardlab.strategies.plan.program import program_from_plan
+from tests.support.thorough import sampled
 
 BLOCKS = 2
 
@@ -40,12 +41,12 @@ PLANS = [
     Plan(Mesh(cp=2, tp=2), "zb-h1", sequence_parallel=True, stripes=3),
     Plan(Mesh(cp=3), context="all_gather", stripes=2, recompute="full"),
     Plan(Mesh(pp=2, cp=4), stripes=4, ulysses_degree=2),
-    Plan(Mesh(cp=6, tp=2), "zb-h1", sequence_parallel=True, recompute="full", ulysses_degree=2),
+    Plan(Mesh(cp=4, tp=2), "zb-h1", sequence_parallel=True, recompute="full", ulysses_degree=2),
     Plan(Mesh(pp=2, cp=4), "interleaved-1f1b", context="all_gather", ulysses_degree=2),
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("plan", sampled(PLANS, lambda plan: plan.mesh.world <= 8), ids=map(str, PLANS))
 def test_plans_pass_on_every_kind_of_channel(plan: Plan) -> None:
     assert not any(checked(plan, 2).models[model] for model in ChannelModel)
 
