@@ -1,6 +1,6 @@
 """Parse written files with a framework's own configuration code, in a process of its own.
 
-`parse(framework, files)` starts this file with the packages of `packages/FRAMEWORK.txt`, which `make frameworks`
+`parse(warm, framework, files)` starts this file with the packages of `packages/FRAMEWORK.txt`, which `make frameworks`
 installs below .venv/frameworks without their dependencies. There, `main` prints what the framework makes of each file.
 """
 
@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Sequence
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+from tests.support.warm import WarmStarts
+
 INSTALLED = Path(sys.prefix) / "frameworks"
 """Folder with a folder of packages for each framework."""
 
@@ -27,22 +28,23 @@ MARK = "parsed: "
 """Beginning of the line with the result, beside which frameworks print warnings."""
 
 
-def parse(framework: str, files: Sequence[Path], arguments: Sequence[Sequence[str]] = ()) -> list[dict[str, Any]]:
+def parse(
+    warm: WarmStarts, framework: str, files: Sequence[Path], arguments: Sequence[Sequence[str]] = ()
+) -> list[dict[str, Any]]:
     """Return what a framework's own code makes of each file, or the error that it raises under "error".
 
     Args:
+        warm: starts the process, which has torch already.
         framework: name of a list of packages.
         files: the files.
         arguments: words of the training program for each file, for DeepSpeed.
     """
     packages = INSTALLED / framework
     assert packages.is_dir(), f"{packages} does not exist; run make frameworks"
-    environment = {**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
-    environment = {name: value for name, value in environment.items() if name != "PYTHONWARNINGS"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     words = arguments or [()] * len(files)
     lines = [[str(file), *each] for file, each in zip(files, words, strict=True)]
-    command = [sys.executable, __file__, json.dumps(lines)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = warm.run([__file__, str(packages), json.dumps(lines)], env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith(MARK)).removeprefix(MARK))
 
@@ -141,8 +143,9 @@ def accelerate_yaml(file: str) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def main(lines: str) -> None:
+def main(packages: str, lines: str) -> None:
     """Print the result for each file, which its arguments follow."""
+    sys.path.insert(0, packages)
     found: list[dict[str, Any]] = []
     for file, *arguments in json.loads(lines):
         try:

@@ -11,6 +11,7 @@ from shardlab.language import Mesh
 from shardlab.strategies.plan.plan import Plan
 from tests.frameworks.their_code import parse
 from tests.frameworks.writers.test_write import COMPILED, sharded, step_of, write
+from tests.support.warm import WarmStarts
 
 KEEPS: dict[str, Any] = {"shard_parameters": ("dp_shard",), "shard_optimizer": ("dp_shard",), "reshard_after": "step"}
 
@@ -57,14 +58,14 @@ def part(found: dict[str, Any], section: str, **fields: Any) -> None:
     assert {name: found[section][name] for name in fields} == fields
 
 
-def test_torchtitans_python_configurations_are_what_the_plans_say(tmp_path: Path) -> None:
+def test_torchtitans_python_configurations_are_what_the_plans_say(tmp_path: Path, warm: WarmStarts) -> None:
     folders = titans(tmp_path)
     (tmp_path / "wrong.py").write_text(
         "from torchtitan.config import ParallelismConfig\nfrom torchtitan.trainer import Trainer\n\n"
         "def train():\n    return Trainer.Config(parallelism=ParallelismConfig(tp=2))\n"
     )
     files = [each / "train_config.py" for each in folders.values()]
-    *results, wrong = parse("torchtitan-0.3", [*files, tmp_path / "wrong.py"])
+    *results, wrong = parse(warm, "torchtitan-0.3", [*files, tmp_path / "wrong.py"])
     assert "unexpected keyword argument 'tp'" in wrong["error"], "what it takes is known to it"
     assert not [each["error"] for each in results if "error" in each]
     found = dict(zip(folders, results, strict=True))
@@ -96,11 +97,11 @@ def test_torchtitans_python_configurations_are_what_the_plans_say(tmp_path: Path
     assert found["experts"]["model"] == ["qwen3", "30B-A3B"]
 
 
-def test_torchtitans_toml_files_are_what_the_plans_say(tmp_path: Path) -> None:
+def test_torchtitans_toml_files_are_what_the_plans_say(tmp_path: Path, warm: WarmStarts) -> None:
     folders = titans(tmp_path)
     (tmp_path / "wrong.toml").write_text("[parallelism]\npipeline_parallel_split_points = []\n")
     files = [each / "train.toml" for each in folders.values()]
-    *results, wrong = parse("torchtitan-0.2", [*files, tmp_path / "wrong.toml"])
+    *results, wrong = parse(warm, "torchtitan-0.2", [*files, tmp_path / "wrong.toml"])
     assert "pipeline_parallel_split_points" in wrong["error"], "what it takes is known to it"
     assert not [each["error"] for each in results if "error" in each]
     found = dict(zip(folders, results, strict=True))
@@ -115,7 +116,7 @@ def test_torchtitans_toml_files_are_what_the_plans_say(tmp_path: Path) -> None:
     part(found["experts"], "parallelism", expert_parallel_degree=4, data_parallel_shard_degree=8)
 
 
-def test_deepspeed_the_trainer_and_accelerate_take_the_files(tmp_path: Path) -> None:
+def test_deepspeed_the_trainer_and_accelerate_take_the_files(tmp_path: Path, warm: WarmStarts) -> None:
     """One process parses all files, since it imports DeepSpeed and transformers for seconds."""
     files: list[Path] = []
     for stage in range(4):
@@ -128,6 +129,7 @@ def test_deepspeed_the_trainer_and_accelerate_take_the_files(tmp_path: Path) -> 
     arguments = words(tmp_path / "0" / "train.sh")
     configured = accelerate_files(tmp_path)
     *found, wrong, other, full, grad_op, hybrid, wrong_yaml = parse(
+        warm,
         "deepspeed",
         [*files, tmp_path / "wrong.json", files[0], *configured.values()],
         [*[arguments] * 5, ["--per_device_train_batch_size", "4", "--bf16"], *[()] * len(configured)],
