@@ -248,7 +248,19 @@ def test_a_plan_leaves_as_much_memory_free_as_predictions_of_memory_err(capsys: 
 
 def test_where_the_state_alone_is_too_much_the_fewest_devices_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the sentence's own figures: beside 1 GiB of CUDA's context, all devices together hold the state."""
-    told = refused(capsys, "--model", "llama3-8b", "--cluster", "h100x2", "--memory", "8GiB", "--max-pp", "1")
+    told = refused(
+        capsys,
+        "--model",
+        "llama3-8b",
+        "--cluster",
+        "h100x2",
+        "--memory",
+        "8GiB",
+        "--max-pp",
+        "1",
+        "--recompute",
+        "full",
+    )
     found = re.search(r"alone take ([\d.]+) GiB; take at least (\d+) devices", told)
     assert found
     assert int(found[2]) == math.ceil(2 * (float(found[1]) - 1) / (8 * (1 - MOST_MARGIN) - 1))

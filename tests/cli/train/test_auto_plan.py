@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
     assert planned.runs[0].config.plan.as_dict()["mesh"] == first["plan"]["mesh"] == {"tp": 2}
 
 
+@lru_cache
 def planned(measure: bool = True, steps: int = 200) -> PlannedRuns:
     """The default model on two ranks of a machine whose steps take minutes."""
     profile_of(this_machine()).write()

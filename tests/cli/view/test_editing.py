@@ -20,6 +20,7 @@ from shardlab.cli.view.editing import (
     levels,
     schedule_of,
 )
+from shardlab.common.user_code import trace_limits
 from shardlab.language import UserError
 from shardlab.learn.course.catalogue import CourseEntry
 from shardlab.strategies.schedules import Schedule
@@ -113,7 +114,10 @@ def test_a_program_is_judged_without_changing_its_file(tmp_path: Path, monkeypat
     assert wrong.sentence.startswith("mine.py:1")
     broken = found.judge(PROGRAM + "\n(")
     assert broken.sentence.startswith("mine.py:")
-    endless = found.judge(PROGRAM.replace("for l in rank.layers:", "while True: pass\n    for l in rank.layers:", 1))
+    with trace_limits(None, 0.2):
+        endless = found.judge(
+            PROGRAM.replace("for l in rank.layers:", "while True: pass\n    for l in rank.layers:", 1)
+        )
     assert "mine.py:4" in endless.sentence
     assert "has not come within" in endless.sentence
     assert Path("mine.py").read_text() == PROGRAM

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shardlab.common.user_code import trace_limits
 from shardlab.language import UserError
 from shardlab.learn.course import folder as folders
 from shardlab.learn.course.catalogue import CourseEntry, all_entries, find
@@ -168,7 +169,8 @@ BROKEN = {
 def test_a_file_that_cannot_be_graded_is_refused_in_a_sentence(text: str, folder: CourseFolder) -> None:
     entry = find("ddp")
     folder.file(entry).write_text(text)
-    result = grade_file(entry, folder.file(entry))
+    with trace_limits(None, 0.2):
+        result = grade_file(entry, folder.file(entry))
     assert result.stage == "refused"
     assert re.search(BROKEN[text], result.finding), result.finding
     assert "\n" not in result.finding

@@ -52,7 +52,7 @@ def test_the_head_makes_the_last_stage_slower_and_larger() -> None:
 
 
 def test_a_found_schedule_is_faster_in_the_whole_step_as_well_and_fits() -> None:
-    step = workload(PLAN, 16)
+    step = workload(PLAN, 12)
     memory = 60.0 * 2**30
     problem = problem_of(step, placement="vee", stages_per_rank=2, memory=memory)
     found, whole = problem.search(partial(search_for, 300))
@@ -76,7 +76,7 @@ def test_a_step_that_gathers_weights_finds_a_schedule_that_fits_with_them() -> N
 
 def test_memory_that_the_replay_leaves_is_used() -> None:
     """45 GiB hold ZB-V, but the first estimate of what ranks hold beside activations is too high for it."""
-    problem = problem_of(workload(PLAN, 16), placement="vee", stages_per_rank=2, memory=45.0 * 2**30)
+    problem = problem_of(workload(PLAN, 12), placement="vee", stages_per_rank=2, memory=45.0 * 2**30)
     first = search_for(0, problem.pipelines[0], 1.0)
     assert first.best_published is not None
     assert first.best_published.name == "v-min"
@@ -112,7 +112,7 @@ def test_recomputed_stages_are_searched_with_whole_backward_passes_too() -> None
 @pytest.mark.parametrize("gib", sampled([40, 30], {30}.__contains__))
 def test_recomputed_steps_are_no_slower_than_1f1b_in_its_memory(gib: float) -> None:
     plan = replace(PLAN, recompute="full", schedule="1f1b")
-    step = workload(plan, 16)
+    step = workload(plan, 12)
     published = step.estimate()
     problem = problem_of(step, memory=max(published.peak.bytes, gib * 2**30))
     found, whole = problem.search(partial(search_for, 30))
@@ -123,7 +123,7 @@ def test_recomputed_steps_are_no_slower_than_1f1b_in_its_memory(gib: float) -> N
 
 def test_a_published_schedule_that_does_not_fit_in_the_whole_step_is_no_result() -> None:
     """The search may count less memory than the replay of the whole step."""
-    problem = problem_of(workload(PLAN, 16), placement="vee", stages_per_rank=2, memory=42.0 * 2**30)
+    problem = problem_of(workload(PLAN, 12), placement="vee", stages_per_rank=2, memory=42.0 * 2**30)
 
     def search(pipeline: ScheduleProblem, share: float) -> FoundSchedule:
         found = search_for(0, pipeline, share)
@@ -142,7 +142,7 @@ def test_a_published_schedule_that_does_not_fit_in_the_whole_step_is_no_result()
 @pytest.mark.parametrize("gib", [41.0, 42.0])
 def test_no_published_schedule_with_which_the_step_fits_is_faster(gib: float) -> None:
     """The search estimates that V-Half does not fit, but its replay does."""
-    problem = problem_of(workload(PLAN, 16), placement="vee", stages_per_rank=2, memory=gib * 2**30)
+    problem = problem_of(workload(PLAN, 12), placement="vee", stages_per_rank=2, memory=gib * 2**30)
     found, whole = problem.search(partial(search_for, 20))
     v_half = replace(problem.workload, plan=replace(PLAN, schedule="v-half")).estimate()
     assert v_half.peak.bytes <= problem.budget
