@@ -11,21 +11,20 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, get_args
 
-from tyro._parsers import ParserSpecification  # pyright: ignore[reportPrivateUsage]
-from tyro.conf._confstruct import _SubcommandConfig as Subcommand  # pyright: ignore[reportPrivateUsage]
-
 caches: Any = import_module("tyro._unsafe_cache")
 caches.clear_cache = lambda: None
 caches.sys = SimpleNamespace(modules={})
 
-_derive = ParserSpecification.from_callable_or_type
-_derived: dict[tuple[Any, ...], ParserSpecification] = {}
+_Parser: Any = import_module("tyro._parsers").ParserSpecification
+_Subcommand: Any = import_module("tyro.conf._confstruct")._SubcommandConfig
+_derive = _Parser.from_callable_or_type
+_derived: dict[tuple[Any, ...], Any] = {}
 
 
-def _derive_once(f: Any, **options: Any) -> ParserSpecification:
+def _derive_once(f: Any, **options: Any) -> Any:
     """Derive the options of a union of commands at its first use, and those of one command when a line names it."""
-    named = [getattr(each, "__metadata__", (None,))[0] for each in get_args(f)]
-    if options["parent_classes"] or not named or not all(isinstance(each, Subcommand) for each in named):
+    named: list[Any] = [getattr(each, "__metadata__", (None,))[0] for each in get_args(f)]
+    if options["parent_classes"] or not named or not all(isinstance(each, _Subcommand) for each in named):
         return _derive(f, **options)
     key = options["description"], *((each.name, each.constructor_factory(), each.description) for each in named)
     if key not in _derived:
@@ -33,4 +32,4 @@ def _derive_once(f: Any, **options: Any) -> ParserSpecification:
     return _derived[key]
 
 
-ParserSpecification.from_callable_or_type = staticmethod(_derive_once)
+_Parser.from_callable_or_type = staticmethod(_derive_once)
