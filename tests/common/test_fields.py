@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.common.errors import UserError
 from shardlab.common.fields import COUNT, DURATION, Amount, read_settings
 from shardlab.common.files import as_toml
+from tests.support.thorough import examples
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,12 @@ RACKS = st.builds(
     spare=st.booleans(),
     note=st.none() | st.text(),
     cable=CABLES,
-    shares=st.dictionaries(st.text(), AMOUNTS),
-    cables=st.lists(CABLES).map(tuple),
+    shares=st.dictionaries(st.text(), AMOUNTS, max_size=3),
+    cables=st.lists(CABLES, max_size=3).map(tuple),
 )
 
 
+@settings(max_examples=examples(50))
 @given(RACKS)
 def test_settings_that_were_written_as_toml_are_read_as_they_were(rack: Rack) -> None:
     written = tomllib.loads(as_toml({"rack": asdict(rack)}))["rack"]

@@ -35,13 +35,22 @@ def test_groups_are_the_divisors() -> None:
 
 
 def test_every_kind_is_measured_at_every_size(ranks: MeasuringRanks, tmp_path: Path) -> None:
-    bench = CollectiveBench(KINDS, (64, 1024), (2,), seconds=1e-4)
+    bench = CollectiveBench(KINDS, (64, 1024), (2,), seconds=1e-4, overlap=False)
     assert ranks(2).call(jobs.collectives, bench, tmp_path / "points") == [True, False]
     points = read_points(tmp_path / "points")
     measured = [point for point in points if isinstance(point, CollectivePoint)]
+    assert len(measured) == len(points)
     sizes = [(kind, size) for kind in KINDS for size in ([0] if kind == "barrier" else [64, 1024])]
     assert [(point.kind, point.bytes) for point in measured] == sizes
     assert all(point.seconds > 0 and point.iterations >= 5 and not point.wrong for point in measured)
+
+
+def test_every_kind_but_messages_is_measured_beside_computations(ranks: MeasuringRanks, tmp_path: Path) -> None:
+    bench = CollectiveBench(KINDS, (64,), (2,), seconds=1e-4)
+    assert ranks(2).call(jobs.collectives, bench, tmp_path / "points") == [True, False]
+    points = read_points(tmp_path / "points")
+    measured = [point for point in points if isinstance(point, CollectivePoint)]
+    assert [point.kind for point in measured] == list(KINDS)
     beside = [point for point in points if isinstance(point, OverlapPoint)]
     alone = {(point.kind, point.bytes): point.seconds for point in measured if point.kind != "send_recv"}
     assert [(point.kind, point.bytes) for point in beside] == [size for size in alone for _ in COMPUTE_SECONDS]
