@@ -132,7 +132,7 @@ def test_a_rank_of_four_reads_a_quarter(tmp_path: Path) -> None:
 
 pytestmark = pytest.mark.starts_ranks
 World = Callable[[int], Ranks]
-SMALL = GPT(layers=4, hidden_size=16, heads=2, seq_len=8)
+SMALL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8)
 OTHER_PLANS_PLANS: dict[str, tuple[str | Plan, int]] = {
     "ddp": ("ddp", 2),
     "fsdp": ("fsdp", 4),

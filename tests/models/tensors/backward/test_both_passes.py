@@ -33,7 +33,7 @@ from shardlab.models.tensors.layers import TensorLayer
 from tests.models.conftest import forward, inputs_of, passes_of, piece_of
 from tests.models.small import WithHeads
 from tests.models.tensors.comparing import error
-from tests.support.thorough import sampled
+from tests.support.thorough import examples, sampled
 
 ROWS = 3
 SMALL: WithHeads = {"layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 30, "seq_len": 8}
@@ -208,9 +208,14 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
 
 
-@pytest.mark.parametrize(("model", "layer"), [(model, layer) for model in MODELS for layer in different_layers(model)])
-def test_between_the_halves_stays_what_models_declare(model: Model, layer: int) -> None:
-    """Beyond the layer's inputs, its parameters, and the gradients of its outputs and vectors."""
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_between_the_halves_stays_what_models_declare(model: Model) -> None:
+    """Beyond each layer's inputs, its parameters, and the gradients of its outputs and vectors."""
+    for layer in different_layers(model):
+        assert kept_between_the_halves(model, layer) == model.run(layer).saved_for_weight(ROWS), layer
+
+
+def kept_between_the_halves(model: Model, layer: int) -> int:
     elements = 0
     for number in range(model.layout(layer).slices):
         its = Passes(model, layer, number)
@@ -219,7 +224,7 @@ def test_between_the_halves_stays_what_models_declare(model: Model, layer: int) 
         stays = [each for _, *both in its.later for each in both if each.dim() > 1]
         others = storages([its.flat, *its.gradients, *its.inputs])
         elements += sum(size for place, size in storages(stays).items() if place not in others) // 8
-    assert elements == model.run(layer).saved_for_weight(ROWS)
+    return elements
 
 
 @pytest.mark.parametrize(
@@ -297,11 +302,11 @@ class Without:
     "kind", [kind for kind in make_passes.registry if kind is not object], ids=lambda kind: kind.__name__
 )
 def test_passes_that_autograd_makes_meet_those_that_are_written_out(kind: type[Primitive]) -> None:
-    """In two layers that have the primitive, or as many as there are."""
+    """In a layer that has the primitive, and in five of `make verify-all`, or as many as there are."""
     found = 0
     for model in (WHOLE[4], WHOLE[6], WHOLE[8], WHOLE[10], WHOLE[11], WHOLE[13], CUT[-5]):
         for layer in different_layers(model):
-            if found < 2 and any(type(step.primitive) is kind for step in model.run(layer).steps):
+            if found < examples(5) and any(type(step.primitive) is kind for step in model.run(layer).steps):
                 found += 1
                 with patch.object(layer_module, "make_passes", Without(kind)):
                     test_both_passes_are_those_that_autograd_makes_of_the_definition(model, layer, 0)
