@@ -54,10 +54,10 @@ def test_flags_prevail_over_the_file_and_the_file_over_the_preset(elsewhere: Pat
 
 def test_a_time_has_a_unit_or_is_in_seconds(elsewhere: Path, capsys: Captured) -> None:
     for words, seconds in {"90s": 90, "10m": 600, "1.5h": 5400, "7": 7}.items():
-        assert config_of(capsys, f"--timeout {words}")["train"]["timeout"] == seconds
+        assert config_of(capsys, f"--passes none --timeout {words}")["train"]["timeout"] == seconds
     for written in ('"2m"', "120"):
         (elsewhere / "mine.toml").write_text(f"[train]\ntimeout = {written}\n")
-        assert config_of(capsys, "--config mine.toml")["train"]["timeout"] == 120
+        assert config_of(capsys, "--passes none --config mine.toml")["train"]["timeout"] == 120
 
 
 def test_without_words_it_is_as_ever(capsys: Captured) -> None:
@@ -105,21 +105,23 @@ def test_the_norm_that_a_preset_clips_to_may_be_taken_back(capsys: Captured) -> 
 
 
 def test_the_schedule_follows_the_steps_unless_it_is_given(capsys: Captured) -> None:
-    optimizer = config_of(capsys, "--steps 1000 --learning-rate-schedule wsd")["optimizer"]
+    optimizer = config_of(capsys, "--steps 1000 --learning-rate-schedule wsd --passes none")["optimizer"]
     assert [optimizer[f"{name}_steps"] for name in ("schedule", "warmup", "decay")] == [1000, 50, 100]
-    optimizer = config_of(capsys, "--steps 10 --schedule-steps 1000 --warmup-steps 0")["optimizer"]
+    optimizer = config_of(capsys, "--steps 10 --schedule-steps 1000 --warmup-steps 0 --passes none")["optimizer"]
     assert [optimizer[f"{name}_steps"] for name in ("schedule", "warmup", "decay")] == [1000, 0, 1000]
 
 
 def test_one_dial_sets_sizes_batch_steps_and_learning_rate(capsys: Captured) -> None:
-    found = config_of(capsys, "--depth 12 --model gpt --seq-len 1024 --vocab-size 50304 --microbatches 64")
+    found = config_of(
+        capsys, "--depth 12 --model gpt --seq-len 1024 --vocab-size 50304 --microbatches 64 --passes none"
+    )
     assert [found["model"][name] for name in ("layers", "hidden_size", "heads")] == [12, 768, 6]
     assert found["optimizer"]["learning_rate"] == 6e-4
     tokens = 20 * found["parameters"]["without_positions"]
     batch = 64 * found["train"]["micro_batch_size"] * 1024
     assert batch == 2**19  # nearest to 2**19 * (3.2e9 / 1.32e9) ** 0.383
     assert found["train"]["steps"] == found["optimizer"]["schedule_steps"] == -(-tokens // batch)
-    small = config_of(capsys, "--depth 2 --steps 7 --hidden-size 96")
+    small = config_of(capsys, "--depth 2 --steps 7 --hidden-size 96 --passes none")
     assert [small["model"][name] for name in ("layers", "hidden_size", "heads")] == [2, 96, 1]
     assert (small["train"]["steps"], small["optimizer"]["learning_rate"]) == (7, 0.0017)
 
@@ -128,11 +130,11 @@ def test_a_batch_ramp_and_a_number_of_microbatches_prevail_over_each_other(elsew
     (elsewhere / "mine.toml").write_text('[train]\nbatch_ramp = "0:2,5:8"')
     train = config_of(capsys, "--config mine.toml")["train"]
     assert (train["batch_ramp"], train["microbatches"]) == ("0:2,5:8", 8)
-    train = config_of(capsys, "--config mine.toml --microbatches 3")["train"]
+    train = config_of(capsys, "--config mine.toml --microbatches 3 --passes none")["train"]
     assert (train["batch_ramp"], train["microbatches"]) == (None, 3)
-    train = config_of(capsys, "--config mine.toml --batch-ramp 0:1,7:4")["train"]
+    train = config_of(capsys, "--config mine.toml --batch-ramp 0:1,7:4 --passes none")["train"]
     assert (train["batch_ramp"], train["microbatches"]) == ("0:1,7:4", 4)
-    train = config_of(capsys, "--config mine.toml --batch-ramp none")["train"]
+    train = config_of(capsys, "--config mine.toml --batch-ramp none --passes none")["train"]
     assert (train["batch_ramp"], train["microbatches"]) == (None, 8)
 
 
@@ -176,8 +178,8 @@ def test_a_vocabulary_that_nobody_chooses_is_that_of_the_data(elsewhere: Path, c
         ("--data text.txt", 256),
         ("", 256),
     ):
-        assert config_of(capsys, words)["model"]["vocab_size"] == expected, words
-    main(["train", "--data", "letters", "--print-config"])
+        assert config_of(capsys, f"{words} --passes none")["model"]["vocab_size"] == expected, words
+    main(["train", "--data", "letters", "--passes", "none", "--print-config"])
     assert re.search(r"vocab_size +300 +the data", capsys.readouterr().out)
 
 
@@ -313,7 +315,7 @@ def test_passes_stand_in_the_plan_whether_it_is_one_or_a_program(elsewhere: Path
         assert (found.get("strategy") == "fsdp") == (words in ("--strategy fsdp", ""))
         assert main(["train", *words.split(), "--passes", "all", "--print-config"]) == 0
         assert " ".join(capsys.readouterr().out.split()).count("passes all flags") == 1
-    for words in ("--strategy fsdp", "--strategy zero-3", "--pp 2", ""):  # where nobody says which
+    for words in ("--strategy fsdp", "--pp 2"):  # where nobody says which
         assert main(["train", *words.split(), "--print-config"]) == 0
         assert " ".join(capsys.readouterr().out.split()).count("passes all rule") == 1
     for strategy in ("fsdp", "zero-3"):

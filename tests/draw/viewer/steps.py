@@ -73,4 +73,4 @@ def write_tables(folder: Path) -> None:
         (folder / f"{name}.bin").write_bytes(step_tables(step_of(name)))
     (folder / "two.bin").write_bytes(step_tables(two_timelines()))
     (folder / "trace.bin").write_bytes(tables_of_trace(folder / "trace.json"))
-    (folder / "large.bin").write_bytes(step_tables(large_step(64)))
+    (folder / "large.bin").write_bytes(step_tables(large_step(32)))

@@ -26,6 +26,9 @@ ZeRO-2 shards what ZeRO-1 shards, and HSDP with one replica is FSDP."""
 ENTRIES = (*course(), *gallery())
 MISTAKES = [(entry, mistake) for entry in ENTRIES for mistake in entry.exercise.mistakes]
 
+LONG_MISTAKES = ("nothing says when the buckets are awaited", "the buckets are awaited too late")
+"""Mistakes of plans for 64 ranks that are found by the same figures as two others of the exercise."""
+
 NAMES = [entry.name for entry in course()]
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 
@@ -76,7 +79,11 @@ def test_there_are_enough_mistakes_and_three_hints(entry: CourseEntry) -> None:
     assert all(exercise.hints)
 
 
-@pytest.mark.parametrize(("entry", "mistake"), MISTAKES, ids=[f"{entry.name}-{each.name}" for entry, each in MISTAKES])
+@pytest.mark.parametrize(
+    ("entry", "mistake"),
+    sampled(MISTAKES, lambda case: case[1].name not in LONG_MISTAKES),
+    ids=[f"{entry.name}-{each.name}" for entry, each in MISTAKES],
+)
 def test_a_mistake_gets_its_own_advice(entry: CourseEntry, mistake: Mistake, tmp_path: Path) -> None:
     before, after = mistake.edit
     assert entry.solution_text.count(before) == 1, "the edit has one place"
