@@ -49,7 +49,7 @@ def test_seconds_and_bytes_are_near_the_forecasts(name: str) -> None:
     lines += [each for line in lines[:: max(1, len(lines) // 4)] for each in neighbours(asked, line)[::9]]
     seconds: list[float] = []
     bytes: list[float] = []
-    for line in lines[:: max(1, len(lines) // 32)]:
+    for line in lines[:: max(1, len(lines) // 40)]:
         for share in ("none", "full"):
             guess, plan = guess_line(costs, line), with_share(asked, line, share)
             answer = None if plan is None else answer_request(asked, Query(plan))
