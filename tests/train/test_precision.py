@@ -34,15 +34,13 @@ World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 ALONE = {case.row: case for case in named_cases()}
 SAMPLE = (
-    "ddp",
-    "zero-1",
     "fsdp",
     "wsdp",
     "tensor-parallel",
     "expert-parallel",
     "zb-v",
 )
-"""One strategy for each way of exchanging what is rounded; a plan below has the ring."""
+"""One strategy for each way of exchanging what is rounded; plans below have sums over replicas, states in slices and the ring."""
 
 MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, ffn_hidden_size=2048)
 

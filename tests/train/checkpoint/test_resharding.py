@@ -206,6 +206,7 @@ SAME: dict[str, tuple[str | Plan, int, dict[str, Any], dict[str, Any]]] = {
     "bf16": ("zero-3", 2, {"precision": "bf16"}, {}),
     "fp16": ("zero-3", 2, {"precision": "fp16"}, {"clip": 1.0}),
     "an average": ("zero-1", 2, {}, {"ema": 0.9}),
+    "an average, and dropout": ("zero-1", 2, {"model": replace(SMALL, dropout=0.2)}, {"ema": 0.9}),
     "dropout": ("fsdp", 2, {"model": replace(SMALL, dropout=0.2)}, {}),
 }
 
@@ -236,7 +237,7 @@ def want_same(
 
 
 SAMPLE = {"single", "tp", "1f1b", "states on the disk", "weights on the disk", "gathered weights", "tiles"} | {
-    "muon", "fp16", "an average", "dropout"
+    "muon", "fp16", "an average, and dropout"
 }  # fmt: skip
 """One run for each thing that a checkpoint keeps."""
 
