@@ -40,7 +40,7 @@ SAMPLE = (
     "expert-parallel",
     "zb-v",
 )
-"""One strategy for each way of exchanging what is rounded; plans below have sums over replicas, states in slices and the ring."""
+"""One strategy for each way of exchanging what is rounded; plans below have replicas, states in slices and the ring."""
 
 MODEL = GPT(layers=2, hidden_size=16, heads=2, seq_len=8, ffn_hidden_size=2048)
 

@@ -364,6 +364,6 @@ SAMPLE = [
     *PAIRS[1::8],
     *SCHEDULES_OF_ONES_OWN[::3],
     *REWRITTEN[::3],
-    *BY_HAND_AND_PLANS[::12],
+    *BY_HAND_AND_PLANS[::16],
 ]
 """What the suite runs; `make verify-all` runs the whole table. Of the pairs, the first one alone has wide layers."""
