@@ -35,6 +35,7 @@ from shardlab.simulate.predict.recipe import find_recipe, recipes
 from shardlab.simulate.predict.stages import stages_by_cost
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
+from tests.support.thorough import examples
 
 EVERYTHING = ("shard_parameters", "shard_gradients", "shard_optimizer")
 
@@ -169,7 +170,7 @@ def nanotron_plans(draw: st.DrawFn) -> tuple[Plan, int]:
     ), layers
 
 
-slow = settings(deadline=None, max_examples=40, suppress_health_check=SUPPRESSED)
+slow = settings(deadline=None, max_examples=examples(120), suppress_health_check=SUPPRESSED)
 
 
 @slow

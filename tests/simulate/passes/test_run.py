@@ -28,6 +28,7 @@ from tests.simulate.passes.late_programs import awaited_at_once, checked, receiv
 from tests.support.passing import is_right
 from tests.support.random_plans import random_plan
 from tests.support.random_programs import random_program, random_shape
+from tests.support.thorough import examples
 
 PUZZLE = Goal(PUZZLE_COSTS)
 
@@ -37,7 +38,7 @@ def random_subject(seed: int) -> Program:
     return random_program(random_shape(seed)) if seed % 2 else random_plan(seed, ranks=4).program
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 10**6))
 def test_passes_in_any_order_take_no_more_time_and_no_backend(seed: int) -> None:
     """The numbers are right after all of them."""
@@ -50,7 +51,7 @@ def test_passes_in_any_order_take_no_more_time_and_no_backend(seed: int) -> None
     is_right(found[-1].checked.program)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 10**6))
 def test_where_memory_is_full_passes_take_no_more_of_it(seed: int) -> None:
     random = Random(seed)

@@ -21,6 +21,7 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 from tests.support.passing import is_right, is_right_everywhere
 from tests.support.random_plans import MODELS, Planned, random_plan
+from tests.support.thorough import examples
 
 SHARDED = Plan(
     Mesh(dp_shard=2), shard_parameters=("dp_shard",), shard_gradients=("dp_shard",), shard_optimizer=("dp_shard",)
@@ -39,7 +40,7 @@ def in_tiles(subject: Planned, tiles: int) -> Checked:
     return check(trace(program_from_plan(subject.plan), subject.plan.mesh, sizes, subject.microbatches))
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 10**6))
 def test_any_plan_in_half_blocks_is_right_in_tiles_and_after_other_passes(seed: int) -> None:
     """Whether weights are gathered or kept whole, and whatever is computed again or in two halves."""
