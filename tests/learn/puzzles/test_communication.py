@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -296,12 +297,19 @@ async def catches_all(model: Model) -> None:
             pass
 
 
+async def stays_asleep(model: Model) -> None:
+    """Does not let the event loop end: it is not to be cancelled."""
+    while True:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+
+
 async def strategy(rank: Rank) -> None:
     while True:
         pass
 
 
-ENDLESS = [spins, yields, sleeps, computes, catches_all, strategy]
+ENDLESS = [spins, yields, sleeps, computes, catches_all, stays_asleep, strategy]
 
 
 @pytest.mark.parametrize("solution", ENDLESS, ids=lambda solution: solution.__name__)
@@ -309,7 +317,7 @@ def test_a_solution_that_never_ends_is_stopped_with_a_sentence(solution: Any) ->
     verdict = grade("ddp", solution, seconds=0.1).verdict
     assert verdict.startswith("Wrong: the solution had not ended after 0.1 s")
     assert verdict.endswith("; make its loops end, or give it more time: grade(..., seconds=1).")
-    if solution not in (yields, sleeps):
+    if solution not in (yields, sleeps, stays_asleep):
         code = solution.__code__
         number = int(verdict.split("test_communication.py:")[1].split(";")[0])
         assert code.co_firstlineno < number <= max(line for _, _, line in code.co_lines() if line)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from selectors import DefaultSelector, SelectorKey
 from textwrap import wrap
 from types import FunctionType
 from typing import Any, TypeVar
@@ -338,6 +340,16 @@ def _run_within(seconds: float, work: Callable[[], T]) -> T:
     return run_stoppable(work, seconds, refusal)
 
 
+class _WakingSelector(DefaultSelector):
+    """Selector that waits no longer than `TICK_SECONDS`: a thread in an idle event loop could not be stopped.
+
+    A task or a timer that wakes the loop would not do. `Stopped` may be raised where the loop is about to call it.
+    """
+
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+        return super().select(TICK_SECONDS if timeout is None else min(timeout, TICK_SECONDS))
+
+
 def _run(solution: Solution, models: list[PuzzleModel]) -> None:
     """Run all ranks to their end, in a new event loop."""
 
@@ -346,17 +358,9 @@ def _run(solution: Solution, models: list[PuzzleModel]) -> None:
         if inspect.isawaitable(result):
             await result
 
-    async def tick() -> None:
-        while True:  # a thread in an idle event loop could not be stopped
-            await asyncio.sleep(TICK_SECONDS)
-
     async def drive_all() -> None:
-        ticking = asyncio.create_task(tick())
-        try:
+        with suppress(Stopped):  # the event loop has already raised the exception
             await asyncio.gather(*[drive(model) for model in models])
-        except Stopped:
-            pass  # the event loop has already raised the exception
-        finally:
-            ticking.cancel()
 
-    asyncio.run(drive_all())
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_WakingSelector())) as runner:
+        runner.run(drive_all())
