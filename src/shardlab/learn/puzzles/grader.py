@@ -363,4 +363,8 @@ def _run(solution: Solution, models: list[PuzzleModel]) -> None:
             await asyncio.gather(*[drive(model) for model in models])
 
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_WakingSelector())) as runner:
-        runner.run(drive_all())
+        try:
+            runner.run(drive_all())
+        except Stopped:
+            runner.get_loop().set_exception_handler(lambda *_: None)  # tasks that cannot be cancelled would be printed
+            raise
