@@ -142,6 +142,7 @@ def mutants(kind: str, name: str) -> list[Program]:
     return kept
 
 
+@pytest.mark.hypothesis  # so that `make verify-all` runs it, with more programs
 @pytest.mark.parametrize("kind", [kind for kind in MUTATIONS if kind != "another world"])
 def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) -> None:
     """Every mutant that passes is judged, and enough refused ones to see that the mistake matters."""
@@ -307,6 +308,7 @@ def test_swapped_sends_are_refused_by_name() -> None:
             tells(refusal(mutant), "other message", rank=1, op=2, layer=1)
 
 
+@pytest.mark.hypothesis  # so that `make verify-all` runs it, with more ops
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_leaving_out_any_op_is_noticed(name: str) -> None:
     """No entry of a tape is idle: even a lost FREE or WAIT is refused. Of long tapes, the suite tries 200 ops."""

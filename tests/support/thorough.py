@@ -25,5 +25,8 @@ def sampled(cases: Iterable[T], keep: Callable[[T], bool]) -> list[Any]:
 
 
 def examples(count: int) -> int:
-    """Return how many examples hypothesis draws: `count` in `make verify-all`, a fifth in the suite."""
+    """Return how many examples hypothesis draws: `count` in `make verify-all`, a fifth in the suite.
+
+    A test that counts its own examples by this needs the mark `hypothesis`, by which `make verify-all` finds it.
+    """
     return count if os.environ.get("SHARDLAB_TESTS") == "thorough" else max(1, count // 5)

@@ -146,6 +146,7 @@ def mixed(rank: int, size: int, seed: int, shared: bool) -> list[Tensor]:
         return results
 
 
+@pytest.mark.hypothesis  # so that `make verify-all` runs it, with more seeds
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_that_is_exchanged_is_what_gloo_brings(ranks: World, size: int) -> None:
     for seed in range(examples(12)):
@@ -421,7 +422,7 @@ def test_a_term_that_is_kept_stays_until_it_is_added(ranks: World) -> None:
 
 
 def flooded(rank: int) -> float:
-    """Both ranks send thousands of messages before either receives one."""
+    """Both ranks send `MANY` messages before either receives one."""
     other, came = 1 - rank, torch.empty(1)
     for number in range(MANY):
         send(torch.tensor([float(number)]), other)
