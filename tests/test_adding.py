@@ -179,7 +179,8 @@ def put(package: Path, block: Block) -> None:
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a copy of the package, into which all the page's additions are put, and the page's programs."""
     folder = tmp_path_factory.mktemp("changed")
-    shutil.copytree(ROOT / "src" / "shardlab", folder / "shardlab")  # with what Python has compiled
+    unfinished = shutil.ignore_patterns("*.pyc.*")  # which another process compiles right now
+    shutil.copytree(ROOT / "src" / "shardlab", folder / "shardlab", ignore=unfinished)  # with what Python has compiled
     (folder / "shardlab" / "strategies" / "my_strategy.py").write_text(SAVED["my_strategy.py"].text)
     for block in INTO:
         put(folder / "shardlab", block)
