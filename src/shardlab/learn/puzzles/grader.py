@@ -350,6 +350,10 @@ class _WakingSelector(DefaultSelector):
         return super().select(TICK_SECONDS if timeout is None else min(timeout, TICK_SECONDS))
 
 
+def _say_nothing(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Print nothing."""
+
+
 def _run(solution: Solution, models: list[PuzzleModel]) -> None:
     """Run all ranks to their end, in a new event loop."""
 
@@ -366,5 +370,5 @@ def _run(solution: Solution, models: list[PuzzleModel]) -> None:
         try:
             runner.run(drive_all())
         except Stopped:
-            runner.get_loop().set_exception_handler(lambda *_: None)  # tasks that cannot be cancelled would be printed
+            runner.get_loop().set_exception_handler(_say_nothing)  # of tasks that cannot be cancelled
             raise
