@@ -24,7 +24,6 @@ from hypothesis import settings
 
 from shardlab.common.user_code import Stoppable
 from shardlab.train.launch import interrupt
-from tests.support.huge_pages import use_huge_pages
 from tests.support.processes import PATIENCE, left_processes, mark_processes, stop_ignoring_signals
 from tests.support.thorough import examples
 from tests.support.warm import WarmStarts
@@ -184,11 +183,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what modules and tests are made of, a million objects, out of all later collections of garbage; put it in
-    huge pages."""
+    """Leave what modules and tests are made of, a million objects, out of all later collections of garbage."""
     gc.collect()
     gc.freeze()
-    use_huge_pages()
 
 
 @pytest.hookimpl(trylast=True)

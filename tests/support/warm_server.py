@@ -32,7 +32,6 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-from tests.support.huge_pages import use_huge_pages
 from tests.support.warm import LONGEST, ROOT, WarmProcess, listening_at
 
 IMPORTED = (
@@ -177,7 +176,6 @@ def _serve(listening: socket.socket, alive: int) -> None:
     import_module("shardlab.cli").command_of(["train"])  # has tyro read the options of most programs
     weakref.finalize._registry.clear()  # pyright: ignore
     gc.freeze()  # a collection in a fork would copy all memory that was there before
-    use_huge_pages()
     WarmProcess.address = listening.getsockname()
     setattr(import_module(TORCHRUNS), "Popen", WarmProcess)  # noqa: B010
     # Waiting nodes look up the name of their method in the sources of all modules, hundreds of times a second.
