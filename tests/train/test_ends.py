@@ -204,11 +204,48 @@ def test_a_terminal_that_is_closed_loses_no_weights(start: Start) -> None:
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 
 
-def test_ranks_whose_launcher_is_killed_save_and_say_so(start: Start) -> None:
+PATIENT = """
+from shardlab.train.launch import interrupt
+
+interrupt.GRACE = 60
+"""
+"""Addition to a strategy: ranks that end by themselves have more time, since tests share a machine."""
+
+
+def test_ranks_whose_launcher_is_killed_save_and_say_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.train.test_ends.PROGRAM", PROGRAM + PATIENT)
     training = start(TORCHRUN)
     alone(training, signal.SIGKILL)
     output = training.output()
+    assert "ending after this step, in at most 60 s" in output
     assert f"the weights after {training.steps} steps are in {training.out}/weights.safetensors" in output
+
+
+SLOW_SAVE = """
+import time
+
+from shardlab.train import callbacks
+from shardlab.train.weights import save_weights
+
+
+def save_slowly(*arguments):
+    time.sleep(6.6)
+    return save_weights(*arguments)
+
+
+callbacks.save_weights = save_slowly
+"""
+"""Addition to a strategy: weights are written just before the run is killed."""
+
+
+def test_what_a_killed_rank_says_of_its_weights_stays_true(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.train.test_ends.PROGRAM", PROGRAM + SLOW_SAVE)
+    training = start(TORCHRUN)
+    alone(training, signal.SIGKILL)
+    output = training.output()
+    assert "the step did not end within 7 s" in output
+    assert (f"there are no weights in {training.out}" in output) != training.saves, output
+    assert (f"steps are in {training.out}/weights.safetensors" in output) == training.saves, output
 
 
 def test_a_restart_by_torchrun_does_not_silently_begin_at_step_0(start: Start) -> None:

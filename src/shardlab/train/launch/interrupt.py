@@ -137,6 +137,7 @@ class StopRequest:
         alone = multiprocessing.parent_process() is None or _orphaned()
         if not self._over.wait(self._grace - 0.5) and alone:
             self._say(f"the step did not end within {self._grace} s")
+            signal.raise_signal(signal.SIGALRM)  # at once, so that the message stays true
 
     def _say(self, why: str) -> None:
         if self._saved:
