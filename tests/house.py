@@ -18,7 +18,7 @@ CODE_LINES = {
     "": 295,
     "check": 2280,
     "cli": 8145,
-    "common": 880,
+    "common": 895,
     "draw": 1730,
     "execute": 3800,
     "frameworks": 3460,

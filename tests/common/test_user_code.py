@@ -17,6 +17,7 @@ from shardlab.common.user_code import SourceLine, Stalled, Stoppable, run_stoppa
 from shardlab.language import Rank, trace
 from shardlab.learn.puzzles import Model, PuzzleRefused
 from shardlab.strategies.ddp import ddp
+from shardlab.strategies.load import load
 from tests.support.processes import until
 from tests.support.refusing import refuses
 
@@ -123,11 +124,31 @@ def test_the_time_counts_for_each_op_and_not_for_all() -> None:
 
 def test_a_program_that_sleeps_takes_no_cpu_time() -> None:
     async def sleeps(rank: Rank) -> None:
-        time.sleep(0.5)
+        time.sleep(0.6)
+        await ddp(rank)
+
+    with trace_limits(seconds=0.3):
+        trace(sleeps, 2, 2, 2)
+
+
+@pytest.mark.parametrize("wait", ["time.sleep(2)", "[time.sleep(0.05) for _ in range(1200)]"])
+def test_a_program_that_only_waits_is_stopped_with_its_line(wait: str, tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(
+        f"import time\n\n\nasync def waits(rank):\n    rank.load_batch(rank.share())\n    {wait}\n"
+    )
+    with trace_limits(seconds=0.1), refuses("stalled", error=Stalled) as refused:
+        trace(load(f"{tmp_path}/waits.py:waits").program, 1, 1, 1)
+    assert "op 1 has not come, since the program has waited for 0.5 s" in str(refused.value)
+    assert refused.value.line.endswith("waits.py:6")
+
+
+def test_a_debugger_may_wait() -> None:
+    async def debugged(rank: Rank) -> None:
+        exec("import time; time.sleep(0.6)", {"__name__": "pdb"})
         await ddp(rank)
 
     with trace_limits(seconds=0.1):
-        trace(sleeps, 2, 2, 2)
+        trace(debugged, 1, 1, 1)
 
 
 def test_a_program_that_has_ended_has_no_clock_and_that_is_no_error() -> None:

@@ -366,33 +366,56 @@ def run_stoppable(work: Callable[[], T], every: float, refusal: Callable[[Stoppa
 def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Callable[[], str]) -> T:
     """Run `work` while the user's program in it makes progress, and return its result or raise its error.
 
-    Only CPU time in the user's lines counts, imports excluded. Programs of Shardlab have no limit.
+    Only time in the user's lines counts, without imports and debuggers. Programs of Shardlab have no limit.
 
     Args:
         steps: function that returns a number, which grows as the program makes progress.
         next_step: function that returns the name of the next step, such as "rank 0, op 12".
 
     Raises:
-        Stalled: if `steps` has not grown for `max_seconds()` of CPU time. The message names the current line.
+        Stalled: if `steps` has not grown for `max_seconds()` of CPU time, or for `WAIT_FACTOR` times as many seconds
+            in which the program only waited. The message names the current line.
     """
-    most, seen, since = max_seconds(), -1, 0.0
+    most, seen, since, start = max_seconds(), -1, 0.0, 0.0
 
     def refusal(program: Stoppable) -> Stalled | None:
-        nonlocal seen, since
-        frame, now, before = program.frame(), program.cpu_seconds(), seen
+        nonlocal seen, since, start
+        frame, computed, now, before = program.frame(), program.cpu_seconds(), time.monotonic(), seen
         seen, line = steps(), user_line_of(frame)
-        if seen != before or line is None or is_importing(frame):
-            since = now
-        elif now - since > most:
+        if seen != before or line is None or is_importing(frame) or _is_debugging(frame):
+            since, start = computed, now
+        elif computed - since > most:
             given = f"{next_step()} has not come within {most:g} s of CPU time"
-            remedy = "let the loop end, or raise --max-seconds-per-op if the program is only slow"
-            stalled = Stalled("stalled", "", given, remedy)
-            stalled.line = str(line)
-            return stalled
+            return _stalled(line, given, "let the loop end, or raise --max-seconds-per-op if the program is only slow")
+        elif now - start > WAIT_FACTOR * most and computed - since < IDLE_SHARE * (now - start):
+            given = f"{next_step()} has not come, since the program has waited for {WAIT_FACTOR * most:g} s"
+            return _stalled(line, given, "leave out what waits (time.sleep, input), or raise --max-seconds-per-op")
         return None
 
     return run_stoppable(work, LOOK_SECONDS, refusal)
 
+
+def _stalled(line: SourceLine, given: str, remedy: str) -> Stalled:
+    stalled = Stalled("stalled", "", given, remedy)
+    stalled.line = str(line)
+    return stalled
+
+
+def _is_debugging(frame: FrameType | None) -> bool:
+    """Return whether a debugger has stopped a frame, or one of its callers."""
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(DEBUGGERS):
+        frame = frame.f_back
+    return frame is not None
+
+
+DEBUGGERS = ("bdb", "pdb", "ipdb", "IPython.core.debugger", "pydevd", "_pydevd", "debugpy")
+"""First parts of the names of debuggers' modules, those of VS Code and PyCharm included."""
+
+WAIT_FACTOR = 5
+"""Limit of seconds in which a program only waits, as a multiple of its limit of CPU seconds between two ops."""
+
+IDLE_SHARE = 0.01
+"""A program only waits if it uses less than this share of a core. On a busy machine, it gets more if it computes."""
 
 MAX_OPS = 500_000
 """Default limit of the ops on all tapes: about two seconds of tracing and some hundred megabytes."""
