@@ -22,7 +22,8 @@ import tyro
 from shardlab.execute import Executor, Settings
 from shardlab.models import GPT
 from shardlab.train.batches import Batches
-from shardlab.train.checkpoint import Checkpoint, folder_of
+from shardlab.train.checkpoint.read import Checkpoint
+from shardlab.train.checkpoint.write import folder_of
 from shardlab.train.checkpoints import Saver
 from shardlab.train.config import LoopConfig, SavingConfig, StrategyConfig, TrainingConfig
 from shardlab.train.data import Corpus

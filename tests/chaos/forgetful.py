@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardlab.execute.state import State
 from shardlab.strategies.ddp import ddp
-from shardlab.train.checkpoint import Checkpoint
+from shardlab.train.checkpoint.read import Checkpoint
 
 __all__ = ["ddp"]
 

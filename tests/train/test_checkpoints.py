@@ -19,7 +19,7 @@ from shardlab.execute import Executor, Settings
 from shardlab.language import UserError
 from shardlab.models import GPT
 from shardlab.train.batches import Batches
-from shardlab.train.checkpoint import Disk
+from shardlab.train.checkpoint.write import Disk
 from shardlab.train.checkpoints import Saver
 from shardlab.train.config import SavingConfig
 from shardlab.train.data import Corpus

@@ -36,8 +36,7 @@ from shardlab.strategies import Plan, ddp
 from shardlab.strategies.load import load
 from shardlab.train import job as jobs
 from shardlab.train.batches import Batches
-from shardlab.train.checkpoint import Snapshot
-from shardlab.train.checkpoint.contents import kept_ranges
+from shardlab.train.checkpoint.contents import Snapshot, kept_ranges
 from shardlab.train.data import Corpus
 from shardlab.train.job import Job, job_as_dict, job_from_dict
 from shardlab.train.launch.ranks import is_out_of_memory, out_of_memory, run_ranks, set_heap

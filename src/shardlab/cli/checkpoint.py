@@ -106,7 +106,7 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
     Raises:
         UserError: if the run has no checkpoints.
     """
-    from shardlab.train.checkpoint import Disk, folder_of, steps_in
+    from shardlab.train.checkpoint.write import Disk, folder_of, steps_in
     from shardlab.train.checkpoints import without_checkpoints
     from shardlab.train.history import CHECKPOINTS
 
@@ -137,7 +137,7 @@ def _show(run: Path, *, verify: bool, json: bool) -> int:
 
 def _row(folder: Path, step: int, *, verify: bool) -> dict[str, Any]:
     """Return the fields of a checkpoint for the table and for --json."""
-    from shardlab.train.checkpoint import Checkpoint
+    from shardlab.train.checkpoint.read import Checkpoint
 
     row: dict[str, Any] = {"step": step, "folder": str(folder), "plan": "", "ranks": "", "bytes": None}
     row |= {"written": datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "seconds"), "wrong": None}

@@ -101,7 +101,7 @@ def _with_settings(folder: Path) -> Path:
     Raises:
         UserError: if the folder has no settings.
     """
-    from shardlab.train.checkpoint import CONFIG, STATE
+    from shardlab.train.checkpoint.read import CONFIG, STATE
     from shardlab.train.checkpoints import find_checkpoint
 
     if (folder / STATE).is_file() and (folder / CONFIG).is_file():

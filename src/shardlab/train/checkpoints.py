@@ -38,21 +38,9 @@ from shardlab.models import Blocks
 from shardlab.models.named import weights_at
 from shardlab.models.tensors.compute import KERNEL_CHOICES
 from shardlab.train.batches import Batches
-from shardlab.train.checkpoint import (
-    CONFIG,
-    STATE,
-    Checkpoint,
-    Disk,
-    Snapshot,
-    chunks_of,
-    commit,
-    folder_of,
-    steps_in,
-    updates_of,
-    write_shard,
-)
-from shardlab.train.checkpoint.contents import describe_layers
-from shardlab.train.checkpoint.write import PART, part_of, remove_shard
+from shardlab.train.checkpoint.contents import Snapshot, chunks_of, describe_layers, updates_of
+from shardlab.train.checkpoint.read import CONFIG, STATE, Checkpoint
+from shardlab.train.checkpoint.write import PART, Disk, commit, folder_of, part_of, remove_shard, steps_in, write_shard
 from shardlab.train.config import TrainingConfig, with_default_schedule
 from shardlab.train.config_sources import ConfigSource, file_source, merge_fields, model_of, preset_source
 from shardlab.train.history import CHECKPOINTS, METRICS, RECORD, WEIGHTS, has_finished, last_figures, require_free

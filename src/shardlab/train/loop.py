@@ -27,7 +27,7 @@ from shardlab.models.tensors.compute import kernel_choices
 from shardlab.train.audit import Audit, Auditing
 from shardlab.train.batches import Batches
 from shardlab.train.callbacks import ProductKernels, Records, Sampling, TrainingProgress, Validation, Weights
-from shardlab.train.checkpoint import Checkpoint
+from shardlab.train.checkpoint.read import Checkpoint
 from shardlab.train.checkpoints import Saver
 from shardlab.train.evaluate import Evaluation, OrderedBatches
 from shardlab.train.history import VALIDATION, describe_saved

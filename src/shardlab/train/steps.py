@@ -45,7 +45,7 @@ from shardlab.train.run import TrainingRun
 
 if TYPE_CHECKING:
     from shardlab.train.batches import Batches
-    from shardlab.train.checkpoint import Checkpoint
+    from shardlab.train.checkpoint.read import Checkpoint
 
 
 class Callback:

@@ -30,7 +30,8 @@ from shardlab.execute.settings import torch_dtype
 from shardlab.execute.state import State
 from shardlab.models.named import ENDING, SHARD_BYTES, index_of, index_text, shards_of
 from shardlab.models.tensors import whole_parameters
-from shardlab.train.checkpoint import Disk, bytes_of, header_of
+from shardlab.train.checkpoint.contents import bytes_of, header_of
+from shardlab.train.checkpoint.write import Disk
 from shardlab.train.history import AVERAGED, WEIGHTS, writing
 from shardlab.train.launch.interrupt import say
 

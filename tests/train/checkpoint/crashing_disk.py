@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from shardlab.train.checkpoint import Disk
+from shardlab.train.checkpoint.write import Disk
 
 
 class Crash(Exception):

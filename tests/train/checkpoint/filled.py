@@ -20,27 +20,20 @@ from shardlab.language.precision import find_precision
 from shardlab.models import Parameter
 from shardlab.models.tensors.dropout import make_generator
 from shardlab.models.tensors.weights import read_range
-from shardlab.train.checkpoint import (
-    CONFIG,
-    STATE,
-    Checkpoint,
-    Disk,
-    Snapshot,
-    chunks_of,
-    commit,
-    folder_of,
-    updates_of,
-    write_shard,
-)
 from shardlab.train.checkpoint.contents import (
     EXACT,
     WEIGHTS,
     KeptRange,
+    Snapshot,
+    chunks_of,
     describe_layers,
     kept_ranges,
     optimizer_of,
     updated_keys,
+    updates_of,
 )
+from shardlab.train.checkpoint.read import CONFIG, STATE, Checkpoint
+from shardlab.train.checkpoint.write import Disk, commit, folder_of, write_shard
 from shardlab.train.job import Job
 
 

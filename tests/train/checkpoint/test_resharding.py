@@ -24,8 +24,8 @@ from shardlab.language import Mesh
 from shardlab.models import GPT, Blocks, Mixtral
 from shardlab.models.tensors.compute import KERNEL_CHOICES, Product
 from shardlab.strategies import Plan
-from shardlab.train.checkpoint import Checkpoint, updates_of
-from shardlab.train.checkpoint.contents import kept_ranges
+from shardlab.train.checkpoint.contents import kept_ranges, updates_of
+from shardlab.train.checkpoint.read import Checkpoint
 from shardlab.train.job import Job
 from shardlab.train.run import TrainingRun
 from tests.support.ranks import Ranks

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.common.errors import UserError
-from shardlab.train.checkpoint import CONFIG, STATE, Checkpoint, Disk, commit, folder_of, steps_in, write_shard
-from shardlab.train.checkpoint.write import MANIFEST
+from shardlab.train.checkpoint.read import CONFIG, STATE, Checkpoint
+from shardlab.train.checkpoint.write import MANIFEST, Disk, commit, folder_of, steps_in, write_shard
 from tests.support.thorough import examples
 from tests.train.checkpoint.crashing_disk import Crash, CrashingDisk
 

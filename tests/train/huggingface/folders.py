@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
-from shardlab.train.checkpoint import OutputTensor
+from shardlab.train.checkpoint.contents import OutputTensor
 from shardlab.train.data.prepared_folder import tokenizer_record
 from shardlab.train.data.tokenizers import Tokenizer
 

@@ -20,8 +20,10 @@ from shardlab.common.errors import UserError
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import Blocks, Llama, Mixtral
 from shardlab.strategies.plan.plan import Plan
-from shardlab.train.checkpoint import Checkpoint, OutputTensor, folder_of
+from shardlab.train.checkpoint.contents import OutputTensor
 from shardlab.train.checkpoint.distributed import DistributedFiles, write_distributed
+from shardlab.train.checkpoint.read import Checkpoint
+from shardlab.train.checkpoint.write import folder_of
 from shardlab.train.config import SavingConfig
 from shardlab.train.huggingface import convert_weights, open_source
 from shardlab.train.job import Job

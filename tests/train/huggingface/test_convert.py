@@ -22,7 +22,8 @@ from torch import Tensor
 
 from shardlab.language import UserError
 from shardlab.models import GPT, Blocks, Llama, Mixtral
-from shardlab.train.checkpoint import OutputTensor, contents
+from shardlab.train.checkpoint import contents
+from shardlab.train.checkpoint.contents import OutputTensor
 from shardlab.train.huggingface import convert_weights, open_source
 from tests.support.thorough import examples
 from tests.train.huggingface.folders import random_run

@@ -29,18 +29,9 @@ from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import GPT, Blocks
 from shardlab.models.named import name_of, shards_of
 from shardlab.models.tensors.weights import read_range
-from shardlab.train.checkpoint import (
-    CONFIG,
-    STATE,
-    WEIGHTS_KIND,
-    Disk,
-    OutputTensor,
-    commit,
-    file_chunks,
-    folder_of,
-    write_shard,
-)
-from shardlab.train.checkpoint.contents import EXACT, describe_layers
+from shardlab.train.checkpoint.contents import EXACT, WEIGHTS, OutputTensor, describe_layers, file_chunks
+from shardlab.train.checkpoint.read import CONFIG, STATE
+from shardlab.train.checkpoint.write import Disk, commit, folder_of, write_shard
 from shardlab.train.huggingface.sources import CheckpointSource, Source, WeightSource
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -76,12 +67,12 @@ class AdamState:
 
 def _in_run(source: CheckpointSource) -> AdamState | str:
     checkpoint = source.checkpoint
-    if others := checkpoint.kinds - {WEIGHTS_KIND, EXACT, *MOMENTS}:
+    if others := checkpoint.kinds - {WEIGHTS, EXACT, *MOMENTS}:
         return f"{', '.join(sorted(others))} beside AdamW's moments, which torchtitan does not have"
-    layers = [{layer for kind, layer in checkpoint.ranges if kind == each} for each in (WEIGHTS_KIND, *MOMENTS)]
+    layers = [{layer for kind, layer in checkpoint.ranges if kind == each} for each in (WEIGHTS, *MOMENTS)]
     if not layers[1] or layers[1:] != layers[:1] * 2:
         return "moments of AdamW for all weights, which the checkpoint does not have"
-    kind = EXACT if EXACT in checkpoint.kinds else WEIGHTS_KIND
+    kind = EXACT if EXACT in checkpoint.kinds else WEIGHTS
     moments = {name: replace(source, kind=name) for name in MOMENTS}
     return AdamState(replace(source, kind=kind), moments, checkpoint.step, checkpoint.updates)
 
@@ -202,7 +193,7 @@ def write_checkpoint(
     planned = [
         each
         for block, length in enumerate(lengths)
-        for kind, source in ((WEIGHTS_KIND, state.weights), *state.moments.items())
+        for kind, source in ((WEIGHTS, state.weights), *state.moments.items())
         for each in [_flat_tensor(source, kind, block, length)]
     ]
     files = shards_of((each.nbytes for each in planned), "rank.safetensors", shard_bytes)

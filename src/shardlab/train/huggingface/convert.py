@@ -29,8 +29,10 @@ from shardlab.common.files import atomic_folder, write_atomically
 from shardlab.models import GPT, MoE, Parameter
 from shardlab.models.named import SHARD_BYTES, SINGLE, index_of, index_text, name_of, shards_of
 from shardlab.models.tensors.weights import matrix_of, reason
-from shardlab.train.checkpoint import CONFIG as CHECKPOINT_CONFIG
-from shardlab.train.checkpoint import STATE, Disk, OutputTensor, file_chunks
+from shardlab.train.checkpoint.contents import OutputTensor, file_chunks
+from shardlab.train.checkpoint.read import CONFIG as CHECKPOINT_CONFIG
+from shardlab.train.checkpoint.read import STATE
+from shardlab.train.checkpoint.write import Disk
 from shardlab.train.huggingface.adam import AdamState, torchtitan_state, write_checkpoint
 from shardlab.train.huggingface.families import GPT2, Part, family_of, write_config
 from shardlab.train.huggingface.sources import (

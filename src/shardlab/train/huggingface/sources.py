@@ -24,7 +24,8 @@ from shardlab.models import GPT, Blocks, CutModel, Llama, Model, Parameter
 from shardlab.models.named import ENDING, SINGLE, find_model, weights_at, with_written
 from shardlab.models.tensors import Initial
 from shardlab.models.tensors.weights import TensorFiles, read_range, weight_files
-from shardlab.train.checkpoint import METADATA, STATE, WEIGHTS_KIND, Checkpoint, CheckpointTensors
+from shardlab.train.checkpoint.contents import WEIGHTS as WEIGHTS_KIND
+from shardlab.train.checkpoint.read import METADATA, STATE, Checkpoint, CheckpointTensors
 from shardlab.train.huggingface.families import Part, read_model, run_parts
 from shardlab.train.huggingface.torchtitan import EXPERT_BIASES, OLD_HEAD, OTHER_STATES, torchtitan_naming
 
