@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -36,16 +36,15 @@ from shardlab.language import UserError
 from shardlab.models import GPT, Blocks
 from shardlab.models.model import count_parameters
 from shardlab.models.tensors.attention import to_device
+from shardlab.train.batches import Batches
+from shardlab.train.checkpoint.read import Checkpoint
 from shardlab.train.data import Corpus, Tokenizer
 from shardlab.train.data.evaluation_text import count_first_token_bytes
 from shardlab.train.data.stream import TokenRun
 from shardlab.train.history import describe_saved
 from shardlab.train.launch.interrupt import GRACE, WARNED_GRACE, StopRequest
 from shardlab.train.run import TrainingRun
-
-if TYPE_CHECKING:
-    from shardlab.train.batches import Batches
-    from shardlab.train.checkpoint.read import Checkpoint
+from shardlab.train.tracing import RampedExecutor
 
 
 class Callback:
@@ -127,23 +126,6 @@ class StepResult:
         return checked
 
 
-class StepExecutor(Protocol):
-    """Executor of a rank's steps that also measures them."""
-
-    @property
-    def state(self) -> State:
-        """The rank's tensors after the last step."""
-        ...
-
-    def step(self) -> Tensor:
-        """Run a step as `Executor.step` does."""
-        ...
-
-    def read(self) -> tuple[float, float]:
-        """Return the seconds of forward and backward passes since the last call."""
-        ...
-
-
 class Display(Protocol):
     """Progress display of rank 0."""
 
@@ -176,7 +158,7 @@ class Training:
 
     def __init__(
         self,
-        executor: StepExecutor,
+        executor: RampedExecutor,
         run: TrainingRun,
         stop: StopRequest,
         batches: Batches,
