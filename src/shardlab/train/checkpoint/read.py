@@ -40,9 +40,6 @@ STATE, CONFIG = "state.json", "config.toml"
 METADATA = ".metadata"
 """File of a folder of torch.distributed.checkpoint that lists all tensors."""
 
-HASH_BYTES = 2**20
-"""Bytes that are read at once to compute a checksum."""
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -278,12 +275,10 @@ def _compare(path: Path, entry: Mapping[str, Any]) -> None:
     Raises:
         UserError: if the checksum differs, or the file cannot be read.
     """
-    hashed = hashlib.sha256()
     try:
         with path.open("rb", buffering=0) as file:
-            while chunk := file.read(HASH_BYTES):
-                hashed.update(chunk)
+            found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
-    if hashed.hexdigest() != entry["sha256"]:
+    if found != entry["sha256"]:
         raise UserError(f"{path} has changed: its SHA-256 is not that in {MANIFEST}")
