@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, get_args
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,33 +80,6 @@ class Piece(NamedTuple):
     tokens: NDArray[np.integer] | None = None
 
 
-class DocumentSource(Protocol):
-    """Documents in order, which can be read several times."""
-
-    @property
-    def name(self) -> str:
-        """Name of the source in errors and records."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Size in bytes; 0 if it is unknown."""
-        ...
-
-    @property
-    def ends(self) -> bool:
-        """Whether the tokenizer's end token is added after each document."""
-        ...
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yield all documents. Their `done` counts the bytes of this source alone.
-
-        Raises:
-            UserError: if the source cannot be read. The message says where.
-        """
-        ...
-
-
 Document = str | bytes | Iterable[int]
 """A text, or tokens."""
 
@@ -130,15 +103,18 @@ class Documents:
     name: str = "the documents"
     _gone: bool = field(default=False, init=False, repr=False)
 
-    @property
-    def size(self) -> int:
-        return 0
+    size = 0
+    """Size in bytes; 0 if it is unknown."""
 
-    @property
-    def ends(self) -> bool:
-        return True
+    ends = True
+    """Whether the tokenizer's end token is added after each document."""
 
     def pieces(self) -> Iterator[Piece]:
+        """Yield all documents. Their `done` counts the bytes of this source alone.
+
+        Raises:
+            UserError: if the source cannot be read. The message says where.
+        """
         done, documents = 0, self.documents() if callable(self.documents) else self.documents
         if not callable(self.documents) and isinstance(documents, Iterator):
             if self._gone:
@@ -212,17 +188,21 @@ class Input:
 
     @property
     def name(self) -> str:
+        """Name of the file in errors and records."""
         return str(self.path)
 
     @property
     def size(self) -> int:
+        """Size in bytes."""
         return self.path.stat().st_size
 
     @property
     def ends(self) -> bool:
+        """Whether the tokenizer's end token is added after each document."""
         return self.format != "text"
 
     def pieces(self) -> Iterator[Piece]:
+        """Yield all documents, as `Documents.pieces`."""
         readers: dict[Format, Callable[[], Iterator[Piece]]] = {
             "text": self._text, "jsonl": self._jsonl, "parquet": self._parquet, "tokens": self._tokens,
         }  # fmt: skip
@@ -305,6 +285,10 @@ class Input:
         except arrow.ArrowException as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{self.path} cannot be read as Parquet ({reason}); name a whole Parquet file") from None
+
+
+DocumentSource = Documents | Input
+"""Source of documents."""
 
 
 def default_text() -> bytes:
