@@ -48,6 +48,7 @@ from shardlab.train.launch.environment import (
     usable_cpus,
 )
 from shardlab.train.launch.interrupt import end_with_starter
+from shardlab.train.launch.launchers import from_torchrun
 from shardlab.train.launch.processes import RankFailed, is_lost, run_processes
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def run_ranks(
 
     from shardlab.train.launch.commands import RankExchange, default_ctrl_c, store_of
 
-    if _elastic():
+    if from_torchrun(os.environ):
         end_with_starter(_others_go_on())  # a launcher that is killed does not end its ranks
     device = _launched_device(environment)
     if environment.world > 1:
@@ -479,11 +480,6 @@ def _call(rank: int, device: torch.device, function: Callable[..., Result], *arg
 def _others_go_on() -> bool:
     """Return whether torchrun restarts the ranks of other hosts when this host is lost."""
     return os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and may_restart(os.environ)
-
-
-def _elastic() -> bool:
-    """Return whether torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _create_lock(folder: Path) -> FileIO:
