@@ -147,7 +147,7 @@ class TrainingRun:
             "data": corpus.record(),
             "tokenizer": described_tokenizer(corpus.tokenizer),
             "platform": platform.platform(),
-            **world.as_dict(),
+            **asdict(world),
         }
 
     def _tokenizer(self, prepared: bool) -> Tokenizer | None:

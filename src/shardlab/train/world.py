@@ -14,10 +14,9 @@ import platform
 import secrets
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,10 +84,6 @@ class RunningWorld:
         gathered = [mine] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
         return cls(gathered, str(dist.get_backend()), launcher_of(os.environ), versions())
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the entries in run.json."""
-        return asdict(self)
 
     @property
     def bound(self) -> bool:
