@@ -277,15 +277,10 @@ def writing(path: Path) -> Generator[Path, None, None]:
     try:
         yield path
     except OSError as error:
-        raise unwritable_error(path, error) from error
-
-
-def unwritable_error(path: Path, error: OSError) -> UserError:
-    """Return the error for a file that cannot be written."""
-    return UserError(
-        f"{path} cannot be written ({error.strerror or error}); free some space, or name a folder on another disk with "
-        "--out"
-    )
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}); free some space, or name a folder on another disk "
+            "with --out"
+        ) from error
 
 
 def require_writable(folder: Path) -> None:
