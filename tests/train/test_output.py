@@ -41,10 +41,10 @@ def test_metrics_that_found_no_room_are_written_when_there_is_some(folder: Outpu
     with files_of_at_most(60):  # within the third line
         for step in range(4):
             folder.write_metrics({"step": step, "loss": 1.0})
-    assert folder.unwritten == ["metrics.jsonl"]
+    assert folder.unwritten == {"metrics.jsonl"}
     assert len(capsys.readouterr().err.splitlines()) == 1, "it is said once"
     folder.write_metrics({"step": 4, "loss": 1.0})
-    assert folder.unwritten == []
+    assert not folder.unwritten
     folder.close()
     assert [line["step"] for line in lines(folder.path)] == [0, 1, 2, 3, 4]
 

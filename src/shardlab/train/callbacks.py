@@ -213,7 +213,7 @@ class Records(Callback):
     def on_end(self, training: Training) -> None:
         """Close the files."""
         if self._folder is not None:
-            self._folder.note_unwritten(self._weights.unwritten)
+            self._folder.unwritten.update(self._weights.unwritten)
             self._folder.close()
 
     def summary(self, training: Training, sampling: Sampling, saved: int | None) -> Summary | None:
@@ -249,7 +249,7 @@ class Records(Callback):
             prompt=printable(sampling.prompt.decode(errors="replace")),
             sample=sampling.text,
             out=str(run.out),
-            unwritten=self._folder.unwritten,
+            unwritten=sorted(self._folder.unwritten),
         )
 
 

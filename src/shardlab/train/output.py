@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -37,6 +37,7 @@ class OutputFolder:
     Attributes:
         path: the folder.
         loggers: loggers that receive the metrics as well.
+        unwritten: names of the files that could not be written.
     """
 
     def __init__(self, path: Path, needed: int = 0, since: int | None = None) -> None:
@@ -78,7 +79,7 @@ class OutputFolder:
         self._pending = b""
         self.loggers: Sequence[Logger] = ()
         self._last: dict[str, Any] | None = None
-        self._unwritten: set[str] = set()
+        self.unwritten: set[str] = set()
 
     def abandon(self) -> None:
         """Remove the folder of a new run that has ended before its first record."""
@@ -87,11 +88,6 @@ class OutputFolder:
             with suppress(OSError):
                 (self.path / METRICS).unlink()
                 self.path.rmdir()
-
-    @property
-    def unwritten(self) -> list[str]:
-        """Names of the files that could not be written."""
-        return sorted(self._unwritten)
 
     @property
     def last_dt(self) -> float:
@@ -139,10 +135,6 @@ class OutputFolder:
         if not pending:
             self._append()
 
-    def note_unwritten(self, names: Iterable[str]) -> None:
-        """Add names of files that other code could not write."""
-        self._unwritten.update(names)
-
     def close(self) -> None:
         """Write the pending metrics, and close all files. A line that does not fit on the disk is removed whole."""
         self._append()
@@ -168,11 +160,11 @@ class OutputFolder:
             with writing(self.path / METRICS):
                 while self._pending:  # a disk that is nearly full may write a part
                     self._pending = self._pending[self._metrics.write(self._pending) :]
-            self._unwritten.discard(METRICS)
+            self.unwritten.discard(METRICS)
         except UserError as error:
-            if METRICS not in self._unwritten:
+            if METRICS not in self.unwritten:
                 say(f"shardlab: {error}")
-            self._unwritten.add(METRICS)
+            self.unwritten.add(METRICS)
 
 
 def _truncate(file: FileIO, path: Path, step: int) -> list[dict[str, Any]]:
