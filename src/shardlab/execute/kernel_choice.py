@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.common.files import cache_folder, processor_name, write_atomically
+from shardlab.execute.transport.collectives import gather_objects
 from shardlab.models.tensors.compute import KERNEL_CHOICES, Product, is_onednn_faster
 
 Choices = Mapping[Product, bool]
@@ -83,9 +84,7 @@ def choose_products(device: torch.device, kept: KeptChoices | None = None, *, al
     if device.type != "cpu":
         return False
     mine = [product for product, onednn in KERNEL_CHOICES.items() if onednn is None]
-    everyone = [mine] * (1 if alone else dist.get_world_size())
-    if not alone:
-        dist.all_gather_object(everyone, mine)
+    everyone = [mine] if alone else gather_objects(mine)
     wanted = sorted({product for theirs in everyone for product in theirs})
     if not wanted:
         return False

@@ -28,6 +28,7 @@ from shardlab.common.files import PART_SUFFIX
 from shardlab.execute.collect import averaged_weights, gather_layer
 from shardlab.execute.settings import torch_dtype
 from shardlab.execute.state import State
+from shardlab.execute.transport.collectives import gather_objects
 from shardlab.models.named import ENDING, SHARD_BYTES, index_of, index_text, shards_of
 from shardlab.models.tensors import whole_parameters
 from shardlab.train.checkpoint.contents import bytes_of, header_of
@@ -227,6 +228,4 @@ def _run_on_all(actions: Iterable[Callable[[], None]]) -> str:
             action()
     except UserError as error:
         mine = str(error)
-    errors = [mine] * dist.get_world_size()
-    dist.all_gather_object(errors, mine)
-    return next(filter(None, errors), "")
+    return next((error for error in gather_objects(mine) if error), "")

@@ -28,6 +28,7 @@ from shardlab.check import Checked
 from shardlab.common.files import PART_SUFFIX
 from shardlab.common.text import counted, listed
 from shardlab.execute.requirements import gpu_count
+from shardlab.execute.transport.collectives import gather_objects
 from shardlab.language import Mesh
 from shardlab.train.launch.environment import as_ranges, launcher_of, usable_cpus
 
@@ -81,9 +82,7 @@ class RunningWorld:
         coordinates = {axis: mesh.coordinate(rank, axis) for axis in mesh.used}
         cpus, threads = as_ranges(usable_cpus()), torch.get_num_threads()
         mine = RankPlace(rank, socket.gethostname(), f"{device} ({name})", coordinates, cpus, threads)
-        gathered = [mine] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        return cls(gathered, str(dist.get_backend()), launcher_of(os.environ), versions())
+        return cls(gather_objects(mine), str(dist.get_backend()), launcher_of(os.environ), versions())
 
     @property
     def bound(self) -> bool:
@@ -138,8 +137,7 @@ def ranks_without_folder(folder: Path, patience: float) -> str:
     deadline = time.monotonic() + patience
     while not (sees := _has_text(mark, token[0])) and time.monotonic() < deadline:
         time.sleep(0.1)
-    results = [(sees, socket.gethostname())] * dist.get_world_size()
-    dist.all_gather_object(results, results[0])
+    results = gather_objects((sees, socket.gethostname()))
     if rank == 0:
         mark.unlink()
     blind = {rank: host for rank, (sees, host) in enumerate(results) if not sees}
@@ -166,9 +164,7 @@ def require_agreement(checked: Checked, data: str, resumed: str = "") -> None:
     Raises:
         RuntimeError: if some ranks differ from rank 0; the message names them.
     """
-    mine = (checked.program.fingerprint(), data, resumed)
-    gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
+    gathered = gather_objects((checked.program.fingerprint(), data, resumed))
     for what, index in (("another program", 0), ("other data", 1), ("another checkpoint", 2)):
         others = [rank for rank, theirs in enumerate(gathered) if theirs[index] != gathered[0][index]]
         if others:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from inspect import signature
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from shardlab.execute.transport.neighbours import Neighbours
 from shardlab.execute.transport.shared_transport import SharedTransport
 from shardlab.execute.transport.torch_transport import TorchTransport, sum_buffers, torch_transport
 from shardlab.language import Group, OpKind, Program, Reduction, UserError
+
+T = TypeVar("T")
 
 
 class Handle(Protocol):
@@ -107,6 +109,13 @@ def messages_with(peer: int) -> Transport:
     world = dist.group.WORLD
     assert world is not None, "the default process group exists"
     return TorchTransport(world)
+
+
+def gather_objects(mine: T) -> list[T]:
+    """Return the object of each rank, by rank. Every rank calls this."""
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def retained_buffers() -> list[Tensor]:

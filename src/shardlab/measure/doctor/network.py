@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardlab.common.text import counted
 from shardlab.execute.state import State
-from shardlab.execute.transport.collectives import Groups
+from shardlab.execute.transport.collectives import Groups, gather_objects
 from shardlab.measure.collectives import Clock, CollectiveBench, MeasuringRanks, Team, make_case, measure_case
 from shardlab.measure.doctor.checks import CheckResult, Finding, HostFacts, check_host, finding, host_facts
 from shardlab.measure.fits import CollectivePoint
@@ -30,8 +29,6 @@ from shardlab.strategies import find
 from shardlab.train.job import Job
 from shardlab.train.verification.cases import Verdict
 from shardlab.train.verification.verify import verify_rank
-
-T = TypeVar("T")
 
 SMALL, LARGE = 64, 8 << 20
 """Sizes in bytes of the messages for latency and for bandwidth."""
@@ -84,8 +81,8 @@ def examine_world(
     """
     world = dist.get_world_size()
     first = (rank if local_rank is None else local_rank) == 0
-    hosts = _gather(host_facts(rank, local_world or world, write=first))
-    clocks = _gather(_clock_offset(rank, device))
+    hosts = gather_objects(host_facts(rank, local_world or world, write=first))
+    clocks = gather_objects(_clock_offset(rank, device))
     links = measure_links(rank, device)
     return WorldFacts(hosts, links, clocks) if rank == 0 else None
 
@@ -95,7 +92,7 @@ def measure_links(rank: int, device: torch.device) -> list[MeasuredLink]:
     world = dist.get_world_size()
     pairs = [(first, (first + 1) % world) for first in range(world if world > 2 else world - 1)]
     mine = {pair: _link(pair, rank, device) for pair in pairs}
-    gathered = _gather({pair: link for pair, link in mine.items() if link is not None and pair[0] == rank})
+    gathered = gather_objects({pair: link for pair, link in mine.items() if link is not None and pair[0] == rank})
     return [gathered[first][first, second] for first, second in pairs]
 
 
@@ -286,20 +283,13 @@ def _clock_offset(rank: int, device: torch.device) -> float:
     return ahead
 
 
-def _gather(mine: T) -> list[T]:
-    gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
-
-
 def _unequal_ranks(state: State) -> list[int]:
     """Return the ranks that hold a slice whose values differ, bitwise, from those of the first rank with this slice."""
     mine = {
         (layer, repr(holds)): hashlib.sha256(slices.cpu().numpy().tobytes()).hexdigest()
         for (layer, holds), slices in state.kept.items()
     }
-    gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
+    gathered = gather_objects(mine)
     first: dict[tuple[int, str], str] = {}
     for theirs in gathered:
         first = theirs | first

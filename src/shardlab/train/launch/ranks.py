@@ -174,6 +174,7 @@ def run_ranks(
         )
     import torch.distributed as dist
 
+    from shardlab.execute.transport.collectives import gather_objects
     from shardlab.train.launch.commands import RankExchange, default_ctrl_c, store_of
 
     if from_torchrun(os.environ):
@@ -191,7 +192,7 @@ def run_ranks(
             ) from error
     watched = contextlib.nullcontext()
     if watching is not None:
-        watched = Watchdog(environment.rank, watching, _gather, RankFailed, is_lost, UserError)
+        watched = Watchdog(environment.rank, watching, gather_objects, RankFailed, is_lost, UserError)
     if joining.start != joining.timeout:
         dist.distributed_c10d._set_pg_timeout(joining.timeout)  # pyright: ignore[reportPrivateUsage]
     with watched:
@@ -392,14 +393,6 @@ def _identify(device: torch.device) -> str:
     return json.dumps((device.type, socket.gethostname(), "" if slices else gpu))
 
 
-def _gather(mine: tuple[str, str]) -> list[tuple[str, str]]:
-    import torch.distributed as dist
-
-    gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
-
-
 def _start_local(
     ranks: int, joining: Rendezvous, watching: WatchSettings | None, function: Callable[..., Result], *arguments: Any
 ) -> Result:
@@ -429,6 +422,7 @@ def _rendezvous(
     import torch
     import torch.distributed as dist
 
+    from shardlab.execute.transport.collectives import gather_objects
     from shardlab.execute.transport.neighbours import connect_neighbours
 
     if joining.bound:
@@ -453,10 +447,7 @@ def _rendezvous(
         # All ranks wait for each other here. gloo returns when this rank is connected; if it then ended, others could
         # not connect.
         connect_neighbours(limit, joining.timeout, shares=memory_limit() is None)
-        mine = CpuShare.of_this_process()
-        shares = [mine] * environment.world
-        dist.all_gather_object(shares, mine)
-        torch.set_num_threads(threads := threads_of(shares))
+        torch.set_num_threads(threads := threads_of(gather_objects(CpuShare.of_this_process())))
         if changed and threads > 1:
             restore_wakeups()  # for the compute threads, which start later
 
