@@ -16,10 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import overload
 
+from shardlab.common.text import listed
 from shardlab.language import UserError
 from shardlab.train.launch.launchers import Fact, LauncherFacts, from_torchrun, innermost, number
 
@@ -378,8 +379,7 @@ def as_ranges(cpus: Iterable[int]) -> str:
     >>> as_ranges([0, 1, 2, 8])
     '0-2,8'
     """
-    runs = [[cpu for _, cpu in run] for _, run in groupby(enumerate(sorted(cpus)), lambda pair: pair[1] - pair[0])]
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return listed(sorted(cpus)).replace(", ", ",")
 
 
 @overload
