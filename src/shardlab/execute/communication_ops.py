@@ -25,28 +25,24 @@ from shardlab.language import Kind, Op, OpKind, Spec
 from shardlab.language.rules.kinds import ROW_KINDS, bits
 from shardlab.models.tensors.attention import index_tensor
 
-# ALL_TO_ALL of tensors: each member sends to every other member the part of its tensor that the other's result has.
-
+Start = Callable[[], Wait]
+"""Call that each step makes. It starts a communication, and returns the function that waits for it."""
 
 Places = tuple[Tensor, ...]
 """Indices of elements of a tensor: an index grid for each of its first dims."""
 
 
-def all_to_all_pieces(
-    state: State, links: Communicator, at: int, op: Op, members: Sequence[Spec], received: Sequence[Spec]
-) -> Callable[[], Wait]:
-    """Prepare an exchange of pieces. `members` has the spec of each member's input, `received` that of its output.
+def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
+    """Prepare an ALL_TO_ALL, into new memory.
 
     A member sends each other member the cells and pieces that both its input and the other's output hold. All these
     parts have the same size.
     """
-    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
-    assert group is not None
+    (given,), (output,), values, (_, transport) = op.inputs, op.outputs, state.values, links.group_of(op)
     mine, result = state.specs[given], state.specs[output]
-    sent = [_places(state, mine, _common(mine, theirs)) for theirs in received]
-    came = [_places(state, result, _common(theirs, result)) for theirs in members]
+    sent = [_places(state, mine, _common(mine, theirs)) for theirs in _received(state, op)]
+    came = [_places(state, result, _common(theirs, result)) for theirs in _given(state, op)]
     shape, over = state.shapes.shape(result), at in state.analysis.last_copies
-    transport = links.transports[group]
 
     def start() -> Wait:
         tensor: Tensor = values[given]
@@ -108,19 +104,14 @@ def _features(shapes: Shapes, spec: Spec, part: Spec) -> list[int]:
     return places
 
 
-Start = Callable[[], Wait]
-
-
 def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Prepare an ALL_REDUCE or REDUCE: in place if no op reads the input later; weights are reduced in their buffer.
 
     A REDUCE overwrites its tensor on all ranks, although only the root receives the result.
     """
-    (given,), values, group = op.inputs, state.values, op.group
+    (given,), values, (group, transport) = op.inputs, state.values, links.group_of(op)
     in_place = at in state.analysis.in_place.first_input
     of_weights = state.specs[given].kind is Kind.WEIGHT
-    assert group is not None
-    transport = links.transports[group]
 
     def start() -> Wait:
         tensor: torch.Tensor = values[given]
@@ -139,9 +130,7 @@ def all_reduce(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Prepare an ALL_GATHER, or a GATHER on the root: weights into their buffer, other values into new memory."""
-    (given,), values, group = op.inputs, state.values, op.group
-    assert group is not None
-    transport = links.transports[group]
+    (given,), values, (group, transport) = op.inputs, state.values, links.group_of(op)
 
     def gather(whole: Sequence[torch.Tensor], piece: torch.Tensor) -> Wait:
         if op.kind is OpKind.GATHER:
@@ -154,7 +143,7 @@ def all_gather(state: State, links: Communicator, at: int, op: Op) -> Start:
     shape = state.shapes.shape(state.specs[output])
     members = _given(state, op)
     if index_apart(members) is not None or along_sequence(members):
-        return _gather_apart(state, gather, op, join_of(state.shapes, members))
+        return _gather_apart(state, gather, op, len(group.ranks), join_of(state.shapes, members))
     places = places_of(state, op)
 
     def start() -> Wait:
@@ -189,15 +178,14 @@ def _given(state: State, op: Op) -> list[Spec]:
 
 
 def _gather_apart(
-    state: State, gather: Callable[[Sequence[torch.Tensor], torch.Tensor], Wait], op: Op, join: Join
+    state: State, gather: Callable[[Sequence[torch.Tensor], torch.Tensor], Wait], op: Op, ranks: int, join: Join
 ) -> Start:
     """Prepare a gather whose pieces are not contiguous in the result. They are copied there once all have arrived."""
-    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
-    assert group is not None
+    (given,), (output,), values = op.inputs, op.outputs, state.values
 
     def start() -> Wait:
         piece = values[given].contiguous()
-        inbox = piece.new_empty((len(group.ranks), *piece.shape))
+        inbox = piece.new_empty((ranks, *piece.shape))
         wait = gather([inbox.flatten(0, 1)], piece)
 
         def finish() -> None:
@@ -227,13 +215,11 @@ def _pieces(member: Spec, of: int) -> int:
 
 def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Prepare a REDUCE_SCATTER. For rows and tokens, the pieces of the input are first copied into group order."""
-    (given,), (output,), values, group = op.inputs, op.outputs, state.values, op.group
-    assert group is not None
+    (given,), (output,), values, (_, transport) = op.inputs, op.outputs, state.values, links.group_of(op)
     spec = state.specs[given]
     parts = _received(state, op) if spec.kind in ROW_KINDS else []
     cuts = [cut_of(state.shapes, spec, part) for part in parts]
     over = at in state.analysis.last_copies
-    transport = links.transports[group]
 
     def start() -> Wait:
         whole: torch.Tensor = values[given]
@@ -249,9 +235,8 @@ def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Prepare a BROADCAST of the root's tensor, into new memory on the other ranks."""
-    values, group = state.values, op.group
-    assert group is not None
-    transport, root = links.transports[group], group.ranks.index(op.root)
+    values, (group, transport) = state.values, links.group_of(op)
+    root = group.ranks.index(op.root)
 
     def start() -> Wait:
         for given in op.inputs:
@@ -265,9 +250,8 @@ def broadcast(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Prepare a SCATTER of equal parts of the root's tensor along its first dim, into new memory."""
-    (output,), values, group = op.outputs, state.values, op.group
-    assert group is not None
-    transport, root = links.transports[group], group.ranks.index(op.root)
+    (output,), values, (group, transport) = op.outputs, state.values, links.group_of(op)
+    root = group.ranks.index(op.root)
 
     def start() -> Wait:
         values[output] = state.memory_for(output)
@@ -278,15 +262,8 @@ def scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 
 def barrier(state: State, links: Communicator, at: int, op: Op) -> Start:
-    group = op.group
-    assert group is not None
-    transport = links.transports[group]
+    _, transport = links.group_of(op)
     return lambda: links.wait_of(transport.barrier())
-
-
-def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """Prepare an ALL_TO_ALL of the buffers of experts, into new memory."""
-    return all_to_all_pieces(state, links, at, op, _given(state, op), _received(state, op))
 
 
 def send(state: State, links: Communicator, at: int, op: Op) -> Start:
@@ -340,9 +317,6 @@ START: dict[OpKind, Callable[[State, Communicator, int, Op], Start]] = {
 # Collectives of one batch run as a single collective of torch.distributed, on one tensor.
 
 
-StartTogether = Callable[[State, Communicator, Sequence[Op]], Start]
-
-
 def once(wait: Wait) -> Wait:
     """Return a function that calls `wait` the first time it is called, and later does nothing."""
     waits = [wait]
@@ -356,8 +330,7 @@ def once(wait: Wait) -> Wait:
 
 def all_reduce_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
     """Prepare several ALL_REDUCEs as one: in place if the gradients are adjacent in memory, else in a copy."""
-    values, group, reduction = state.values, ops[0].group, ops[0].reduction
-    assert group is not None
+    values, (_, transport) = state.values, links.group_of(ops[0])
     lengths = _lengths(state, [op.inputs[0] for op in ops])
 
     def start() -> Wait:
@@ -366,7 +339,7 @@ def all_reduce_together(state: State, links: Communicator, ops: Sequence[Op]) ->
         if whole is None:
             whole = torch.cat(given)
             given = list(torch.split(whole, lengths))
-        wait = links.wait_of(links.transports[group].all_reduce([whole], reduction))
+        wait = links.wait_of(transport.all_reduce([whole], ops[0].reduction))
         return _delivered(state, ops, given, wait)
 
     return start
@@ -374,8 +347,7 @@ def all_reduce_together(state: State, links: Communicator, ops: Sequence[Op]) ->
 
 def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
     """Prepare several ALL_GATHERs as one. Received pieces are copied into the results once all have arrived."""
-    values, group = state.values, ops[0].group
-    assert group is not None
+    values, (group, transport) = state.values, links.group_of(ops[0])
     lengths = _lengths(state, [op.inputs[0] for op in ops])
     places = [places_of(state, op) for op in ops]
     ascending = [order == sorted(order) for order in places]
@@ -387,7 +359,7 @@ def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) ->
         wholes = [state.memory_for(op.outputs[0]) for op in ops]
         for op, whole in zip(ops, wholes, strict=True):
             values[op.outputs[0]] = whole
-        wait = links.wait_of(links.transports[group].all_gather([inbox], [piece]))
+        wait = links.wait_of(transport.all_gather([inbox], [piece]))
 
         def sort() -> None:
             wait()
@@ -405,8 +377,7 @@ def all_gather_together(state: State, links: Communicator, ops: Sequence[Op]) ->
 
 def reduce_scatter_together(state: State, links: Communicator, ops: Sequence[Op]) -> Start:
     """Prepare several REDUCE_SCATTERs as one. The parts for each member are concatenated in a copy."""
-    values, group = state.values, ops[0].group
-    assert group is not None
+    values, (group, transport) = state.values, links.group_of(ops[0])
     lengths = _lengths(state, [op.outputs[0] for op in ops])
     in_arena = state.arena.side_by_side.get(ops[0].outputs[0])
 
@@ -415,7 +386,7 @@ def reduce_scatter_together(state: State, links: Communicator, ops: Sequence[Op]
         mine = wholes[0].new_empty(sum(lengths)) if in_arena is None else in_arena
         rows = [whole.view(len(group.ranks), length) for whole, length in zip(wholes, lengths, strict=True)]
         given = torch.cat(rows, 1).flatten()
-        wait = links.wait_of(links.transports[group].reduce_scatter([mine], [given]))
+        wait = links.wait_of(transport.reduce_scatter([mine], [given]))
         delivered = _delivered(state, ops, torch.split(mine, lengths), wait)
 
         def finish(_: Tensor = given) -> None:  # keeps the tensor alive while it is sent
@@ -449,7 +420,7 @@ def _delivered(state: State, ops: Sequence[Op], results: Sequence[Tensor], wait:
     return finish if elsewhere else wait
 
 
-START_TOGETHER: dict[OpKind, StartTogether] = {
+START_TOGETHER: dict[OpKind, Callable[[State, Communicator, Sequence[Op]], Start]] = {
     OpKind.ALL_REDUCE: all_reduce_together,
     OpKind.ALL_GATHER: all_gather_together,
     OpKind.REDUCE_SCATTER: reduce_scatter_together,

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardlab.execute.transport.neighbours import Neighbours
 from shardlab.execute.transport.shared_transport import SharedTransport
 from shardlab.execute.transport.torch_transport import TorchTransport, sum_buffers, torch_transport
-from shardlab.language import Group, OpKind, Program, Reduction, UserError
+from shardlab.language import Group, Op, OpKind, Program, Reduction, UserError
 
 T = TypeVar("T")
 
@@ -161,6 +161,11 @@ class Communicator:
                 self._batches[op.batch] = self._batches.get(op.batch, 0) + 1
         self._pending: dict[int, tuple[list[dist.P2POp], list[Wait]]] = {}
         self.wait_of: Callable[[Any], Wait] = wait_of
+
+    def group_of(self, op: Op) -> tuple[Group, Transport]:
+        """Return the group of a collective, and the group's transport."""
+        assert op.group is not None
+        return op.group, self.transports[op.group]
 
     def send(self, tensor: Tensor, to: int, batch: int) -> Wait:
         """Send a tensor to a rank. It must not change until the wait has ended."""
