@@ -2,8 +2,8 @@
 
 An executor that is not recorded has no overhead. The parts, in the order to read them:
 
-- `Stopwatch`: a clock for the beginning and the end of an op, and for the completion of a communication.
-  `HostStopwatch` and `DeviceStopwatch` implement it for a CPU and a GPU.
+- `HostStopwatch` and `DeviceStopwatch`, for a CPU and a GPU, are clocks for the beginning and the end of an op, and for
+  the completion of a communication.
 - `OpTimer` runs steps and records each op; `ComputeClock` only sums the seconds of forward and backward passes.
 - `clock_offset` estimates the offset of another process's clock from rank 0's.
 - `step_with_memory` runs one step and records the live bytes before each op. Tracking memory slows a step down, so a
@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain, groupby, repeat
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,26 +43,6 @@ Read = Callable[[], float | None]
 step."""
 
 
-class Stopwatch(Protocol):
-    """Interface of a clock for a recorder."""
-
-    def begin(self) -> None:
-        """Prepare for a step that begins now."""
-        ...
-
-    def now(self) -> Read:
-        """Mark the current position in the computation, and return a function that reads its time."""
-        ...
-
-    def watch(self, work: Any, *, batched: bool) -> tuple[Wait, Read]:
-        """Return a function that waits for a communication in flight, and one that reads the time of its completion.
-
-        Args:
-            batched: whether the work is a batch of several messages.
-        """
-        ...
-
-
 class HostStopwatch:
     """Clock of the host, which all its processes share (time.perf_counter, CLOCK_MONOTONIC on Linux).
 
@@ -75,13 +55,19 @@ class HostStopwatch:
         self._waiters: list[SimpleQueue[tuple[Any, Future[float]]]] = []
 
     def begin(self) -> None:
-        pass
+        """Prepare for a step that begins now."""
 
     def now(self) -> Read:
+        """Mark the current position in the computation, and return a function that reads its time."""
         moment = time.perf_counter()
         return lambda: moment
 
     def watch(self, work: Any, *, batched: bool) -> tuple[Wait, Read]:
+        """Return a function that waits for a communication in flight, and one that reads the time of its completion.
+
+        Args:
+            batched: whether the work is a batch of several messages.
+        """
         over: Future[float] = Future()
 
         def note(future: Any) -> None:
@@ -120,7 +106,7 @@ class HostStopwatch:
 
 
 class DeviceStopwatch:
-    """Clock of a GPU: events on its streams, converted to seconds of the host's clock.
+    """Clock of a GPU, with the methods of `HostStopwatch`: events on its streams, converted to the host's seconds.
 
     The step begins on an idle device, so that both clocks can be read at the same moment.
     """
@@ -165,11 +151,6 @@ class DeviceStopwatch:
 
     def _read(self, event: torch.cuda.Event) -> float | None:
         return self._begun + self._origin.elapsed_time(event) / 1000 if event.query() else None
-
-
-def stopwatch_for(device: torch.device) -> Stopwatch:
-    """Return the stopwatch of a device's computations."""
-    return DeviceStopwatch(device) if device.type == "cuda" else HostStopwatch()
 
 
 FORWARD = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.ATTEND, OpKind.LOSS_STATS, OpKind.LOSS})
@@ -251,7 +232,8 @@ class OpTimer:
     def __init__(self, executor: Executor) -> None:
         self.steps: list[StepRecord] = []
         self._executor = executor
-        self._watch = stopwatch_for(executor.state.settings.device)
+        device = executor.state.settings.device
+        self._watch = DeviceStopwatch(device) if device.type == "cuda" else HostStopwatch()
         self._began: dict[int, Read] = {}
         self._ended: dict[int, Read] = {}
         self._over: dict[int, list[Read]] = defaultdict(list)
@@ -370,22 +352,6 @@ PASSING = {Kind.WEIGHT: "gathered", Kind.GRAD_WEIGHT: "gradients"}
 """Categories of the values of a tape that are not activations."""
 
 
-class Account(Protocol):
-    """Interface of a counter of live bytes."""
-
-    def tracking(self) -> AbstractContextManager[object]:
-        """Return a context manager inside of which bytes are counted."""
-        ...
-
-    def live(self) -> int:
-        """Return the live bytes."""
-        ...
-
-    def peak(self) -> int:
-        """Return the largest number of live bytes since tracking began."""
-        ...
-
-
 class TrackedStorages:
     """Counter of all storages that torch creates while it tracks, and of those that the rank already had.
 
@@ -404,12 +370,15 @@ class TrackedStorages:
         self._beside = sum(tensor.nbytes for tensor in beside)
 
     def tracking(self) -> AbstractContextManager[object]:
+        """Return a context manager inside of which bytes are counted."""
         return self._tracker
 
     def live(self) -> int:
+        """Return the live bytes."""
         return self._total("current")
 
     def peak(self) -> int:
+        """Return the largest number of live bytes since tracking began."""
         return self._total("peak")
 
     def _total(self, moment: str) -> int:
@@ -418,7 +387,7 @@ class TrackedStorages:
 
 
 class Allocator:
-    """Counter of live bytes by a GPU's allocator."""
+    """Counter of live bytes by a GPU's allocator, with the methods of `TrackedStorages`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -436,8 +405,8 @@ class Allocator:
 
 def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
     """Run a step as `Executor.step` does, and fill `record` during it."""
-    state = executor.state
-    account: Account = Allocator(state.settings.device) if _on_gpu(state) else TrackedStorages(state)
+    state, device = executor.state, executor.state.settings.device
+    account = Allocator(device) if device.type == "cuda" else TrackedStorages(state)
     passing = [(number, PASSING[spec.kind]) for number, spec in sorted(state.specs.items()) if spec.kind in PASSING]
 
     def around(at: int, instruction: Instruction) -> Instruction:
@@ -486,10 +455,6 @@ def _receive(source: int, count: int, device: torch.device) -> list[float]:
     numbers = torch.empty(count, dtype=torch.float64, device=device)
     dist.recv(numbers, source)
     return [float(number) for number in numbers]
-
-
-def _on_gpu(state: State) -> bool:
-    return state.settings.device.type == "cuda"
 
 
 def _by_category(state: State, passing: list[tuple[int, str]], total: int) -> dict[str, int]:
