@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from shardlab.common.errors import UserError
 from shardlab.common.files import atomic_folder, write_atomically
 from shardlab.models import GPT, MoE, Parameter
 from shardlab.models.named import SHARD_BYTES, SINGLE, index_of, index_text, name_of, shards_of
-from shardlab.models.tensors.weights import matrix_of, reason
+from shardlab.models.tensors.weights import matrix_of
 from shardlab.train.checkpoint.contents import OutputTensor, file_chunks
 from shardlab.train.checkpoint.read import CONFIG as CHECKPOINT_CONFIG
 from shardlab.train.checkpoint.read import STATE
@@ -124,31 +123,31 @@ def convert_weights(
         planned = [*_torchtitan_tensors(state.weights), *moments]
     else:
         planned = _plan(source, form)
-    try:
-        with atomic_folder(out) as part:
-            if (free := shutil.disk_usage(part).free) < (needed := sum(each.nbytes for each in planned)):
-                raise UserError(f"the weights have {needed:,} bytes, but the disk of {out} has {free:,} bytes free")
-            if form == "dcp":
-                from shardlab.train.checkpoint.distributed import write_distributed  # imports much of torch
+    with atomic_folder(out) as part:
+        if (free := shutil.disk_usage(part).free) < (needed := sum(each.nbytes for each in planned)):
+            raise UserError(f"the weights have {needed:,} bytes, but the disk of {out} has {free:,} bytes free")
+        if form == "dcp":
+            from shardlab.train.checkpoint.distributed import write_distributed  # imports much of torch
 
-                write_distributed(part, planned, shard_bytes, follow, values)
-                for name in (CHECKPOINT_CONFIG, STATE) if values else ():
-                    shutil.copyfile(source.folder / name, part / name)
-            else:
-                _write_safetensors(part / (WEIGHTS if form == "shardlab" else SINGLE), planned, shard_bytes, follow)
-            _write_config(source, form, part, {each.dtype for each in planned}, special or {})
-            for name, content in (beside or {}).items():
-                (part / name).write_bytes(content)
-            for path in sorted({path for pattern in COMPANIONS for path in source.folder.glob(pattern)}):
-                if path.is_file():
-                    shutil.copyfile(path, part / path.name)
-            written = sorted(path.name for path in part.iterdir())
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{out} cannot be written ({reason(error)}); free some space, or name another folder"
-        ) from error
+            write_distributed(part, planned, shard_bytes, follow, values)
+            for name in (CHECKPOINT_CONFIG, STATE) if values else ():
+                shutil.copyfile(source.folder / name, part / name)
+        else:
+            _write_safetensors(part / (WEIGHTS if form == "shardlab" else SINGLE), planned, shard_bytes, follow)
+        _write_config(source, form, part, {each.dtype for each in planned}, special or {})
+        for name, content in (beside or {}).items():
+            (part / name).write_bytes(content)
+        for path in sorted({path for pattern in COMPANIONS for path in source.folder.glob(pattern)}):
+            if path.is_file():
+                shutil.copyfile(path, part / path.name)
+    return _result(source, out, form, planned, left_out)
+
+
+def _result(source: Source, out: Path, form: Form, planned: Sequence[OutputTensor], left_out: list[str]) -> Converted:
+    """Return the result of a conversion into a folder that is complete."""
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     count = sum(each.numel for each in planned)
-    return Converted(str(out), form, name_of(type(source.model)), count, len(planned), written, left_out)
+    return Converted(str(out), form, name_of(type(source.model)), count, len(planned), files, left_out)
 
 
 def _as_run(source: Source, out: Path, settings: Path, shard_bytes: int, follow: Track) -> Converted:
@@ -156,18 +155,11 @@ def _as_run(source: Source, out: Path, settings: Path, shard_bytes: int, follow:
     state = AdamState.of(source)
     if isinstance(state, str):
         raise UserError(f"{source.folder}: to go on, a run needs {state}; leave out --settings to convert the weights")
-    try:
-        with atomic_folder(out) as part:
-            planned = write_checkpoint(state, part, settings, shard_bytes, follow)
-            _write_config(source, "shardlab", part, set(), {})
-            written = sorted(str(path.relative_to(part)) for path in part.rglob("*") if path.is_file())
-    except OSError as error:
-        raise UserError(
-            f"{out} cannot be written ({reason(error)}); free some space, or name another folder"
-        ) from error
-    count = sum(each.numel for each in planned)
+    with atomic_folder(out) as part:
+        planned = write_checkpoint(state, part, settings, shard_bytes, follow)
+        _write_config(source, "shardlab", part, set(), {})
     left_out = [each for each in source.left_out if each not in ("optimizer", "train_state")]
-    return Converted(str(out), "shardlab", name_of(type(source.model)), count, len(planned), written, left_out)
+    return _result(source, out, "shardlab", planned, left_out)
 
 
 def _write_safetensors(single: Path, planned: Sequence[OutputTensor], shard_bytes: int, follow: Track) -> None:
