@@ -32,7 +32,6 @@ from shardlab.common.text import counted, listed
 from shardlab.common.user_code import file_from_here
 from shardlab.execute import Executor
 from shardlab.execute.kernel_choice import rows_of
-from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.state import State
 from shardlab.models import Blocks
 from shardlab.models.named import weights_at
@@ -42,7 +41,7 @@ from shardlab.train.checkpoint.contents import Snapshot, chunks_of, describe_lay
 from shardlab.train.checkpoint.read import CONFIG, STATE, Checkpoint
 from shardlab.train.checkpoint.write import PART, Disk, commit, folder_of, part_of, remove_shard, steps_in, write_shard
 from shardlab.train.config import TrainingConfig, with_default_schedule
-from shardlab.train.config_sources import ConfigSource, file_source, merge_fields, model_of, preset_source
+from shardlab.train.config_sources import ConfigSource, file_source, model_of, saved_fields, saved_optimizer
 from shardlab.train.history import CHECKPOINTS, METRICS, RECORD, WEIGHTS, has_finished, last_figures, require_free
 from shardlab.train.huggingface.sources import recorded_model, require_same
 from shardlab.train.job import job_as_dict
@@ -386,7 +385,7 @@ class ResumedRun:
         saved = self._saved
         plan = saved.sections["plan"]
         train = {name: value for name, value in saved.sections["train"].items() if name != "init"}
-        optimizer = with_default_schedule(merge_fields([preset_source("default"), saved], "optimizer"), train["steps"])
+        optimizer = with_default_schedule(saved_fields(saved, "optimizer"), train["steps"])
         if SCHEDULE & set(flags or ()) and "decay_steps" not in saved.sections["optimizer"]:
             optimizer.pop("decay_steps", None)
         if launched is not None and "strategy" in plan:
@@ -403,7 +402,7 @@ class ResumedRun:
             UserError: if a setting that cannot change differs: model, optimizer, seed, earlier batches, sequence
                 length.
         """
-        saved = merge_fields([preset_source("default"), self._saved], "train")
+        saved = saved_fields(self._saved, "train")
         model = model_of([self.source(None)], 0)
         require_same(model, requested.model, self.checkpoint.folder)
         step = self.checkpoint.step
@@ -451,10 +450,7 @@ class ResumedRun:
 
     def schedule_change(self, config: TrainingConfig) -> str:
         """Return a sentence on the learning rate from now on; empty if neither steps nor schedule have changed."""
-        saved = merge_fields([preset_source("default"), self._saved], "train")["steps"]
-        before = OptimizerConfig(
-            **with_default_schedule(merge_fields([preset_source("default"), self._saved], "optimizer"), saved)
-        )
+        saved, before = saved_fields(self._saved, "train")["steps"], saved_optimizer(self._saved)
         now, step = config.optimizer, self.checkpoint.step
         same = all(getattr(before, name) == getattr(now, name) for name in RATE)
         if config.train.steps == saved and same:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from shardlab.common.errors import UserError, find_by_name, naming, suggest_name
 from shardlab.common.fields import COUNT, field_types, read_fields, text
 from shardlab.common.files import load_table, read_file
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import Blocks
 from shardlab.models.model import count_parameters
 from shardlab.models.named import find_model, sources, unsized, with_written
@@ -244,6 +245,17 @@ def resolve_config(sources: Sequence[ConfigSource], entry: StrategyEntry, ranks:
         plan=StrategyConfig(entry.for_job(ranks), ranks, entry.name, entry.passes),
         **{name: kind(**sections[name]) for name, kind in SECTIONS.items()},
     )
+
+
+def saved_fields(saved: ConfigSource, section: str) -> dict[str, Any]:
+    """Return the fields of a section in the configuration of an earlier run. Fields that it lacks have the defaults."""
+    return merge_fields([preset_source("default"), saved], section)
+
+
+def saved_optimizer(saved: ConfigSource) -> OptimizerConfig:
+    """Return the settings of the optimizer in the configuration of an earlier run."""
+    steps = saved_fields(saved, "train")["steps"]
+    return OptimizerConfig(**with_default_schedule(saved_fields(saved, "optimizer"), steps))
 
 
 WIDTH_PER_LAYER = 64

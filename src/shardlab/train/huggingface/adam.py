@@ -129,7 +129,9 @@ def torchtitan_state(state: AdamState, tensors: Tensors, folder: Path) -> tuple[
         for name, source in state.moments.items()
         for each in tensors(source)
     ]
-    config = _optimizer_config(folder)
+    from shardlab.train.config_sources import file_source, saved_optimizer  # imports this package
+
+    config = saved_optimizer(file_source(folder / CONFIG))
     values: dict[str, Any] = {}
     for parameter in tensors(state.weights):
         name = parameter.name
@@ -141,16 +143,6 @@ def torchtitan_state(state: AdamState, tensors: Tensors, folder: Path) -> tuple[
     run = read_table(read_file(folder / STATE, "JSON"), str(folder / STATE))
     tokens = int(run["data"]["sequence"]) * state.weights.model.seq_len
     return moments, values | {"train_state.step": state.step, "train_state.ntokens_seen": tokens}
-
-
-def _optimizer_config(folder: Path) -> OptimizerConfig:
-    """Return the settings of the optimizer of a checkpoint's run."""
-    from shardlab.train.config import with_default_schedule
-    from shardlab.train.config_sources import file_source, merge_fields, preset_source  # import this package
-
-    sources = [preset_source("default"), file_source(folder / CONFIG)]
-    steps = merge_fields(sources, "train")["steps"]
-    return OptimizerConfig(**with_default_schedule(merge_fields(sources, "optimizer"), steps))
 
 
 def _group(config: OptimizerConfig, state: AdamState, decays: bool) -> dict[str, Any]:
