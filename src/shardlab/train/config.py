@@ -328,20 +328,6 @@ class ClusterConfig:
     """Accept a profile that was measured on another machine."""
 
 
-SECTIONS: dict[str, type[Any]] = {
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "train": LoopConfig,
-    "precision": PrecisionConfig,
-    "logging": LoggingConfig,
-    "saving": SavingConfig,
-}
-"""Sections of the tree whose fields are flags of the same names. The sections `model` and `plan` are not among them."""
-
-JOB_SECTIONS = {**SECTIONS, "batch": BatchConfig, "cluster": ClusterConfig}
-"""Sections of a file that describes a step. In a run's tree, the values of `batch` are part of `train`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Everything that a training run depends on, apart from the machine and the versions.
@@ -393,6 +379,17 @@ class TrainingConfig:
         sections = {"model": sections.pop("model"), "plan": sections.pop("plan"), "batch": batch, **sections}
         notes = [f"# {name} = {optimizer[name]} follows from steps" for name in derived if name not in chosen]
         return "\n".join(["# shardlab train --config FILE repeats the run", *notes, "", as_toml(sections)])
+
+
+SECTIONS = {
+    each.name: cast(type[Any], each.default_factory)
+    for each in fields(TrainingConfig)
+    if each.name not in ("model", "plan")
+}
+"""Sections of the tree whose fields are flags of the same names."""
+
+JOB_SECTIONS = {**SECTIONS, "batch": BatchConfig, "cluster": ClusterConfig}
+"""Sections of a file that describes a step. In a run's tree, the values of `batch` are part of `train`."""
 
 
 def with_default_schedule(optimizer: Mapping[str, Any], steps: int) -> dict[str, Any]:
