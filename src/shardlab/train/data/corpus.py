@@ -323,8 +323,7 @@ def _parse_source(text: str) -> DataSource:
     if not colon or Path(text).exists():
         return DataSource(Path(text))
     try:
-        return DataSource(Path(path), float(weight))
-    except UserError:
-        raise
+        number = float(weight)
     except ValueError:
         raise UserError(f"{text}: {weight!r} is no weight; give PATH:NUMBER, as in {path}:0.7") from None
+    return DataSource(Path(path), number)
