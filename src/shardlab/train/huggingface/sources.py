@@ -251,7 +251,7 @@ class WeightSource:
 Source = WeightSource | CheckpointSource
 
 
-def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = None) -> Source:
+def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] = lambda model, source: model) -> Source:
     """Open the weights in a folder. All names and shapes are checked, and no tensor is read.
 
     Args:
@@ -270,16 +270,15 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
     if not folder.is_dir():
         advice = "name the folder of a run, or one in Hugging Face's form"
         raise UserError(f"{folder} is a file; {advice}") if folder.exists() else missing_path(folder, advice)
-    changed = change or _unchanged
     if (folder / METADATA).is_file() or any(folder.glob("*.distcp")):
-        return _open_distributed(folder, changed)
+        return _open_distributed(folder, change)
     if (folder / STATE).is_file():
         checkpoint = Checkpoint.open(folder).verify()
-        model = changed(recorded_model(dict(checkpoint.state), folder / STATE), str(folder / STATE))
+        model = change(recorded_model(dict(checkpoint.state), folder / STATE), str(folder / STATE))
         return CheckpointSource(folder, model, checkpoint)
     if weights_at(weights):
         record = read_table(read_file(folder / RUN, "JSON"), str(folder / RUN))
-        model = changed(recorded_model(record, folder / RUN), str(folder / RUN))
+        model = change(recorded_model(record, folder / RUN), str(folder / RUN))
         tensors = TensorFiles(weight_files(weights))
         return WeightSource(
             folder, "shardlab", model, tensors, run_parts, config=record.get("huggingface") or {}
@@ -299,7 +298,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] | None = N
         )
     config = read_table(read_file(folder / CONFIG, "JSON"), str(folder / CONFIG))
     family, file_model = read_model(config, str(folder / CONFIG))
-    model = changed(file_model, str(folder / CONFIG))
+    model = change(file_model, str(folder / CONFIG))
     tensors = TensorFiles(weight_files(folder / SINGLE))
     bare = not any(name.startswith(family.prefix) for name in tensors.names)
     parts = partial(family.naming.parts, file_model)
@@ -390,10 +389,6 @@ def require_same(source: Blocks, model: Model, folder: Path) -> None:
         wrong.append(f"seq_len is {source.seq_len}, less than {model.seq_len}")
     if wrong:
         raise UserError(f"{folder} has the weights of another model: {'; '.join(wrong)}")
-
-
-def _unchanged(model: Blocks, source: str) -> Blocks:
-    return model
 
 
 def _slice(indices: Tensor) -> slice:
