@@ -149,13 +149,6 @@ def job_as_dict(job: Job) -> dict[str, Any]:
     }
 
 
-def model_from_dict(record: Mapping[str, Any]) -> Blocks:
-    """Restore the model of a job from the entry `model` of `job_as_dict`."""
-    changes = dict(record)
-    kind = changes.pop("kind")
-    return with_fields(find_model(kind), changes, kind)
-
-
 def job_from_dict(record: Mapping[str, Any], folder: str | None = None) -> Job:
     """Restore a job from the result of `job_as_dict`.
 
@@ -173,10 +166,11 @@ def job_from_dict(record: Mapping[str, Any], folder: str | None = None) -> Job:
         )
     try:
         record = {"passes": None, **record}  # traces of older versions lack this field
-        strategy = record["strategy"]
+        strategy, model = record["strategy"], dict(record["model"])
+        kind = model.pop("kind")
         objects: dict[str, Any] = {
             "strategy": strategy if isinstance(strategy, str) else Plan.from_dict(strategy),
-            "model": model_from_dict(record["model"]),
+            "model": with_fields(find_model(kind), model, kind),
         }
         return Job(**({field.name: record[field.name] for field in fields(Job)} | objects))
     except (KeyError, AttributeError, TypeError, UserError) as error:
