@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from shardlab.check import Checked, check
-from shardlab.common.errors import UserError
 from shardlab.execute.progress import OP_BITS, RankProgress
 from shardlab.language import OpKind, trace
 from shardlab.strategies.load import load
@@ -171,7 +170,7 @@ def test_a_verdict_names_all_ranks_that_are_stopped(
     for progress in progresses.values():
         put(progress, 1, 5)
         progress._words[4] = 1  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(module, "ask_for_stacks", lambda progresses: None)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    monkeypatch.setattr(Watch, "ask_for_stacks", lambda self: None)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     monkeypatch.setattr(module, "process_state", lambda pid: ProcessState.STOPPED)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     _, verdict = watched(progresses).report_hang()
     assert verdict.startswith("ranks 0-1 are stopped (SIGSTOP, or a debugger), and the run ended after the 10 s of")
@@ -211,7 +210,7 @@ def made(rank: int, other: RankProgress, monkeypatch: pytest.MonkeyPatch) -> Wat
         return [mine, theirs] if rank == 0 else [theirs, mine]
 
     watching = WatchSettings(10.0, checked(), lambda rank, op: "")
-    return Watchdog(rank, watching, gathered, lambda verdict, report: RuntimeError(verdict), lambda _: False, UserError)
+    return Watchdog(rank, watching, gathered, lambda verdict, report: RuntimeError(verdict), lambda _: False)
 
 
 @pytest.mark.parametrize(("rank", "speaks"), [(0, True), (1, False)])

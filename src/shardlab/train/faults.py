@@ -36,7 +36,7 @@ from types import TracebackType
 from shardlab.check import Checked, check_forward, forward_only
 from shardlab.common.text import listed, plural
 from shardlab.execute.progress import RankProgress, TapePosition
-from shardlab.language import Op, OpKind
+from shardlab.language import Op, OpKind, UserError
 from shardlab.language.ops import COMMUNICATION
 from shardlab.language.rules.kinds import microbatches_text
 
@@ -108,8 +108,13 @@ class Watch:
         return [rank for rank, idle in self._idle.items() if idle >= self._patience(rank)]
 
     def ask_for_stacks(self) -> None:
-        """Ask all running ranks to write their stacks before they end."""
-        ask_for_stacks(self._progresses.values())
+        """Ask ranks to write their stacks. A rank that is stopped, or has not opened its progress yet, writes none."""
+        for progress in self._progresses.values():
+            if progress.pid == os.getpid():
+                signal.pthread_kill(threading.main_thread().ident or 0, WRITE_STACK)  # os.kill may pick another thread
+            elif progress.pid:
+                with suppress(ProcessLookupError):
+                    os.kill(progress.pid, WRITE_STACK)
 
     def report(self, fates: Mapping[int, str]) -> str:
         """Return a report of where the ranks of this host are.
@@ -181,7 +186,6 @@ class Watchdog:
         gather: function that all ranks call together; it returns the argument of each rank.
         failed: function that makes the error from a verdict and a report.
         is_lost: function that returns whether an error only follows from the end of another rank.
-        user_error: class of errors that are shown to the user without a report.
     """
 
     def __init__(
@@ -191,11 +195,10 @@ class Watchdog:
         gather: Callable[[tuple[str, str]], list[tuple[str, str]]],
         failed: Callable[[str, str], Exception],
         is_lost: Callable[[BaseException], bool],
-        user_error: type[Exception],
     ) -> None:
         self._rank = rank
         self._settings = settings
-        self._failed, self._is_lost, self._user_error = failed, is_lost, user_error
+        self._failed, self._is_lost = failed, is_lost
         self._mine = RankProgress()
         self._mine.take()
         write_stack_on_signal(self._mine)
@@ -219,7 +222,7 @@ class Watchdog:
         if not isinstance(error, Exception):
             self._mine.ended = True
             return
-        if isinstance(error, self._user_error):
+        if isinstance(error, UserError):  # shown to the user without a report
             self._mine.reported = True
             return
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates this rank, but the report comes first
@@ -443,34 +446,25 @@ def find_culprits(waits: Mapping[int, RankWait]) -> list[int]:
 
 
 class ProcessState(Enum):
-    """State of a process. The values are their names in a report."""
+    """State of a process, with the kernel's letters for it."""
 
-    RUNS = "runs"
-    STOPPED = "stopped"
-    STUCK = "stuck in the kernel"
-    GONE = "gone"
-
-
-_LETTERS = {
-    "T": ProcessState.STOPPED,
-    "t": ProcessState.STOPPED,
-    "D": ProcessState.STUCK,
-    "Z": ProcessState.GONE,
-    "X": ProcessState.GONE,
-}
+    RUNS = ""
+    STOPPED = "Tt"
+    STUCK = "D"
+    GONE = "ZX"
 
 
 def process_state(pid: int) -> ProcessState:
     """Return the state of a process of this host, as reported by the kernel."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:  # the process has gone, or the system has no /proc
         try:
             os.kill(pid, 0)
         except OSError:
             return ProcessState.GONE
         return ProcessState.RUNS
-    return _LETTERS.get(state, ProcessState.RUNS)
+    return next((state for state in ProcessState if letter in state.value), ProcessState.RUNS)
 
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -487,16 +481,6 @@ def stack_text(frames: StackSummary) -> str:
     """Format the frames of a traceback as `faulthandler` does."""
     lines = [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}\n' for frame in reversed(frames)]
     return "".join(["Current thread when it failed\n", *lines])
-
-
-def ask_for_stacks(progresses: Iterable[RankProgress]) -> None:
-    """Ask ranks to write their stacks. A rank that is stopped, or has not opened its progress yet, writes none."""
-    for progress in progresses:
-        if progress.pid == os.getpid():
-            signal.pthread_kill(threading.main_thread().ident or 0, WRITE_STACK)  # os.kill may pick another thread
-        elif progress.pid:
-            with suppress(ProcessLookupError):
-                os.kill(progress.pid, WRITE_STACK)
 
 
 def read_stacks(progresses: Mapping[int, RankProgress], awaited: Iterable[int]) -> dict[int, list[str]]:

@@ -192,7 +192,7 @@ def run_ranks(
             ) from error
     watched = contextlib.nullcontext()
     if watching is not None:
-        watched = Watchdog(environment.rank, watching, gather_objects, RankFailed, is_lost, UserError)
+        watched = Watchdog(environment.rank, watching, gather_objects, RankFailed, is_lost)
     if joining.start != joining.timeout:
         dist.distributed_c10d._set_pg_timeout(joining.timeout)  # pyright: ignore[reportPrivateUsage]
     with watched:
