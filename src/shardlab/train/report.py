@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import quantiles
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -120,16 +120,6 @@ _START = re.compile(r"(?:offline-)?run-(\d+_\d+)-(.+?)(?:-\d+)?")
 """Name of the folder that wandb makes for each start of a run: date and time, and the id of the run."""
 
 
-class Logger(Protocol):
-    """Receiver of a run's figures."""
-
-    def log(self, metrics: Mapping[str, float | None]) -> None:
-        """Log the figures of a step. None stands for a figure that is not known, or not finite."""
-
-    def close(self) -> None:
-        """End the log."""
-
-
 class TensorBoard:
     """Logger that writes event files into the run's folder, for `tensorboard --logdir`.
 
@@ -144,10 +134,12 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=since)
 
     def log(self, metrics: Mapping[str, float | None]) -> None:
+        """Log the figures of a step. None stands for a figure that is not known, or not finite."""
         for name, figure in known_figures(metrics).items():
             self._writer.add_scalar(name, figure, int(metrics["step"] or 0))
 
     def close(self) -> None:
+        """End the log."""
         self._writer.close()
 
 
@@ -182,6 +174,10 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+Logger = TensorBoard | WeightsAndBiases
+"""Receiver of a run's figures."""
 
 
 def open_loggers(
