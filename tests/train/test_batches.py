@@ -109,7 +109,7 @@ def test_each_sequence_comes_once_an_epoch_while_the_batch_grows(
     steps = ramp.steps(-(-2 * sequences // micro_batch_size))
     seen: list[int] = []
     for step in range(steps):
-        assert batches.position(step).sequence == len(seen)
+        assert batches.sequences_before(step) == len(seen)
         microbatches = [batches.microbatch(step, m)[0] for m in range(ramp.microbatches(step))]
         assert batches.counted(step, len(microbatches)) == sum(tokens.numel() for tokens in microbatches)
         seen += [int(row[0]) // 8 for tokens in microbatches for row in tokens]
@@ -127,9 +127,8 @@ def test_sequences_do_not_depend_on_how_a_step_is_cut_into_microbatches() -> Non
 
 
 def test_a_position_follows_from_the_step() -> None:
-    position = BATCHES.position(7)
-    assert (position.step, position.sequence) == (7, 7 * 2 * 4)
-    assert position.epochs == (7 * 8 / ((4500 - 1) // 16),)
+    assert BATCHES.sequences_before(7) == 7 * 2 * 4
+    assert BATCHES.epochs_before(7) == (7 * 8 / ((4500 - 1) // 16),)
 
 
 @given(starts=st.sets(st.integers(1, 400)), step=st.integers(0, 50))

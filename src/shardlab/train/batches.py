@@ -25,21 +25,6 @@ VALIDATION_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
-class Position:
-    """Position of a run in its data. It follows from the step alone.
-
-    Attributes:
-        step: number of the next optimizer step, counted from 0.
-        sequence: number of the first sequence of that step: the sequences that all ranks have trained on before.
-        epochs: passes over each source before that step.
-    """
-
-    step: int
-    sequence: int
-    epochs: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Batches:
     """Microbatches of sequences. The target of a token is the next token, or -1 if a document begins there.
 
@@ -62,10 +47,13 @@ class Batches:
     seed: int
     ramp: BatchRamp | None = None
 
-    def position(self, step: int) -> Position:
-        """Return the position of the run before a step."""
-        sequence = self._before(step) * self.micro_batch_size
-        return Position(step, sequence, tuple(self.corpus.training.epochs(sequence, self.seq_len)))
+    def sequences_before(self, step: int) -> int:
+        """Return the number of sequences on which all ranks have trained before a step."""
+        return self._before(step) * self.micro_batch_size
+
+    def epochs_before(self, step: int) -> tuple[float, ...]:
+        """Return the number of passes over each source before a step."""
+        return tuple(self.corpus.training.epochs(self.sequences_before(step), self.seq_len))
 
     def microbatch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         """Return tokens and targets, int64 (micro_batch_size, seq_len) each, of a microbatch of a step."""

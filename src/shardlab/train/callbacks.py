@@ -235,7 +235,7 @@ class Records(Callback):
         dt = median(times[warm_up:])
         return Summary(
             steps=done,
-            epochs=training.batches.position(done).epochs,
+            epochs=training.batches.epochs_before(done),
             interrupted=done < run.config.train.steps,
             warned=training.warned,
             saved=saved,

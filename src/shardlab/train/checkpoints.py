@@ -240,16 +240,15 @@ class Saver(Callback):
 
     def _run_state(self) -> dict[str, Any]:
         """Return the state of the run besides tensors. Random numbers need none: seed and step determine them."""
-        state, position = self._state, self._batches.position(self._state.step)
-        identity = self._batches.corpus.identity
+        state, batches = self._state, self._batches
         before = math.nan if self._training is None else self._training.validation_before
         return {
             "step": state.step,
             "loss_scale": [state.loss_scale.scale, state.loss_scale.calm],
             "data": {
-                "sequence": position.sequence,
-                "epochs": position.epochs,
-                "identity": identity,
+                "sequence": batches.sequences_before(state.step),
+                "epochs": batches.epochs_before(state.step),
+                "identity": batches.corpus.identity,
             },
             "validation_before": before if math.isfinite(before) else None,
             "program": state.checked.program.fingerprint(),
