@@ -12,7 +12,6 @@ sets up the device, the process group, and the threads of the rank. Further func
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import json
@@ -24,7 +23,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from io import FileIO
@@ -190,7 +189,7 @@ def run_ranks(
                 f"rank {environment.rank} of {environment.world} could not connect to the others "
                 f"({str(error).splitlines()[0]}); read their output"
             ) from error
-    watched = contextlib.nullcontext()
+    watched = nullcontext()
     if watching is not None:
         watched = Watchdog(environment.rank, watching, gather_objects, RankFailed, is_lost)
     if joining.start != joining.timeout:
@@ -253,20 +252,19 @@ def rendezvous_file() -> Generator[Path]:
     Raises:
         UserError: if the folder for temporary files is full or cannot be written.
     """
-    try:
-        _remove_stale(Path(tempfile.gettempdir()))
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    except OSError as error:
-        raise _disk_error(error) from None
-    try:
+    with ExitStack() as stack:
         try:
-            lock = _create_lock(folder)
+            _remove_stale(Path(tempfile.gettempdir()))
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            stack.enter_context(_create_lock(folder))
         except OSError as error:
-            raise _disk_error(error) from None
-        with lock:
-            yield folder / "store"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            raise UserError(
+                "ranks meet at a file in the folder for temporary files, which cannot be written "
+                f"({error.filename}: {error.strerror or error}); free some space there, or name another folder in the "
+                "environment variable TMPDIR"
+            ) from None
+        yield folder / "store"
 
 
 def set_wakeups() -> bool:
@@ -502,14 +500,6 @@ def _remove_stale(temporary: Path) -> None:
         with file:
             if _lock(file):
                 shutil.rmtree(lock.parent, ignore_errors=True)
-
-
-def _disk_error(error: OSError) -> UserError:
-    why = error.strerror or str(error)
-    return UserError(
-        f"ranks meet at a file in the folder for temporary files, which cannot be written ({error.filename}: {why}); "
-        "free some space there, or name another folder in the environment variable TMPDIR"
-    )
 
 
 def _change_policy(before: str, after: str) -> bool:
