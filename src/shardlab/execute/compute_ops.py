@@ -146,18 +146,12 @@ def merge(state: State, op: Op) -> Instruction:
     return lambda: values.__setitem__(output, attention.merge(part, values[a], values[b]))
 
 
-def load_weight(state: State, at: int, op: Op) -> Instruction:
-    """Store the slice of weights that the rank keeps as a value of the tape."""
+def load_kept(state: State, at: int, op: Op) -> Instruction:
+    """Store the weights or the optimizer state that the rank keeps as a value of the tape."""
     assert op.holds is not None
-    kept, (weight,), values = state.kept[op.layer, op.holds], op.outputs, state.values
-    return lambda: values.__setitem__(weight, kept)
-
-
-def load_opt_state(state: State, at: int, op: Op) -> Instruction:
-    """Store the optimizer state that the rank keeps as a value of the tape."""
-    assert op.holds is not None
-    kept, (opt_state,), values = state.opt_states[op.layer, op.holds], op.outputs, state.values
-    return lambda: values.__setitem__(opt_state, kept)
+    kept = state.kept if op.kind is OpKind.LOAD_WEIGHT else state.opt_states
+    tensors, (output,), values = kept[op.layer, op.holds], op.outputs, state.values
+    return lambda: values.__setitem__(output, tensors)
 
 
 def scale(state: State, at: int, op: Op) -> Instruction:
@@ -301,8 +295,8 @@ def free(state: State, at: int, op: Op) -> Instruction:
 
 
 COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
-    OpKind.LOAD_WEIGHT: load_weight,
-    OpKind.LOAD_OPT_STATE: load_opt_state,
+    OpKind.LOAD_WEIGHT: load_kept,
+    OpKind.LOAD_OPT_STATE: load_kept,
     OpKind.LOAD_BATCH: load_batch,
     OpKind.FORWARD: forward,
     OpKind.RECOMPUTE: forward,
@@ -353,15 +347,11 @@ def gradient_views(gradient: Tensor, layout: LayerLayout) -> Sequence[Tensor]:
 def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
     """Prepare to cut a slice's part out of an output's complete gradient, if the layer needs only its part."""
     gradient, saved = state.specs[op.inputs[1]], state.specs[op.inputs[3]]
-    if not takes_own(state, op.layer) or gradient.form.slices or not saved.form.slices:
+    takes_own = any(node.takes_own for node in state.signatures[op.layer].nodes)
+    if not takes_own or gradient.form.slices or not saved.form.slices:
         return lambda whole: whole
     ((index, piece),) = saved.form.slices
     return lambda whole: whole.chunk(saved.form.space.count(index), -1)[piece.bit_length() - 1]
-
-
-def takes_own(state: State, layer: int) -> bool:
-    """Return whether slices of the layer need only their part of the output's complete gradient."""
-    return any(node.takes_own for node in state.signatures[layer].nodes)
 
 
 def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Waiting], None]:
