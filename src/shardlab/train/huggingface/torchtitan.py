@@ -18,7 +18,6 @@ of qwen3 and deepseek_v3, have the names. The models of torchtitan that can read
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import cast
 
 from shardlab.common.errors import UserError
 from shardlab.models import GPT, Blocks, MoE
@@ -98,19 +97,19 @@ def torchtitan_naming(model: Blocks, source: str, names: Collection[str] = ()) -
 
 
 def _require_known(model: Blocks, source: str) -> GPT:
-    known, different = isinstance(model, GPT), list[str]()
+    kind = f"a {name_of(type(model))}"
     if isinstance(model, GPT):
         different = [
             f"{name} {getattr(model, name)}" for name, value in WANTED.items() if getattr(model, name) != value
         ]
         different += ["learned positions"] if model.rope_theta is None else []
-    if not known or different:
-        kind = f"a {name_of(type(model))}{' with ' if different else ''}{', '.join(different)}"
-        raise UserError(
-            f"{source}: torchtitan has no model like {kind}; its checkpoints are exchanged for models such as llama3, "
-            "qwen3 and deepseek_v3; name another --model, or give --to hf for Hugging Face's format"
-        )
-    return cast(GPT, model)
+        if not different:
+            return model
+        kind += f" with {', '.join(different)}"
+    raise UserError(
+        f"{source}: torchtitan has no model like {kind}; its checkpoints are exchanged for models such as llama3, "
+        "qwen3 and deepseek_v3; name another --model, or give --to hf for Hugging Face's format"
+    )
 
 
 def _latent_names(model: GPT) -> dict[str, list[str]]:
