@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, get_args
+from typing import Any, BinaryIO, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,12 +156,8 @@ class Input:
         """
         require_regular_file(path)
         formats = ", ".join(get_args(Format))
-        known = (
-            SUFFIXES.get(path.suffix.lower())
-            if format is None
-            else next((each for each in get_args(Format) if each == format), None)
-        )
-        if known is None:
+        known = SUFFIXES.get(path.suffix.lower()) if format is None else cast(Format, format)
+        if known is None or known not in get_args(Format):
             what = f"file type {path.suffix!r}" if format is None else f"format {format!r}"
             raise UserError(
                 f"{path}: unknown {what}; known are {', '.join(SUFFIXES)}, and --format ({formats}) says what a file "
@@ -251,13 +247,11 @@ class Input:
             raise UserError(f"{where} is not JSON ({reason}); write one object in each line") from None
         if not isinstance(record, dict):
             raise UserError(f"{where} is {_kind(record)}, but an object with a text in {self.field!r} was expected")
-        return self._as_text(self._value(record, where), where)  # pyright: ignore[reportUnknownArgumentType]
-
-    def _value(self, record: dict[str, Any], where: str) -> object:
-        if self.field not in record:
-            there = suggest_name(self.field, record) if record else "it is empty"
+        fields = cast(dict[str, Any], record)
+        if self.field not in fields:
+            there = suggest_name(self.field, fields) if fields else "it is empty"
             raise UserError(f"{where} has no field {self.field!r}; {OTHER_FIELD}: {there}")
-        return record[self.field]
+        return self._as_text(fields[self.field], where)
 
     def _as_text(self, value: object, where: str) -> bytes:
         if not isinstance(value, str | bytes):
