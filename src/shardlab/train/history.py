@@ -172,7 +172,8 @@ def read_run(folder: Path) -> PastRun:
     how = ended.get("how") or _guess_end(folder, wanted is not None and steps >= wanted)
     last_validation: Any = ended.get(VALIDATION)
     if not isinstance(last_validation, float):
-        last_validation = _last_validation(folder)
+        losses = (record.get(VALIDATION) for record in reversed(read_records(folder)))
+        last_validation = next((loss for loss in losses if loss is not None), None)
     return PastRun(
         folder, record, steps, wanted, last, last_validation, how, ended.get("why", ""), checkpoints_in(folder)
     )
@@ -304,11 +305,6 @@ def free_folder(parent: Path, name: str) -> Path:
     while os.path.exists(parent / f"{name}-{number}"):  # false instead of an error if permission is denied
         number += 1
     return parent / f"{name}-{number}"
-
-
-def _last_validation(folder: Path) -> float | None:
-    losses = [record.get(VALIDATION) for record in read_records(folder)]
-    return next((loss for loss in reversed(losses) if loss is not None), None)
 
 
 def _guess_end(folder: Path, complete: bool) -> str:

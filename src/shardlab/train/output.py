@@ -146,16 +146,13 @@ class OutputFolder:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
     def _append(self) -> None:
+        """Write what is pending. If that fails, print it once and remember it."""
         if self._last is not None:
             self._history.append(self._last)
             for logger in self.loggers:
                 logger.log(self._last)
             self._pending += json.dumps(self._last, allow_nan=False).encode() + b"\n"
         self._last = None
-        self._flush()
-
-    def _flush(self) -> None:
-        """Write what is pending. If that fails, print it once and remember it."""
         try:
             with writing(self.path / METRICS):
                 while self._pending:  # a disk that is nearly full may write a part

@@ -43,17 +43,15 @@ LAST_LINES = 40
 """Number of last lines of the first failing rank that are repeated at the end."""
 
 
-def _last_lines() -> deque[bytes]:
-    return deque(maxlen=LAST_LINES)
-
-
 @dataclass
 class _CommandRank:
     """Process of a rank, with the last lines that it wrote to stdout and to stderr."""
 
     number: int
     process: asyncio.subprocess.Process
-    lines: tuple[deque[bytes], deque[bytes]] = field(default_factory=lambda: (_last_lines(), _last_lines()))
+    lines: tuple[deque[bytes], deque[bytes]] = field(
+        default_factory=lambda: (deque(maxlen=LAST_LINES), deque(maxlen=LAST_LINES))
+    )
     ended: float = 0.0
 
     @property
