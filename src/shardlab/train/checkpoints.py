@@ -208,13 +208,7 @@ class Saver(Callback):
     def _complete(self, step: int, documents: dict[str, str]) -> None:
         """Complete a checkpoint that all ranks have written; runs in the thread of rank 0."""
         try:
-            commit(
-                self._disk,
-                self._folder(step),
-                self._run.config.plan.ranks,
-                documents,
-                self._run.config.saving.keep,
-            )
+            commit(self._disk, self._folder(step), self._run.config.plan.ranks, documents, self._run.config.saving.keep)
         except Exception as error:  # exceptions of this thread are not read anywhere
             self._say_lost(step, error)
             self._drop(step)

@@ -181,12 +181,7 @@ Logger = TensorBoard | WeightsAndBiases
 
 
 def open_loggers(
-    config: LoggingConfig,
-    folder: Path,
-    record: Mapping[str, Any],
-    since: int | None = None,
-    *,
-    rewinds: bool = False,
+    config: LoggingConfig, folder: Path, record: Mapping[str, Any], since: int | None = None, *, rewinds: bool = False
 ) -> list[Logger]:
     """Open the loggers that a configuration asks for.
 

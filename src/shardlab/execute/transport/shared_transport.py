@@ -178,11 +178,7 @@ class SharedTransport:
         received.release()
 
     def _reduce(
-        self,
-        own: Sequence[Tensor],
-        totals: Sequence[Tensor],
-        by: Reduction,
-        kept: Sequence[SharedTensors] = (),
+        self, own: Sequence[Tensor], totals: Sequence[Tensor], by: Reduction, kept: Sequence[SharedTensors] = ()
     ) -> SharedWork:
         """Reduce the terms of all ranks in group order, so that the results are bitwise equal on all ranks.
 
