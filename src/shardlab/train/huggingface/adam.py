@@ -83,13 +83,7 @@ def _in_torchtitan(source: WeightSource) -> AdamState | str:
     files = source.tensors
     if not isinstance(files, DistributedFiles):
         return "the state of an optimizer, which only checkpoints have"
-    names = [
-        part.name
-        for block, parameter in source.parameters()
-        for parts in source.parts(block, parameter)
-        for part in parts
-    ]
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys(part.name for _, part in source.every_part()))
     required = [f"{OPTIMIZER}state.{name}.{moment}" for name in names for moment in MOMENTS]
     if missing := [name for name in required if name not in files.all_names]:
         return f"{missing[0]}, which the checkpoint does not have"
@@ -183,28 +177,22 @@ def write_checkpoint(
         raise UserError(f"{settings}: the optimizer is {name}, but these are moments of adamw; name other settings")
     lengths = [model.layout(block).numel for block in range(model.layers)]
     planned = [
-        each
+        _flat_tensor(source, kind, block, length)
         for block, length in enumerate(lengths)
         for kind, source in ((WEIGHTS, state.weights), *state.moments.items())
-        for each in [_flat_tensor(source, kind, block, length)]
     ]
     files = shards_of((each.nbytes for each in planned), "rank.safetensors", shard_bytes)
-    disk, folder, followed = (
-        Disk(),
-        folder_of(out / "checkpoints", state.step),
-        zip(follow(planned), files, strict=True),
-    )
-    rank = 0
-    for _, pairs in groupby(followed, lambda pair: pair[1]):
+    disk, folder = Disk(), folder_of(out / "checkpoints", state.step)
+    followed = zip(follow(planned), files, strict=True)
+    for rank, (_, pairs) in enumerate(groupby(followed, lambda pair: pair[1])):
         inside = [each for each, _ in pairs]
         note = {"tensors": {each.name: each.numel for each in inside}, "updates": state.updates}
         write_shard(disk, folder, rank, file_chunks(inside, inside), note)
-        rank += 1
     documents = {
         STATE: json.dumps(_run_state(state, model, lengths, settings, config)),
         CONFIG: (settings / CONFIG).read_text(encoding="utf-8"),
     }
-    commit(disk, folder, rank, documents, 1)
+    commit(disk, folder, len(set(files)), documents, 1)
     return planned
 
 
@@ -212,14 +200,8 @@ def _flat_tensor(source: Source, kind: str, block: int, length: int) -> OutputTe
     """Return a block's flat buffer as a tensor."""
     model = source.model
     dtype = source.dtype(block, model.layout(block).parameters[0])
-    read = partial(_read_flat, source, model, block, length, dtype)
+    read = partial(read_range, source, model, block, length, dtype=dtype)
     return OutputTensor(f"{kind}.{block}.0", (length,), dtype, read)
-
-
-def _read_flat(
-    source: Source, model: Blocks, block: int, length: int, dtype: torch.dtype, start: int, stop: int
-) -> torch.Tensor:
-    return read_range(source, model, block, length, start, stop, dtype)
 
 
 def _run_state(

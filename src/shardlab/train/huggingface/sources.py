@@ -173,6 +173,12 @@ class WeightSource:
         """Yield every parameter with its block."""
         return parameters_of(self.model)
 
+    def every_part(self) -> Iterator[tuple[Parameter, Part]]:
+        """Yield each part of every parameter."""
+        for block, parameter in self.parameters():
+            for parts in self.parts(block, parameter):
+                yield from ((parameter, part) for part in parts)
+
     def check(self, ignored: tuple[str, ...] = ()) -> WeightSource:
         """Require that the files have every tensor of the model in its shape, and no other.
 
@@ -180,11 +186,9 @@ class WeightSource:
             UserError: if not. The message names the tensors that are missing, superfluous, or of another shape.
         """
         shapes: dict[str, tuple[int, ...]] = {}
-        for block, parameter in self.parameters():
-            for parts in self.parts(block, parameter):
-                for part in parts:
-                    several = () if part.expert is None else (parameter.shape[0],)
-                    shapes[self.name(part)] = (*several, *part.shape)
+        for parameter, part in self.every_part():
+            several = () if part.expert is None else (parameter.shape[0],)
+            shapes[self.name(part)] = (*several, *part.shape)
         there = self.tensors.names
         if missing := sorted(shapes.keys() - there):
             raise UserError(
