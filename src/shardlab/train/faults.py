@@ -40,8 +40,6 @@ from shardlab.language import Op, OpKind, UserError
 from shardlab.language.ops import COMMUNICATION
 from shardlab.language.rules.kinds import microbatches_text
 
-__all__ = ["Watch", "WatchSettings"]
-
 START = 60.0
 """Seconds in addition to the timeout before a rank's first op: it imports packages and initializes its weights."""
 

@@ -16,9 +16,6 @@ from shardlab.common.text import counted
 from shardlab.language.precision import Optimizer, Precision
 from shardlab.language.rules.kinds import MOST_DOUBLINGS_IN_FLOAT16
 
-__all__ = ["OptimizerConfig", "Schedule", "rate_factor"]
-
-
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
