@@ -131,7 +131,10 @@ def _write_somewhere(state: State, single: Path, shard_bytes: int) -> list[str]:
     why = _write(state, single, shard_bytes)
     if not why:
         return []
-    elsewhere = [_temporary_folder() if state.rank == 0 else ""]
+    elsewhere = [""]
+    if state.rank == 0:
+        with suppress(OSError):  # there may be no place at all
+            elsewhere[0] = tempfile.mkdtemp(prefix="shardlab-")
     dist.broadcast_object_list(elsewhere, 0)
     folder = Path(elsewhere[0])
     failed = not elsewhere[0] or _write(state, folder / single.name, shard_bytes)
@@ -142,14 +145,6 @@ def _write_somewhere(state: State, single: Path, shard_bytes: int) -> list[str]:
         elif elsewhere[0]:
             shutil.rmtree(folder, ignore_errors=True)
     return [single.name]
-
-
-def _temporary_folder() -> str:
-    """Make a temporary folder. Returns an empty string if that fails."""
-    try:
-        return tempfile.mkdtemp(prefix="shardlab-")
-    except OSError:
-        return ""
 
 
 def _write(state: State, single: Path, shard_bytes: int) -> str:

@@ -133,9 +133,6 @@ def wait_of(work: Handle | None) -> Wait:
     return work.wait
 
 
-def _nothing() -> None: ...
-
-
 class Communicator:
     """Communication of one rank, on a default process group that already exists.
 
@@ -195,7 +192,7 @@ class Communicator:
             mine = min(place, len(waits) - 1)
             waits[mine]()
             if len(waits) > 1:
-                waits[mine] = _nothing  # releases the received tensor, which this wait would otherwise keep alive
+                waits[mine] = lambda: None  # releases the received tensor, which this wait would otherwise keep alive
 
         return wait
 
