@@ -35,26 +35,13 @@ from shardlab.common.fields import (
 from shardlab.common.files import as_toml
 from shardlab.common.text import counted
 from shardlab.execute.optimizers.settings import OptimizerConfig
-from shardlab.language.precision import find_runnable_precision
+from shardlab.language.precision import PRECISIONS, find_runnable_precision
 from shardlab.models import Blocks
 from shardlab.models.named import name_of
 from shardlab.strategies.plan.plan import Plan
 
-PrecisionName = Literal[
-    "fp32",
-    "tf32",
-    "bf16",
-    "bf16-fp32-grads",
-    "bf16-params",
-    "bf16-params-fp32-grads",
-    "fp16",
-    "fp8",
-    "fp8-fp32-grads",
-    "mxfp8",
-    "mxfp8-fp32-grads",
-    "fp64",
-]
-"""Names of the precisions in `shardlab.language.precision`."""
+PRECISION = choice(cast(Any, Literal)[tuple(PRECISIONS)])
+"""Type of the name of a precision."""
 
 NonFinite = Literal["stop", "skip"]
 
@@ -130,7 +117,7 @@ class LoopConfig:
 class PrecisionConfig:
     """Data types of a run."""
 
-    precision: Annotated[PrecisionName, choice(PrecisionName)] = "fp32"
+    precision: Annotated[str, PRECISION] = "fp32"
     """Data types of weights and computations."""
 
     def __post_init__(self) -> None:
