@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.check import Checked
 from shardlab.execute.offload import tensor_at
 from shardlab.execute.settings import torch_dtype
 from shardlab.execute.state import State
@@ -81,6 +82,17 @@ def averaged_weights(state: State) -> Generator[None, None, None]:
             kept.copy_(weights[key])
 
 
+def slices_of(checked: Checked, rank: int, kind: OpKind) -> list[tuple[int, Holds]]:
+    """Return (layer, slices) of all weights that a rank loads, or of all optimizer states that it updates.
+
+    Args:
+        kind: LOAD_WEIGHT or UPDATE.
+    """
+    tape, specs = checked.program.tapes[rank], checked.specs[rank]
+    values = (specs[op.inputs[2] if kind is OpKind.UPDATE else op.outputs[0]] for op in tape if op.kind is kind)
+    return list(dict.fromkeys((spec.layer, spec.holds) for spec in values))
+
+
 def _owners(program: Program, layer: int) -> list[tuple[int, Holds]]:
     """Return the lowest ranks that together load the whole layer, each with the slices that it loads."""
     loaded = [
@@ -103,8 +115,9 @@ def _owners(program: Program, layer: int) -> list[tuple[int, Holds]]:
 def _write_averages(state: State) -> None:
     """Write every average over its weights. Ranks that lack it receive it from a rank that has it."""
     shapes, ranks = state.shapes, range(dist.get_world_size())
-    updated = [_slices_of(state, rank, OpKind.UPDATE) for rank in ranks]
-    loaded = [_slices_of(state, rank, OpKind.LOAD_WEIGHT) for rank in ranks]
+    updated, loaded = (
+        [slices_of(state.checked, rank, kind) for rank in ranks] for kind in (OpKind.UPDATE, OpKind.LOAD_WEIGHT)
+    )
     for layer, holds in dict.fromkeys(key for keys in updated for key in keys if shapes.flat[key[0]]):
         ranges = shapes.ranges(layer, holds)
         average = _average_of(state, layer, holds) if (layer, holds) in updated[state.rank] else None
@@ -133,13 +146,6 @@ def _average_of(state: State, layer: int, holds: Holds) -> Tensor:
         kept = state.kept[owner]
         optimizer.carry([kept[start:stop] for start, stop in state.shapes.places(layer, owner[1], holds)])
     return optimizer.average.to(state.settings.device)
-
-
-def _slices_of(state: State, rank: int, kind: OpKind) -> list[tuple[int, Holds]]:
-    """Return (layer, slices) of each weight that a rank loads or updates, by the kind of op."""
-    tape, specs = state.checked.program.tapes[rank], state.checked.specs[rank]
-    values = (specs[op.inputs[2] if kind is OpKind.UPDATE else op.outputs[0]] for op in tape if op.kind is kind)
-    return [(spec.layer, spec.holds) for spec in values]
 
 
 def _overlaps(a: Ranges, b: Ranges) -> list[tuple[int, int, int]]:

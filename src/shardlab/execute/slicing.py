@@ -23,7 +23,7 @@ def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
     (given,), (output,), values = op.inputs, op.outputs, state.values
     whole, part = state.specs[given], state.specs[output]
     if part.kind is Kind.OPT_STATE:
-        kept = state.optimizer(part)
+        kept = state.optimizer(part.layer, part.holds)
         return lambda: values.__setitem__(output, kept)
     cut = cut_of(state.shapes, whole, part)
     return lambda: values.__setitem__(output, cut(values[given]))
@@ -34,7 +34,7 @@ def concatenate(state: State, at: int, op: Op) -> Callable[[], None]:
     given, (output,), values = op.inputs, op.outputs, state.values
     whole = state.specs[output]
     if whole.kind is Kind.OPT_STATE:
-        kept = state.optimizer(whole)
+        kept = state.optimizer(whole.layer, whole.holds)
         return lambda: values.__setitem__(output, kept)
     join, slot = join_of(state.shapes, [state.specs[number] for number in given]), state.analysis.slot.get(output)
 

@@ -140,9 +140,9 @@ class State:
             return part.reload()
         return part.offload(partial(storage_at, place, device=self.settings.device))
 
-    def optimizer(self, spec: Spec) -> Slice:
+    def optimizer(self, layer: int, holds: Holds) -> Slice:
         """Return the optimizer of some slices. Every element belongs to one optimizer."""
-        key = spec.layer, spec.holds
+        key = layer, holds
         if key not in self.opt_states:
             self.opt_states[key] = self._optimizer(*key)
         return self.opt_states[key]

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from shardlab.execute import Settings
+from shardlab.execute.collect import slices_of
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.state import State
+from shardlab.language import OpKind
 from shardlab.language.precision import find_precision
 from shardlab.models import Parameter
 from shardlab.models.tensors.dropout import make_generator
@@ -28,8 +30,6 @@ from shardlab.train.checkpoint.contents import (
     chunks_of,
     describe_layers,
     kept_ranges,
-    optimizer_of,
-    updated_keys,
     updates_of,
 )
 from shardlab.train.checkpoint.read import CONFIG, STATE, Checkpoint
@@ -70,16 +70,16 @@ def states_of(job: Job, optimizer: OptimizerConfig | None = None) -> list[State]
         State(checked, rank, model, job.micro_batch_size, settings, None) for rank in range(len(checked.program.tapes))
     ]
     for state in found:  # as the executor's instructions do
-        for key in updated_keys(checked, state.rank):
-            optimizer_of(state, key)
+        for key in slices_of(checked, state.rank, OpKind.UPDATE):
+            state.optimizer(*key)
     return found
 
 
 def fill(states: list[State]) -> list[State]:
     """Fill all that ranks keep, as after 3 updates."""
     for state in states:
-        for key in updated_keys(state.checked, state.rank):
-            optimizer_of(state, key).make_moments(3)
+        for key in slices_of(state.checked, state.rank, OpKind.UPDATE):
+            state.optimizer(*key).make_moments(3)
         for each in kept_ranges(state):
             each.tensor.detach().copy_(known(state, each))
         state.step = 3

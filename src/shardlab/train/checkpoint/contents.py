@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.check.in_place import KeptWeights
+from shardlab.execute.collect import slices_of
 from shardlab.execute.offload import tensor_at
 from shardlab.execute.optimizers.flat_slice import Slice
 from shardlab.execute.state import State
@@ -69,8 +70,8 @@ def kept_ranges(state: State) -> Iterator[KeptRange]:
     for key, tensor in state.kept.items():
         yield from _split(state, WEIGHTS, key, [tensor], state.analysis.kept.place_of[key])
     offloaded = {(op.layer, op.holds): op.place for op in state.tape if op.kind is OpKind.LOAD_OPT_STATE}
-    for key in updated_keys(state.checked, state.rank):
-        part, place = optimizer_of(state, key), offloaded.get(key, "")
+    for key in slices_of(state.checked, state.rank, OpKind.UPDATE):
+        part, place = state.optimizer(*key), offloaded.get(key, "")
         if state.analysis.kept.memory_of(*key) is None:
             yield from _split(state, WEIGHTS, key, part.weights)
         yield from _split(state, EXACT, key, [part.current(exact) for exact in part.exact], place)
@@ -88,7 +89,7 @@ class Snapshot:
         checked, every = state.checked, range(len(state.checked.program.tapes))
         self._state = state
         self._weights = _ranges_to_write(state, [weight_keys(checked, rank) for rank in every])
-        self._updated = _ranges_to_write(state, [updated_keys(checked, rank) for rank in every])
+        self._updated = _ranges_to_write(state, [slices_of(checked, rank, OpKind.UPDATE) for rank in every])
         self._buffers: dict[str, Tensor] = {}
 
     def take(self) -> dict[str, Tensor]:
@@ -114,32 +115,15 @@ class Snapshot:
 
 def weight_keys(checked: Checked, rank: int) -> list[Key]:
     """Return the slices of weights that a rank keeps: slices that it loads, and slices that only its optimizer has."""
-    tape = checked.program.tapes[rank]
-    loaded = [(op.layer, op.holds) for op in tape if op.kind is OpKind.LOAD_WEIGHT and op.holds is not None]
-    weights = KeptWeights(tape, checked.specs[rank])
-    return [*dict.fromkeys(loaded), *(key for key in updated_keys(checked, rank) if weights.memory_of(*key) is None)]
-
-
-def updated_keys(checked: Checked, rank: int) -> list[Key]:
-    """Return the slices that a rank updates. Each slice has a separate optimizer."""
-    specs = checked.specs[rank]
-    updates = (op for op in checked.program.tapes[rank] if op.kind is OpKind.UPDATE)
-    return list(dict.fromkeys((op.layer, specs[op.inputs[2]].holds) for op in updates))
-
-
-def optimizer_of(state: State, key: Key) -> Slice:
-    """Return the optimizer of slices that this rank updates."""
-    if key in state.opt_states:
-        return state.opt_states[key]
-    specs = state.specs
-    updates = (op for op in state.tape if op.kind is OpKind.UPDATE)
-    return state.optimizer(next(specs[op.inputs[2]] for op in updates if (op.layer, specs[op.inputs[2]].holds) == key))
+    weights = KeptWeights(checked.program.tapes[rank], checked.specs[rank])
+    updated = slices_of(checked, rank, OpKind.UPDATE)
+    return [*dict.fromkeys(weights.loaded.values()), *(key for key in updated if weights.memory_of(*key) is None)]
 
 
 def make_moments(state: State, updates: int) -> None:
     """Allocate the moments of this rank's optimizers as after `updates` updates. Their values are filled in later."""
-    for key in updated_keys(state.checked, state.rank):
-        optimizer_of(state, key)
+    for key in slices_of(state.checked, state.rank, OpKind.UPDATE):
+        state.optimizer(*key)
         state.make_moments(key, updates)
 
 
@@ -147,8 +131,8 @@ def updates_of(state: State) -> int:
     """Return the number of updates that the optimizers of this rank have made. Skipped steps do not count."""
     counts = [
         int(cast(float, moments["step"]))
-        for key in updated_keys(state.checked, state.rank)
-        for optimizer in optimizer_of(state, key).optimizers
+        for key in slices_of(state.checked, state.rank, OpKind.UPDATE)
+        for optimizer in state.optimizer(*key).optimizers
         for moments in optimizer.state.values()
         if "step" in moments
     ]
