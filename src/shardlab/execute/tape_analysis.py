@@ -265,17 +265,11 @@ class Shapes:
                 f"a block that is a multiple of {slices} ({self._sizes.slices_per_rank} slices for each "
                 "context-parallel rank, times the tensor-parallel ranks)"
             )
-        held = self.slices(spec)
+        held = sorted({cell % slices for cell in bits(spec.cells)})  # equal for every sequence, as the check ensures
         first, last = held[0] * block // slices, (held[-1] + 1) * block // slices
         if len(held) == held[-1] + 1 - held[0]:
             return range(first, last)
         return [token for token in range(first, last) if token * slices // block in held]
-
-    def slices(self, spec: Spec) -> list[int]:
-        """Return the slices of each sequence that a value holds. The check ensures that they are the same for every
-        sequence.
-        """
-        return sorted({cell % spec.form.space.sequence for cell in bits(spec.cells)})
 
     def positions(self, whole: Spec, part: Spec) -> Sequence[int]:
         """Return the positions of a part's tokens among those of a value; a range if they are consecutive."""
