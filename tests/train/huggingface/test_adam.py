@@ -22,10 +22,11 @@ from shardlab.models import Blocks, Llama, Mixtral
 from shardlab.strategies.plan.plan import Plan
 from shardlab.train.checkpoint.contents import OutputTensor
 from shardlab.train.checkpoint.distributed import DistributedFiles, write_distributed
-from shardlab.train.checkpoint.read import Checkpoint
+from shardlab.train.checkpoint.read import Checkpoint, CheckpointTensors
 from shardlab.train.checkpoint.write import folder_of
 from shardlab.train.config import SavingConfig
 from shardlab.train.huggingface import convert_weights, open_source
+from shardlab.train.huggingface.sources import parameters_of
 from shardlab.train.job import Job
 from tests.support.memory_growth import kib_grown
 from tests.support.ranks import Ranks
@@ -77,7 +78,7 @@ def losses(run: Path) -> list[float]:
 def contents(folder: Path) -> dict[tuple[str, int], list[torch.Tensor]]:
     """All tensors of a checkpoint."""
     checkpoint = Checkpoint.open(folder)
-    tensors = {kind: checkpoint.tensors(kind) for kind in checkpoint.kinds}
+    tensors = {kind: CheckpointTensors(checkpoint, kind) for kind in checkpoint.kinds}
     return {
         key: [tensors[key[0]]._opened(file).read(name) for *_, file, name in ranges]
         for key, ranges in checkpoint.ranges.items()
@@ -129,13 +130,11 @@ def test_torch_loads_the_state_into_its_own_adamw(after_4_steps: Path) -> None:
     load(whole, checkpoint_id=folder, no_dist=True)
     assert whole["train_state"] == {"step": 4, "ntokens_seen": 4 * 2 * 4 * 8}
     source = open_source(folder_of(after_4_steps / "run" / "checkpoints", 4))
-    for block, parameter in source.parameters():
+    for block, parameter in parameters_of(source.model):
         if parameter.name == "mlp.c_proj.weight":
-            (moment,) = [
-                Checkpoint.open(source.folder)
-                .tensors("exp_avg_sq")
-                .read(block, parameter, 0, torch.arange(parameter.shape[0]), torch.arange(parameter.shape[1]))
-            ]
+            rows, columns = map(torch.arange, parameter.shape)
+            moments = CheckpointTensors(Checkpoint.open(source.folder), "exp_avg_sq")
+            moment = moments.read(block, parameter, 0, rows, columns)
             assert torch.equal(state[f"state.layers.{block}.feed_forward.w2.weight.exp_avg_sq"], moment)
             assert moment.any()
     assert {float(state[f"state.{name}.step"]) for name in names} == {4.0}

@@ -157,10 +157,6 @@ class Checkpoint:
         """Places of each parameter of the whole model, by block and name."""
         return parse_pieces(self.state["layers"])
 
-    def tensors(self, kind: str) -> CheckpointTensors:
-        """Return the tensors of one kind, as parameters of the whole model."""
-        return CheckpointTensors(self, kind)
-
     def restore(self, state: State) -> int:
         """Fill in the state that a rank keeps. Its plan and data types may differ from those of the checkpoint.
 
@@ -169,7 +165,7 @@ class Checkpoint:
         """
         if self.kinds - {WEIGHTS, EXACT}:
             make_moments(state, self.updates)
-        sources = {kind: self.tensors(kind) for kind in self.kinds}
+        sources = {kind: CheckpointTensors(self, kind) for kind in self.kinds}
         for each in kept_ranges(state):
             source = self._source(each.kind, each.tensor.dtype, sources)
             length = state.shapes.flat[each.layer]

@@ -181,13 +181,13 @@ def _plan(source: Source, form: Form) -> list[OutputTensor]:
             OutputTensor(
                 f"layers.{block}.{p.name}", p.shape, source.dtype(block, p), partial(_read_whole, source, block, p)
             )
-            for block, p in source.parameters()
+            for block, p in parameters_of(source.model)
         ]
     if form == "dcp":
         return _torchtitan_tensors(source)
     family, model = family_of(source.model, str(source.folder))
-    there = {(block, parameter.name) for block, parameter in source.parameters()}
-    default = source.dtype(*next(source.parameters()))
+    there = {(block, parameter.name) for block, parameter in parameters_of(source.model)}
+    default = source.dtype(*next(parameters_of(source.model)))
     planned: list[OutputTensor] = []
     for block, parameter in parameters_of(replace(model, bias=True) if family is GPT2 else model):
         parts = family.naming.parts(model, block, parameter)
@@ -204,7 +204,7 @@ def _torchtitan_parameters(source: Source) -> list[OutputTensor]:
     naming = torchtitan_naming(source.model, str(source.folder))
     return [
         each
-        for block, parameter in source.parameters()
+        for block, parameter in parameters_of(source.model)
         for each in _tensors_of(source, block, parameter, naming.parts(cast(GPT, source.model), block, parameter))
     ]
 
@@ -212,7 +212,7 @@ def _torchtitan_parameters(source: Source) -> list[OutputTensor]:
 def _torchtitan_tensors(source: Source) -> list[OutputTensor]:
     """List the weights in torchtitan's layout, with a copy of a tied embedding as head, and zero biases of routers."""
     planned, model = _torchtitan_parameters(source), source.model
-    for block, parameter in source.parameters():
+    for block, parameter in parameters_of(source.model):
         if model.has_tied_head and parameter.name == EMBEDDING:
             planned.append(next(each for each in planned if each.name == TITAN_EMBEDDING)._replace(name=HEAD))
         if isinstance(model, MoE) and parameter.name == ROUTER:

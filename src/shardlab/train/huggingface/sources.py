@@ -55,7 +55,7 @@ class CheckpointSource:
     @cached_property
     def tensors(self) -> CheckpointTensors:
         """Tensors of this kind."""
-        return self.checkpoint.tensors(self.kind)
+        return CheckpointTensors(self.checkpoint, self.kind)
 
     def dtype(self, block: int, parameter: Parameter) -> torch.dtype:
         """Return the data type of a parameter."""
@@ -64,10 +64,6 @@ class CheckpointSource:
     def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
         """Read some rows and columns of a parameter's matrix, as `WeightSource.read`."""
         return self.tensors.read(block, parameter, matrix, rows, columns)
-
-    def parameters(self) -> Iterator[tuple[int, Parameter]]:
-        """Yield every parameter with its block."""
-        return parameters_of(self.model)
 
 
 def parameters_of(model: Blocks) -> Iterator[tuple[int, Parameter]]:
@@ -169,13 +165,9 @@ class WeightSource:
             pieces += [self._read(part, run, columns) for run in torch.tensor_split(mine, breaks) if len(run)]
         return torch.cat(pieces) if pieces else torch.empty(0, len(columns))
 
-    def parameters(self) -> Iterator[tuple[int, Parameter]]:
-        """Yield every parameter with its block."""
-        return parameters_of(self.model)
-
     def every_part(self) -> Iterator[tuple[Parameter, Part]]:
         """Yield each part of every parameter."""
-        for block, parameter in self.parameters():
+        for block, parameter in parameters_of(self.model):
             for parts in self.parts(block, parameter):
                 yield from ((parameter, part) for part in parts)
 
@@ -239,7 +231,8 @@ class WeightSource:
         Raises:
             UserError: with the remedy for each case.
         """
-        ((embedding,),) = next(self.parts(block, each) for block, each in self.parameters() if each.name == EMBEDDING)
+        whole = next((block, each) for block, each in parameters_of(self.model) if each.name == EMBEDDING)
+        ((embedding,),) = self.parts(*whole)
         name, rows = self.name(embedding), max(1, COMPARED // embedding.columns)
         same_shape = self.tensors.shape(head) == self.tensors.shape(name)
         for first in range(0, embedding.rows, rows):
