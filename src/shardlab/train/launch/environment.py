@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import overload
 
 from shardlab.common.text import listed
 from shardlab.language import UserError
@@ -83,7 +82,9 @@ def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
     worlds = innermost(environment)
     if not worlds:
         return None
-    rank, world = _agree([facts.rank for facts in worlds]), _agree([facts.world for facts in worlds])
+    rank, world = worlds[0].rank, worlds[0].world
+    _agree([facts.rank for facts in worlds])
+    _agree([facts.world for facts in worlds])
     if rank.value >= world.value:
         raise UserError(f"{rank} but {world}; ranks are counted from 0, so set {rank.variable} to less")
     port = number(environment, "MASTER_PORT") or Fact("MASTER_PORT", PORT)
@@ -380,14 +381,6 @@ def as_ranges(cpus: Iterable[int]) -> str:
     '0-2,8'
     """
     return listed(sorted(cpus)).replace(", ", ",")
-
-
-@overload
-def _agree(facts: list[Fact]) -> Fact: ...
-
-
-@overload
-def _agree(facts: list[Fact | None]) -> Fact | None: ...
 
 
 def _agree(facts: Sequence[Fact | None]) -> Fact | None:
