@@ -112,7 +112,7 @@ def test_what_the_tokenizer_drops_is_said_beside_the_table(capsys: Captured) -> 
         ("prepare a.txt --tokenizer chars --train-bpe 300", "--tokenizer chars and --train-bpe exclude each other"),
         ("prepare a.txt --train-bpe 9", "--train-bpe 9: every byte and"),
         ("prepare a.txt --train-bpe 0", "--train-bpe: 0 is too few; give 1 or more"),
-        ("prepare a.txt --validation 2", "--validation 2: a part of the tokens was expected"),
+        ("prepare a.txt --validation 2", "--validation is 2; give a share of the tokens between 0 and 1"),
         ("prepare mine.py:documnets", "mine.py has no function 'documnets'; did you mean documents?"),
         ("prepare mine.py:number", "mine.py cannot be run: TypeError: 'int' object is not iterable"),
         ("prepare mine.py:broken", "mine.py:16 cannot be run: ZeroDivisionError: division by zero"),

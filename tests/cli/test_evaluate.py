@@ -125,7 +125,7 @@ def test_a_tied_model_is_judged_on_one_device(folder: Path, capsys: Captured) ->
         (["run", "--data", "nothing"], "nothing does not exist; name a text file"),
         (
             ["run", "--data", "short"],
-            "short has no token to predict: each is predicted from those before it in its document",
+            "short has no token to predict, since the first token of a document is not predicted",
         ),
         (["run", "--data", "text", "--seq-len", "17"], "--seq-len 17 is more than the model's 16 positions"),
         (["run", "--data", "text", "--batches", "0"], "--batches: 0 is too few; give 1 or more"),

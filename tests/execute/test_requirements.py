@@ -49,7 +49,7 @@ def test_headers_of_python_are_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path:
     [
         ("train --pp 2 --schedule zb-h1", "hides the tensors that the second half of a backward pass needs"),
         ("verify --pp 2 --schedule zb-v", "hides the tensors that the second half of a backward pass needs"),
-        ("train --strategy ddp --ranks 2 --trace", "on a CPU cannot follow what --compile compiles"),
+        ("train --strategy ddp --ranks 2 --trace", "cannot follow compiled layers on a CPU"),
     ],
 )
 def test_the_commands_refuse_before_they_start_ranks(

@@ -88,7 +88,9 @@ def test_a_rank_in_a_loop_shows_the_line_of_the_loop() -> None:
 @pytest.mark.skipif(not faulty.may_drop(), reason="this user may put no filter on a socket")
 def test_a_broken_network_is_distinguished_from_a_hanging_rank() -> None:
     found = failure("deaf", 1)
-    verdict = "nothing arrives between ranks 0-2, which have all issued their part: the network drops it, and the run "
+    verdict = (
+        "no data arrive between ranks 0-2, although all of them have issued their part: the network drops the data"
+    )
     assert str(found).startswith(verdict), found.report
     assert "which issued their part too, since" in found.report
 

@@ -138,7 +138,7 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_their_sca
 def test_float16_wants_a_program_that_knows_of_overflows() -> None:
     job = Job("single", 1, 1, MODEL, 2, "fp16")
     batches = Batches(Corpus.from_text(bytes(range(256)) * 8, 8), 8, 2, job.microbatches, 0)
-    with pytest.raises(UserError, match="fp16 needs a program that gives updates the gradient's norm"):
+    with pytest.raises(UserError, match="fp16 needs a program that passes the gradient's norm to its updates"):
         Executor(job.checked(), 0, job.cut, batches, Settings(0, job.numbers))
 
 

@@ -55,20 +55,20 @@ def want_step_graph(
     *,
     traced: bool = False,
 ) -> None:
-    """Refuse to capture a step of which the host computes a part.
+    """Refuse to capture steps as CUDA graphs if the host computes a part of them.
 
     Args:
         device: type of the device that computes layers, cuda or cpu.
         traced: whether the ops of steps are timed.
 
     Raises:
-        UserError: if so. The message has the host's part and the remedy.
+        UserError: if it does. The message has this part, and the remedy.
     """
     why = _part_of_the_host(checked, model, precision, optimizer, device)
     if not why and traced:
-        why = "--trace has the host look at each op; leave out one of them"
+        why = "--trace records every op on the host; leave out one of the two"
     if why:
-        raise UserError(f"--cuda-graph has the GPU do a step by itself, but {why}")
+        raise UserError(f"--cuda-graph repeats steps on the GPU without the host, but {why}")
 
 
 def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> None:
@@ -85,13 +85,13 @@ def want_compilable(checked: Checked, device: str, *, traced: bool = False) -> N
     """
     if any(op.kind is OpKind.BACKWARD_INPUT for tape in checked.program.tapes for op in tape):
         raise UserError(
-            "--compile hides the tensors that the second half of a backward pass needs, and this program has such "
-            "halves; take a schedule without them, such as 1f1b or interleaved-1f1b, or leave out --compile"
+            "--compile hides the tensors that the second half of a backward pass needs, and this program splits "
+            "backward passes; choose a schedule that does not, such as 1f1b or interleaved-1f1b, or leave out --compile"
         )
     if traced and device == "cpu":
         raise UserError(
-            "--trace measures memory by torch's tracker, which on a CPU cannot follow what --compile compiles; leave "
-            "out one of them"
+            "--trace measures memory by torch's tracker, which cannot follow compiled layers on a CPU; leave out one "
+            "of the two, --trace or --compile"
         )
     if lacking := _lacking(device):
         raise UserError(f"--compile needs {lacking}, or leave out --compile")
@@ -103,19 +103,19 @@ def _part_of_the_host(
     """Return the host's part in a step, and how to avoid it; empty if there is none."""
     ops = [op for tape in checked.program.tapes for op in tape]
     if device not in CAPTURING:
-        return "ranks compute on the CPU here; leave it out, or take a machine with a GPU for each rank"
+        return "ranks compute on the CPU here; leave it out, or use a machine with a GPU for each rank"
     if model.dropout:
-        return "masks of dropout are drawn on the host; take --dropout 0"
+        return "the host draws the dropout masks; give --dropout 0"
     if precision.scaled:
-        return f"the scale of losses in {precision.name} is the host's; take --precision bf16"
+        return f"the host computes the loss scale of {precision.name}; give --precision bf16"
     if optimizer.optimizer != "adamw" or optimizer.ema is not None:
-        return "updates other than AdamW's have numbers of the host; take --optimizer adamw without --ema"
+        return "the host computes numbers for updates other than AdamW's; give --optimizer adamw without --ema"
     if any(isinstance(step.primitive, Routing) for run in model.runs for step in run.steps):
-        return "a mixture's tokens go to experts by lists that the host makes; take a model without experts"
+        return "the host lists the tokens of each expert; choose a model without experts"
     if any(op.factor is not None and op.factor.tokens for op in ops):
-        return "the program scales gradients by tokens that the host counts; scale by microbatches"
+        return "the program scales gradients by numbers of tokens, which the host counts; scale by microbatches"
     if any(op.kind in (OpKind.OFFLOAD, OpKind.RELOAD) for op in ops):
-        return "values are copied to the host and back; take no --offload"
+        return "values are copied to the host and back; leave out --offload"
     return ""
 
 

@@ -507,7 +507,7 @@ def parse_frames(text: str) -> list[str]:
 def _network(waits: Mapping[int, RankWait]) -> str:
     rank, wait = next(((rank, wait) for rank, wait in waits.items() if wait.all_issued), next(iter(waits.items())))
     members = rank_names([rank, *wait.blockers])
-    return f"nothing arrives between {members}, which have all issued their part: the network drops it"
+    return f"no data arrive between {members}, although all of them have issued their part: the network drops the data"
 
 
 def _namespace() -> str:

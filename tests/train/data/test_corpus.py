@@ -78,7 +78,7 @@ def test_tokens_of_unknown_meaning_are_refused_with_a_way_to_say_it(tmp_path: Pa
 
 def test_a_large_file_is_to_be_prepared_once(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "MOST_BYTES_ENCODED", 100)
-    with pytest.raises(UserError, match=r"make them once by shardlab data prepare \S+ --tokenizer hf --out FOLDER"):
+    with pytest.raises(UserError, match=r"encode them once by shardlab data prepare \S+ --tokenizer hf --out FOLDER"):
         Corpus.open([DataSource(lines)], 8, tokenizer=LLAMA, owner="hf")
 
 
@@ -90,7 +90,7 @@ def test_documents_of_an_iterable_are_a_corpus() -> None:
     assert same.identity == Corpus.encode(Documents(iter(TEXTS)), LLAMA, seq_len=16).identity != other.identity
     with pytest.raises(UserError, match="mine has 10 tokens but 34 are needed: 17 in the training part"):
         Corpus.encode(Documents([list(range(10))], "mine"), LLAMA, seq_len=16)
-    with pytest.raises(UserError, match="every document of a part is one token"):
+    with pytest.raises(UserError, match="every document of a part has one token"):
         Corpus.encode(Documents([[5]] * 40, "mine"), LLAMA, seq_len=4)
 
 

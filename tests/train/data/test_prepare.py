@@ -180,7 +180,7 @@ def test_an_input_without_tokens_is_refused(content: str, sentence: str, tmp_pat
 
 @pytest.mark.parametrize("validation", [0.0, 1.0, -1.0, float("nan")])
 def test_a_part_that_cannot_be_is_refused(validation: float, text: Input, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--validation .*a part of the tokens was expected"):
+    with pytest.raises(UserError, match=r"--validation .*give a share of the tokens between 0 and 1"):
         prepare([text], tmp_path / "out", validation=validation)
 
 
@@ -203,7 +203,7 @@ def test_a_torn_file_is_refused_by_its_size_or_its_checksum(text: Input, tmp_pat
     path = made.folder / "training.bin"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(UserError, match=r"training.bin has 1,934 bytes, not 1,935: the data are torn"):
+    with pytest.raises(UserError, match=r"training.bin has 1,934 bytes, not 1,935: the data are incomplete"):
         PreparedFolder.open(made.folder)
     path.write_bytes(whole[:-1] + b"\1")
     with pytest.raises(UserError, match=r"training.bin has another checksum than its manifest says"):
@@ -242,7 +242,7 @@ def test_a_sequence_longer_than_the_data_is_refused(text: Input, tmp_path: Path)
 
 def test_documents_of_one_token_each_teach_nothing(tmp_path: Path) -> None:
     made = prepare([lines_of(tmp_path / "a.jsonl", list("abcdefghij" * 4))], tmp_path / "out")
-    with pytest.raises(UserError, match="every document for training is one token"):
+    with pytest.raises(UserError, match="every document for training has one token"):
         Corpus.open([DataSource(made.folder)], 2)
 
 
@@ -353,7 +353,7 @@ def test_tokens_of_nanogpt_are_prepared_by_their_tokenizer(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"train.bin has tokens, not a text; name their tokenizer by --tokenizer"):
         prepare([given], tmp_path / "again")
     for more in ({"tokenizer": "chars"}, {"train_bpe": 300}):
-        with pytest.raises(UserError, match="these are tokens, not a text; say by which tokenizer"):
+        with pytest.raises(UserError, match="these are tokens, not a text; name their tokenizer"):
             prepare([given], tmp_path / "again", **more)  # pyright: ignore
 
 

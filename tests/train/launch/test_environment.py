@@ -138,7 +138,7 @@ def test_missing_facts_are_refused_with_the_variables_read_and_the_one_to_set() 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR is 127.0.0.1, which is another host on each"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR is 127.0.0.1, by which each host means itself"),
         ({"LOCAL_WORLD_SIZE": "8"}, "SLURM_STEP_TASKS_PER_NODE is 4 but LOCAL_WORLD_SIZE is 8"),
         ({"LOCAL_RANK": "0"}, "SLURM_LOCALID is 1 but LOCAL_RANK is 0"),
         ({"PMI_RANK": "5", "PMI_SIZE": "4"}, "SLURM_STEP_NUM_TASKS is 8 but PMI_SIZE is 4"),

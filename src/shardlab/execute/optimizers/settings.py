@@ -88,15 +88,15 @@ def want_scalable(precision: Precision, checked: Checked) -> None:
     """
     if precision.scaled and not checked.clips:
         raise UserError(
-            f"{precision.name} needs a program that gives updates the gradient's norm, which tells all ranks of an "
-            "overflow; take fsdp or a plan, such as zero-3, or bf16"
+            f"{precision.name} needs a program that passes the gradient's norm to its updates, since the norm tells "
+            "all ranks of an overflow; choose fsdp or a plan such as zero-3, or bf16"
         )
     if precision.scaled:
         factors = {spec.form.factor for specs in checked.specs for spec in specs.values()}
         for why in filter(None, (factor.beyond(MOST_DOUBLINGS_IN_FLOAT16) for factor in factors)):
             raise UserError(
-                f"the program multiplies gradients by {why}, which {precision.name} has no room for beside its loss "
-                "scale; scale by less, or take bf16"
+                f"the program multiplies gradients by {why}, which overflows together with the loss scale of "
+                f"{precision.name}; scale by less, or choose bf16"
             )
 
 

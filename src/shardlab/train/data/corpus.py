@@ -129,7 +129,9 @@ class Corpus:
             for start, stop in ((0, cut), (cut, total))
         )
         if any(run.documents >= len(run.tokens) for run in (*training.runs, *validating.runs)):
-            raise UserError(f"{name}: every document of a part is one token, so none is predicted; join them")
+            raise UserError(
+                f"{name}: every document of a part has one token, so no token is predicted; join the documents"
+            )
         of_tokens = partial(checksum, text.tokens.data.cast("B"))
         identity = f"{tokenizer.kind} {of_tokens(MOST_COMPARED)}"
         record = {"source": name, "tokenizer": tokenizer.kind, "lost": dict(text.lost)}
@@ -162,7 +164,9 @@ class Corpus:
                     f"{seq_len:,} and the next token); take more data or a smaller --seq-len"
                 )
             if count.documents >= count.tokens:
-                raise UserError(f"{folder}: every document for {part} is one token, so none is predicted; join them")
+                raise UserError(
+                    f"{folder}: every document for {part} has one token, so no token is predicted; join the documents"
+                )
         name, sha256 = str(folder), prepared.sha256
         origin = Origin(name, sha256, lambda: {"source": name, "manifest_sha256": sha256})
         training, validation = (SequenceStream((prepared.run(part),)) for part in PARTS)
@@ -274,7 +278,7 @@ class Corpus:
         if source.size > MOST_BYTES_ENCODED:
             option = "" if tokenizer is None else f" --tokenizer {owner}"
             raise UserError(
-                f"{path} has {source.size:,} bytes, of which every rank would make tokens; make them once by shardlab "
+                f"{path} has {source.size:,} bytes, all of which every rank would encode; encode them once by shardlab "
                 f"data prepare {path}{option} --out FOLDER, and give the folder"
             )
         return cls.encode(source, by, seq_len)

@@ -135,7 +135,7 @@ def read_eval_text(
         text = _read_file(file, tokenizer, seq_len, at_most)
     if not len(text):
         raise UserError(
-            f"{path} has no token to predict: each is predicted from those before it in its document; give two or more"
+            f"{path} has no token to predict, since the first token of a document is not predicted; give a longer text"
         )
     return text
 

@@ -68,7 +68,7 @@ def prepare(
         UserError: if an input cannot be read or tokenized, or the folder cannot be written. Nothing is left behind.
     """
     if not 0 < validation < 1:
-        raise UserError(f"--validation {validation:g}: a part of the tokens was expected; give 0.1, or less than 1")
+        raise UserError(f"--validation is {validation:g}; give a share of the tokens between 0 and 1, such as 0.1")
     if train_bpe is None and tokenizer == ByteTokenizer.kind:
         tokens = next((each for each in inputs if isinstance(each, Input) and each.format == "tokens"), None)
         if tokens is not None:
@@ -256,7 +256,7 @@ class DocumentReader:
         for each, piece in self.pieces(doing):
             with name_source_in_errors(each):
                 if piece.tokens is not None:
-                    raise UserError("these are tokens, not a text; say by which tokenizer, such as gpt2 or a folder")
+                    raise UserError("these are tokens, not a text; name their tokenizer, such as gpt2 or a folder")
                 text = decode_utf8(piece.text)
             yield text
 

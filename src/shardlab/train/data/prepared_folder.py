@@ -137,7 +137,9 @@ class PreparedFolder:
             size = path.stat().st_size if path.is_file() else None
             if size != expected.bytes:
                 problem = "is missing" if size is None else f"has {size:,} bytes, not {expected.bytes:,}"
-                raise UserError(f"{path} {problem}: the data are torn; prepare them again, or copy them whole")
+                raise UserError(
+                    f"{path} {problem}: the data are incomplete; prepare them again, or copy the whole folder"
+                )
         return cls(folder, manifest, FileHash.of_file(folder / MANIFEST).sha256)
 
     @property
@@ -154,8 +156,8 @@ class PreparedFolder:
         for name, expected in self.manifest.files.items():
             if FileHash.of_file(self.folder / name) != expected:
                 raise UserError(
-                    f"{self.folder / name} has another checksum than its manifest says: the data are torn; prepare "
-                    "them again, or copy them whole"
+                    f"{self.folder / name} has another checksum than its manifest says: the data are damaged; prepare "
+                    "them again, or copy the whole folder"
                 )
 
     def run(self, part: str) -> TokenRun:

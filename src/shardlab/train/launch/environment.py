@@ -142,16 +142,15 @@ class _Hosts:
         by_size = None if local is None else local.value == self.world.value
         if hosts is not None and None is not by_size != by_hosts:
             raise UserError(
-                f"{local} and {self.world}, but by {hosts.variable} the hosts are {hosts.value}; unset those that "
-                "the launcher of the ranks did not set"
+                f"{local} and {self.world}, but {hosts}; unset the variables that the launcher of the ranks did not set"
             )
         known = by_hosts if by_size is None else by_size
         one_host = True if self.world.value == 1 else known
         if meeting and _is_loopback(meeting) and not from_torchrun(self.environment):
             if one_host is False:
                 raise UserError(
-                    f"MASTER_ADDR is {meeting}, which is another host on each, but the {self.world.value} ranks are on "
-                    f"several hosts ({self.read}); set MASTER_ADDR to the host of rank 0"
+                    f"MASTER_ADDR is {meeting}, by which each host means itself, but the {self.world.value} ranks are "
+                    f"on several hosts ({self.read}); set MASTER_ADDR to the host of rank 0"
                 )
             return True
         return one_host

@@ -31,7 +31,9 @@ def as_program(command: Sequence[str]) -> list[str]:
     if words[0] == sys.executable and len(words) > 1 and words[1].endswith(".py") and not os.path.exists(words[1]):
         raise UserError(f"there is no file {words[1]}")
     if shutil.which(words[0]) is None:
-        raise UserError(f"there is no program {words[0]}; give a command that the shell would find, or a file in .py")
+        raise UserError(
+            f"there is no program {words[0]}; give a command that the shell would find, or a file that ends in .py"
+        )
     return words
 
 
