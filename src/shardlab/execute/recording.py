@@ -134,8 +134,8 @@ class DeviceStopwatch:
         def note(_: Any) -> None:
             event.record()
 
-        # NCCL's future has its result at once, and its callback runs on a stream that waits for the communication. Such
-        # a stream wait is not enough, because it releases tensors that the communication still uses.
+        # NCCL completes the future at once, and runs its callback on a stream that waits for the communication. The
+        # rank waits for the work itself, because waiting on a stream would release tensors that are still being sent.
         work.get_future().add_done_callback(note)
         return work.wait, lambda: self._read(event)
 

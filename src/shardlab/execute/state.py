@@ -53,7 +53,7 @@ class State:
         rate: this step's learning rate.
         captured: whether the step is being captured (see `StepGraph`). Scalars of the step are then device tensors, ().
         loss_owners: for each piece of the batch, (rank, op) of the LOSS that reports it.
-        stepping: slices whose gradients are set and which will be updated together.
+        stepping: slices whose gradients are set, and that will be updated in one call.
         loss_scale: factor of the losses, in float16.
         finite: whether all norms of the step's gradients have been finite so far.
         not_finite: first layer of the step whose gradient on this rank is not finite.
@@ -247,7 +247,7 @@ class State:
         return torch.empty(self.shapes.shape(spec), dtype=self.dtype(spec), device=self.settings.device)
 
     def memory_beside(self, number: int) -> Callable[[], Tensor]:
-        """Return a function that returns memory for a gradient, adjacent to those that are all-reduced with it."""
+        """Prepare to allocate the memory of a gradient beside the gradients that are all-reduced together with it."""
         buckets, rooms, device = self.analysis.buckets, self._side_by_side, self.settings.device
         first = buckets.first[number]
         numbers = buckets.buffers[first]

@@ -40,16 +40,17 @@ class Analysis:
         gradient_factor: factor of the gradients of a backward pass, by the number of the value saved in the forward
             pass.
         kept: weights that outlive the step, and weights that are received into their memory.
-        homes: number of the value whose memory a slice, or a weight written by an update, is in; by the number of the
-            latter.
-        stepped_at: where an update is computed (device or host), by the (layer, slices) of its optimizer state.
-        slot: buffer of a gathered or received weight, by its number. `slots` is the number of buffers.
+        homes: for each slice of a value, and each weight that an update writes: the number of the value in whose memory
+            it lies, by its own number.
+        stepped_at: place where an update is computed (device or host), by the (layer, slices) of its optimizer state.
+        slot: index of the buffer of each gathered or received weight, by the number of the weight.
+        slots: number of buffers.
         consecutive_updates: indices of UPDATE ops that another UPDATE follows immediately.
         last_reads: activation that a FORWARD or RECOMPUTE reads as its last reader, by the index of the op.
         last_copies: indices of collectives that send a copy of rows and are the last reader of these rows.
         empties: buffer that is freed after an op, by the index of the op.
-        leaves_room: kept weight whose memory is unused after a FREE until a new weight arrives there, by the index of
-            the FREE.
+        leaves_room: for each FREE after which the memory of a kept weight is unused until a new weight arrives there:
+            the number of the kept weight, by the index of the FREE.
     """
 
     def __init__(self, checked: Checked, rank: int) -> None:

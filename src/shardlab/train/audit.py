@@ -223,7 +223,7 @@ def describe_groups(groups: Sequence[tuple[int, ...]]) -> str:
 
 
 def advice(checked: Checked) -> str:
-    """Return what to do about a fault. A host is to blame only if the program keeps all replicas bitwise equal."""
+    """Return a sentence on what to do about a fault. If the program lets replicas drift, it may be rounding."""
     if drifts := drifts_of(checked):
         return f"It may be rounding, and no host's fault: {str(drifts[0]).removesuffix('.')}"
     return "Leave the host out, and resume from the checkpoint before the last audit that passed"

@@ -62,7 +62,7 @@ class Batches:
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def counted(self, step: int, microbatches: int) -> int:
-        """Return the number of targets other than -1 in a step. It is at least 1, since losses are divided by it."""
+        """Count the targets of a step that are not -1. The result is at least 1, since losses are divided by it."""
         numbers = self._numbers(self._before(step), microbatches)
         return max(1, self.corpus.training.count_targets(numbers, self.seq_len, self.seed))
 

@@ -98,11 +98,15 @@ class Slice:
         exact: Tensor | None = None,
         matrices: Sequence[WholeMatrix] = (),
     ) -> None:
-        """`weights` are the slice's runs, updated in place. Run i begins at element `starts[i]` of the layer's buffer.
+        """Create the optimizer.
 
-        Weight decay acts on the runs `decayed` (start, stop) of that buffer. `exact`, (elements,), is a copy of the
-        weights in more bits: it is updated, and the weights are rounded from it. `matrices` are the layer's matrices
-        that Muon updates, of which the slice may have parts.
+        Args:
+            weights: the contiguous runs of the slice, which are updated in place.
+            starts: element of the layer's buffer at which each run begins.
+            decayed: ranges (start, stop) of the layer's buffer with weight decay.
+            config: settings of the optimizer.
+            exact: copy of the weights in more bits, (elements,). It is updated, and the weights are rounded from it.
+            matrices: matrices of the layer that Muon updates. The slice may have parts of them.
         """
         self.weights = weights
         self.exact: Sequence[Tensor] = () if exact is None else torch.split(exact, [len(run) for run in weights])

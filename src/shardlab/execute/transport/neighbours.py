@@ -169,7 +169,7 @@ class Neighbours:
                     raise RuntimeError(f"Timed out waiting for rank {reader}: it read nothing for {self._limit:g} s")
 
     def send(self, tensors: Sequence[Tensor], to: Sequence[int], channel: int, *, keeps: bool = False) -> int:
-        """Copy tensors into shared memory for some ranks, without waiting for these. The tensors may change afterwards.
+        """Copy tensors into shared memory for some ranks, and return at once. The tensors may change afterwards.
 
         Args:
             tensors: the tensors.

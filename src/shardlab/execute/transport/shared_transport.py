@@ -226,8 +226,8 @@ class SharedWork:
 
     Args:
         then: function that completes the operation.
-        expected: messages that it waits for. stream: unfinished works of the stream, from which the work removes
-            itself.
+        expected: messages that it waits for.
+        stream: unfinished works of the stream. The work removes itself from it.
 
     Attributes:
         expected: messages that it waits for.

@@ -150,7 +150,7 @@ class WeightSource:
         return wide
 
     def read(self, block: int, parameter: Parameter, matrix: int, rows: Tensor, columns: Tensor) -> Tensor:
-        """Read some rows and columns of a parameter's matrix: (rows, columns). Little else is read from the disk.
+        """Read some rows and columns of a parameter's matrix: (rows, columns). Few other rows are read from the disk.
 
         Args:
             block: block of the parameter.

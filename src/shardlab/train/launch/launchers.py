@@ -87,10 +87,10 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
     by_torchrun = _facts_of(TORCHRUN, environment)
     if by_torchrun is not None and from_torchrun(environment):
         return [by_torchrun]
-    # A script set these variables, in the step of another launcher or of none.
+    # The user's script has set these variables, perhaps under another launcher.
     users = [] if by_torchrun is None else [by_torchrun]
     launchers = [facts for launcher in MPI if (facts := _facts_of(launcher, environment)) is not None]
-    # These are mpiexec's, since srun sets no local rank for PMI.
+    # Launchers with a local rank are mpiexecs, since srun sets no local rank for PMI.
     inner = [facts for facts in launchers if facts.local_rank is not None]
     step = None if _is_shell(environment) else slurm_step(environment)
     if step is None:
