@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from shardlab.cli import main
 from shardlab.models import GPT
-from shardlab.train.huggingface import initial_from
+from shardlab.train.huggingface.sources import initial_from
 from shardlab.train.job import Job
 from tests.support.ranks import Ranks
 from tests.train.checkpoint.runs import saving_run, trained

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from shardlab.models.tensors import weights
 from shardlab.train.checkpoint import contents
-from shardlab.train.huggingface import convert_weights, open_source
+from shardlab.train.huggingface.convert import convert_weights
+from shardlab.train.huggingface.sources import open_source
 
 ctypes.CDLL(None).mallopt(-3, 2**18)  # M_MMAP_THRESHOLD: larger blocks leave the process as they are freed
 warnings.simplefilter("ignore")

@@ -36,7 +36,8 @@ from shardlab.train.data.prepared_folder import find_tokenizer
 from shardlab.train.data.stream import SequenceStream, TokenRun
 from shardlab.train.data.tokenizers import ByteTokenizer
 from shardlab.train.history import free_folder
-from shardlab.train.huggingface import convert_weights, open_source
+from shardlab.train.huggingface.convert import convert_weights
+from shardlab.train.huggingface.sources import open_source
 from shardlab.train.job import Job
 from shardlab.train.loop import fit
 from shardlab.train.output import OutputFolder

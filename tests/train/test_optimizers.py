@@ -29,7 +29,8 @@ from shardlab.strategies.plan.program import program_from_plan
 from shardlab.train.batches import Batches
 from shardlab.train.config import LoggingConfig
 from shardlab.train.data.corpus import Corpus
-from shardlab.train.huggingface import convert_weights, open_source
+from shardlab.train.huggingface.convert import convert_weights
+from shardlab.train.huggingface.sources import open_source
 from shardlab.train.job import Job
 from shardlab.train.run import Summary, TrainingRun
 from shardlab.train.verification.cases import SHARDINGS

@@ -59,7 +59,8 @@ class Convert:
             raise UserError(f"{self.out} exists; name a new folder, so that nothing is overwritten")
         from shardlab.train.data.prepared_folder import find_tokenizer
         from shardlab.train.data.tokenizers import export_tokenizer
-        from shardlab.train.huggingface import convert_weights, open_source
+        from shardlab.train.huggingface.convert import convert_weights
+        from shardlab.train.huggingface.sources import open_source
 
         source = open_source(self.source, self.model.apply)
         form = self.to or ("hf" if source.form == "shardlab" and self.settings is None else "shardlab")
@@ -72,15 +73,14 @@ class Convert:
             special["eos_token_id"] = tokenizer.end
         if tokenizer is not None and tokenizer.begin:
             special["bos_token_id"] = tokenizer.begin[0]
-        limit, follow = self.shard_mb * 10**6, _show_progress
         done = convert_weights(
             source,
             self.out,
             form,
-            shard_bytes=limit,
+            shard_bytes=self.shard_mb * 10**6,
             beside=beside,
             special=special,
-            follow=follow,
+            follow=_show_progress,
             settings=None if self.settings is None else _with_settings(self.settings),
         )
         report = Report(**asdict(done))

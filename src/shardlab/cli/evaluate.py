@@ -78,7 +78,7 @@ class Eval:
         from shardlab.cli.train.choose_passes import settle_passes
         from shardlab.train.data.prepare import lost_text
         from shardlab.train.evaluate import TextJob, evaluate_rank
-        from shardlab.train.huggingface import open_source
+        from shardlab.train.huggingface.sources import open_source
         from shardlab.train.job import Job
         from shardlab.train.launch.ranks import launched_ranks, run_ranks
 

@@ -78,7 +78,7 @@ class Sample:
         from shardlab.models.tensors.compute import kernel_choices
         from shardlab.train.data.chat import chat_template
         from shardlab.train.data.prepared_folder import PreparedFolder, require_tokenizer
-        from shardlab.train.huggingface import initial_from, open_source
+        from shardlab.train.huggingface.sources import initial_from, open_source
         from shardlab.train.launch.environment import CpuShare, threads_of
         from shardlab.train.launch.ranks import pick_device
         from shardlab.train.sample import Conversation, for_text, in_writing, whole_weights

@@ -197,7 +197,7 @@ def vocabulary_source(sources: Sequence[ConfigSource]) -> ConfigSource | None:
 
 def _model_in(folder: Path) -> Blocks:
     """Return the model whose weights are in a folder."""
-    from shardlab.train.huggingface import open_source  # imports torch
+    from shardlab.train.huggingface.sources import open_source  # imports torch
 
     return open_source(folder).model
 

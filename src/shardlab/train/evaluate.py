@@ -33,7 +33,7 @@ from shardlab.train.data.evaluation_text import EvaluationText, read_eval_text
 from shardlab.train.data.prepared_folder import MOST_COMPARED, checksum, find_tokenizer, require_tokenizer
 from shardlab.train.data.stream import Numbers
 from shardlab.train.history import VALIDATION, VALIDATION_EMA
-from shardlab.train.huggingface import initial_from
+from shardlab.train.huggingface.sources import initial_from
 from shardlab.train.job import Job
 from shardlab.train.launch.ranks import backend_of
 from shardlab.train.world import require_agreement

@@ -31,7 +31,7 @@ from shardlab.train.checkpoint.read import Checkpoint
 from shardlab.train.checkpoints import Saver
 from shardlab.train.evaluate import Evaluation, OrderedBatches
 from shardlab.train.history import VALIDATION, describe_saved
-from shardlab.train.huggingface import initial_from
+from shardlab.train.huggingface.sources import initial_from
 from shardlab.train.launch.interrupt import StopRequest
 from shardlab.train.launch.ranks import backend_of
 from shardlab.train.output import OutputFolder

@@ -28,7 +28,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardlab.common.errors import UserError
 from shardlab.models import Llama
 from shardlab.train.checkpoint.distributed import DistributedFiles, write_distributed
-from shardlab.train.huggingface import convert_weights, open_source
+from shardlab.train.huggingface.convert import convert_weights
+from shardlab.train.huggingface.sources import open_source
 from tests.support.memory_growth import kib_grown
 from tests.support.ranks import Ranks
 from tests.support.thorough import examples

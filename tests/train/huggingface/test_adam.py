@@ -25,8 +25,8 @@ from shardlab.train.checkpoint.distributed import DistributedFiles, write_distri
 from shardlab.train.checkpoint.read import Checkpoint, CheckpointTensors
 from shardlab.train.checkpoint.write import folder_of
 from shardlab.train.config import SavingConfig
-from shardlab.train.huggingface import convert_weights, open_source
-from shardlab.train.huggingface.sources import parameters_of
+from shardlab.train.huggingface.convert import convert_weights
+from shardlab.train.huggingface.sources import open_source, parameters_of
 from shardlab.train.job import Job
 from tests.support.memory_growth import kib_grown
 from tests.support.ranks import Ranks

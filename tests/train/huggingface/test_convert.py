@@ -24,7 +24,8 @@ from shardlab.language import UserError
 from shardlab.models import GPT, Blocks, Llama, Mixtral
 from shardlab.train.checkpoint import contents
 from shardlab.train.checkpoint.contents import OutputTensor
-from shardlab.train.huggingface import convert_weights, open_source
+from shardlab.train.huggingface.convert import convert_weights
+from shardlab.train.huggingface.sources import open_source
 from tests.support.thorough import examples
 from tests.train.huggingface.folders import random_run
 

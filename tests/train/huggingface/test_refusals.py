@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from shardlab.language import UserError
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral, MoE
 from shardlab.models.tensors.weights import TensorFiles
-from shardlab.train.huggingface import convert_weights, open_source, sources
+from shardlab.train.huggingface import sources
+from shardlab.train.huggingface.convert import convert_weights
+from shardlab.train.huggingface.sources import open_source
 from tests.train.huggingface.folders import random_run
 
 SIZES: dict[str, Any] = {"layers": 1, "hidden_size": 16, "heads": 2, "vocab_size": 20, "seq_len": 8}

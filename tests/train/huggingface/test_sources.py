@@ -14,7 +14,8 @@ from shardlab.language import UserError
 from shardlab.models import GPT, Blocks, Llama, Mixtral, Model, cut
 from shardlab.models.tensors import pad_runs, to_layers
 from shardlab.models.tensors.weights import TensorFiles
-from shardlab.train.huggingface import convert_weights, initial_from, open_source
+from shardlab.train.huggingface.convert import convert_weights
+from shardlab.train.huggingface.sources import initial_from, open_source
 from tests.train.huggingface.folders import random_run
 
 SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "hidden_size": 16, "vocab_size": 41, "seq_len": 8}

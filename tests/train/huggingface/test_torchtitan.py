@@ -18,7 +18,8 @@ from torch import Tensor
 from shardlab.common.errors import UserError
 from shardlab.models import GPT, MLP, Blocks, Llama, Mixtral
 from shardlab.train.checkpoint.distributed import DistributedFiles, write_distributed
-from shardlab.train.huggingface import convert_weights, open_source
+from shardlab.train.huggingface.convert import convert_weights
+from shardlab.train.huggingface.sources import open_source
 from tests.train.huggingface.folders import output_of, random_run
 from tests.train.huggingface.test_transformers import TOKENS, error, our_logits, transformers
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from shardlab.models import GPT, Blocks, Llama, Mixtral
 from shardlab.models.named import SHARD_BYTES
 from shardlab.models.tensors import add_borrowed, make_layers, parameter_views
-from shardlab.train.huggingface import Form, convert_weights, initial_from, open_source
+from shardlab.train.huggingface.convert import convert_weights
+from shardlab.train.huggingface.sources import Form, initial_from, open_source
 from tests.train.huggingface.folders import random_run
 
 
