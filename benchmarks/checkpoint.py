@@ -19,7 +19,8 @@ from statistics import median
 import torch
 import tyro
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.settings import Settings
 from shardlab.models import GPT
 from shardlab.train.batches import Batches
 from shardlab.train.checkpoint.read import Checkpoint

@@ -24,8 +24,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
 from shardlab.execute.recording import ComputeClock
+from shardlab.execute.settings import Settings
 from shardlab.models import GPT
 from shardlab.train.batches import Batches
 from shardlab.train.data import Corpus

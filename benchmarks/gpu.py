@@ -37,8 +37,10 @@ from torch import Tensor, nn
 
 from shardlab.cli.train.this_machine import device_called
 from shardlab.common.errors import UserError
-from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.requirements import want_compilable
+from shardlab.execute.settings import Settings
 from shardlab.language import Mesh
 from shardlab.models import GPT
 from shardlab.models.tensors import initial_weights, named_views

@@ -37,8 +37,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
 from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Settings
 from shardlab.models import GPT
 from shardlab.strategies.load import load
 from shardlab.train.job import Job

@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Settings
 from shardlab.language import Mesh
 from shardlab.models import GPT
 from shardlab.strategies.plan import resolve

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from shardlab.execute import Executor, Settings
 from shardlab.execute.compute_ops import Waiting
+from shardlab.execute.executor import Executor
+from shardlab.execute.settings import Settings
 from shardlab.language import Kind, Mesh, OpKind
 from shardlab.models import GPT, Blocks, Llama, MoE
 from shardlab.strategies import Plan

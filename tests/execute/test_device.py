@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
 from shardlab.execute.optimizers.flat_slice import torch_optimizers
 from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Settings
 from shardlab.execute.state import State
 from shardlab.language import Mesh
 from shardlab.language.precision import Optimizer

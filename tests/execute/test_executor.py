@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardlab.check import ChannelModel, check
 from shardlab.check.in_place import ending_ops
-from shardlab.execute import Executor, OptimizerConfig, Settings
-from shardlab.execute.executor import FIRST_STEPS, GRAPHS, StepInputs
+from shardlab.execute.executor import FIRST_STEPS, GRAPHS, Executor, StepInputs
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Settings
 from shardlab.execute.tape_analysis import Analysis
 from shardlab.execute.update_ops import sum_of_squares
 from shardlab.language import Mesh, OpKind, Rank, Refused, Strategy, UserError, trace

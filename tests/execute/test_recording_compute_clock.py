@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
 from shardlab.execute.recording import BACKWARD, FORWARD, ClockOffset, ComputeClock, clock_offset, estimate
+from shardlab.execute.settings import Settings
 from shardlab.language import OpKind
 from shardlab.models import GPT
 from shardlab.train.batches import Batches

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from shardlab.check import Checked, check
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
 from shardlab.execute.recording import step_with_memory
+from shardlab.execute.settings import Settings
 from shardlab.execute.state import State
 from shardlab.execute.tape_analysis import ArenaTensors
 from shardlab.language import Mesh, Sizes, Spec, trace

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from shardlab.cli import main
-from shardlab.execute import Executor, Settings
-from shardlab.execute.executor import FIRST_STEPS
+from shardlab.execute.executor import FIRST_STEPS, Executor
 from shardlab.execute.recording import ComputeClock, OpTimer, step_with_memory
+from shardlab.execute.settings import Settings
 from shardlab.language.tape import MemoryRecord
 from shardlab.models import GPT
 from shardlab.train.batches import Batches

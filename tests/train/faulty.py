@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.settings import Settings
 from shardlab.execute.transport.neighbours import Neighbours
 from shardlab.language import Holds
 from shardlab.train.batches import Batches

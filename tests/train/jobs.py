@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from shardlab.cli import main
 from shardlab.cli.train.before_ranks import failures_as_exit, line_lookup
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
 from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Settings
 from shardlab.language import Holds, UserError
 from shardlab.models import find_model
 from shardlab.strategies.load import load

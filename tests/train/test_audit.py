@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardlab.check.replicas import compared_ranks, replicas_of, results_of
 from shardlab.common.errors import UserError
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.settings import Settings
 from shardlab.models import GPT, MLP
 from shardlab.strategies.plan.plan import Plan
 from shardlab.train.audit import Audit, Auditing, advice, hash_of

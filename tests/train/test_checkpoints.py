@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.settings import Settings
 from shardlab.language import UserError
 from shardlab.models import GPT
 from shardlab.train.batches import Batches

@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.settings import Settings
 from shardlab.execute.transport.collectives import Groups
 from shardlab.language import Mesh
 from shardlab.models.tensors import add_borrowed, cross_entropy, initial_weights, make_layers, parameter_views

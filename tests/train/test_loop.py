@@ -18,8 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.recording import step_with_memory
+from shardlab.execute.settings import Settings
 from shardlab.language import Mesh, OpKind, UserError
 from shardlab.language.precision import FP64
 from shardlab.language.tape import MemoryRecord

@@ -19,8 +19,10 @@ from safetensors.torch import load_file
 from shardlab.check import check
 from shardlab.cli import main
 from shardlab.common.errors import UserError
-from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.collect import averaged_weights
+from shardlab.execute.executor import Executor
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Settings
 from shardlab.language import Holds, Kind, Mesh, OpKind, trace
 from shardlab.language.precision import Optimizer
 from shardlab.models import GPT, MLP, Blocks, Llama, MoE

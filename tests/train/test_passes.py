@@ -22,8 +22,10 @@ import torch.distributed as dist
 
 from shardlab.check import Checked, check_forward, forward_only
 from shardlab.cli.train.before_ranks import line_lookup
-from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.recording import step_with_memory
+from shardlab.execute.settings import Settings
 from shardlab.execute.state import State
 from shardlab.language import Op, OpKind, UserError
 from shardlab.language.mesh import Mesh

@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from shardlab.check import drifts_of
 from shardlab.common.errors import UserError
-from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.recording import step_with_memory
+from shardlab.execute.settings import Settings
 from shardlab.language import OpKind
 from shardlab.language.tape import MemoryRecord
 from shardlab.models import GPT, MLP

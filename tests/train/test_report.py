@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.execute import OptimizerConfig
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import GPT
 from shardlab.train.config import LoggingConfig
 from shardlab.train.job import Job, Tracing

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardlab.common.errors import UserError
-from shardlab.execute import OptimizerConfig
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.models import GPT
 from shardlab.train.data import Documents, Input
 from shardlab.train.data.prepare import prepare

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shardlab.common.errors import UserError
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.settings import Settings
 from shardlab.language import Mesh
 from shardlab.models import GPT
 from shardlab.models.tensors import TensorLayer, TextGenerator, TokenSampling, initial_weights

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.execute import Executor, OptimizerConfig, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Settings
 from shardlab.language import OpKind, UserError
 from shardlab.language.precision import FP32
 from shardlab.models import GPT

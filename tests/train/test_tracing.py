@@ -16,8 +16,10 @@ import torch
 
 from shardlab.check import Checked
 from shardlab.cli import main
-from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.collect import gather_layer
+from shardlab.execute.executor import Executor
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Settings
 from shardlab.language import Mesh, OpKind, UserError
 from shardlab.language.ops import COLLECTIVES, COMMUNICATION
 from shardlab.language.tape import queue_key

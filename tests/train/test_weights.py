@@ -20,9 +20,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
 from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.recording import TrackedStorages
+from shardlab.execute.settings import Settings
 from shardlab.language import Mesh
 from shardlab.models import GPT, Blocks, MoE
 from shardlab.models.named import weights_at

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.collect import gather_layer
+from shardlab.execute.executor import Executor
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Settings
 from shardlab.language.precision import FP64
 from shardlab.models import Blocks, CutModel
 from shardlab.models.tensors import to_blocks

@@ -129,7 +129,7 @@ class Verify:
 
         from shardlab.cli.train.before_ranks import checked_to_run, failures_as_exit
         from shardlab.cli.train.choose_passes import settle_passes
-        from shardlab.execute import OptimizerConfig
+        from shardlab.execute.optimizers.settings import OptimizerConfig
         from shardlab.execute.requirements import want_compilable
         from shardlab.train.job import Job
         from shardlab.train.launch.ranks import device_type, launched_ranks

@@ -14,8 +14,9 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
 from shardlab.execute.kernel_choice import choose_products
+from shardlab.execute.settings import Settings
 from shardlab.language import Op, OpKind
 from shardlab.language.precision import precision_for_dtype
 from shardlab.measure.collectives import Clock, MeasuringRanks, iterations_for

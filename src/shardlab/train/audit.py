@@ -23,7 +23,8 @@ from torch import Tensor
 from shardlab.check import Checked, drifts_of
 from shardlab.check.replicas import COMPARED, OpResult, Replica, replicas_of, results_of
 from shardlab.common.errors import UserError
-from shardlab.execute import Executor, Sampler
+from shardlab.execute.executor import Executor
+from shardlab.execute.settings import Sampler
 from shardlab.execute.state import State
 from shardlab.execute.update_ops import Instruction
 from shardlab.language import Holds, OpKind

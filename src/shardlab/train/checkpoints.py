@@ -30,7 +30,7 @@ from shardlab.common.fields import split_interval
 from shardlab.common.files import missing_path, path_from_here, read_file
 from shardlab.common.text import counted, listed
 from shardlab.common.user_code import file_from_here
-from shardlab.execute import Executor
+from shardlab.execute.executor import Executor
 from shardlab.execute.kernel_choice import rows_of
 from shardlab.execute.state import State
 from shardlab.models import Blocks

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from shardlab.check import Checked, check_forward, forward_only
 from shardlab.common.errors import UserError
-from shardlab.execute import Executor, Settings
 from shardlab.execute.collect import averaged_weights
+from shardlab.execute.executor import Executor
 from shardlab.execute.kernel_choice import kept_by_rank_0
+from shardlab.execute.settings import Settings
 from shardlab.execute.state import State
 from shardlab.execute.transport.collectives import Groups
 from shardlab.models.tensors import Initial

@@ -20,7 +20,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.settings import Settings
 from shardlab.execute.transport.collectives import Groups
 from shardlab.language import Kind, UserError
 from shardlab.models.tensors.compute import kernel_choices

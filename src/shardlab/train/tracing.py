@@ -24,8 +24,9 @@ from shardlab.check import Checked
 from shardlab.check.in_place import KeptWeights
 from shardlab.common.text import listed
 from shardlab.draw.trace_events import save_trace_events
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
 from shardlab.execute.recording import ComputeClock, OpTimer, clock_offset, step_with_memory
+from shardlab.execute.settings import Settings
 from shardlab.execute.state import State
 from shardlab.execute.tape_analysis import Shapes
 from shardlab.execute.update_ops import Instruction

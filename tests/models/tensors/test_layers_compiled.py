@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
+from shardlab.execute.settings import Settings
 from shardlab.language import Mesh
 from shardlab.language.precision import FP64
 from shardlab.models import GPT, MLP, Llama, Mixtral, Model

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.execute import Settings
 from shardlab.execute.collect import slices_of
 from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Settings
 from shardlab.execute.state import State
 from shardlab.language import OpKind
 from shardlab.language.precision import find_precision

@@ -14,9 +14,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from shardlab.execute import Executor, OptimizerConfig
+from shardlab.execute.executor import Executor
 from shardlab.execute.optimizers import flat_slice
 from shardlab.execute.optimizers.flat_slice import Slice
+from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.language import Mesh, UserError
 from shardlab.models import GPT, MLP, Llama, Mixtral, MoE
 from shardlab.strategies import STRATEGIES, Plan

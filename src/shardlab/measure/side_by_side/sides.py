@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.common.fields import SHORTEST_SECONDS
-from shardlab.execute import Executor, Settings
+from shardlab.execute.executor import Executor
 from shardlab.execute.kernel_choice import choose_products
+from shardlab.execute.settings import Settings
 from shardlab.execute.transport.collectives import Groups, transport_of
 from shardlab.execute.transport.neighbours import Neighbours
 from shardlab.execute.transport.shared_transport import SharedTransport

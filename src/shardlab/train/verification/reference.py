@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shardlab.execute import OptimizerConfig, Sampler
 from shardlab.execute.optimizers.flat_slice import torch_optimizers
-from shardlab.execute.settings import torch_dtype
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Sampler, torch_dtype
 from shardlab.language.precision import Precision
 from shardlab.models import Model
 from shardlab.models.layout import Parameter

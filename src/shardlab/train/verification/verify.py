@@ -28,9 +28,10 @@ from torch import Tensor
 
 from shardlab.check import Checked
 from shardlab.common.user_code import in_notebook_cell
-from shardlab.execute import Executor, OptimizerConfig, Settings
 from shardlab.execute.collect import averaged_weights
-from shardlab.execute.settings import torch_dtype
+from shardlab.execute.executor import Executor
+from shardlab.execute.optimizers.settings import OptimizerConfig
+from shardlab.execute.settings import Settings, torch_dtype
 from shardlab.execute.state import State
 from shardlab.execute.transport.collectives import Groups
 from shardlab.language import Holds, Refused, UserError
