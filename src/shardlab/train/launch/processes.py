@@ -175,12 +175,12 @@ class RankProcesses:
     def wait(self, others: Sequence[Any]) -> list[Any]:
         """Wait for the next event, record reports and ends of ranks, and return the connections that are ready."""
         left = None if self._end == float("inf") else max(0.0, self._end - time.monotonic())
-        looks = left is None and self._watch is not None
-        ready: list[Any] = wait([*others, *self._pipes], self._watch.interval if looks and self._watch else left)
-        if looks and self._watch is not None and self._watch.look():
-            self._hang = self._watch.report_hang()
+        watch = self._watch if left is None else None
+        ready: list[Any] = wait([*others, *self._pipes], left if watch is None else watch.interval)
+        if watch is not None and watch.look():
+            self._hang = watch.report_hang()
             self.kill()
-        elif not ready and not looks:
+        elif not ready and watch is None:
             late = [rank for rank in range(len(self._processes)) if rank not in self._ended]
             self._late = _late(late, self._grace)
             self.kill()
