@@ -338,12 +338,8 @@ class TrainingConfig:
         """Return the tree as strings, numbers and lists, section by section, as in a file. A value may be None."""
         model = {each.name: getattr(self.model, each.name) for each in fields(self.model)}
         sections = {"model": {"model": name_of(type(self.model)), **model}, "plan": self.plan.as_dict()}
-        for name in SECTIONS:
-            section = getattr(self, name)
-            sections[name] = {each.name: getattr(section, each.name) for each in fields(section)}
-        return {
-            name: {key: as_toml_value(value) for key, value in section.items()} for name, section in sections.items()
-        }
+        sections |= {name: vars(getattr(self, name)) for name in SECTIONS}
+        return {name: {key: _plain(value) for key, value in section.items()} for name, section in sections.items()}
 
     def as_toml(self) -> str:
         """Return the tree as the text of a TOML file.
@@ -361,7 +357,7 @@ class TrainingConfig:
         for name in derived:
             if optimizer[name] != with_default_schedule(chosen, steps).get(name):
                 chosen[name] = optimizer[name]
-        sections["optimizer"] = {name: as_toml_value(value) for name, value in chosen.items()}
+        sections["optimizer"] = chosen
         batch = {name: sections["train"].pop(name) for name in DIVISION}
         sections = {"model": sections.pop("model"), "plan": sections.pop("plan"), "batch": batch, **sections}
         notes = [f"# {name} = {optimizer[name]} follows from steps" for name in derived if name not in chosen]
@@ -396,7 +392,7 @@ def with_default_schedule(optimizer: Mapping[str, Any], steps: int) -> dict[str,
     return {"decay_steps": OptimizerConfig(**filled).decay, **filled}
 
 
-def as_toml_value(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Return the value of a field as it stands in a file."""
     if isinstance(value, Path):
         return str(value)
