@@ -279,8 +279,8 @@ def test_a_checkpoint_of_another_model_is_named_and_passed_over(run: Path, capsy
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (["gpt"], "{run}/run.json does not say of which model the weights are; its field model has none"),
-        ({"layers": 2}, "{run}/run.json does not say of which model the weights are; its field model has none"),
+        (["gpt"], "{run}/run.json does not name the model of the weights; its field model has no kind"),
+        ({"layers": 2}, "{run}/run.json does not name the model of the weights; its field model has no kind"),
         ({"kind": "gone.py:Mine"}, "gone.py is not a file"),
         ({"kind": "gpt", "depth": 2}, "{run}/run.json: a model of this kind (GPT) has no depth; "),
     ],

@@ -173,7 +173,7 @@ class OptimizerConfig:
             decay = "" if self.decay_steps is None else f" and decay_steps is {self.decay_steps}"
             raise UserError(
                 f"warmup_steps is {self.warmup_steps}{decay}, but the learning rate's schedule has "
-                f"{self.schedule_steps} steps; give fewer of the former, or more steps"
+                f"{self.schedule_steps} steps; give fewer of these steps, or more schedule_steps"
             )
 
     @property

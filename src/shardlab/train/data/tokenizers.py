@@ -96,8 +96,8 @@ class Tokenizer(ABC):
 def decode_incrementally(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] = ()) -> Iterator[bytes]:
     """Yield the bytes that each token adds to the text of the tokens before it.
 
-    Each token is decoded together with the last token that is not only space and those after it, because tokenizers
-    decode the first token of a text differently.
+    Each token is decoded together with the tokens before it, back to the last one that is not only space, because
+    tokenizers decode the first token of a text differently.
 
     Args:
         tokens: the tokens, as they arrive.

@@ -212,8 +212,8 @@ def _run_state(
     before, sequences = int(base["step"]), int(base["data"]["sequence"])
     if before != state.step and (config.get("train", {}).get("batch_ramp") or sequences % max(1, before)):
         raise UserError(
-            f"the weights are those after step {state.step} and {settings} is of step {before}, and between them its "
-            "batch changes; name the settings of a run without batch_ramp"
+            f"the weights are from step {state.step}, {settings} is from step {before}, and the batch changes between "
+            "these steps; name the settings of a run without batch_ramp"
         )
     sequence = sequences if before == state.step else sequences // before * state.step
     return base | {

@@ -342,7 +342,7 @@ def recorded_model(record: Any, path: Path) -> Blocks:
     written = dict(cast(dict[str, Any], written)) if isinstance(written, dict) else {}
     kind = written.pop("kind", None)
     if not isinstance(kind, str):
-        raise UserError(f"{path} does not say of which model the weights are; its field model has none")
+        raise UserError(f"{path} does not name the model of the weights; its field model has no kind")
     folder: Any = cast(dict[str, Any], record).get("folder")
     kind = file_from_here(kind, folder if isinstance(folder, str) else None)
     return with_written(find_model(kind), written, str(path))

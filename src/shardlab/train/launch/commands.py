@@ -272,7 +272,7 @@ async def _attempt(command: Sequence[str], count: int, bound: bool, attempt: int
 
 
 def _as_torchrun(attempt: int, restarts: int) -> dict[str, str]:
-    """Return variables by which torch finds the launcher's store, and a program the number of restarts."""
+    """Return variables as torchrun sets them. They say that the launcher has a store, and count the restarts."""
     return {
         "TORCHELASTIC_RUN_ID": "shardlab",
         "TORCHELASTIC_USE_AGENT_STORE": "True",

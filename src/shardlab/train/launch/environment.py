@@ -392,7 +392,7 @@ def _agree(facts: Sequence[Fact | None]) -> Fact | None:
     for other in known[1:]:
         if other.value != known[0].value:
             raise UserError(
-                f"{known[0]} but {other}, and they must agree; unset those that the launcher of the ranks did "
+                f"{known[0]} but {other}, and they must agree; unset the variables that the launcher of the ranks did "
                 "not set, or set them for each rank"
             )
     return known[0] if known else None
