@@ -141,21 +141,20 @@ class Weights(Callback):
     """Callback that writes the last weights, and the trace if steps are traced.
 
     Args:
-        run: settings of the run.
         tracer: executor that records steps; None if the run is not traced.
 
     Attributes:
         unwritten: names of the files that could not be written.
     """
 
-    def __init__(self, run: TrainingRun, tracer: TracedExecutor | None) -> None:
-        self._run, self._tracer = run, tracer
+    def __init__(self, tracer: TracedExecutor | None) -> None:
+        self._tracer = tracer
         self.unwritten: list[str] = []
 
     def on_end(self, training: Training) -> None:
         """Write the files, before validation and samples: a run that is interrupted has little time."""
         training.begin("writing the weights")
-        self.unwritten = save_weights(training.state, self._run.out)
+        self.unwritten = save_weights(training.state, training.run.out)
         if self._tracer is not None:
             self._tracer.finish()
 
@@ -164,7 +163,6 @@ class Records(Callback):
     """Callback that records each step on rank 0: in the output folder, in loggers, and on the display.
 
     Args:
-        run: settings of the run.
         folder, display: output folder and progress display of rank 0; None on the other ranks.
         validation, weights: callbacks that have the last losses, and the names of files that could not be written.
 
@@ -173,22 +171,16 @@ class Records(Callback):
     """
 
     def __init__(
-        self,
-        run: TrainingRun,
-        folder: OutputFolder | None,
-        display: TrainingProgress | None,
-        validation: Validation,
-        weights: Weights,
+        self, folder: OutputFolder | None, display: TrainingProgress | None, validation: Validation, weights: Weights
     ) -> None:
-        self._run, self._folder, self._display = run, folder, display
-        self._validation, self._weights = validation, weights
+        self._folder, self._display, self._validation, self._weights = folder, display, validation, weights
         self.times: list[float] = []
 
     def on_begin(self, training: Training) -> None:
         """Print what is trained, and the step from which a run is resumed."""
         if self._display is None:
             return
-        run, state = self._run, training.state
+        run, state = training.run, training.state
         ops = sum(map(len, state.checked.program.tapes))
         title = f"{run.job.title} on {counted(run.job.ranks, 'rank')}"
         say(f"{title}: {ops} ops checked, drawn in {run.out}/strategy.svg")
@@ -202,7 +194,7 @@ class Records(Callback):
         self.times.append(step.metrics["dt"])
         if self._folder is None or self._display is None:
             return
-        logs = self._run.logs(step.metrics["step"]) or bool(step.diverged)
+        logs = training.run.logs(step.metrics["step"]) or bool(step.diverged)
         self._folder.write_metrics(step.metrics, pending=not logs)
         self._display.show(step.metrics, step.user_figures)
         if step.diverged:
@@ -226,7 +218,7 @@ class Records(Callback):
         """
         if self._folder is None:
             return None
-        run, losses, times = self._run, self._validation.losses, self.times
+        run, losses, times = training.run, self._validation.losses, self.times
         done = training.state.step
         began = done - len(times)
         times = times or [self._folder.last_dt]  # a resumed run may have no step left

@@ -62,7 +62,7 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
         executors = setup.make_executors()
         executor = RampedExecutor(executors, run, executors[run.job.microbatches].state.step)
         validation = Validation(run, setup.make_evaluation(executors[run.job.microbatches]))
-        saver, weights = Saver(executor, run, setup.batches), Weights(run, executor.tracer)
+        saver, weights = Saver(executor, run, setup.batches), Weights(executor.tracer)
         sampling = Sampling(run, validation)
         display = None
         if folder is not None:
@@ -71,7 +71,7 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
                 TrainingProgress(run.config.train.steps, run.config.logging.log_every, done=executor.state.step)
             )
             setup.write_records(folder)
-        records = Records(run, folder, display, validation, weights)
+        records = Records(folder, display, validation, weights)
         callbacks: list[Callback] = [
             *setup.make_auditing(executors.values()),  # before anything is saved
             ProductKernels(),
