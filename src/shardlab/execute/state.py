@@ -95,12 +95,10 @@ class State:
         }
         shared = weights_of if checked.trains else None
         self.opt_states: dict[tuple[int, Holds], Slice] = {} if shared is None else shared.opt_states
-        for op in self.tape:
-            if op.kind is OpKind.LOAD_OPT_STATE and op.holds is not None:
-                key = op.layer, op.holds
-                if key not in self.opt_states:
-                    self.opt_states[key] = self._optimizer(*key)
-                    self.put_opt_state(self.specs[op.outputs[0]])()
+        for spec in (self.specs[op.outputs[0]] for op in self.tape if op.kind is OpKind.LOAD_OPT_STATE):
+            if (spec.layer, spec.holds) not in self.opt_states:
+                self.optimizer(spec.layer, spec.holds)
+                self.put_opt_state(spec)()
         self.buffers = self._make_buffers()
         arena = None if weights_of is None else weights_of.arena
         self.arena = ArenaTensors(checked, rank, self.shapes, self.dtype, settings.device, arena)
