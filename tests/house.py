@@ -20,7 +20,7 @@ CODE_LINES = {
     "cli": 8145,
     "common": 895,
     "draw": 1730,
-    "execute": 3800,
+    "execute": 3740,
     "frameworks": 3460,
     "language": 4530,
     "learn": 5680,
@@ -29,7 +29,7 @@ CODE_LINES = {
     "planner": 4114,
     "simulate": 7443,
     "strategies": 2730,
-    "train": 9120,
+    "train": 8910,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 
