@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +12,7 @@ from shardlab.common.text import counted
 from shardlab.language import AXES, Mesh
 from shardlab.language.recompute_names import POLICIES, modules_of
 from shardlab.language.world import gc_paused
-from shardlab.planner.problem import Candidate, Problem, family, model_kinds
+from shardlab.planner.problem import Candidate, Problem, model_kinds, sharding_name
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.estimate import COMPUTE
 from shardlab.simulate.predict.forecast import (
@@ -63,16 +64,10 @@ def _data(plan: Plan) -> str:
     mesh, shards = plan.mesh, plan.shard_optimizer
     if plan.data_ranks == 1 and not shards:
         return "one data-parallel rank"
-    alone = Plan(
-        Mesh(dp_replicate=mesh.dp_replicate, dp_shard=max(2, mesh.dp_shard)),
-        shard_parameters=plan.shard_parameters,
-        shard_gradients=plan.shard_gradients,
-        shard_optimizer=shards,
-    )
-    name = family(alone)
+    name = sharding_name(plan)
     how = (
         f"{name} over {counted(plan.data_ranks, 'data-parallel rank')}"
-        if not name.startswith("data")
+        if plan.zero_stage
         else f"data parallelism over {counted(plan.data_ranks, 'rank')}"
     )
     if mesh.dp_replicate > 1 and shards:
@@ -136,25 +131,18 @@ def draw_mesh(mesh: Mesh, cluster: Cluster) -> list[str]:
     inner = next((axis for axis in reversed(AXES) if getattr(mesh, axis) > 1), None)
     if inner is None:
         return []
-    shown = list(range(cluster.nodes))
+    outer = [axis for axis in mesh.used if axis != inner]
     lines: list[str] = []
-    if len(shown) > SHOWN_NODES:
-        shown = [*shown[: SHOWN_NODES - 1], shown[-1]]
-    for node in shown:
+    for node in range(cluster.nodes):
         ranks = range(node * cluster.per_node, min((node + 1) * cluster.per_node, mesh.world))
-        if node == cluster.nodes - 1 and len(shown) < cluster.nodes:
-            lines.append("...")
-        outer = [axis for axis in mesh.used if axis != inner]
         places = {axis: sorted({mesh.coordinate(rank, axis) for rank in ranks}) for axis in outer}
         where = ", ".join(f"{axis} {_span(numbers)}" for axis, numbers in places.items())
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank in ranks:
-            groups.setdefault(tuple(mesh.coordinate(rank, axis) for axis in outer), []).append(
-                mesh.coordinate(rank, inner)
-            )
+            groups[tuple(mesh.coordinate(rank, axis) for axis in outer)].append(mesh.coordinate(rank, inner))
         boxes = " ".join(f"[{inner} {_devices(numbers)}]" for numbers in groups.values())
         lines.append(f"node {node:<4} {boxes}  {where}".rstrip())
-    return lines
+    return lines if len(lines) <= SHOWN_NODES else [*lines[: SHOWN_NODES - 1], "...", lines[-1]]
 
 
 def _devices(numbers: list[int]) -> str:
@@ -167,9 +155,8 @@ def _span(numbers: list[int]) -> str:
 
 def chosen_fields(plan: Plan) -> dict[str, Any]:
     """Return the fields of a plan that differ from their defaults, and the sizes of its axes by name."""
-    said = {each.name: getattr(plan, each.name) for each in fields(plan)[1:]}
-    defaults = {each.name: each.default for each in fields(plan)[1:]}
-    return {**plan.mesh.used, **{name: value for name, value in said.items() if value != defaults[name]}}
+    chosen = {each.name: getattr(plan, each.name) for each in fields(plan)[1:]}
+    return {**plan.mesh.used, **{name: value for name, value in chosen.items() if value != getattr(Plan, name)}}
 
 
 def simulate_flags(problem: Problem, candidate: Candidate) -> str:

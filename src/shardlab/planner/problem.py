@@ -173,11 +173,11 @@ def family(plan: Plan) -> str:
     >>> family(Plan(Mesh(dp_shard=2, tp=2, pp=2)))
     '3D: TP + PP'
     """
-    kinds = model_kinds(plan.mesh)
-    if kinds:
-        return kinds
-    if plan.mesh.world == 1:
-        return "one device"
+    return model_kinds(plan.mesh) or (sharding_name(plan) if plan.mesh.world > 1 else "one device")
+
+
+def sharding_name(plan: Plan) -> str:
+    """Return the name of a plan's data parallelism by what is sharded: its stage of ZeRO, or HSDP."""
     stage = plan.zero_stage
     return "HSDP" if stage == 3 and plan.mesh.dp_replicate > 1 else f"ZeRO-{stage}" if stage else "data parallel"
 
