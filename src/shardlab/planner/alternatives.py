@@ -32,7 +32,7 @@ class Alternative:
         topic: topic of the choice.
         choice: the choice in words, such as `tp 4 instead of 8`.
         candidate: the plan.
-        answer: its forecast, with the parts of its step time (None: the plan cannot be run).
+        answer: its forecast, with the parts of its step time.
         better: the fastest other plan of the search with the same size of the axis that the choice is about (None:
             there is none).
     """
@@ -40,7 +40,7 @@ class Alternative:
     topic: Topic
     choice: str
     candidate: Candidate
-    answer: Answer | None
+    answer: Answer
     better: PlanOutcome | None = None
 
 
@@ -54,11 +54,11 @@ def nearest_alternatives(
     """
     near = [each for each in neighbours(problem, chosen) if problem.limits.allow(each[2].plan)]
     coming = [(*each, timed.ask(Query(each[2]))) for each in near]
-    alternatives = [
-        Alternative(topic, choice, other, timed.answer(future, "an alternative"), better_than(other, chosen, fitting))
+    return [
+        Alternative(topic, choice, other, answer, better_than(other, chosen, fitting))
         for topic, choice, other, future in coming
+        if (answer := timed.answer(future, "an alternative")) is not None
     ]
-    return [each for each in alternatives if each.answer is not None]
 
 
 def better_than(other: Candidate, chosen: Candidate, fitting: Sequence[PlanOutcome]) -> PlanOutcome | None:
@@ -81,9 +81,7 @@ def add_shares(near: Sequence[Alternative], timed: TimedQueries) -> Callable[[],
     Returns:
         Function that waits for the answers, and returns the alternatives with them.
     """
-    coming = [
-        timed.ask(Query(each.candidate, each.answer.forecast, shares=True)) for each in near if each.answer is not None
-    ]
+    coming = [timed.ask(Query(each.candidate, each.answer.forecast, shares=True)) for each in near]
     return lambda: [
         replace(each, answer=timed.answer(future, "why an alternative differs") or each.answer)
         for each, future in zip(near, coming, strict=True)
@@ -164,7 +162,7 @@ def _words(problem: Problem, chosen: Candidate) -> Iterator[Choice]:
         yield "fit", texts[other], {"reshard_after": other}
     for other in (size * 2, size // 2):
         if other and (problem.sequences // plan.data_ranks) % other == 0:
-            yield "batch", f"microbatches of {other} instead of {size}", {"micro_batch_size": other}
+            yield "batch", f"microbatches of {other} instead of {size}", {"size": other}
     if plan.mesh.tp > 1:
         now = plan.sequence_parallel
         yield "speed", f"with{'out' * now} sequence parallelism", {"sequence_parallel": not now}
@@ -188,7 +186,6 @@ def alternative_text(alternative: Alternative, chosen: Answer, problem: Problem)
     """Return the cost of an alternative in one line: `+3.1 GiB, step -6.0% (compute 88.1% → 82.0%)`."""
     room, margin = problem.cluster.device.memory, problem.margin
     answer = alternative.answer
-    assert answer is not None, "it can be run"
     memory = answer.forecast.memory
     more = memory.total - chosen.forecast.memory.total
     step = answer.forecast.seconds / chosen.forecast.seconds - 1
@@ -210,7 +207,7 @@ def alternative_text(alternative: Alternative, chosen: Answer, problem: Problem)
 def _better(alternative: Alternative, chosen: Answer) -> str:
     """Return a clause about the alternative's `better` plan if its step is shorter, else ""."""
     better, answer = alternative.better, alternative.answer
-    if better is None or answer is None:
+    if better is None:
         return ""
     seconds, old = better.forecast.seconds, answer.forecast.seconds if answer.forecast.memory.fits else float("inf")
     if seconds > old * (1 - TELLING):

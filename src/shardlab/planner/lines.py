@@ -153,9 +153,13 @@ def splits_given(problem: Problem) -> bool:
     return bool({"dp_replicate", "dp_shard", *SHARDED} & set(problem.limits.fixed))
 
 
-def words_of(plan: Plan) -> dict[str, Any]:
-    """Return the keyword arguments with which `make_line` returns a plan's line on its mesh."""
-    return {
+def change_line(problem: Problem, line: Candidate, **words: Any) -> Candidate | None:
+    """Return a line with some arguments of `make_line` changed (None: there is no such plan)."""
+    plan, was = line.plan, line.plan.mesh
+    all: dict[str, Any] = {
+        "mesh": was,
+        "size": line.micro_batch_size,
+        "precision": line.precision,
         "zero": plan.zero_stage,
         "along": "cp" in plan.shard_optimizer,
         "wide": "dp_replicate" in plan.shard_optimizer,
@@ -166,25 +170,16 @@ def words_of(plan: Plan) -> dict[str, Any]:
         "context": plan.context,
         "ulysses_degree": plan.ulysses_degree,
         "recompute": own_recompute(plan),
+        **words,
     }
-
-
-def change_line(problem: Problem, line: Candidate, **words: Any) -> Candidate | None:
-    """Return a line with some arguments of `make_line` changed (None: there is no such plan).
-
-    `mesh` and `micro_batch_size` may be changed too.
-    """
-    mesh, size = words.pop("mesh", line.plan.mesh), words.pop("micro_batch_size", line.micro_batch_size)
-    precision = words.pop("precision", line.precision)
-    was = line.plan.mesh
-    all = words_of(line.plan) | words
+    mesh: Mesh = all["mesh"]
     if mesh.tp > 1 and was.tp == 1:
         all["sequence_parallel"] = True
     if mesh.dp_shard > 1 and was.dp_shard == 1:
         all["zero"] = all["zero"] or 1
     if all["stages_per_rank"] and "stages_per_rank" not in words:
         all |= nearest_stages(problem, mesh.pp, all["stages_per_rank"] * was.pp)
-    return make_line(problem, mesh, size, precision, **all)
+    return make_line(problem, **all)
 
 
 def nearest_stages(problem: Problem, pp: int, stages: int) -> dict[str, Any]:
@@ -200,14 +195,9 @@ def nearest_stages(problem: Problem, pp: int, stages: int) -> dict[str, Any]:
 
 def seeds(problem: Problem) -> list[Candidate]:
     """Return the lines that an expert tries first: a grid of meshes, with the usual sharding and schedule of each."""
-    candidates: dict[Candidate, None] = {}
-    for mesh in meshes(problem):
-        if _is_usual(problem, mesh):
-            candidates.update(dict.fromkeys(_seeds_of(problem, mesh)))
-    if not candidates:  # the limits exclude all usual meshes
-        for mesh in meshes(problem):
-            candidates.update(dict.fromkeys(_seeds_of(problem, mesh)))
-    return list(candidates)
+    usual = [line for mesh in meshes(problem) if _is_usual(problem, mesh) for line in _seeds_of(problem, mesh)]
+    # If the limits exclude all usual meshes, take all others.
+    return list(dict.fromkeys(usual or [line for mesh in meshes(problem) for line in _seeds_of(problem, mesh)]))
 
 
 def has_plan(problem: Problem, mesh: Mesh) -> bool:
@@ -271,12 +261,8 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
 
 def neighbours(problem: Problem, line: Candidate) -> list[Candidate]:
     """Return the lines one or two changes away: of mesh and microbatch, sharding, schedule, or context."""
-    near: dict[Candidate, None] = {}
-    for words in _changes(problem, line):
-        if (other := change_line(problem, line, **words)) is not None:
-            near[other] = None
-    near.pop(line, None)
-    return list(near)
+    near = dict.fromkeys(change_line(problem, line, **words) for words in _changes(problem, line))
+    return [each for each in near if each not in (None, line)]
 
 
 def every_line(problem: Problem) -> list[Candidate]:
@@ -297,9 +283,9 @@ def _changes(problem: Problem, line: Candidate) -> Iterator[dict[str, Any]]:
         ways: list[dict[str, Any]] = [{}]
         if other.pp > 1 and mesh.pp == 1 and (counts := stage_counts(model.layers, other.pp)):
             ways.append({"schedule": "interleaved-1f1b", "stages_per_rank": counts[0]})
-        for way, micro_batch_size in product(ways, filter(None, sizes)):
-            yield {"mesh": other, "micro_batch_size": micro_batch_size, **way}
-    yield from ({"micro_batch_size": each} for each in (size * 2, size // 2, size * 3, size * 4) if each)
+        for way, each in product(ways, filter(None, sizes)):
+            yield {"mesh": other, "size": each, **way}
+    yield from ({"size": each} for each in (size * 2, size // 2, size * 3, size * 4) if each)
     for recompute in (*(("selective",) if model.dropout else ()), *recomputed_inside(problem)):
         yield {"recompute": "none" if plan.recompute == recompute else recompute}
     wide = "dp_replicate" in plan.shard_optimizer

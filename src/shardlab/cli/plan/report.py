@@ -142,7 +142,6 @@ class PlanReport:
                     "text": alternative_text(each, self.choice.answer, problem),
                 }
                 for each in self.choice.alternatives
-                if each.answer is not None
             ],
             "does_not_fit": [
                 {
