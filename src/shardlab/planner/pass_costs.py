@@ -27,7 +27,7 @@ class LayerCosts(NamedTuple):
     """Costs of one microbatch, summed over all layers as if a rank had all of them.
 
     Attributes:
-        forward, backward: seconds of the passes, with awaited collectives and recomputation.
+        seconds: seconds of the forward and backward pass, with awaited collectives and recomputation.
         kept: bytes that are kept from the forward pass to the backward pass.
         block: largest number of bytes that recomputing a block adds temporarily (0: no block is recomputed).
         head: seconds of the last layer and the loss, which are not divided among the ranks of a pipeline.
@@ -35,17 +35,12 @@ class LayerCosts(NamedTuple):
         weights: elements of the parameters, cut by tensor and expert parallelism.
     """
 
-    forward: float
-    backward: float
+    seconds: float
     kept: float
     block: float
     head: float
     logits: float
     weights: float
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
 
 
 class PassCosts:
@@ -113,7 +108,8 @@ class PassCosts:
         again = plan_layers(self.problem.model, plan).recomputable if recompute == "full" else ()
         weights = [sizes.weights[layer] / model.run(layer).slices for layer in range(model.layers)]
         return LayerCosts(
-            *(sum(each[layer] for layer in repeated) for each in (forward, backward, kept)),
+            seconds=sum(sum(each[layer] for layer in repeated) for each in (forward, backward)),
+            kept=sum(kept[layer] for layer in repeated),
             block=max((sum(whole[block.start : block.stop]) for block in again), default=0.0),
             head=forward[-1] + backward[-1],
             logits=2 * prices.activation_bytes(kept_sizes, model.layers),
