@@ -17,7 +17,7 @@ from shardlab.planner.choose import STEPS, PlanChoice, choose, expected_error, f
 from shardlab.planner.explain import explain_choice
 from shardlab.planner.problem import Limits
 from shardlab.planner.search import Budget
-from shardlab.planner.workers import InProcess, workers
+from shardlab.planner.workers import Workers, workers
 from shardlab.simulate.predict.confidence import MOST_MARGIN
 from tests.planner.problems import problem
 
@@ -28,7 +28,7 @@ def chosen(ops: int | None = None) -> PlanChoice:
     asked = problem(sequences=32, limits=Limits({"pp": 4, "schedule": "gpipe", "recompute": "none"}, {}, 1))
 
     with trace_limits(ops):
-        return choose(asked, InProcess(asked))
+        return choose(asked, Workers(asked))
 
 
 def test_a_plan_whose_step_has_more_ops_than_are_traced_is_chosen_all_the_same() -> None:
@@ -48,7 +48,7 @@ def test_a_plan_whose_step_has_more_ops_than_are_traced_is_chosen_all_the_same()
 def test_what_there_was_no_time_for_is_said_to_be_left_out() -> None:
     asked = problem(limits=Limits({"recompute": "none", "cp": 1, "pp": 1}, {}, 1))
 
-    late = choose(asked, InProcess(asked), budget=Budget(seconds=1e-9))
+    late = choose(asked, Workers(asked), budget=Budget(seconds=1e-9))
     assert late.best.fits
     assert (late.alternatives, late.path, late.answer.shares) == ([], {}, None)
     console = Console(record=True, width=80)

@@ -20,7 +20,7 @@ from shardlab.planner.error_model import (
 )
 from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.search import Budget
-from shardlab.planner.workers import InProcess, workers
+from shardlab.planner.workers import Workers, workers
 from shardlab.simulate.hardware import find_cluster
 from shardlab.strategies.plan.plan import Plan
 from tests.planner.error_models import DDP, GPIPE, PP, TP, ZERO_1, D, Row, error_model_of
@@ -212,7 +212,7 @@ def test_what_is_no_plan_of_the_problem_is_refused(candidate: Candidate, told: s
 
 def test_what_is_to_be_measured_is_told_in_the_time_that_there_is() -> None:
     """When it is up, it is not known what plans' time goes to; that is said, and plans are told all the same."""
-    choice = choose(PROBLEM, InProcess(PROBLEM), budget=Budget(seconds=1e-9), measured=())
+    choice = choose(PROBLEM, Workers(PROBLEM), budget=Budget(seconds=1e-9), measured=())
     assert choice.answer.shares is None
     assert choice.error_model is not None
     assert choice.error_model.plans

@@ -14,7 +14,7 @@ from shardlab.planner.pass_costs import PassCosts
 from shardlab.planner.problem import Candidate, Limits, Problem
 from shardlab.planner.results import PlanOutcome, Results
 from shardlab.planner.search import UNLIMITED, Budget, Search
-from shardlab.planner.workers import Change, InProcess, workers
+from shardlab.planner.workers import Change, Workers, workers
 from shardlab.simulate.predict.forecast import forecast
 from shardlab.strategies.plan.plan import Plan
 from tests.planner.problems import EXHAUSTED, GIB, every_answer, every_candidate, fastest_seconds, problem
@@ -25,7 +25,7 @@ WITHIN = 1.02
 
 
 def search(asked: Problem, budget: Budget = UNLIMITED) -> Results:
-    return Search(asked, InProcess(asked), budget=budget).run()
+    return Search(asked, Workers(asked), budget=budget).run()
 
 
 @pytest.mark.parametrize("name", sampled(EXHAUSTED, lambda name: name != "3d"))
@@ -39,7 +39,7 @@ def test_the_search_finds_a_plan_as_fast_as_simulating_every_plan(name: str) -> 
 
 def test_the_best_plan_of_a_family_is_within_a_tenth_of_simulating_every_plan() -> None:
     asked = EXHAUSTED["all kinds"]
-    found = Search(asked, InProcess(asked), families=True).run()
+    found = Search(asked, Workers(asked), families=True).run()
     best: dict[str, float] = {}
     for candidate, answer in every_answer("all kinds"):
         outcome = PlanOutcome(candidate, answer.forecast)
@@ -75,7 +75,7 @@ def test_an_interrupted_search_has_the_best_plan_so_far() -> None:
     asked = problem(limits=Limits(fixed={"recompute": "none"}))
     whole = search(asked)
 
-    class Interrupted(InProcess):
+    class Interrupted(Workers):
         """Workers that are interrupted at the tenth question."""
 
         left = 10
@@ -94,12 +94,12 @@ def test_an_interrupted_search_has_the_best_plan_so_far() -> None:
 def test_a_search_for_less_than_a_known_time_finds_only_faster_plans_or_none() -> None:
     asked = EXHAUSTED["pipelines"]
     best = fastest_seconds("pipelines")
-    assert not any(each.seconds < 0.5 * best for each in Search(asked, InProcess(asked), best=0.5 * best).run().fitting)
+    assert not any(each.seconds < 0.5 * best for each in Search(asked, Workers(asked), best=0.5 * best).run().fitting)
 
 
 def test_a_problem_that_nothing_fits_ends_and_names_the_smallest_plan_of_each_family() -> None:
     asked = problem(memory=1.01 * GIB, hidden_size=1024)
-    found = Search(asked, InProcess(asked), families=True).run()
+    found = Search(asked, Workers(asked), families=True).run()
     assert found.complete
     assert found.best is None
     misses = found.misses()
@@ -132,7 +132,7 @@ def test_a_plan_that_ran_out_of_memory_is_not_chosen() -> None:
     asked = EXHAUSTED["pipelines"]
     best = search(asked).best
     assert best is not None
-    other = Search(asked, InProcess(asked), ran_out=frozenset({best.candidate})).run().best
+    other = Search(asked, Workers(asked), ran_out=frozenset({best.candidate})).run().best
     assert other is not None
     assert other.candidate != best.candidate
     assert replace(best, ran_out=True).fits is False

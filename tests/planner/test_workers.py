@@ -18,9 +18,9 @@ from shardlab.language import Mesh
 from shardlab.planner.pass_costs import PassCosts
 from shardlab.planner.workers import (
     Change,
-    InProcess,
     Query,
     TimedQueries,
+    Workers,
     answer_request,
     apply_change,
     forecast_query,
@@ -81,7 +81,7 @@ def _others(processes: Sequence[BaseProcess]) -> set[BaseProcess]:
     return set(multiprocessing.active_children()).difference(processes)
 
 
-class NeverAnswers:
+class NeverAnswers(Workers):
     """Workers that never answer.
 
     Attributes:
@@ -89,6 +89,7 @@ class NeverAnswers:
     """
 
     def __init__(self) -> None:
+        super().__init__(PROBLEM)
         self.asked = 0
 
     def submit(self, question: Callable[[PassCosts], Any], change: Change = "") -> Future[Any]:
@@ -130,6 +131,6 @@ def test_no_trace_is_begun_that_would_take_longer_than_there_is_time() -> None:
 
 def test_a_refusal_is_no_missed_answer() -> None:
     impossible = replace(ASKED, candidate=replace(ASKED.candidate, plan=Plan(Mesh(dp_shard=8))))
-    timed = TimedQueries(PROBLEM, InProcess(PROBLEM), inf)
+    timed = TimedQueries(PROBLEM, Workers(PROBLEM), inf)
     assert timed.answer(timed.ask(impossible), "why") is None
     assert not str(timed)

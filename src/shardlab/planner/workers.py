@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import active_children, get_context
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from shardlab.common.errors import Refused, UserError
 from shardlab.common.user_code import Endless
@@ -38,12 +38,6 @@ none)."""
 
 Question = Callable[[PassCosts], T]
 """Question about a problem. `PassCosts` has the problem and caches for it."""
-
-
-class Workers(Protocol):
-    """Interface of processes that answer questions about one problem, or about this problem with a change."""
-
-    def submit(self, question: Question[T], change: Change = "") -> Future[T]: ...
 
 
 @dataclass(frozen=True)
@@ -110,31 +104,27 @@ def with_memory(cluster: Cluster, bytes: float) -> Cluster:
     return replace(cluster, device=replace(cluster.device, memory=bytes))
 
 
-class InProcess:
-    """Workers that consist of this process, which answers each question at once."""
+class Workers:
+    """Processes that answer questions about a problem.
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    Args:
+        problem: the problem.
+        pool: processes that were started with `_begin` (None: this process answers each question at once).
+    """
+
+    def __init__(self, problem: Problem, pool: ProcessPoolExecutor | None = None) -> None:
+        self._problem, self._pool = problem, pool
         self._costs: dict[Change, PassCosts] = {}
 
     def submit(self, question: Question[T], change: Change = "") -> Future[T]:
-        """Answer a question."""
+        """Let a process answer a question about the problem, or about the problem with a change."""
+        if self._pool is not None:
+            return self._pool.submit(_answer_in_worker, question, change)
         if change not in self._costs:
             self._costs[change] = PassCosts(apply_change(self._problem, change))
         future: Future[T] = Future()
         future.set_result(question(self._costs[change]))
         return future
-
-
-class _Pool:
-    """Pool of processes."""
-
-    def __init__(self, pool: ProcessPoolExecutor) -> None:
-        self._pool = pool
-
-    def submit(self, question: Question[T], change: Change = "") -> Future[T]:
-        """Let a process answer a question."""
-        return self._pool.submit(_answer_in_worker, question, change)
 
 
 @contextmanager
@@ -149,12 +139,12 @@ def workers(problem: Problem, count: int | None = None) -> Generator[Workers]:
     """
     count = cores() if count is None else count
     if count < 2:
-        yield InProcess(problem)
+        yield Workers(problem)
         return
     others = active_children()
     pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (problem,))
     try:
-        yield _Pool(pool)
+        yield Workers(problem, pool)
     finally:  # unfinished answers are dropped; all processes are killed, so that none keeps a lock
         forked = [each for each in active_children() if each not in others]
         pool.shutdown(wait=False, cancel_futures=True)
@@ -164,7 +154,7 @@ def workers(problem: Problem, count: int | None = None) -> Generator[Workers]:
             each.join()
 
 
-_in_worker: list[InProcess] = []
+_in_worker: list[Workers] = []
 """State of a worker process."""
 
 
@@ -172,7 +162,7 @@ def _begin(problem: Problem) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # a garbage collection would copy the memory that is shared with the parent
-    _in_worker[:] = [InProcess(problem)]
+    _in_worker[:] = [Workers(problem)]
 
 
 def _answer_in_worker(question: Question[T], change: Change) -> T:
