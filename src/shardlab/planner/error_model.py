@@ -244,12 +244,11 @@ def choose_experiments(model: ErrorModel, count: int) -> list[Experiment]:
             for at, seconds in enumerate(model.seconds)
             if seconds <= model.seconds[best] * (1 + model.error) and not any(_same(model, at, one) for one in known)
         ]
-        gains = {at: _improvement(model, best, at, left)[0] for at in near}
-        at = max(gains, key=lambda place: (gains[place], -place), default=best)
-        if at == best or gains[at] < WORTH:
+        gains = {at: _improvement(model, best, at, left) for at in near}
+        at = max(gains, key=lambda place: (gains[place][0], -place), default=best)
+        if at == best or gains[at][0] < WORTH:
             break
-        chance = _improvement(model, best, at, left)[1]
-        chosen.append(Experiment(model.plans[at], _why(model, best, at, chance)))
+        chosen.append(Experiment(model.plans[at], _why(model, best, at, gains[at][1])))
         known.append(at)
     return chosen
 
@@ -328,23 +327,25 @@ def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], worker
     Raises:
         UserError: if a plan is not in the space of the problem, or a time is so far off that its unit must be wrong.
     """
-    candidates = [each.candidate for each in measured if _is_of(problem, each)]
-    lost = out_of_memory(measured)
-    coming = {each: workers.submit(partial(forecast_query, Query(each))) for each in candidates if each not in lost}
+    lost, steps_of = out_of_memory(measured), dict[Candidate, list[MeasuredStep]]()
+    for step in measured:
+        _require_in_space(problem, step)
+        if step.candidate not in lost:
+            steps_of.setdefault(step.candidate, []).append(step)
+    coming = [workers.submit(partial(forecast_query, Query(each))) for each in steps_of]
     outcomes: list[MeasuredOutcome] = []
-    for candidate, future in coming.items():
-        rows = [(each.seconds, each.source) for each in measured if each.candidate == candidate and each.seconds]
+    for (candidate, steps), future in zip(steps_of.items(), coming, strict=True):
         if (answer := future.result()) is None:
-            raise UserError(
-                f"{rows[0][1]}: this plan is none that {problem.recipe.name} runs on {problem.cluster}; leave it out"
-            )
-        for step in (each for each in measured if each.candidate == candidate):
-            _want_seconds(step, answer.forecast.seconds)
-        outcomes.append((PlanOutcome(candidate, answer.forecast), median(seconds for seconds, _ in rows)))
+            name, cluster = problem.recipe.name, problem.cluster
+            raise UserError(f"{steps[0].source}: this plan is none that {name} runs on {cluster}; leave it out")
+        for step in steps:
+            _require_seconds(step, answer.forecast.seconds)
+        seconds = median(each.seconds for each in steps if each.seconds)
+        outcomes.append((PlanOutcome(candidate, answer.forecast), seconds))
     return outcomes
 
 
-def _is_of(problem: Problem, step: MeasuredStep) -> bool:
+def _require_in_space(problem: Problem, step: MeasuredStep) -> None:
     """Check that a measured plan is in the space of a problem.
 
     Raises:
@@ -364,10 +365,9 @@ def _is_of(problem: Problem, step: MeasuredStep) -> bool:
     if step.candidate.precision not in problem.precisions:
         name = step.candidate.precision.name
         raise UserError(f"{source} was measured in {name}; add it to --precision, or leave it out")
-    return True
 
 
-def _want_seconds(step: MeasuredStep, predicted: float) -> None:
+def _require_seconds(step: MeasuredStep, predicted: float) -> None:
     """Check that a time that a user wrote can be in seconds.
 
     Raises:
@@ -402,7 +402,7 @@ def fit_errors(results: Results, measured: Sequence[MeasuredOutcome], error: flo
     """Fit an error model to measured steps, and correct the seconds of the results of a search.
 
     Args:
-        found: results of the search. Measured plans are added to them, and their order changes.
+        results: results of the search. Measured plans are added to them, and their order changes.
         measured: measured plans that fit.
         error: mean relative size of the error of a prediction.
         timed: queries for the parts of step times, as long as there is time.
