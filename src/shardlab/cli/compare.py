@@ -25,8 +25,8 @@ from shardlab.cli.train.this_machine import workload_of
 from shardlab.common.text import counted
 from shardlab.language import UserError
 from shardlab.simulate.hardware.profile import default_path
-from shardlab.simulate.predict.capabilities import broken_limit
 from shardlab.simulate.predict.estimate import estimate as estimate_of
+from shardlab.simulate.predict.limits import broken_limit
 from shardlab.simulate.timeline.measured import Comparison, KindRow, Pair, compare, read_trace
 from shardlab.simulate.timeline.run import memory_counters
 from shardlab.train.history import VALIDATION

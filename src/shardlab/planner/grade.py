@@ -19,8 +19,8 @@ from shardlab.language import Refused, UserError
 from shardlab.planner.published.predict import measured_as
 from shardlab.planner.published.reading import assumptions, recipe_of, workload_of
 from shardlab.planner.published.records import Incomplete, Unknown, read_figures, read_record, wrong_measurement
-from shardlab.simulate.predict.capabilities import broken_limit
 from shardlab.simulate.predict.forecast import forecast
+from shardlab.simulate.predict.limits import broken_limit
 from shardlab.simulate.predict.recipe import Recipe
 
 GOOD = 0.5

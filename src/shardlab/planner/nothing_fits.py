@@ -19,8 +19,8 @@ from shardlab.planner.lines import has_plan
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.planner.results import Results
 from shardlab.planner.space import meshes, splits
-from shardlab.simulate.predict.capabilities import broken_limit
 from shardlab.simulate.predict.forecast import forecast
+from shardlab.simulate.predict.limits import broken_limit
 from shardlab.simulate.predict.memory import model_state, zero_plan
 from shardlab.strategies.plan.plan import Plan
 

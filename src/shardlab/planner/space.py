@@ -12,7 +12,7 @@ others:
 - Gradients that are reduced at every microbatch but not sharded: more messages, and no less memory.
 - Gradients that are reduced after the last microbatch (`reduce_at step`), unless the recipe does so: it is not hidden.
 - Programs that passes rewrite: simulating them for every plan would take too long.
-- Plans that the recipe's framework does not run (`capabilities.broken_limit`).
+- Plans that the recipe's framework does not run (`limits.broken_limit`).
 - On one pipeline rank, any schedule but 1f1b: all others keep more microbatches in memory.
 - Selective recomputation without dropout: fused attention does not keep scores.
 - Striped sequences: without stripes, ranks of `cp` have the same work.
@@ -35,7 +35,7 @@ from shardlab.common.errors import UserError
 from shardlab.language import Mesh
 from shardlab.models.architectures import MoE
 from shardlab.planner.problem import SHARES, Candidate, Problem, plan_layers
-from shardlab.simulate.predict.capabilities import broken_limit
+from shardlab.simulate.predict.limits import broken_limit
 from shardlab.simulate.predict.stages import stages_by_cost
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.rank_plan import ModelLayers

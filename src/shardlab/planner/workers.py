@@ -27,8 +27,8 @@ from shardlab.planner.pass_costs import PassCosts
 from shardlab.planner.problem import Candidate, Problem
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.hardware.cluster import cores
-from shardlab.simulate.predict.capabilities import broken_limit
 from shardlab.simulate.predict.forecast import Forecast, forecast
+from shardlab.simulate.predict.limits import broken_limit
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from shardlab.planner.published.reading import (
     read_run,
 )
 from shardlab.planner.published.records import GIB, Incomplete, RunRecord, read_figures, read_rows
-from shardlab.simulate.predict.capabilities import broken_limit
+from shardlab.simulate.predict.limits import broken_limit
 from shardlab.simulate.predict.recipe import Recipe, find_recipe
 
 RUNS = Path(__file__).parent / "published_runs.json"

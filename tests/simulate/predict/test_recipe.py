@@ -128,7 +128,7 @@ DEFAULTS = {
 
 
 def test_every_field_that_says_what_is_done_is_tried() -> None:
-    """What a framework can run changes no step (see `test_capabilities`), and the error is the prediction's."""
+    """What a framework can run changes no step (see `test_limits`), and the error is the prediction's."""
     groups = {name: group for name, group in GROUPS.items() if name != "can_run"}
     tried = {field.name for group in groups.values() for field in fields(group)} - {"error"}
     assert tried == {*LONGER, *SHORTER, *MEMORY, *ELSEWHERE, *HELD, *DEFAULTS}

@@ -104,8 +104,8 @@ def price(request: StepRequest) -> PricedStep:
         Refused: for a wrong program.
     """
     from shardlab.models import GPT
-    from shardlab.simulate.predict.capabilities import broken_limit
     from shardlab.simulate.predict.forecast import forecast, step_to_trace
+    from shardlab.simulate.predict.limits import broken_limit
     from shardlab.simulate.predict.memory_advice import require_memory
     from shardlab.simulate.predict.workload import Workload
 

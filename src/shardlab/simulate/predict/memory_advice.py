@@ -17,8 +17,8 @@ from shardlab.common.text import bytes_text
 from shardlab.language import Mesh, Sizes, UserError, trace
 from shardlab.models import Blocks
 from shardlab.simulate.hardware.device import Figure
-from shardlab.simulate.predict.capabilities import broken_limit
 from shardlab.simulate.predict.estimate import Peak
+from shardlab.simulate.predict.limits import broken_limit
 from shardlab.simulate.predict.memory import DeviceMemory, device_memory
 from shardlab.simulate.predict.workload import Workload
 from shardlab.simulate.timeline.prices import Traced

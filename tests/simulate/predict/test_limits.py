@@ -10,7 +10,8 @@ from shardlab.language import Mesh, UserError
 from shardlab.language.precision import find_precision
 from shardlab.models import GPT
 from shardlab.simulate.hardware import find_cluster
-from shardlab.simulate.predict.capabilities import CanRun, broken_limit
+from shardlab.simulate.predict.capabilities import CanRun
+from shardlab.simulate.predict.limits import broken_limit
 from shardlab.simulate.predict.recipe import Recipe, find_recipe, recipes
 from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan

@@ -1,0 +1,231 @@
+"""Limits of a framework that a plan breaks.
+
+`broken_limit` compares a plan with the capabilities of its recipe's framework. `simulate` refuses a plan that breaks a
+limit, unless a flag asks for a prediction anyway, and the planner proposes no such plan.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Protocol
+
+from shardlab.common.errors import UserError
+from shardlab.common.text import counted
+from shardlab.language import Mesh
+from shardlab.language.precision import WIDE, Precision
+from shardlab.language.recompute_names import modules_of
+from shardlab.models import Blocks
+from shardlab.simulate.predict.capabilities import CanRun
+from shardlab.simulate.predict.stages import modules_of_stages
+from shardlab.strategies.plan.plan import DATA_AXES, Plan
+
+AXIS_NAMES = {
+    "pp": "pipeline parallelism",
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "ep": "expert parallelism",
+}
+"""Axes of a mesh as text."""
+
+SHARED = ("nothing", "the optimizer's state alone", "gradients and the optimizer's state", "everything")
+"""Model state that data-parallel ranks shard, as text, by the stage of ZeRO."""
+
+BLOCKS_RECOMPUTED = ("first", "uniform", "every", "blocks")
+"""Words of `CanRun.recompute` for recomputation of some blocks, or of several blocks together."""
+
+
+class Framework(Protocol):
+    """Attributes of a `Recipe` that describe its framework's limits."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def can_run(self) -> CanRun: ...
+    @property
+    def deals_stages_by_cost(self) -> bool: ...
+
+
+class LimitedStep(Protocol):
+    """Attributes of a `Workload` to which a framework's limits apply."""
+
+    @property
+    def plan(self) -> Plan | Mesh: ...
+    @property
+    def model(self) -> Blocks: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def recipe(self) -> Framework: ...
+    @property
+    def pass_names(self) -> str: ...
+
+
+def broken_limit(step: LimitedStep) -> str:
+    """Return why the recipe's framework cannot run a plan, as a sentence ("": it can, or there is no plan)."""
+    plan, name, can = step.plan, step.recipe.name, step.recipe.can_run
+    if not isinstance(plan, Plan):
+        return ""
+    each = max(1, step.microbatches // plan.data_ranks)
+    limits = (
+        *_axes(plan, name, can),
+        *_sharding(plan, name, can),
+        *_pipeline(plan, name, can, each, step.model),
+        *_stages(plan, step.recipe, step.model),
+        *_activations(plan, name, can, step),
+    )
+    return next((limit for limit in limits if limit), "")
+
+
+def _axes(plan: Plan, name: str, can: CanRun) -> Iterator[str]:
+    for axis, words in AXIS_NAMES.items():
+        if can.lacks(axis) and (size := getattr(plan.mesh, axis)) > 1:
+            yield f"{name} has no {words}, and this plan has {axis} {size}; give --{axis} 1"
+    if plan.mesh.tp > 1 and can.sequence_parallel and plan.sequence_parallel != (can.sequence_parallel == "always"):
+        always, flag = can.sequence_parallel == "always", "sequence-parallel"
+        cuts = "cut sequences" if always else "do not cut sequences"
+        yield f"{name}'s tensor-parallel ranks {cuts}; give --{flag if always else f'no-{flag}'}"
+    if plan.mesh.cp > 1 and can.context and (context := context_kind(plan)) not in can.context:
+        words = " or ".join(each for each in can.context if "+" not in each)
+        yield f"{name} has no context parallelism by {context}; give --context {words}"
+
+
+def _sharding(plan: Plan, name: str, can: CanRun) -> Iterator[str]:
+    pp, stage = plan.mesh.pp, plan.zero_stage
+    replicas = _replicas_of_shards(plan)
+    if can.lacks("dp_replicate") and replicas:
+        yield (
+            f"{name} has no replicas of ranks that share something, and this plan has {replicas} of them; let all "
+            "data-parallel ranks share it, or none"
+        )
+    shares = _data_ranks(plan) > 1
+    if shares and stage not in (stages := can.stages_of_zero(pp)):
+        where = " with a pipeline" if stage in can.stages_of_zero(1) else ""
+        known = " and ".join(map(str, stages))
+        words = " or ".join(SHARED[each] for each in stages)
+        yield (f"{name} has ZeRO {known}{where}, and this plan is ZeRO-{stage}; let data-parallel ranks share {words}")
+    if replicas and stage not in can.replicated_zero_stages:
+        yield (
+            f"{name} has no replicas of the shards of ZeRO-{stage}, and this plan has {replicas} of them; let all "
+            "data-parallel ranks share it"
+        )
+    cut, wide = plan.shard_parameters or plan.shard_gradients, set(plan.shard_optimizer)
+    together = can.state_over_replicas == "with gradients" and wide == set(plan.shard_gradients)
+    if cut and can.state_over_replicas and wide != set(cut) and not together:
+        axes, or_more = " ".join(cut), "" if can.state_over_replicas == "never" else ", or --shard-gradients the same"
+        yield (
+            f"{name} cuts the optimizer's state over the axes of what it belongs to; give --shard-optimizer "
+            f"{axes}{or_more}"
+        )
+    if plan.mesh.cp > 1 and plan.shard_optimizer and can.shards_over_cp:
+        always = can.shards_over_cp == "always"
+        if ("cp" in plan.shard_optimizer) != always:
+            verb = "cuts" if always else "does not cut"
+            yield (
+                f"{name} {verb} over cp what data-parallel ranks share; {'name' if always else 'leave out'} cp in "
+                "--shard-optimizer and the like"
+            )
+    if can.gradients_with_pp == "whole" and pp > 1 and stage == 3 and plan.shard_gradients:
+        yield f"{name} keeps a pipeline's gradients whole, and reduces them once a step; leave out --shard-gradients"
+    ways = can.reshards(pp)
+    if stage == 3 and ways and plan.reshard_after not in ways:
+        yield f"{name} does not free gathered weights after each {plan.reshard_after}; give --reshard-after {ways[0]}"
+
+
+def _pipeline(plan: Plan, name: str, can: CanRun, each: int, model: Blocks) -> Iterator[str]:
+    pp, schedule = plan.mesh.pp, plan.schedule_name
+    if pp == 1:
+        return
+    if can.schedules and schedule not in can.schedules:
+        yield f"{name} has no pipeline schedule {schedule}; give {' or '.join(can.schedules)}"
+    if pp < (least := can.pipeline_ranks.get(schedule, 1)):
+        yield f"{name}'s {schedule} needs at least {least} pipeline ranks; give --pp {least}, or another schedule"
+    for condition in can.microbatches.get(schedule, ()):
+        number, multiple = _condition(condition, plan, each, model)
+        if (each % number if multiple else each < number) != 0:
+            text = f"a multiple of {number}" if multiple else f"at least {number}"
+            yield (
+                f"{name}'s {schedule} needs {condition} microbatches; with pp {pp} give {text} to each data-parallel "
+                f"rank, not {each}"
+            )
+
+
+def _condition(text: str, plan: Plan, each: int, model: Blocks) -> tuple[int, bool]:
+    """Return the number of a condition on microbatches, and whether they must be a multiple of it."""
+    pp = plan.mesh.pp
+    stages = pp * plan.stages_on_rank(model.layers) if text.endswith("stages") else 0
+    known = {
+        "at least pp - 1": (pp - 1, False),
+        "at least pp": (pp, False),
+        "at least stages": (stages, False),
+        "multiple of pp": (pp, True),
+        "multiple of rounds": (max(1, each // pp), True),
+    }
+    if text not in known:
+        raise UserError(f"a recipe's can_run.microbatches has {text!r}; give one of {', '.join(known)}")
+    return known[text]
+
+
+def _stages(plan: Plan, framework: Framework, model: Blocks) -> Iterator[str]:
+    pp, can = plan.mesh.pp, framework.can_run
+    if pp == 1:
+        return
+    if framework.deals_stages_by_cost and modules_of_stages(model, pp) is None:
+        yield (
+            f"{framework.name} deals modules to stages by cost, and leaves nothing for the last of {pp}; give fewer "
+            "pipeline ranks"
+        )
+    stages, blocks, counts = pp * plan.stages_on_rank(model.layers), model.layers, plan.layers_per_stage
+    head = bool(counts) and sum(counts) != blocks  # the head counts as one more layer, of the last stage
+    even = len({*counts[:-1], counts[-1] - head}) == 1 if counts else blocks % stages == 0
+    if can.stages == "even" and not even:
+        yield (
+            f"{framework.name} has stages of as many blocks each, and {counted(blocks, 'block')} do not divide among "
+            f"{stages} stages; give a number of stages that divides {blocks}"
+        )
+
+
+def _activations(plan: Plan, name: str, can: CanRun, step: LimitedStep) -> Iterator[str]:
+    if not can.recomputes(kind := recompute_kind(plan)):
+        modes = ", ".join(f"{each}-N" if each in BLOCKS_RECOMPUTED[:3] else each for each in can.recompute)
+        what = "blocks by number" if kind == "blocks" else f"recomputation {plan.recompute}"
+        yield f"{name} has no {what}; give --recompute {modes}"
+    if "mla_up_proj" in modules_of(kind) and getattr(step.model, "kv_rank", None) is None:
+        yield f"{name} recomputes mla_up_proj of latent attention alone, which this model lacks; leave it out"
+    computed = step.precision.name.removesuffix(WIDE)
+    if can.precisions and computed not in can.precisions:
+        yield f"{name} does not train in {computed}; give --precision {' or '.join(can.precisions)}"
+    moved = {word for each in re.findall(r"offload=([^,]+)", step.pass_names) for word in re.findall(r"(\w+):", each)}
+    if can.offload and (wrong := sorted(moved.difference(can.offload))):
+        yield f"{name} does not offload {wrong[0]}; give {' or '.join(can.offload)}, or leave out --offload"
+
+
+def recompute_kind(plan: Plan) -> str:
+    """Return the word of `CanRun.recompute` for a plan's recomputation.
+
+    Blocks by number are either the first ones of each stage, as the planner names them, or any others.
+    """
+    if isinstance(plan.recompute, tuple):
+        return "blocks" if plan.recompute else "none"
+    return plan.counted_recompute[0] if plan.counted_recompute else plan.recompute
+
+
+def context_kind(plan: Plan) -> str:
+    """Return the word of `CanRun.context` for a plan's context parallelism."""
+    return "ulysses+ring" if 1 < plan.ulysses < plan.mesh.cp else "ulysses" if plan.ulysses > 1 else plan.context
+
+
+def _data_ranks(plan: Plan) -> int:
+    """Return the number of ranks over which the plan shards values or distributes the batch."""
+    sizes = plan.mesh.sizes()
+    return math.prod(sizes[axis] for axis in {*DATA_AXES, *plan.shard_optimizer})
+
+
+def _replicas_of_shards(plan: Plan) -> int:
+    """Return how many data-parallel ranks keep the same slice of the optimizer's state (0: none, or no slices)."""
+    sizes = plan.mesh.sizes()
+    replicas = math.prod(sizes[axis] for axis in DATA_AXES if axis not in plan.shard_optimizer)
+    return replicas if plan.shard_optimizer and replicas > 1 else 0
