@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Protocol
 
 from shardlab.common.errors import UserError
 from shardlab.common.text import counted
-from shardlab.language import Mesh
-from shardlab.language.precision import WIDE, Precision
+from shardlab.language.precision import WIDE
 from shardlab.language.recompute_names import modules_of
 from shardlab.models import Blocks
 from shardlab.simulate.predict.capabilities import CanRun
+from shardlab.simulate.predict.recipe import Recipe
 from shardlab.simulate.predict.stages import modules_of_stages
+from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import DATA_AXES, Plan
 
 AXIS_NAMES = {
@@ -36,35 +36,7 @@ BLOCKS_RECOMPUTED = ("first", "uniform", "every", "blocks")
 """Words of `CanRun.recompute` for recomputation of some blocks, or of several blocks together."""
 
 
-class Framework(Protocol):
-    """Attributes of a `Recipe` that describe its framework's limits."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def can_run(self) -> CanRun: ...
-    @property
-    def deals_stages_by_cost(self) -> bool: ...
-
-
-class LimitedStep(Protocol):
-    """Attributes of a `Workload` to which a framework's limits apply."""
-
-    @property
-    def plan(self) -> Plan | Mesh: ...
-    @property
-    def model(self) -> Blocks: ...
-    @property
-    def microbatches(self) -> int: ...
-    @property
-    def precision(self) -> Precision: ...
-    @property
-    def recipe(self) -> Framework: ...
-    @property
-    def pass_names(self) -> str: ...
-
-
-def broken_limit(step: LimitedStep) -> str:
+def broken_limit(step: Workload) -> str:
     """Return why the recipe's framework cannot run a plan, as a sentence ("": it can, or there is no plan)."""
     plan, name, can = step.plan, step.recipe.name, step.recipe.can_run
     if not isinstance(plan, Plan):
@@ -169,13 +141,13 @@ def _condition(text: str, plan: Plan, each: int, model: Blocks) -> tuple[int, bo
     return known[text]
 
 
-def _stages(plan: Plan, framework: Framework, model: Blocks) -> Iterator[str]:
-    pp, can = plan.mesh.pp, framework.can_run
+def _stages(plan: Plan, recipe: Recipe, model: Blocks) -> Iterator[str]:
+    pp, can = plan.mesh.pp, recipe.can_run
     if pp == 1:
         return
-    if framework.deals_stages_by_cost and modules_of_stages(model, pp) is None:
+    if recipe.defaults.stages == "cost" and modules_of_stages(model, pp) is None:
         yield (
-            f"{framework.name} deals modules to stages by cost, and leaves nothing for the last of {pp}; give fewer "
+            f"{recipe.name} deals modules to stages by cost, and leaves nothing for the last of {pp}; give fewer "
             "pipeline ranks"
         )
     stages, blocks, counts = pp * plan.stages_on_rank(model.layers), model.layers, plan.layers_per_stage
@@ -183,12 +155,12 @@ def _stages(plan: Plan, framework: Framework, model: Blocks) -> Iterator[str]:
     even = len({*counts[:-1], counts[-1] - head}) == 1 if counts else blocks % stages == 0
     if can.stages == "even" and not even:
         yield (
-            f"{framework.name} has stages of as many blocks each, and {counted(blocks, 'block')} do not divide among "
+            f"{recipe.name} has stages of as many blocks each, and {counted(blocks, 'block')} do not divide among "
             f"{stages} stages; give a number of stages that divides {blocks}"
         )
 
 
-def _activations(plan: Plan, name: str, can: CanRun, step: LimitedStep) -> Iterator[str]:
+def _activations(plan: Plan, name: str, can: CanRun, step: Workload) -> Iterator[str]:
     if not can.recomputes(kind := recompute_kind(plan)):
         modes = ", ".join(f"{each}-N" if each in BLOCKS_RECOMPUTED[:3] else each for each in can.recompute)
         what = "blocks by number" if kind == "blocks" else f"recomputation {plan.recompute}"

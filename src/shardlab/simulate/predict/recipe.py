@@ -416,11 +416,6 @@ class Recipe:
         return model
 
     @property
-    def deals_stages_by_cost(self) -> bool:
-        """Whether its pipeline stages are divided by cost."""
-        return self.defaults.stages == "cost"
-
-    @property
     def changed_switches(self) -> Switches:
         """Values of the switches that differ from their defaults."""
         return {name: each.value for name, each in self.switches.items() if each.value != each.default}
