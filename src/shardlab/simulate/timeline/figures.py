@@ -137,14 +137,7 @@ class Figures:
             "bubble_formula": self.formula,
             "straggler": {"row": self.straggler, "excess": self.excess},
             "ranks": [
-                {
-                    "computing": rank.computing,
-                    "exposed": rank.exposed,
-                    "idle": rank.idle,
-                    "communicating": rank.communicating,
-                    "idle_by_cause": {cause.value: time for cause, time in rank.idle_by_cause.items()},
-                    "waited_for": rank.waited_for,
-                }
+                vars(rank) | {"idle_by_cause": {cause.value: time for cause, time in rank.idle_by_cause.items()}}
                 for rank in self.ranks
             ],
         }
@@ -219,20 +212,21 @@ def closed_form(timeline: Timeline, schedule: str) -> tuple[str, float | None]:
     Breadth-first: Lamy-Poirier 2022, arXiv 2211.05953, section 3. ZB-H1, ZB-H2 and ZB-V: Qi et al. 2023, arXiv
     2401.10241, table 2 and section 6.
     """
-    program = timeline.program
-    stages = program.mesh.sizes()["pp"]
-    microbatches = max((len(_microbatches(timeline, row)) for row in range(program.ranks)), default=0)
-    if not microbatches:
+    p = timeline.program.mesh.sizes()["pp"]
+    forwards = [[event for event in events if event.kind is OpKind.FORWARD] for events in timeline.events]
+    m = max((len({event.microbatches for event in row}) for row in forwards), default=0)
+    if not m:
         return "", None
-    chunks = max(len(_chunks(timeline, row)) for row in range(program.ranks))
-    p, m, v = stages, microbatches, chunks
+    v = max(_chunks({event.layer for event in row}) for row in forwards)
     match schedule:
         case "gpipe" | "1f1b":
             return "(p - 1) / (m + p - 1)", (p - 1) / (m + p - 1)
         case "interleaved-1f1b" | "breadth-first":
             return "(p - 1) / (v m + p - 1)", (p - 1) / (v * m + p - 1)
         case "zb-h1":
-            lost, work = (p - 1) * _zb_h1_gap(timeline), m * _work(timeline)
+            chain, weight = (OpKind.FORWARD, OpKind.BACKWARD_INPUT), OpKind.BACKWARD_WEIGHT
+            lost = (p - 1) * (_mean(timeline, *chain) - _mean(timeline, weight))
+            work = m * _mean(timeline, *chain, weight)
             return "(p - 1) (F + B - W) / (m (F + B + W) + (p - 1) (F + B - W))", lost / (work + lost)
         case "zb-h2" | "zb-v":
             return "0, if F = B = W and m is large enough", 0.0
@@ -291,14 +285,9 @@ def _merged(spans: list[Span]) -> list[Span]:
     return merged
 
 
-def _microbatches(timeline: Timeline, row: int) -> set[int]:
-    return {event.microbatches for event in timeline.events[row] if event.kind is OpKind.FORWARD}
-
-
-def _chunks(timeline: Timeline, row: int) -> list[int]:
-    """Return the first layer of each model chunk of a rank, that is, of each run of adjacent layers."""
-    layers = sorted({event.layer for event in timeline.events[row] if event.kind is OpKind.FORWARD})
-    return [layer for layer in layers if layer - 1 not in layers]
+def _chunks(layers: set[int]) -> int:
+    """Return the number of model chunks of a rank, that is, of runs of adjacent layers."""
+    return sum(layer - 1 not in layers for layer in layers)
 
 
 def _mean(timeline: Timeline, *kinds: OpKind) -> float:
@@ -309,11 +298,3 @@ def _mean(timeline: Timeline, *kinds: OpKind) -> float:
         for events in timeline.events
     ]
     return fmean(times) if times else 0.0
-
-
-def _work(timeline: Timeline) -> float:
-    return _mean(timeline, OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
-
-
-def _zb_h1_gap(timeline: Timeline) -> float:
-    return _mean(timeline, OpKind.FORWARD, OpKind.BACKWARD_INPUT) - _mean(timeline, OpKind.BACKWARD_WEIGHT)
