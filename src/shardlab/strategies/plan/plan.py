@@ -215,11 +215,7 @@ class Plan:
                 f"multiple of {others} ranks, not {ranks}"
             )
         shard = mesh.dp_shard if mesh.dp_replicate > 1 and data % mesh.dp_shard == 0 else data
-        return (
-            self
-            if ranks == mesh.world
-            else replace(self, mesh=replace(mesh, dp_replicate=data // shard, dp_shard=shard))
-        )
+        return replace(self, mesh=replace(mesh, dp_replicate=data // shard, dp_shard=shard))
 
     @property
     def counted_recompute(self) -> tuple[str, int] | None:
