@@ -26,9 +26,9 @@ CODE_LINES = {
     "learn": 5680,
     "measure": 2200,
     "models": 4640,
-    "planner": 4114,
-    "simulate": 7443,
-    "strategies": 2730,
+    "planner": 4080,
+    "simulate": 7420,
+    "strategies": 2710,
     "train": 8910,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
