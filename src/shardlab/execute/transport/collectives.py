@@ -10,6 +10,7 @@ group. `Communicator` holds the transports of a program, and `make_groups` makes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from inspect import signature
@@ -152,10 +153,7 @@ class Communicator:
         tape = program.tapes[rank]
         peers = {op.peer for op in tape if op.kind in (OpKind.SEND, OpKind.RECV)}
         self._messages = {peer: messages_with(peer) for peer in peers}
-        self._batches: dict[int, int] = {}
-        for op in tape:
-            if not self.starts_alone(op.peer, op.batch):
-                self._batches[op.batch] = self._batches.get(op.batch, 0) + 1
+        self._batches = Counter(op.batch for op in tape if not self.starts_alone(op.peer, op.batch))
         self._pending: dict[int, tuple[list[dist.P2POp], list[Wait]]] = {}
         self.wait_of: Callable[[Any], Wait] = wait_of
 
