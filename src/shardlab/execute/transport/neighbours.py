@@ -28,7 +28,7 @@ import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
@@ -346,19 +346,18 @@ def connect_neighbours(limit: timedelta, later: timedelta | None = None, *, shar
     """
     Neighbours.part()
     rank, world = dist.get_rank(), dist.get_world_size()
-    with ExitStack() as opened:
+    with _socket(limit) as listener:
         host = _host() if shares else ""
         outbox = _outbox(world) if host else None
-        listener = None if outbox is None else opened.enter_context(_socket(limit))
         address, addresses = Address(), [Address()] * world
-        if outbox is not None and listener is not None:
+        if outbox is not None:
             name, token = b"\0shardlab-" + secrets.token_hex(16).encode(), secrets.token_bytes(16)
             listener.bind(name)
             listener.listen(world)
             address = Address(host, name, token, outbox.size)
         dist.all_gather_object(addresses, address)
         others = {other: each for other, each in enumerate(addresses) if other != rank and each.host == host}
-        if outbox is None or listener is None or not others:
+        if outbox is None or not others:
             return
         sockets, files = _connected(rank, address.token, outbox.file, listener, others, limit)
         memories = {other: SharedMemory(others[other].size, world, file) for other, file in files.items()}
