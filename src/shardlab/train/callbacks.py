@@ -352,20 +352,15 @@ class TrainingProgress:
         self._metrics: Mapping[str, Any] | None = None
         self._console = console or Console(file=sys.stderr)
         live = self._console.is_interactive and not in_notebook_cell()
-        self._lines = Heartbeat("starting", self._silence) if not live else None
-        self._live = Live(self, console=self._console, transient=True, refresh_per_second=4) if live else None
+        self._lines = None if live else Heartbeat("starting", self._silence)
+        self._live = Live(self, console=self._console, transient=True, refresh_per_second=4)
 
     def __enter__(self) -> TrainingProgress:
-        for shown in (self._live, self._lines):
-            if shown is not None:
-                shown.__enter__()
+        (self._lines or self._live).__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-        if self._lines is not None:
-            self._lines.__exit__()
+        (self._lines or self._live).__exit__(None, None, None)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield one line with the newest step or the current activity, and a bar."""
@@ -408,9 +403,9 @@ class TrainingProgress:
         self._user_figures = user_figures or {}
         self._metrics, self._done, self._doing = metrics, metrics["step"] + 1, ""
         self._ends.append((self._done, now))
-        late = (self._thinned or self._live is None) and now - self._printed >= self._silence / 2
+        late = (self._thinned or self._lines is not None) and now - self._printed >= self._silence / 2
         if self._done in (1, self._steps) or self._done % self._every == 0 or VALIDATION in metrics or late:
-            self.say(self._line(metrics, width=None if self._live is None else self._console.width))
+            self.say(self._line(metrics, width=None if self._lines is not None else self._console.width))
             self._printed = now
         if self._lines is not None:
             self._lines.doing = f"step {self._done + 1:>5}/{self._steps}"
