@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardlab.check import Checked
 from shardlab.train.config import TrainingConfig
 from shardlab.train.data import Corpus, parse_sources
-from shardlab.train.data.prepared_folder import find_tokenizer, require_tokenizer
-from shardlab.train.data.prepared_folder import tokenizer_record as described_tokenizer
+from shardlab.train.data.prepared_folder import find_tokenizer, require_tokenizer, tokenizer_record
 from shardlab.train.data.tokenizers import Tokenizer
 from shardlab.train.job import Job, Tracing, job_as_dict
 
@@ -145,7 +144,7 @@ class TrainingRun:
             "resumed": None if self.resume is None else str(self.resume),
             "init": None if self.config.train.init is None else str(self.config.train.init.absolute()),
             "data": corpus.record(),
-            "tokenizer": described_tokenizer(corpus.tokenizer),
+            "tokenizer": tokenizer_record(corpus.tokenizer),
             "platform": platform.platform(),
             **asdict(world),
         }
