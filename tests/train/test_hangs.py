@@ -16,9 +16,8 @@ import pytest
 from shardlab.cli.train.before_ranks import line_lookup
 from shardlab.models import find_model
 from shardlab.strategies.load import load
-from shardlab.train.faults import WatchSettings
+from shardlab.train.faults import RankFailed, WatchSettings
 from shardlab.train.job import Job
-from shardlab.train.launch.processes import RankFailed
 from shardlab.train.launch.ranks import run_ranks
 from tests.support.warm import WarmStarts
 from tests.train import faulty

@@ -32,8 +32,8 @@ from shardlab.strategies.plan.plan import Plan
 from shardlab.train.batches import Batches
 from shardlab.train.config import BatchRamp
 from shardlab.train.data import Corpus
+from shardlab.train.faults import RankFailed
 from shardlab.train.job import Job, Tracing, job_from_dict
-from shardlab.train.launch.processes import RankFailed
 from shardlab.train.launch.ranks import run_ranks
 from shardlab.train.loop import train_rank
 from shardlab.train.run import TrainingRun

@@ -56,6 +56,32 @@ LineOf = Callable[[int, int], str]
 """Function that returns the strategy's file and line of an op, by rank and op, as ` (FILE:LINE)`; empty if unknown."""
 
 
+_LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL error", "Broken pipe", "Timed out waiting")
+"""Messages of torch.distributed about another rank that has ended or hangs."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Return whether a rank failed only because another rank has ended."""
+    return isinstance(error, RuntimeError) and sounds_lost(str(error))
+
+
+def sounds_lost(text: str) -> bool:
+    """Return whether a message of a rank is about another rank that has ended."""
+    return any(word in text for word in _LOST)
+
+
+class RankFailed(Exception):
+    """Failure of a rank, or a hang. If a rank raised an error, the message ends with its traceback.
+
+    Attributes:
+        report: report of where all ranks were, if they were watched.
+    """
+
+    def __init__(self, message: str, report: str = "") -> None:
+        super().__init__(message)
+        self.report = report
+
+
 @dataclass(frozen=True)
 class WatchSettings:
     """Settings of a watch over ranks.

@@ -23,8 +23,8 @@ from shardlab.measure.progress import Race
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.registry import StrategyEntry
 from shardlab.train.config_sources import ConfigSource, preset_source
+from shardlab.train.faults import RankFailed
 from shardlab.train.job import Job
-from shardlab.train.launch.processes import RankFailed
 from shardlab.train.launch.ranks import RENDEZVOUS, Rendezvous
 from shardlab.train.run import TrainingRun
 from tests.cli.test_plan_options_cluster import profile_of

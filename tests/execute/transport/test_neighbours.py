@@ -42,7 +42,7 @@ from shardlab.execute.transport.neighbours import (
 )
 from shardlab.execute.transport.shared_transport import SharedTransport
 from shardlab.language import Op, OpKind, Program, Reduction
-from shardlab.train.launch.processes import is_lost
+from shardlab.train.faults import is_lost
 from tests.support.random_programs import chatter
 from tests.support.ranks import Ranks
 from tests.support.thorough import examples

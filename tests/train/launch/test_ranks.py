@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from shardlab.language import UserError
+from shardlab.train.faults import RankFailed
 from shardlab.train.launch import ranks as launch
 from shardlab.train.launch.environment import CpuShare, threads_of
-from shardlab.train.launch.processes import RankFailed, run_processes
+from shardlab.train.launch.processes import run_processes
 from shardlab.train.launch.ranks import run_ranks
 from tests.support.processes import PATIENCE, free_port
 from tests.support.ranks import PRELOAD

@@ -99,7 +99,7 @@ class Measuring:
         """
         from shardlab.measure.fits import read_points
         from shardlab.measure.profile import profile_to_update
-        from shardlab.train.launch.processes import RankFailed
+        from shardlab.train.faults import RankFailed
         from shardlab.train.launch.ranks import run_ranks
 
         if self.profile is not None and self.profile.suffix != ".json":

@@ -22,7 +22,7 @@ from shardlab.measure.side_by_side.sides import PassTurns, time_passes_rank
 from shardlab.simulate.hardware.cluster import DEVICE
 from shardlab.simulate.passes import GAIN, PassResult, helpful_names
 from shardlab.strategies.load import load
-from shardlab.train.launch.processes import RankFailed
+from shardlab.train.faults import RankFailed
 from shardlab.train.launch.ranks import run_ranks
 
 TOGETHER = "together"

@@ -151,7 +151,7 @@ class BenchStrategies:
         from shardlab.cli.bench.passes import settle_pair
         from shardlab.measure.side_by_side.results import PairRow
         from shardlab.measure.side_by_side.sides import compare_rank
-        from shardlab.train.launch.processes import RankFailed
+        from shardlab.train.faults import RankFailed
         from shardlab.train.launch.ranks import Rendezvous, run_ranks
 
         if why_not := pair.why_not(size, self.ranks):

@@ -171,7 +171,7 @@ def measure_fastest(
     Raises:
         UserError: if the ranks of a launcher do not find each other.
     """
-    from shardlab.train.launch.processes import RankFailed
+    from shardlab.train.faults import RankFailed
     from shardlab.train.launch.ranks import LazyFunction, run_ranks
 
     jobs: list[Job] = []

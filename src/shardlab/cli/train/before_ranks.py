@@ -25,11 +25,10 @@ from shardlab.language.pass_names import needs_norm
 from shardlab.simulate.passes import apply_passes
 from shardlab.starting import INTERRUPTED
 from shardlab.strategies.registry import StrategyEntry
-from shardlab.train.faults import LineOf
+from shardlab.train.faults import LineOf, RankFailed, is_lost
 from shardlab.train.history import End, describe_saved, note_end, record_inode, remove_incomplete
 from shardlab.train.job import Job
 from shardlab.train.launch.environment import find_launch_environment
-from shardlab.train.launch.processes import RankFailed, is_lost
 from shardlab.train.launch.ranks import backend_of, device_type
 
 

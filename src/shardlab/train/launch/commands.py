@@ -31,10 +31,10 @@ from typing import BinaryIO, TypeVar
 import torch.distributed as dist
 
 from shardlab.language import UserError
-from shardlab.train.faults import rank_names
+from shardlab.train.faults import rank_names, sounds_lost
 from shardlab.train.launch.environment import LaunchEnvironment, may_restart, port_in_use, restarts
 from shardlab.train.launch.interrupt import SILENCE, STOP_SIGNALS, say_waiting
-from shardlab.train.launch.processes import REPEAT_SECONDS, REPORT_SECONDS, sounds_lost
+from shardlab.train.launch.processes import REPEAT_SECONDS, REPORT_SECONDS
 
 KILL_SECONDS = 30.0
 """Seconds from a request to stop until ranks are killed: SLURM's default of KillWait, so that a script can save."""

@@ -24,7 +24,16 @@ from typing import Any, TypeVar
 
 from shardlab.execute.progress import RankProgress
 from shardlab.language import UserError
-from shardlab.train.faults import Watch, WatchSettings, describe_end, rank_names, stack_text, write_stack_on_signal
+from shardlab.train.faults import (
+    RankFailed,
+    Watch,
+    WatchSettings,
+    describe_end,
+    is_lost,
+    rank_names,
+    stack_text,
+    write_stack_on_signal,
+)
 from shardlab.train.launch.interrupt import (
     GRACE,
     KILL_SIGNALS,
@@ -44,31 +53,6 @@ REPORT_SECONDS = 3.0
 
 REPEAT_SECONDS = 0.5
 """Seconds in which a second signal counts as the first, since `timeout` signals the process and then its group."""
-
-_LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL error", "Broken pipe", "Timed out waiting")
-"""Messages of torch.distributed about another rank that has ended or hangs."""
-
-
-def is_lost(error: BaseException) -> bool:
-    """Return whether a rank failed only because another rank has ended."""
-    return isinstance(error, RuntimeError) and sounds_lost(str(error))
-
-
-def sounds_lost(text: str) -> bool:
-    """Return whether a message of a rank is about another rank that has ended."""
-    return any(word in text for word in _LOST)
-
-
-class RankFailed(Exception):
-    """Failure of a rank, or a hang. If a rank raised an error, the message ends with its traceback.
-
-    Attributes:
-        report: report of where all ranks were, if they were watched.
-    """
-
-    def __init__(self, message: str, report: str = "") -> None:
-        super().__init__(message)
-        self.report = report
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from shardlab.common.text import bytes_text, counted
 from shardlab.execute.requirements import gpu_count
 from shardlab.language import UserError
-from shardlab.train.faults import START, Watchdog, WatchSettings
+from shardlab.train.faults import START, RankFailed, Watchdog, WatchSettings, is_lost
 from shardlab.train.launch.environment import (
     LOOPBACK,
     CpuShare,
@@ -48,7 +48,7 @@ from shardlab.train.launch.environment import (
 )
 from shardlab.train.launch.interrupt import end_with_starter
 from shardlab.train.launch.launchers import from_torchrun
-from shardlab.train.launch.processes import RankFailed, is_lost, run_processes
+from shardlab.train.launch.processes import run_processes
 
 if TYPE_CHECKING:
     import torch
