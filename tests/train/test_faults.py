@@ -210,7 +210,7 @@ def made(rank: int, other: RankProgress, monkeypatch: pytest.MonkeyPatch) -> Wat
         return [mine, theirs] if rank == 0 else [theirs, mine]
 
     watching = WatchSettings(10.0, checked(), lambda rank, op: "")
-    return Watchdog(rank, watching, gathered, lambda verdict, report: RuntimeError(verdict), lambda _: False)
+    return Watchdog(rank, watching, gathered)
 
 
 @pytest.mark.parametrize(("rank", "speaks"), [(0, True), (1, False)])

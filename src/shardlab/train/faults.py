@@ -208,21 +208,13 @@ class Watchdog:
         rank: rank of this process.
         settings: settings of the watch.
         gather: function that all ranks call together; it returns the argument of each rank.
-        failed: function that makes the error from a verdict and a report.
-        is_lost: function that returns whether an error only follows from the end of another rank.
     """
 
     def __init__(
-        self,
-        rank: int,
-        settings: WatchSettings,
-        gather: Callable[[tuple[str, str]], list[tuple[str, str]]],
-        failed: Callable[[str, str], Exception],
-        is_lost: Callable[[BaseException], bool],
+        self, rank: int, settings: WatchSettings, gather: Callable[[tuple[str, str]], list[tuple[str, str]]]
     ) -> None:
         self._rank = rank
         self._settings = settings
-        self._failed, self._is_lost = failed, is_lost
         self._mine = RankProgress()
         self._mine.take()
         write_stack_on_signal(self._mine)
@@ -250,14 +242,14 @@ class Watchdog:
             self._mine.reported = True
             return
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates this rank, but the report comes first
-        lost = self._is_lost(error)
+        lost = is_lost(error)
         self._mine.fail(time.monotonic_ns(), lost, stack_text(traceback.extract_tb(trace)))
         if not lost:
             self._watch.ask_for_stacks()
             time.sleep(LANDING)
             whole = "".join(traceback.format_exception(error))
             self._mine.reported = True
-            raise self._failed(
+            raise RankFailed(
                 f"rank {self._rank} failed, and the run ended with it.\n\n{whole}", self._watch.report(self._fates())
             ) from None
         time.sleep(LANDING)
@@ -269,7 +261,7 @@ class Watchdog:
             raise SystemExit(1)
         self._mine.reported = True
         verdict = describe_end(*((gone, _GONE) if gone else ([self._rank], "lost its connection to another host")))
-        raise self._failed(verdict, self._watch.report(fates)) from None
+        raise RankFailed(verdict, self._watch.report(fates)) from None
 
     def _look(self) -> None:
         while not self._ended.wait(self._watch.interval):

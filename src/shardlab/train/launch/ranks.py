@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from shardlab.common.text import bytes_text, counted
 from shardlab.execute.requirements import gpu_count
 from shardlab.language import UserError
-from shardlab.train.faults import START, RankFailed, Watchdog, WatchSettings, is_lost
+from shardlab.train.faults import START, Watchdog, WatchSettings
 from shardlab.train.launch.environment import (
     LOOPBACK,
     CpuShare,
@@ -191,7 +191,7 @@ def run_ranks(
             ) from error
     watched = nullcontext()
     if watching is not None:
-        watched = Watchdog(environment.rank, watching, gather_objects, RankFailed, is_lost)
+        watched = Watchdog(environment.rank, watching, gather_objects)
     if joining.start != joining.timeout:
         dist.distributed_c10d._set_pg_timeout(joining.timeout)  # pyright: ignore[reportPrivateUsage]
     with watched:
