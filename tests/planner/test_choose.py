@@ -93,7 +93,7 @@ def test_a_family_that_was_not_searched_has_no_figures() -> None:
 
 
 def test_a_small_model_is_not_said_to_have_no_parameters() -> None:
-    first = explain_choice(chosen())[0].lines[0]
+    first = explain_choice(chosen())["1. Does it fit?"][0]
     assert first.startswith(f"{problem().model.parameter_count:,} parameters in bf16")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from shardlab.common.text import bytes_text, counted, memory_text, seconds_text
 from shardlab.planner.alternatives import Topic, alternative_text
 from shardlab.planner.choose import PlanChoice
@@ -13,21 +11,13 @@ from shardlab.simulate.predict.memory import model_state, zero_plan
 from shardlab.strategies.plan.plan import Plan
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Question with the lines that answer it."""
-
-    question: str
-    lines: list[str]
-
-
-def explain_choice(choice: PlanChoice) -> list[Decision]:
-    """Return the decisions behind a choice, in the order in which an expert makes them."""
-    return [
-        Decision("1. Does it fit?", [*_state(choice), *_instead(choice, "fit")]),
-        Decision("2. What batch?", [*_batch(choice), *_instead(choice, "batch")]),
-        Decision("3. How fast?", [*_speed(choice), *_instead(choice, "speed")]),
-    ]
+def explain_choice(choice: PlanChoice) -> dict[str, list[str]]:
+    """Return the lines that answer each question behind a choice, in the order in which an expert asks them."""
+    return {
+        "1. Does it fit?": [*_state(choice), *_instead(choice, "fit")],
+        "2. What batch?": [*_batch(choice), *_instead(choice, "batch")],
+        "3. How fast?": [*_speed(choice), *_instead(choice, "speed")],
+    }
 
 
 def _state(choice: PlanChoice) -> list[str]:

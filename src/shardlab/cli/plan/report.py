@@ -128,7 +128,9 @@ class PlanReport:
                 {**_outcome(problem, outcome), **_shares(answer), "searched": outcome.family in results.searched}
                 for outcome, answer in self.choice.families
             ],
-            "decisions": [vars(decision) for decision in explain_choice(self.choice)],
+            "decisions": [
+                {"question": question, "lines": lines} for question, lines in explain_choice(self.choice).items()
+            ],
             "runners_up": [_outcome(problem, outcome) for outcome in results.fitting[1 : self.top + 1]],
             "how_sure": sure_as_json(self.choice.confidence, self.choice.may_not_fit),
             "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
@@ -224,9 +226,9 @@ class PlanReport:
         report.fact("critical path", path_text(choice.path) if choice.path else choice.unknown)
         if choice.path:
             report.fact("", PATH_NOTE, style="dim")
-        for decision in explain_choice(choice):
-            report.line(f"\n{decision.question}", "bold")
-            for line in decision.lines:
+        for question, lines in explain_choice(choice).items():
+            report.line(f"\n{question}", "bold")
+            for line in lines:
                 report.fact("  -", line, indent=4)
         report.line()
         report.fact("would help", helps_text(choice))
