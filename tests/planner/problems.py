@@ -8,7 +8,7 @@ from functools import cache
 from shardlab.language.precision import find_precision
 from shardlab.models import GPT
 from shardlab.planner.problem import Candidate, Limits, Problem
-from shardlab.planner.workers import Answer, Query, answer_request, with_memory
+from shardlab.planner.workers import Answer, Query, answer_request
 from shardlab.simulate.hardware import find_cluster
 from tests.planner.enumeration import candidates, shapes
 
@@ -19,7 +19,8 @@ SMALL = GPT(layers=4, heads=8, hidden_size=512, vocab_size=1024, seq_len=512)
 def problem(
     devices: int = 4, sequences: int = 8, memory: float = 80 * GIB, limits: Limits | None = None, **model: int
 ) -> Problem:
-    cluster = with_memory(find_cluster(f"h100x{devices}"), memory)
+    cluster = find_cluster(f"h100x{devices}")
+    cluster = replace(cluster, device=replace(cluster.device, memory=memory))
     return Problem(replace(SMALL, **model), cluster, sequences, (find_precision("bf16"),), limits=limits or Limits())
 
 

@@ -25,7 +25,6 @@ from shardlab.common.user_code import Endless
 from shardlab.planner.describe import StepShares, shares_seconds, step_shares
 from shardlab.planner.pass_costs import PassCosts
 from shardlab.planner.problem import Candidate, Problem
-from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.hardware.cluster import cores
 from shardlab.simulate.predict.forecast import Forecast, forecast
 from shardlab.simulate.predict.limits import broken_limit
@@ -92,16 +91,12 @@ def apply_change(problem: Problem, change: Change) -> Problem:
     """Return the problem with a doubled resource."""
     cluster = problem.cluster
     if change == "memory":
-        return replace(problem, cluster=with_memory(cluster, 2 * cluster.device.memory))
+        larger = replace(cluster.device, memory=2 * cluster.device.memory)
+        return replace(problem, cluster=replace(cluster, device=larger))
     if change == "links":
         faster = replace(cluster.inter_node, bandwidth=2 * cluster.inter_node.bandwidth)
         return replace(problem, cluster=replace(cluster, inter_node=faster))
     return replace(problem, sequences=2 * problem.sequences) if change == "batch" else problem
-
-
-def with_memory(cluster: Cluster, bytes: float) -> Cluster:
-    """Return the cluster with another memory size of its devices."""
-    return replace(cluster, device=replace(cluster.device, memory=bytes))
 
 
 class Workers:
