@@ -2,7 +2,7 @@
 
 A cell is a model on a number of devices, for which several configurations were measured. `print_grades` predicts all
 configurations, and prints the regret of choosing the fastest prediction. The grades themselves are in
-`shardlab.planner.grade`.
+`shardlab.planner.published.grade`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.text import Text
 from shardlab.cli.console import Report
 from shardlab.cli.validate import add_phrases
 from shardlab.language import UserError
-from shardlab.planner.grade import FIRST, GradedCell, Grades, TriedPlan, group_cells, predict_plan
+from shardlab.planner.published.grade import FIRST, GradedCell, Grades, TriedPlan, group_cells, predict_plan
 from shardlab.planner.published.predict import group_assumptions, on_every_core
 from shardlab.planner.published.records import GIB, read_rows
 from shardlab.simulate.predict.recipe import Recipe

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardlab.language import UserError
-from shardlab.planner.grade import GradedCell, Grades, TriedPlan, group_cells, predict_plan
+from shardlab.planner.published.grade import GradedCell, Grades, TriedPlan, group_cells, predict_plan
 from shardlab.simulate.predict.recipe import find_recipe
 from tests.planner.nanotron_rows import row
 
