@@ -128,9 +128,7 @@ class PlanReport:
                 {**_outcome(problem, outcome), **_shares(answer), "searched": outcome.family in results.searched}
                 for outcome, answer in self.choice.families
             ],
-            "decisions": [
-                {"question": question, "lines": lines} for question, lines in explain_choice(self.choice).items()
-            ],
+            "decisions": [{"question": each, "lines": lines} for each, lines in explain_choice(self.choice).items()],
             "runners_up": [_outcome(problem, outcome) for outcome in results.fitting[1 : self.top + 1]],
             "how_sure": sure_as_json(self.choice.confidence, self.choice.may_not_fit),
             "assumed": {name: asdict(figure) for name, figure in assumed_figures(workload).items()},
