@@ -478,11 +478,8 @@ class CompressedRank(StepRecorder):
         direction: SizedValue | None,
     ) -> tuple[SizedValue, SizedValue]:
         self.enter("update", layer)
-        for value in (weight, opt_state):
-            value.alive = False
-            for handle in value.reading:
-                self.wait(handle)
-            self.release(value)
+        self.free(weight)
+        self.free(opt_state)
         made = self.new_value(Kind.WEIGHT, layer, opt_state.pieces, opt_state.of)
         state = self.new_value(Kind.OPT_STATE, layer, opt_state.pieces, opt_state.of)
         made.updated = True
