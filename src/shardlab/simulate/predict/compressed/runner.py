@@ -317,18 +317,14 @@ class CompressedRunner(PlanRunner[SizedValue]):
             name: name of the passes.
             layers: layers of the stage in the short model.
         """
-        forward, positions, whole_layer = (
-            name == "forward",
-            self.compressed.positions,
-            self.compressed.model.whole_layer,
-        )
+        forward, model = name == "forward", self.compressed.model
         passes: list[tuple[MeasuredPass, int]] = []
         block: list[tuple[MeasuredPass, int]] = []
         for l in layers if forward else reversed(layers):
-            shift = whole_layer[l] - whole_layer[layers[0]] - l
+            shift = model.whole_layer[l] - model.whole_layer[layers[0]] - l
             of_layer = [(each, layer + shift) for each, layer in self.passes_at(name, l)]
             passes += of_layer
-            position = positions.get(l)
+            position = model.positions.get(l)
             if position is None or position.after is forward:
                 continue
             block += of_layer
