@@ -535,9 +535,7 @@ def _made(name: str, where: str, document: Any, switches: Switches, files: tuple
     """
     known = {"base": Any, "source": Any, "switches": Mapping[str, _SwitchTable]} | _GROUP_TABLES
     table = read_fields(known, document, where)
-    source = table.get("source")
-    if not isinstance(source, str) or not source:
-        raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
+    source = _require_source(table, where)
     written: Mapping[str, _SwitchTable] = table.get("switches", {})
     chosen = {switch: each.default for switch, each in written.items() if each.default} | dict(switches)
     base = _found(str(table["base"]), chosen, files) if "base" in table else Recipe()
@@ -561,9 +559,16 @@ def _made(name: str, where: str, document: Any, switches: Switches, files: tuple
 def _partial(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the groups and the source of a switch's value."""
     table = read_fields({"source": str} | _GROUP_TABLES, given, where)
-    if not table.get("source"):
-        raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
+    _require_source(table, where)
     return table
+
+
+def _require_source(table: Mapping[str, Any], where: str) -> str:
+    """Return the source that a table of a file gives, or raise an error if it gives none."""
+    source = table.get("source")
+    if not isinstance(source, str) or not source:
+        raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
+    return source
 
 
 def _with_figures(recipe: Recipe, table: Mapping[str, Any], source: str, where: str) -> Recipe:
