@@ -174,7 +174,7 @@ def test_on_a_full_device_passes_do_not_make_a_step_too_large(capsys: Captured) 
 
 def test_more_ranks_than_are_traced_are_refused_since_passes_want_them_all(capsys: Captured) -> None:
     line = refused(capsys, "simulate", "zero-3", "--model", "llama3-8b", "--cluster", "h100x4096", "--passes", "all")
-    assert line.startswith("shardlab: passes want the program of every rank: ")
+    assert line.startswith("shardlab: passes need the program of every rank: ")
     assert "raise --max-ops" in line
 
 

@@ -337,7 +337,7 @@ def measured_outcomes(problem: Problem, measured: Sequence[MeasuredStep], worker
     for (candidate, steps), future in zip(steps_of.items(), coming, strict=True):
         if (answer := future.result()) is None:
             name, cluster = problem.recipe.name, problem.cluster
-            raise UserError(f"{steps[0].source}: this plan is none that {name} runs on {cluster}; leave it out")
+            raise UserError(f"{steps[0].source}: {name} cannot run this plan on {cluster}; leave it out")
         for step in steps:
             _require_seconds(step, answer.forecast.seconds)
         seconds = median(each.seconds for each in steps if each.seconds)

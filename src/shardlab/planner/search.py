@@ -150,12 +150,12 @@ class Corrections:
         self._unknown = unknown
 
     def learn(self, kinds: Sequence[Hashable], correction: float) -> None:
-        """Record the correction of a guess that turned out to be right."""
+        """Record the correction that a forecast has shown for a guess of these kinds."""
         for kind in kinds:
             self._known[kind].append(correction)
 
     def expect(self, kinds: Sequence[Hashable]) -> float:
-        """Return the mean correction of a kind; for an unknown kind, the smallest of the similar kinds."""
+        """Return the mean correction of a kind, or if none is known, the smallest correction of similar kinds."""
         kind, similar = kinds
         known = self._known.get(kind) or [min(self._known.get(similar) or [self._unknown])]
         return sum(known) / len(known)

@@ -31,7 +31,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_was_assumed_is_told_with_how_many_runs_and_one_of_them(runs: Path, capsys: Captured) -> None:
     assert main(["plan", "--grade", str(runs)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    said = "  network: 8 x infiniband-ndr a node, since a fast network [of our own] is none that is known here (open)"
+    said = "  network: 8 x infiniband-ndr a node, since a fast network [of our own] is unknown (open)"
     assert said in lines
     assert "  key and value heads: as many as heads (3 runs, good and others)" in lines
     assert "3 of 4 runs do not state all details. Assumptions:" in lines
@@ -64,7 +64,5 @@ def test_a_name_that_is_unknown_is_one_sentence(runs: Path, capsys: Captured) ->
     runs.write_text(json.dumps(rows))
     assert main(["plan", "--grade", str(runs)]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(
-        "shardlab: run open names what is unknown here: there is no link 'carrier-pigeon'; there are"
-    )
+    assert told.startswith("shardlab: run open has an unknown name: there is no link 'carrier-pigeon'; there are")
     assert len(told.splitlines()) == 1

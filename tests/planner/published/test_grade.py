@@ -120,7 +120,7 @@ def test_what_a_row_leaves_open_is_assumed_aloud() -> None:
     found = predict_plan(silent)
     assert found.legal
     assert "network: 8 x efa-100 a node" not in found.assumed
-    assert "network: 8 x infiniband-ndr a node, since a fast network is none that is known here" in found.assumed
+    assert "network: 8 x infiniband-ndr a node, since a fast network is unknown" in found.assumed
     assert "network: 32 x efa-100 a node" in predict_plan(row(tp=2, dp=16)).assumed
 
 

@@ -316,7 +316,7 @@ def test_a_run_that_says_all_is_taken_at_its_word() -> None:
         (
             "hardware",
             {"network": None, "nics": None, "interconnect": "a network of our own", "gpus_per_node": 4},
-            "network: 4 x infiniband-hdr a node, since a network of our own is none that is known here",
+            "network: 4 x infiniband-hdr a node, since a network of our own is unknown",
         ),
     ],
 )

@@ -75,7 +75,7 @@ def test_where_only_what_does_not_fit_is_faster_it_is_said() -> None:
     before, freely = run_named(late, "defer", PUZZLE)
     assert freely.peak > before.peak
     (_, left) = run_named(late, "defer", Goal(PUZZLE_COSTS, memory=before.peak))
-    assert (left.setting, left.why_not) == (None, "what is faster takes more memory than there is")
+    assert (left.setting, left.why_not) == (None, "every faster program takes more memory than there is")
     assert left.checked is before.checked
 
 

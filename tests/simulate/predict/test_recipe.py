@@ -350,7 +350,7 @@ def test_a_base_lies_beside_its_recipe_and_is_no_recipe_that_builds_on_it(tmp_pa
     [
         ('source = "s"\nswitches.a.default = "on"', "switches.a.default is 'on'; give one of its values"),
         ('source = "s"\nswitches.a.values.on = {}', "switches.a.values.on gives no source"),
-        ("", "gives no source; say in quotes where the framework's way is described"),
+        ("", "gives no source; say in quotes where the framework's behaviour is described"),
         ("memori = 1", "ours.toml has no 'memori'; did you mean memory?"),
         ('source = "s"\nmemory = 1', "memory is 1; give a table"),
         ('base = "megatron-cor"\nsource = "s"', "there is no recipe 'megatron-cor'; did you mean megatron-core?"),

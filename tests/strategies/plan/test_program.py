@@ -147,7 +147,7 @@ def failing(kind: str) -> Schedule:
         ("another's of two stages", r"Forward\(stage=1, microbatch=0\), but that rank has stages 0, 2"),
         ("repeats", r"rank 0, line \d+, goes on after 6 actions, .*; Forward\(stage=0, microbatch=0\) came twice;"),
         ("too few arguments", r"line \d+: TypeError: Forward\.__init__\(\) missing 1 required .*'microbatch'"),
-        ("waits", r"the schedule waits cannot go on: rank 0 at .*, each waiting for what would be done only later"),
+        ("waits", r"the schedule waits cannot go on: rank 0 at .*, each waiting for a pass that comes later"),
     ],
 )
 def test_a_wrong_schedule_is_one_sentence(kind: str, sentence: str) -> None:

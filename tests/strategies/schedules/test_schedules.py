@@ -157,5 +157,5 @@ def test_dualpipe_v_computes_backward_in_halves_only_at_its_ends() -> None:
 
 def test_a_schedule_that_waits_for_itself_is_one_sentence() -> None:
     todo = [[Backward(rank, 0), Forward(rank, 0)] for rank in range(2)]
-    with pytest.raises(UserError, match=r"mine cannot go on: rank 0 at Backward.*, rank 1 at .*done only later"):
+    with pytest.raises(UserError, match=r"mine cannot go on: rank 0 at Backward.*, rank 1 at .*that comes later"):
         insert_messages(todo, 2, lambda stage: stage, "mine")

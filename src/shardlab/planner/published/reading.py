@@ -160,7 +160,7 @@ def _known(find: Callable[[str], T], name: str) -> T:
     try:
         return find(name)
     except UserError as error:
-        raise Unknown(f"names what is unknown here: {error}") from None
+        raise Unknown(f"has an unknown name: {error}") from None
 
 
 def _find_word(text: str, names: Iterable[str], unknown: str) -> str:
@@ -462,7 +462,7 @@ def _of_hardware(written: HardwareRecord, cluster: Cluster) -> Iterator[str]:
         yield f"device: {cluster.device.name}"
     if cluster.nodes > 1 and not (written.network and written.nics):
         unknown = written.interconnect and not (written.network or network_in(written.interconnect))
-        since = f", since {written.interconnect} is none that is known here" if unknown else ""
+        since = f", since {written.interconnect} is unknown" if unknown else ""
         yield f"network: {cluster.nics} x {cluster.inter_node.name} a node{since}"
 
 

@@ -293,14 +293,13 @@ TIMES = {
 
 
 def wrong_measurement(row: dict[str, Any]) -> str:
-    """Describe a time or speed of a row that is neither a number above 0 nor says out of memory ("": there is none)."""
+    """Describe a time or speed that is no number above 0 and does not say that memory ran out ("": there is none)."""
     for part, names in TIMES.items():
         for name in names:
             value = section(row, part).get(name)
             if value is not None and number(value) is None and not _says_so(value):
                 return (
-                    f"gives {value!r} as {part} {name}; give a number above 0, or leave it out where the run did not "
-                    "end"
+                    f"gives {value!r} as {part} {name}; give a number above 0, or leave it out if the run did not end"
                 )
     return ""
 

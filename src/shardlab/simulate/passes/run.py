@@ -134,7 +134,7 @@ def _best(each: TapePass, before: PassResult, goal: Goal, most: float) -> tuple[
         goal: prices and memory.
         most: largest number of settings to try.
     """
-    best, why_not = before, "the program is so already" if each.tried else "it is not told what to do"
+    best, why_not = before, "the program already does this" if each.tried else "it has no setting"
     settings = each.tried if each.chosen or most >= len(each.tried) else each.tried[: int(most)]
     if each.tried and not settings:
         why_not = "the program has too many ops to try it"
@@ -149,11 +149,11 @@ def _best(each: TapePass, before: PassResult, goal: Goal, most: float) -> tuple[
             candidate = check(replace(before.checked.program, tapes=tapes))
         except Refused as refused:
             if each.chosen:
-                raise UserError(f"the pass {each.name} makes of this program one that is refused: {refused}") from None
-            why_not = f"the check refuses what it makes: {refused.rule}" if best is before else ""
+                raise UserError(f"the pass {each.name} makes a program that is refused: {refused}") from None
+            why_not = f"the check refuses its result: {refused.rule}" if best is before else ""
             continue
         if not set(before.checked.backends()) <= set(candidate.backends()):
-            why_not = "on a backend its ranks would wait for one another" if best is before else ""
+            why_not = "on a backend, ranks would wait for one another forever" if best is before else ""
             continue
         passed = PassResult(each.name, candidate, *goal.of(candidate), setting)
         if len(tried) < MOST_TRIED and (fewer := _fewer(each, before, passed, best, goal)):
@@ -162,7 +162,7 @@ def _best(each: TapePass, before: PassResult, goal: Goal, most: float) -> tuple[
             best, why_not = passed, ""
         elif best is before:
             faster = passed.better(before, math.inf)
-            why_not = "what is faster takes more memory than there is" if faster else "no change is faster"
+            why_not = "every faster program takes more memory than there is" if faster else "no change is faster"
     if not each.chosen and best.peak >= before.peak and best.end > (1 - goal.least) * before.end:
         return before, why_not or f"it gains less than {goal.least:.0%}"
     return best, why_not

@@ -161,7 +161,7 @@ class ClusterPrices(Prices):
         return seconds
 
     def attends_again_seconds(self, layer: int, kernels: Sequence[Kernel]) -> float:
-        """Return the same for attention as a separate op, from the kernels of its forward pass."""
+        """Return the seconds in which attention's backward pass, a separate op, recomputes its forward kernels."""
         word = self.recipe.memory.saved.again
         named = bool(word) and word != PER_OP
         return self.seconds_of(kernels) if named and self.model.recomputed(layer, word).attends_again else 0.0

@@ -567,7 +567,7 @@ def _require_source(table: Mapping[str, Any], where: str) -> str:
     """Return the source that a table of a file gives, or raise an error if it gives none."""
     source = table.get("source")
     if not isinstance(source, str) or not source:
-        raise UserError(f"{where} gives no source; say in quotes where the framework's way is described")
+        raise UserError(f"{where} gives no source; say in quotes where the framework's behaviour is described")
     return source
 
 

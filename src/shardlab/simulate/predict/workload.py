@@ -165,7 +165,7 @@ class Workload:
         try:
             self.plan.require_ops(self.model.layers, microbatches)
         except UserError as error:
-            raise UserError(f"passes want the program of every rank: {error}") from None
+            raise UserError(f"passes need the program of every rank: {error}") from None
         return check(trace(program_from_plan(self.plan), mesh, sizes, microbatches))
 
     @cached_property

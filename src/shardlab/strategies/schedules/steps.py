@@ -204,8 +204,8 @@ def insert_messages(
                 if actions[place:]
             )
             raise UserError(
-                f"{name} cannot go on: {stuck}, each waiting for what would be done only later; let every pass come "
-                "after those that it needs"
+                f"{name} cannot go on: {stuck}, each waiting for a pass that comes later; put every pass after the "
+                "passes that it needs"
             )
     return steps
 

@@ -591,7 +591,7 @@ class SizedHandle:
         self.repetition: Repetition | None = None
 
     def relative_to(self, layer: int) -> Hashable:
-        """Return what the collective is, with layers and its age relative to a layer and to the present."""
+        """Return the age and the values of the collective, with layers counted from `layer`."""
         values = [value and (value.part, value.layer - layer, value.keys) for value in (self.result, self.read)]
         return (self.rank.started[self.group] - self.number, *values)
 

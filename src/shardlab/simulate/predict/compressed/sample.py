@@ -362,7 +362,7 @@ class PricedSample:
         return shared_residual_layers(plan, self.sample_layer, self._saves)
 
     def sample_shared_residuals(self, cuts: Cuts) -> frozenset[int]:
-        """Return the layers of the sample whose incoming residual did so when their passes were measured."""
+        """Return the layers of the sample whose incoming residual lies in the value that the previous layer saves."""
         known = self._shared_residuals.get(cuts)
         if known is None:
             plan = self.passes(cuts).plan
@@ -523,13 +523,13 @@ def shared_residual_layers(plan: RankPlan, alike: Sequence[int], saves: Sequence
 
 
 def with_more_bytes(done: MeasuredPass, bytes: int, slot: int, *, during: bool = True) -> MeasuredPass:
-    """Return a pass after which more bytes are held than after the sample's, for its gradient or incoming residual.
+    """Return a pass with the bytes of a gradient, or of an incoming residual, that the sample's pass does not hold.
 
-    A backward pass was measured where its gradient is added to an older one, and takes no memory of its own. A forward
-    pass was measured beside the sample's other layers. On a rank, the layer before it may save more or less, so that
-    the residual shares memory with the saved activations in one case and not in the other. A layer that keeps all has
-    read the residual when its op is over. A layer that keeps less reads it as a value that may live longer, so the
-    residual takes memory of its own from the layer's op on.
+    Two properties of a rank can differ from the sample. In the sample, a backward pass adds its gradient to an older
+    one, so the gradient takes no memory. And a residual shares memory with the activations that the layer before saves,
+    if that layer saves all of them, which may hold on only one of the two. A layer that keeps all has read the residual
+    when its op ends. A layer that keeps less reads it as a value that may live longer, so from the layer's op on the
+    residual has separate memory.
 
     Args:
         done: the pass of the sample.
