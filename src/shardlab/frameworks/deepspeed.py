@@ -214,7 +214,7 @@ def _step(
     notes: list[str],
 ) -> FrameworkRun:
     name, model = _model(config, values)
-    plan, recipe = make_plan(layout, model, find_recipe(recipe_name))
+    plan, recipe = make_plan(layout, model), find_recipe(recipe_name)
     if values["micro_batch_size"] is None:
         size = USUAL_BATCH
         notes.append(f"per_device_train_batch_size is not given; the Trainer's {USUAL_BATCH} is taken")

@@ -107,7 +107,7 @@ def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> Fram
         reduce_at="layer" if values["overlap_grad_reduce"] or zero > 1 else "step",
         context=CONTEXTS.get(str(values["context"][0]), "ring"),
     )
-    plan, recipe = make_plan(layout, model, recipe)
+    plan = make_plan(layout, model)
     size = _number(config, values, "micro_batch_size")
     sequences = values["global_batch"] or size * plan.data_ranks
     microbatches = cut_batch(config.file, sequences, size, plan.data_ranks)

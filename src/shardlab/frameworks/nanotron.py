@@ -65,7 +65,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     model = _model(config, values, mesh.tp, notes)
     recipe = find_recipe("nanotron")
     zero = values["zero"]
-    plain, _ = make_plan(Layout(mesh, zero=zero), model, recipe)
+    plain = make_plan(Layout(mesh, zero=zero), model)
     halves = mesh.tp > 1 or mesh.cp > 1 or bool(model.borrowed(model.layers - 1))
     layout = Layout(
         mesh,
@@ -77,7 +77,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
         units_of_stages=stages_by_cost(model, mesh.pp, halves=halves) if mesh.pp > 1 else (),
         context="ring",
     )
-    plan, recipe = make_plan(layout, model, recipe)
+    plan = make_plan(layout, model)
     if mesh.tp > 1 and not values["tp_async"]:
         notes.append("tp_linear_async_communication is false, but is predicted as true")
     each = values["accumulation"]

@@ -102,8 +102,8 @@ class Layout:
     state_over_replicas: bool = False
 
 
-def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Recipe]:
-    """Return the plan of a layout, and the recipe.
+def make_plan(layout: Layout, model: Blocks) -> Plan:
+    """Return the plan of a layout.
 
     A pipeline's FSDP keeps gathered weights and reduces gradients once a step, as in
     `shardlab.planner.published.reading.plan_of`.
@@ -132,7 +132,7 @@ def make_plan(layout: Layout, model: Blocks, recipe: Recipe) -> tuple[Plan, Reci
     if piped and layout.blocks_of_stages:
         units = plan_layers(model, plan).pipeline_units
         plan = replace(plan, layers_per_stage=_units(layout.blocks_of_stages, units))
-    return plan, recipe
+    return plan
 
 
 LOOPED = ("interleaved-1f1b", "breadth-first")

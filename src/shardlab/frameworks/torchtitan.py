@@ -129,7 +129,6 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     name, model = _model(config, values)
     mesh = _mesh(config, values, cluster.size)
     stages, blocks = _stages(config, values, model, mesh)
-    recipe = _recipe(config, values)
     layout = Layout(
         mesh,
         zero=3 if mesh.dp_shard * mesh.cp > 1 else 0,
@@ -141,7 +140,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
         keeps_weights=values["reshard"] == "never",
         context="all_gather" if values["rotate"] == "allgather" else "ring",
     )
-    plan, recipe = make_plan(layout, model, recipe)
+    plan = make_plan(layout, model)
     size, microbatches = _batch(config, values, mesh, plan.data_ranks)
     if mesh.ep > 1:
         notes.append("the weights beside the experts are taken as whole on each rank along ep; torchtitan shards them")
@@ -156,7 +155,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
         size,
         microbatches,
         _precision(values),
-        recipe,
+        _recipe(config, values),
         known_optimizer(values["optimizer"], notes),
         tuple(notes),
     )
