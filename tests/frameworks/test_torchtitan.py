@@ -7,14 +7,14 @@ import pytest
 from shardlab.common.errors import UserError
 from shardlab.frameworks import torchtitan
 from shardlab.frameworks.run import FrameworkRun
-from shardlab.frameworks.settings import Config, Setting
+from shardlab.frameworks.settings import Config, Setting, key_table
 from shardlab.simulate.hardware import find_cluster
 
 BASE = '[model]\nname = "llama3"\nflavor = "8B"\n'
 
 
 def config_of(text: str) -> Config:
-    return Config(torchtitan.table(), "train.toml", tuple(torchtitan.read_toml(BASE + text, "train.toml")))
+    return Config(key_table(torchtitan.NAME), "train.toml", tuple(torchtitan.read_toml(BASE + text, "train.toml")))
 
 
 def step_of(text: str, cluster: str = "h100x64") -> FrameworkRun:
@@ -72,7 +72,7 @@ def test_a_command_line_of_2026_starts_from_the_registry() -> None:
         [("--module", "llama3", 0), ("--config", "llama3_8b", 0), ("--compile.enable", True, 0)]
     )
     registry = torchtitan.registry_settings(selected["module"], selected["config"])
-    step = torchtitan.run(Config(torchtitan.table(), "", (*registry, *settings)), find_cluster("h100x8"))
+    step = torchtitan.run(Config(key_table(torchtitan.NAME), "", (*registry, *settings)), find_cluster("h100x8"))
     assert (step.model.seq_len, step.micro_batch_size, step.microbatches) == (8192, 1, 8)
     assert step.plan.recompute == "per-op"
 
@@ -100,7 +100,7 @@ def test_an_unknown_flavor_names_those_that_are_known() -> None:
 
 
 def test_every_known_model_is_made() -> None:
-    known = torchtitan.table().data["models"]
+    known = key_table(torchtitan.NAME).data["models"]
     for name in known:
         family, flavor = name.split("/")
         changed = config_of("").with_meanings({"model_name": family, "model_flavor": flavor, "seq_len": 2048})

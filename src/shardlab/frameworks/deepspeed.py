@@ -13,7 +13,7 @@ from typing import Any
 
 from shardlab.common.errors import UserError
 from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, known_optimizer, make_plan
-from shardlab.frameworks.settings import Config, KeyTable, Setting
+from shardlab.frameworks.settings import Config, Setting, key_table
 from shardlab.frameworks.yaml_file import read_json, read_yaml
 from shardlab.language import Mesh
 from shardlab.language.pass_names import with_offload
@@ -26,6 +26,9 @@ from shardlab.simulate.predict.recipe import find_recipe
 NAME, ACCELERATE = "deepspeed", "accelerate"
 
 AUTO = "auto"
+
+FACTS = {"num_processes": "devices", "num_machines": "nodes"}
+"""Keys of accelerate that say on how many devices it runs, and the names of these facts in a `Config`."""
 
 INPUTS_ON_HOST = with_offload(None, ["activations=host"])
 """Passes of a plan with `cpu_checkpointing`: copies run beside compute, as those of `_ActivationOffloadEngine` do."""
@@ -50,7 +53,7 @@ def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config
         UserError: if it is no JSON.
     """
     _, settings = read_json(text, file)
-    table = KeyTable.load(NAME)
+    table = key_table(NAME)
     kept = [each for each in settings if each.value != AUTO]
     automatic = [each.key for each in settings if each.value == AUTO and table.find(each.key) is not None]
     config = Config(table, file, (*kept, *overrides))
@@ -66,14 +69,9 @@ def accelerate_config_of(text: str, file: str, overrides: Sequence[Setting] = ()
         UserError: if it is no YAML.
     """
     _, settings = read_yaml(text, file)
-    facts = {
-        fact: each
-        for each in settings
-        for fact, key in (("devices", "num_processes"), ("nodes", "num_machines"))
-        if each.key == key
-    }
+    facts = {FACTS[each.key]: each for each in settings if each.key in FACTS}
     kept = [each for each in settings if each.value is not None and each.value != AUTO]
-    return Config(KeyTable.load(ACCELERATE), file, (*kept, *overrides), facts)
+    return Config(key_table(ACCELERATE), file, (*kept, *overrides), facts)
 
 
 def _on(value: Any) -> bool:

@@ -17,7 +17,7 @@ from shardlab.common.files import require_regular_file
 from shardlab.frameworks import deepspeed, megatron, nanotron, nemo, torchtitan
 from shardlab.frameworks.python_config import read_python
 from shardlab.frameworks.run import FrameworkRun
-from shardlab.frameworks.settings import UNSET, Config, Setting
+from shardlab.frameworks.settings import UNSET, Config, Setting, key_table
 from shardlab.frameworks.shell import Script, Word, flags_of, run_script
 from shardlab.frameworks.yaml_file import read_json, read_yaml
 from shardlab.simulate.hardware import Cluster
@@ -123,7 +123,7 @@ def _from_text(text: str, path: Path, changed: Overrides, framework: str | None)
                 f"{path} has no section of torchtitan, such as training or parallelism; a plan of shardlab is for "
                 "shardlab simulate --plan"
             )
-        return Config(torchtitan.table(), path.name, (*found, *settings))
+        return Config(key_table(torchtitan.NAME), path.name, (*found, *settings))
     if path.suffix == ".py":
         return _from_python(text, path, changed)
     if path.suffix in (".json", ".yaml", ".yml") or framework in READERS:
@@ -139,7 +139,7 @@ def _from_text(text: str, path: Path, changed: Overrides, framework: str | None)
 def _from_python(text: str, path: Path, changed: Overrides) -> Config:
     settings, selected = torchtitan.read_arguments(flags_of(changed.words))
     found = read_python(text, path.name, selected.get("config"))
-    return Config(torchtitan.table(), path.name, (*found.settings, *settings), notes=found.notes)
+    return Config(key_table(torchtitan.NAME), path.name, (*found.settings, *settings), notes=found.notes)
 
 
 READERS: dict[str, Callable[[str, str, Sequence[Setting]], Config]] = {
@@ -160,7 +160,7 @@ def _from_table(text: str, path: Path, changed: Overrides, framework: str | None
         own = [each._replace(key=each.key.removeprefix(prefix)) for each in settings if each.key.startswith(prefix)]
         given = [Setting(name, value, line) for name, value, line in flags_of(changed.words)]
         kept = [each for each in own if each.value is not False and each.value is not None and cast(Any, arguments)]
-        return Config(megatron.table(), path.name, (*kept, *given))
+        return Config(key_table(megatron.NAME), path.name, (*kept, *given))
     if (name := framework or _shape(document)) is None:
         raise UserError(
             f"{path.name} is for no framework that is known here; --framework names it ({', '.join(FRAMEWORKS)})"
@@ -218,10 +218,10 @@ def _from_script(text: str, file: str, changed: Overrides, framework: str | None
             settings, notes = [*map(replace_line, read.settings), *settings], (*notes, *read.notes)
         elif config:
             settings = [*torchtitan.registry_settings(module, config), *settings]
-        return Config(torchtitan.table(), file, tuple(settings), facts, notes)
+        return Config(key_table(torchtitan.NAME), file, tuple(settings), facts, notes)
     settings = tuple(Setting(name, value, line) for name, value, line in arguments)
     settings = tuple(each for each in settings if each.line == 0 or each.key.startswith("--"))
-    config = Config(megatron.table(), file, settings, facts, notes)
+    config = Config(key_table(megatron.NAME), file, settings, facts, notes)
     if framework is None and not config.given:
         raise UserError(
             f"{file} has no argument of a framework that is known here; --framework names it ({', '.join(FRAMEWORKS)})"

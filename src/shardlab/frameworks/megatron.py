@@ -21,7 +21,7 @@ from shardlab.frameworks.run import (
     model_words,
     padded,
 )
-from shardlab.frameworks.settings import Config, KeyTable
+from shardlab.frameworks.settings import Config
 from shardlab.language import Mesh
 from shardlab.language.precision import Optimizer, Precision, find_precision
 from shardlab.language.recompute_names import MODULES
@@ -65,11 +65,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "dist_muon": "muon",
 }
 """Values of --optimizer."""
-
-
-def table() -> KeyTable:
-    """Return the vocabulary of Megatron-LM."""
-    return KeyTable.load(NAME)
 
 
 def run(config: Config, cluster: Cluster) -> FrameworkRun:

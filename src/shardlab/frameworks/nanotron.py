@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shardlab.common.errors import UserError
 from shardlab.frameworks.run import FrameworkRun, Layout, known_optimizer, make_plan, model_words, padded
-from shardlab.frameworks.settings import Config, KeyTable, Setting
+from shardlab.frameworks.settings import Config, Setting, key_table
 from shardlab.frameworks.yaml_file import read_yaml
 from shardlab.language import Mesh
 from shardlab.language.precision import Precision, find_precision
@@ -28,22 +29,18 @@ NAME = "nanotron"
 AXES = ("dp", "pp", "tp", "cp", "ep")
 
 
-def table() -> KeyTable:
-    """Return the vocabulary of nanotron."""
-    return KeyTable.load(NAME)
-
-
 def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config:
     """Return the configuration of a YAML file with changes of the command line.
 
     Raises:
         UserError: if it is no YAML.
     """
+    table = key_table(NAME)
     _, settings = read_yaml(text, file)
-    settings = [each for each in settings if each.value is not None or table().find(each.key) is None]
-    config = Config(table(), file, (*settings, *(each._replace(key=each.key.removeprefix("--")) for each in overrides)))
+    settings = [each for each in settings if each.value is not None or table.find(each.key) is None]
+    config = Config(table, file, (*settings, *(each._replace(key=each.key.removeprefix("--")) for each in overrides)))
     sizes = [config.values[axis] for axis in AXES]
-    return Config(table(), file, config.settings, {"devices": Setting("parallelism", math.prod(sizes))})
+    return replace(config, facts={"devices": Setting("parallelism", math.prod(sizes))})
 
 
 def run(config: Config, cluster: Cluster) -> FrameworkRun:

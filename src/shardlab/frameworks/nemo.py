@@ -11,16 +11,14 @@ from typing import Any
 
 from shardlab.frameworks import megatron
 from shardlab.frameworks.run import FrameworkRun
-from shardlab.frameworks.settings import Config, KeyTable, Setting
+from shardlab.frameworks.settings import Config, Setting, key_table
 from shardlab.frameworks.yaml_file import read_yaml, resolve
 from shardlab.simulate.hardware import Cluster
 
 NAME = "nemo"
 
-
-def table() -> KeyTable:
-    """Return the vocabulary of NeMo."""
-    return KeyTable.load(NAME)
+FACTS = {"trainer.devices": "per_node", "trainer.num_nodes": "nodes"}
+"""Keys that say on how many devices a file runs, and the names of these facts in a `Config`."""
 
 
 def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config:
@@ -29,17 +27,12 @@ def config_of(text: str, file: str, overrides: Sequence[Setting] = ()) -> Config
     Raises:
         UserError: if it is no YAML.
     """
+    table = key_table(NAME)
     _, settings = read_yaml(text, file)
     given = [each._replace(key=each.key.lstrip("-+")) for each in overrides]
     settings = resolve([*settings, *given])
-    settings = [each for each in settings if each.value is not None or table().find(each.key) is None]
-    facts = {
-        fact: each
-        for each in settings
-        for fact, key in (("per_node", "trainer.devices"), ("nodes", "trainer.num_nodes"))
-        if each.key == key
-    }
-    return Config(table(), file, tuple(settings), facts)
+    settings = [each for each in settings if each.value is not None or table.find(each.key) is None]
+    return Config(table, file, tuple(settings), {FACTS[each.key]: each for each in settings if each.key in FACTS})
 
 
 def values_of(config: Config) -> dict[str, Any]:

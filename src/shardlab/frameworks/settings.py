@@ -91,7 +91,7 @@ class Key:
 
     meaning: str
     name: str
-    also: tuple[str, ...] = ()
+    also: Sequence[str] = ()
     default: Any = None
     off: bool = False
     kind: str = ""
@@ -166,11 +166,6 @@ class KeyTable:
     versions: Mapping[str, tuple[str, ...]]
     data: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
-    @classmethod
-    def load(cls, framework: str) -> KeyTable:
-        """Return the table of a framework."""
-        return _load(framework)
-
     @cached_property
     def by_name(self) -> Mapping[str, Key]:
         """Keys by all their names."""
@@ -195,22 +190,13 @@ class KeyTable:
 
 
 @cache
-def _load(framework: str) -> KeyTable:
+def key_table(framework: str) -> KeyTable:
+    """Return the table of a framework."""
     table = load_table(f"frameworks/{framework}.toml")
-    keys = {
-        meaning: Key(
-            meaning,
-            row["name"],
-            tuple(row.get("also", ())),
-            row.get("default"),
-            row.get("off", False),
-            row.get("kind", ""),
-        )
-        for meaning, row in table.pop("keys").items()
-    }
+    keys = {meaning: Key(meaning, **row) for meaning, row in table.pop("keys").items()}
     ignored = {pattern: reason for reason, patterns in table.pop("ignored").items() for pattern in patterns}
     if base := table.pop("base", None):  # whose keys have no name here, but a default
-        keys = {meaning: replace(key, name="", also=()) for meaning, key in _load(base).keys.items()} | keys
+        keys = {meaning: replace(key, name="", also=()) for meaning, key in key_table(base).keys.items()} | keys
     versions = {version: tuple(patterns) for version, patterns in table.pop("versions", {}).items()}
     return KeyTable(
         framework, table.pop("source"), keys, ignored, table.pop("unpredicted", {}), versions, cast(Any, table)

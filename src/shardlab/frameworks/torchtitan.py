@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from shardlab.common.errors import UserError, suggest_name
 from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, known_optimizer, make_plan
-from shardlab.frameworks.settings import Config, KeyTable, Setting
+from shardlab.frameworks.settings import Config, Setting, key_table
 from shardlab.language import Mesh
 from shardlab.language.precision import Precision, find_precision
 from shardlab.models import Blocks
@@ -45,11 +45,6 @@ SECTIONS = (
     *("checkpoint", "activation_checkpoint", "compile", "float8", "mx", "quantize", "comm", "memory_estimation"),
     *("fault_tolerance", "experimental", "validation", "validator", "debug", "dataloader"),
 )
-
-
-def table() -> KeyTable:
-    """Return the vocabulary of torchtitan."""
-    return KeyTable.load(NAME)
 
 
 def read_toml(text: str, file: str) -> list[Setting]:
@@ -110,7 +105,7 @@ def registry_settings(module: str, config: str) -> list[Setting]:
     Raises:
         UserError: if it is not known.
     """
-    known = cast(dict[str, dict[str, Any]], table().data["registry"])
+    known = cast(dict[str, dict[str, Any]], key_table(NAME).data["registry"])
     if config not in known:
         raise UserError(
             f"--config {config} is a function of torchtitan's registry that is not known here; "

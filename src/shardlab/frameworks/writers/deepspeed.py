@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlab.frameworks import deepspeed
-from shardlab.frameworks.settings import KeyTable
+from shardlab.frameworks.settings import key_table
 from shardlab.frameworks.writers.translation import Translation, as_yaml, commented, nested, plan_of
 from shardlab.simulate.predict.workload import Workload
 
@@ -117,7 +117,7 @@ def arguments(found: Translation, framework: str) -> tuple[str, ...]:
 
 def _divided(found: Translation, framework: str, names: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return the keys of the file with their values, and the arguments of the training program."""
-    table = KeyTable.load(framework)
+    table = key_table(framework)
     inside: dict[str, Any] = {}
     flags: list[str] = []
     for meaning, value in found.values.items():

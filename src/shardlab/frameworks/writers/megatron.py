@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from shardlab.frameworks import megatron
-from shardlab.frameworks.settings import Setting
+from shardlab.frameworks.settings import Setting, key_table
 from shardlab.frameworks.writers.translation import Translation, blocks_of_stages, commented, plan_of, switch_of
 from shardlab.language.recompute_names import modules_of
 from shardlab.models.architectures import GPT, MoE
@@ -204,10 +204,10 @@ def render(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[
     )
     lines = [commented([*remarks, more]), f"GPUS_PER_NODE={cluster.per_node}\nNNODES={cluster.nodes}\n"]
     placed = {meaning: group for group, meanings in GROUPS.items() for meaning in meanings}
-    arrays = [*GROUPS, "TRAINING"]
+    arrays, table = [*GROUPS, "TRAINING"], key_table(megatron.NAME)
     for array in arrays:
         meanings = [meaning for meaning in found.values if placed.get(meaning, "TRAINING") == array]
-        settings = [megatron.table().write(meaning, found.values[meaning]) for meaning in meanings]
+        settings = [table.write(meaning, found.values[meaning]) for meaning in meanings]
         extra = _numbers(cast(GPT, step.model)) if array == "MODEL" else []
         flags = [*_flags(settings), *extra, *(found.more if array == "TRAINING" else ())]
         if flags:

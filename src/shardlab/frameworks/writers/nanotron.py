@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from shardlab.frameworks import nanotron
+from shardlab.frameworks.settings import key_table
 from shardlab.frameworks.writers.translation import Translation, as_yaml, commented, nested, plan_of
 from shardlab.models.architectures import GPT, MoE
 from shardlab.simulate.predict.workload import Workload
@@ -95,10 +96,8 @@ def _model(step: Workload, unsaid: list[str]) -> dict[str, Any]:
 def render(found: Translation, step: Workload, remarks: Sequence[str]) -> tuple[str]:
     """Return the text of the YAML file of a translation."""
     model = cast(GPT, step.model)
-    written = dict(YOURS)
-    for meaning, value in found.values.items():
-        setting = nanotron.table().write(meaning, value)
-        written[setting.key] = value
+    written, keys = dict(YOURS), key_table(nanotron.NAME).keys
+    written |= {keys[meaning].name: value for meaning, value in found.values.items()}
     inside = "model.model_config."
     kind = "is_qwen2_config" if isinstance(model, MoE) else "is_llama_config"
     written |= {f"{inside}{kind}": True, f"{inside}max_position_embeddings": model.seq_len}

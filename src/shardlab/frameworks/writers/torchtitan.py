@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from shardlab.common.files import toml_value
 from shardlab.frameworks import torchtitan
-from shardlab.frameworks.settings import Setting
+from shardlab.frameworks.settings import Setting, key_table
 from shardlab.frameworks.writers.translation import (
     Translation,
     blocks_of_stages,
@@ -114,7 +114,7 @@ def _translate(step: Workload) -> Translation:
 
 def flavor_of(step: Workload) -> tuple[str, str]:
     """Return the name and the flavor of torchtitan's model with the sizes of a step's (empty: it has none)."""
-    known = cast(dict[str, dict[str, Any]], torchtitan.table().data["models"])
+    known = cast(dict[str, dict[str, Any]], key_table(torchtitan.NAME).data["models"])
     mine = model_properties(step.model)
     for name, row in known.items():
         written = {key: value for key, value in row.items() if key != "model"} | {"seq_len": step.model.seq_len}
@@ -257,7 +257,7 @@ def _code(values: Mapping[str, Any], family: str) -> str:
 
 
 def _field(meaning: str) -> str:
-    return torchtitan.table().keys[meaning].name.partition(".")[2]
+    return key_table(torchtitan.NAME).keys[meaning].name.partition(".")[2]
 
 
 def _literal(value: Any) -> str:
@@ -281,7 +281,7 @@ def render_toml(found: Translation, step: Workload, remarks: Sequence[str]) -> t
         else value
         for meaning, value in found.values.items()
     }
-    settings = [torchtitan.table().write(meaning, value) for meaning, value in values.items()]
+    settings = [key_table(torchtitan.NAME).write(meaning, value) for meaning, value in values.items()]
     return (commented([*remarks, more, start]) + "".join(_sections(settings)),)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 from shardlab.common.errors import Refused, UserError
 from shardlab.common.fields import as_text
 from shardlab.frameworks.find import FRAMEWORKS
-from shardlab.frameworks.settings import Config, KeyTable
+from shardlab.frameworks.settings import Config, key_table
 from shardlab.frameworks.writers import deepspeed, megatron, nanotron, torchtitan
 from shardlab.frameworks.writers.translation import Translation, model_properties
 from shardlab.planner.problem import plan_layers
@@ -119,7 +119,7 @@ def _write(writer: Writer, step: Workload, name: str, model: str) -> Written:
 
 def differences(step: Workload, found: Translation, framework: str, model: str) -> list[str]:
     """Return in what a translation, read as `explain` reads it, differs from its step."""
-    table = KeyTable.load(framework)
+    table = key_table(framework)
     settings = tuple(table.write(meaning, value)._replace(line=1) for meaning, value in found.values.items())
     config = Config(table, "the file", settings, model="" if found.says_model else model)
     try:
