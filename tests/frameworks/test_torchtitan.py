@@ -69,7 +69,7 @@ def test_a_pipeline_has_fewer_blocks_at_its_ends() -> None:
 
 def test_a_command_line_of_2026_starts_from_the_registry() -> None:
     settings, selected = torchtitan.read_arguments(
-        [("--module", "llama3", 0), ("--config", "llama3_8b", 0), ("--compile.enable", True, 0)]
+        [Setting("--module", "llama3"), Setting("--config", "llama3_8b"), Setting("--compile.enable", True)]
     )
     registry = torchtitan.registry_settings(selected["module"], selected["config"])
     step = torchtitan.run(Config(key_table(torchtitan.NAME), "", (*registry, *settings)), find_cluster("h100x8"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from shardlab.common.errors import UserError, naming, suggest_name, why_unreadable
+from shardlab.common.errors import UserError, naming, unknown_name, why_unreadable
 from shardlab.common.files import require_regular_file
 from shardlab.frameworks import deepspeed, megatron, nanotron, nemo, torchtitan
 from shardlab.frameworks.python_config import read_python
@@ -92,7 +92,7 @@ def read_config(name: str, overrides: Sequence[str] = (), framework: str | None 
         UserError: if the file cannot be read, or no framework is recognized.
     """
     if framework is not None and framework not in FRAMEWORKS:
-        raise UserError(f"there is no framework {framework!r}; {suggest_name(framework, FRAMEWORKS)}")
+        raise unknown_name("framework", framework, FRAMEWORKS)
     changed = Overrides.of(overrides)
     if name in FRAMEWORKS and not Path(name).exists():
         if name in READERS:
@@ -155,19 +155,18 @@ def _from_table(text: str, path: Path, changed: Overrides, framework: str | None
     """Return the configuration of a YAML or JSON file."""
     read = read_json if path.suffix == ".json" else read_yaml
     document, settings = read(text, path.name)
-    if framework is None and isinstance(arguments := document.get("MODEL_ARGS"), dict):  # tests of Megatron-LM
+    if framework is None and isinstance(document.get("MODEL_ARGS"), dict):  # tests of Megatron-LM
         prefix = "MODEL_ARGS."
         own = [each._replace(key=each.key.removeprefix(prefix)) for each in settings if each.key.startswith(prefix)]
-        given = [Setting(name, value, line) for name, value, line in flags_of(changed.words)]
-        kept = [each for each in own if each.value is not False and each.value is not None and cast(Any, arguments)]
-        return Config(key_table(megatron.NAME), path.name, (*kept, *given))
+        kept = [each for each in own if each.value is not False and each.value is not None]
+        return Config(key_table(megatron.NAME), path.name, (*kept, *flags_of(changed.words)))
     if (name := framework or _shape(document)) is None:
         raise UserError(
             f"{path.name} is for no framework that is known here; --framework names it ({', '.join(FRAMEWORKS)})"
         )
     if name not in READERS:
         raise UserError(f"{path.name} is YAML or JSON, which {name} does not read; leave out --framework")
-    given = [Setting(key, value, line) for key, value, line in flags_of(changed.words)]
+    given = flags_of(changed.words)
     given += [Setting(key, value) for key, value in changed.variables.items()]
     given += [Setting(*pair) for word in changed.words if (pair := _assignment(word.text)) is not None]
     return READERS[name](text, path.name, given)
@@ -199,8 +198,8 @@ def _from_script(text: str, file: str, changed: Overrides, framework: str | None
     script = run_script(text, changed.variables)
     launch, words = _training_command(script)
     arguments = flags_of([*words, *changed.words])
-    dotted = [name for name, *_ in arguments if name.removeprefix("--").split(".")[0] in torchtitan.SECTIONS]
-    modules = {name for name, *_ in arguments} & {"--module", "--config", "--job.config_file"}
+    dotted = [each for each in arguments if each.key.removeprefix("--").split(".")[0] in torchtitan.SECTIONS]
+    modules = {each.key for each in arguments} & {"--module", "--config", "--job.config_file"}
     variables = script.value("CONFIG_FILE")
     facts = _facts(script, launch)
     notes = tuple(script.notes)
@@ -215,12 +214,11 @@ def _from_script(text: str, file: str, changed: Overrides, framework: str | None
         path = folder / (module.replace(".", "/") + ".py")
         if config and module and path.is_file():
             read = read_python(path.read_text(encoding="utf-8"), path.name, config)
-            settings, notes = [*map(replace_line, read.settings), *settings], (*notes, *read.notes)
+            settings, notes = [*(each._replace(line=0) for each in read.settings), *settings], (*notes, *read.notes)
         elif config:
             settings = [*torchtitan.registry_settings(module, config), *settings]
         return Config(key_table(torchtitan.NAME), file, tuple(settings), facts, notes)
-    settings = tuple(Setting(name, value, line) for name, value, line in arguments)
-    settings = tuple(each for each in settings if each.line == 0 or each.key.startswith("--"))
+    settings = tuple(each for each in arguments if each.line == 0 or each.key.startswith("--"))
     config = Config(key_table(megatron.NAME), file, settings, facts, notes)
     if framework is None and not config.given:
         raise UserError(
@@ -233,13 +231,8 @@ def _inner_file(folder: Path, inner: str, file: str) -> list[Setting]:
     for path in (folder / inner, folder / Path(inner).name):
         if path.is_file():
             settings = torchtitan.read_toml(path.read_text(encoding="utf-8"), str(path))
-            return [replace_line(each) for each in settings]
+            return [each._replace(line=0) for each in settings]  # a line of another file
     raise UserError(f"{file} starts torchtitan with {inner}, which is not beside it; name that file, or put it there")
-
-
-def replace_line(setting: Setting) -> Setting:
-    """Return a setting without its line, which is one of another file."""
-    return setting._replace(line=0)
 
 
 def _training_command(script: Script) -> tuple[list[Word], list[Word]]:
@@ -249,13 +242,14 @@ def _training_command(script: Script) -> tuple[list[Word], list[Word]]:
     """
     best: tuple[list[Word], list[Word]] | None = None
     for words in _commands(script):
-        place = next((number for number, word in enumerate(words) if word.text.endswith(".py")), None)
-        if place is None and any(word.text in ("-m", "--module") for word in words):
-            place = next(number for number, word in enumerate(words) if word.text in ("-m", "--module")) + 1
-        if place is None and any(word.text.endswith("run_train.sh") for word in words):
-            place = next(number for number, word in enumerate(words) if word.text.endswith("run_train.sh"))
-        if place is not None and (best is None or len(words) - place > len(best[1])):
-            best = list(words[:place]), list(words[place + 1 :])
+        texts = [word.text for word in words]
+        programs = (
+            [place for place, text in enumerate(texts) if text.endswith(".py")]
+            or [place + 1 for place, text in enumerate(texts) if text in ("-m", "--module")]
+            or [place for place, text in enumerate(texts) if text.endswith("run_train.sh")]
+        )
+        if programs and (best is None or len(words) - programs[0] > len(best[1])):
+            best = words[: programs[0]], words[programs[0] + 1 :]
     if best is not None and any(word.text.startswith("--") for word in best[1]):
         return best
     loose = [word for words in (*script.variables.values(), *script.commands) for word in words]
@@ -281,7 +275,7 @@ def _commands(script: Script) -> list[list[Word]]:
 def _facts(script: Script, launch: Sequence[Word]) -> dict[str, Setting]:
     """Return what a script says of its devices: flags of the launcher, variables, and the scheduler's options."""
     found: dict[str, Setting] = {}
-    flags = {name: Setting(name, value, line) for name, value, line in flags_of([*script.directives, *launch])}
+    flags = {each.key: each for each in flags_of([*script.directives, *launch])}
     if gres := flags.get("--gres"):
         count = re.search(r"gpu(?::\w+)?:(\d+)", str(gres.value))
         flags |= {"--gpus-per-node": Setting("--gres", count[1], gres.line)} if count else {}

@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from shardlab.frameworks.settings import UNSET
+from shardlab.frameworks.settings import UNSET, Setting
 
 OPERATORS = ("&&", "||", ";;", "|", ";", "&", "\n", "(", ")", "<<<", "<<", ">>", ">", "<")
 
@@ -496,19 +496,19 @@ def _compare(words: Sequence[str]) -> bool | None:
 FLAG = re.compile(r"--?[A-Za-z][\w.:-]*(=.*)?", re.DOTALL)
 
 
-def flags_of(words: Sequence[Word]) -> list[tuple[str, Any, int]]:
+def flags_of(words: Sequence[Word]) -> list[Setting]:
     """Return flags with their values and lines. True stands for a flag without a value, a list for several values.
 
-    >>> flags_of([Word("--tp", 1), Word("2", 1), Word("--bf16", 2), Word("--lr=1e-4", 3)])
+    >>> [tuple(each) for each in flags_of([Word("--tp", 1), Word("2", 1), Word("--bf16", 2), Word("--lr=1e-4", 3)])]
     [('--tp', '2', 1), ('--bf16', True, 2), ('--lr', '1e-4', 3)]
     """
-    found: list[tuple[str, Any, int]] = []
+    found: list[Setting] = []
     values: list[str] = []
     name, line = "", 0
 
     def close() -> None:
         if name:
-            found.append((name, values[0] if len(values) == 1 else list(values) if values else True, line))
+            found.append(Setting(name, values[0] if len(values) == 1 else list(values) if values else True, line))
 
     for word in words:
         if FLAG.fullmatch(word.text):

@@ -81,12 +81,8 @@ def _lines(text: str) -> dict[str, int]:
     return found
 
 
-def read_arguments(arguments: Sequence[tuple[str, Any, int]]) -> tuple[list[Setting], dict[str, str]]:
-    """Return the settings of flags such as --training.seq_len=8192, and those that select a file or a function.
-
-    Args:
-        arguments: name, value and line of each flag.
-    """
+def read_arguments(arguments: Sequence[Setting]) -> tuple[list[Setting], dict[str, str]]:
+    """Return the settings of flags such as --training.seq_len=8192, and those that select a file or a function."""
     settings: list[Setting] = []
     selected: dict[str, str] = {}
     for name, value, line in arguments:
