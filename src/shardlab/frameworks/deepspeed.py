@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.common.errors import UserError
-from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, known_optimizer, make_plan
+from shardlab.frameworks.run import (
+    FrameworkRun,
+    Layout,
+    cut_batch,
+    data_ranks,
+    known_optimizer,
+    make_plan,
+    other_micro_batches,
+)
 from shardlab.frameworks.settings import Config, Setting, key_table
 from shardlab.frameworks.yaml_file import read_json, read_yaml
 from shardlab.language import Mesh
@@ -250,11 +258,7 @@ def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
     yield {"recompute": True if not values["recompute"] else None}
     for zero in range(4):
         yield {"zero": zero}
-    size, each = step.micro_batch_size, step.microbatches // step.plan.data_ranks
-    if size % 2 == 0:
-        yield {"micro_batch_size": size // 2, "accumulation": each * 2}
-    if each % 2 == 0:
-        yield {"micro_batch_size": size * 2, "accumulation": each // 2}
+    yield from other_micro_batches(step)
 
 
 def changes_accelerate(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
@@ -266,8 +270,4 @@ def changes_accelerate(config: Config, step: FrameworkRun) -> Iterator[dict[str,
     yield {"fsdp_recompute" if kind == "FSDP" else "recompute": True}
     if kind == "FSDP":
         yield from ({"strategy": name} for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"))
-    size, each = step.micro_batch_size, step.microbatches // step.plan.data_ranks
-    if size % 2 == 0:
-        yield {"micro_batch_size": size // 2, "accumulation": each * 2}
-    if each % 2 == 0:
-        yield {"micro_batch_size": size * 2, "accumulation": each // 2}
+    yield from other_micro_batches(step)

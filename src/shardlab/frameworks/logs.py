@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shardlab.common.errors import UserError, why_unreadable
 from shardlab.common.files import require_regular_file
@@ -210,7 +210,7 @@ def read_measured(words: Sequence[str]) -> Measured:
     Raises:
         UserError: for a word that is neither.
     """
-    figures: dict[str, float] = {}
+    figures: dict[str, Any] = {}
     kind: MemoryKind = "nvidia-smi"
     log: Measured | None = None
     for word in words:
@@ -237,14 +237,7 @@ def read_measured(words: Sequence[str]) -> Measured:
             raise UserError(f"--measured {word} is not understood; give {WANTED}")
     if log is not None and figures:
         raise UserError("--measured has both a log and figures; give one of them")
-    return log or Measured(
-        figures.get("seconds"),
-        figures.get("tokens_per_second"),
-        figures.get("tokens_per_device"),
-        figures.get("memory"),
-        kind,
-        figures.get("mfu"),
-    )
+    return log or Measured(**figures, kind=kind)
 
 
 def _read_file(path: Path) -> Measured:

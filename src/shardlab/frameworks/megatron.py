@@ -23,7 +23,7 @@ from shardlab.frameworks.run import (
 )
 from shardlab.frameworks.settings import Config
 from shardlab.language import Mesh
-from shardlab.language.precision import Optimizer, Precision, find_precision
+from shardlab.language.precision import Precision, find_precision
 from shardlab.language.recompute_names import MODULES
 from shardlab.models import GPT, Blocks, Llama
 from shardlab.models.architectures import Mixtral, MoE
@@ -55,16 +55,6 @@ HUGGING_FACE = {
     "gpt2": 50257,
 }
 """Sizes of vocabularies by a part of a tokenizer's path."""
-
-
-OPTIMIZERS: dict[str, Optimizer] = {
-    "adam": "adamw",
-    "sgd": "sgd",
-    "lion": "lion",
-    "muon": "muon",
-    "dist_muon": "muon",
-}
-"""Values of --optimizer."""
 
 
 def run(config: Config, cluster: Cluster) -> FrameworkRun:
@@ -116,7 +106,7 @@ def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> Fram
         microbatches,
         _precision(values),
         recipe,
-        known_optimizer(values["optimizer"], notes, OPTIMIZERS),
+        known_optimizer(values["optimizer"], notes),
         tuple(notes),
     )
 
@@ -165,7 +155,7 @@ def _model(config: Config, values: Mapping[str, Any], mesh: Mesh, notes: list[st
         "ffn_hidden_size": ffn,
         "vocab_size": _vocabulary(values, mesh.tp, notes),
         "seq_len": seq_len,
-        "tied": not values["untied"] and mesh.pp >= 1,
+        "tied": not values["untied"],
         "norm": "rms" if values["norm"] == "RMSNorm" else "layer",
         "bias": values["bias"],
         "activation": "swiglu" if gated else "squared_relu" if values["squared_relu"] else "gelu",

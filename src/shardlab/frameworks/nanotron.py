@@ -12,7 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from shardlab.common.errors import UserError
-from shardlab.frameworks.run import FrameworkRun, Layout, known_optimizer, make_plan, model_words, padded
+from shardlab.frameworks.run import (
+    FrameworkRun,
+    Layout,
+    known_optimizer,
+    make_plan,
+    model_words,
+    other_micro_batches,
+    padded,
+)
 from shardlab.frameworks.settings import Config, Setting, key_table
 from shardlab.frameworks.yaml_file import read_yaml
 from shardlab.language import Mesh
@@ -149,12 +157,8 @@ def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
     yield {"zero": 1 - min(1, values["zero"])}
     if mesh.tp > 1:
         yield {"tp_mode": "REDUCE_SCATTER", "tp_async": True}
-    size, each = step.micro_batch_size, values["accumulation"]
-    if size % 2 == 0:
-        yield {"micro_batch_size": size // 2, "accumulation": each * 2}
-    if each % 2 == 0:
-        yield {"micro_batch_size": size * 2, "accumulation": each // 2}
-    dp, tp, pp = values["dp"], values["tp"], values["pp"]
+    yield from other_micro_batches(step)
+    dp, tp, pp, each = values["dp"], values["tp"], values["pp"], values["accumulation"]
     if dp % 2 == 0:
         if 2 * tp <= step.cluster.per_node:
             yield {"dp": dp // 2, "tp": tp * 2, "accumulation": each * 2}

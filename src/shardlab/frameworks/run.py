@@ -7,8 +7,8 @@ stage of ZeRO, in the words that most frameworks use, into a plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlab.common.errors import UserError
@@ -48,7 +48,7 @@ class FrameworkRun:
     precision: Precision
     recipe: Recipe
     optimizer: Optimizer = "adamw"
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def workload(self) -> Workload:
@@ -180,6 +180,15 @@ def cut_batch(file: str, sequences: int, micro_batch_size: int, ranks: int) -> i
     return each * ranks
 
 
+def other_micro_batches(step: FrameworkRun) -> Iterator[dict[str, int]]:
+    """Yield changes to microbatches of half and of twice the size, of the same global batch, as values of meanings."""
+    size, each = step.micro_batch_size, step.microbatches // step.plan.data_ranks
+    if size % 2 == 0:
+        yield {"micro_batch_size": size // 2, "accumulation": each * 2}
+    if each % 2 == 0:
+        yield {"micro_batch_size": size * 2, "accumulation": each // 2}
+
+
 def model_words(model: Blocks) -> str:
     """Return a model without a name in words, such as `Llama of 8.03B parameters`."""
     count = model.parameter_count
@@ -194,13 +203,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": "sgd",
     "lion": "lion",
     "muon": "muon",
+    "dist_muon": "muon",  # of Megatron-LM
 }
-"""Names of optimizers in most frameworks."""
+"""Names of optimizers in the frameworks."""
 
 
-def known_optimizer(name: Any, notes: list[str], names: Mapping[str, Optimizer] = OPTIMIZERS) -> Optimizer:
+def known_optimizer(name: Any, notes: list[str]) -> Optimizer:
     """Return the optimizer of a name in any case, or AdamW with a note if the name is not known."""
-    found = names.get(str(name).lower())
+    found = OPTIMIZERS.get(str(name).lower())
     if found is None:
         notes.append(f"optimizer {name} is predicted as AdamW")
     return found or "adamw"

@@ -8,7 +8,7 @@ prediction here follows. Any other key is reported as not understood. A `Config`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -105,12 +105,13 @@ class Key:
         value = setting.value
         if self.off:
             return value is False or str(value).lower() == "false"
-        kinds: dict[str, type[Any]] = {"int": int, "float": float}
-        kind = cast(type[Any], type(self.default)) if self.default is not None else kinds.get(self.kind)
+        kind = self.kind if self.default is None else type(self.default).__name__
+        if not kind or value is None:
+            return value
+        convert, wanted = _KINDS[kind]
         try:
-            return value if kind is None or value is None else _CONVERT[kind](value)
+            return convert(value)
         except (ValueError, TypeError, KeyError, OverflowError):
-            wanted = _WANTED.get(kind or str, "text")
             raise UserError(f"{setting.place}: {setting.key} is {value!r}; give {wanted}") from None
 
 
@@ -132,9 +133,14 @@ def _as_list(value: Any) -> list[Any]:
     return [part.strip() for part in str(value).strip("[]").replace(",", " ").split()] if value else []
 
 
-_WANTED: dict[type[Any], str] = {int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
-
-_CONVERT: dict[type, Any] = {int: _as_int, float: float, bool: _as_bool, str: str, list: _as_list}
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "int": (_as_int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (_as_bool, "true or false"),
+    "list": (_as_list, "a list"),
+    "str": (str, "text"),
+}
+"""By the name of a type: the function from a value in a file to this type, and its name in messages."""
 
 
 class Reason(NamedTuple):
@@ -273,20 +279,15 @@ class Config:
     @cached_property
     def unpredicted(self) -> list[Reason]:
         """Settings that matter, but that the prediction does not follow."""
-        found = [(each, self.table.reason_unpredicted(each.key)) for each in self._last(self.settings)]
+        found = [(each, self.table.reason_unpredicted(each.key)) for each in self._last]
         return [Reason(each, reason) for each, reason in found if reason is not None and each.value not in OFF]
 
     @cached_property
     def unknown(self) -> list[Setting]:
         """Settings whose keys are not known."""
-        table = self.table
-        return [
-            each
-            for each in self._others
-            if each.value not in (None, {}, [])
-            and not table.reason_unpredicted(each.key)
-            and not table.reason_to_ignore(each.key)
-        ]
+        reasons = self.table.reason_unpredicted, self.table.reason_to_ignore
+        others = [each for each in self._others if each.value not in (None, {}, [])]
+        return [each for each in others if not any(reason(each.key) for reason in reasons)]
 
     @property
     def version(self) -> str:
@@ -298,12 +299,14 @@ class Config:
         return ""
 
     @property
-    def _others(self) -> list[Setting]:
-        return [each for each in self._last(self.settings) if self.table.find(each.key) is None]
+    def _last(self) -> list[Setting]:
+        """The last setting of each key."""
+        return list({each.key: each for each in self.settings}.values())
 
-    @staticmethod
-    def _last(settings: Iterable[Setting]) -> list[Setting]:
-        return list({each.key: each for each in settings}.values())
+    @property
+    def _others(self) -> list[Setting]:
+        """The last setting of each key that has no meaning."""
+        return [each for each in self._last if self.table.find(each.key) is None]
 
     def with_meanings(self, changes: Mapping[str, Any]) -> Config:
         """Return this configuration with other values of some meanings.

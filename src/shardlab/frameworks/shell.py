@@ -451,12 +451,8 @@ def _changed(value: str, change: str) -> str:
 
 
 _OPERATIONS: dict[type, Callable[[int, int], int]] = {
-    ast.Add: lambda one, other: one + other,
-    ast.Sub: lambda one, other: one - other,
-    ast.Mult: lambda one, other: one * other,
-    ast.Div: lambda one, other: one // other,
-    ast.FloorDiv: lambda one, other: one // other,
-    ast.Mod: lambda one, other: one % other,
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
+    **{ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
 }
 
 

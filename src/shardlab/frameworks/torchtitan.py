@@ -17,6 +17,7 @@ from typing import Any, cast
 from shardlab.common.errors import UserError, suggest_name
 from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, known_optimizer, make_plan
 from shardlab.frameworks.settings import Config, Setting, key_table
+from shardlab.frameworks.yaml_file import flat
 from shardlab.language import Mesh
 from shardlab.language.precision import Precision, find_precision
 from shardlab.models import Blocks
@@ -58,15 +59,7 @@ def read_toml(text: str, file: str) -> list[Setting]:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{file} is no TOML: {error}") from None
     lines = _lines(text)
-    return [Setting(key, value, lines.get(key, 0)) for key, value in _flat(document)]
-
-
-def _flat(written: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in written.items():
-        if isinstance(value, dict):
-            yield from _flat(cast(dict[str, Any], value), f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    return [Setting(key, value, lines.get(key, 0)) for key, value in flat(document) if value != {}]
 
 
 def _lines(text: str) -> dict[str, int]:
@@ -304,13 +297,10 @@ def _batch(config: Config, values: Mapping[str, Any], mesh: Mesh, ranks: int) ->
 def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
     """Yield changes of single keys that may save time or memory, as values of meanings."""
     values, mesh = config.values, step.plan.mesh
-    modes = {
-        "none": {"recompute": "none"},
-        "op": {"recompute": "selective", "recompute_option": "op"},
-        "2": {"recompute": "selective", "recompute_option": "2"},
-        "full": {"recompute": "full"},
-    }
-    yield from modes.values()
+    free = {"dp_shard": -1} if values["dp_shard"] != -1 else {}
+    yield {"recompute": "none"}
+    yield from ({"recompute": "selective", "recompute_option": option} for option in ("op", "2"))
+    yield {"recompute": "full"}
     if not values["compile"]:
         yield {"compile": True}
     local = values["local_batch"]
@@ -319,14 +309,14 @@ def changes(config: Config, step: FrameworkRun) -> Iterator[dict[str, Any]]:
         yield {"local_batch": size, **keep}
     for tp in (1, 2, 4, 8):
         if tp != mesh.tp and tp <= step.cluster.per_node:
-            yield {"tp": tp, **({"dp_shard": -1} if values["dp_shard"] != -1 else {})}
+            yield {"tp": tp, **free}
     if mesh.tp > 1 and not values["async_tp"]:
         yield {"async_tp": True}
     yield from ({"reshard": each} for each in ("always", "never") if each != values["reshard"])
     if step.cluster.nodes > 1 and mesh.dp_replicate == 1 and mesh.dp_shard > step.cluster.per_node:
-        yield {"dp_replicate": step.cluster.nodes, **({"dp_shard": -1} if values["dp_shard"] != -1 else {})}
+        yield {"dp_replicate": step.cluster.nodes, **free}
     if mesh.dp_replicate > 1:
-        yield {"dp_replicate": 1, **({"dp_shard": -1} if values["dp_shard"] != -1 else {})}
+        yield {"dp_replicate": 1, **free}
     for cp in (2, 4):
         if mesh.cp == 1 and values["seq_len"] >= 16384:
             yield {"cp": cp}

@@ -7,8 +7,10 @@ values, because a tag of a framework's own says nothing that a prediction needs.
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from typing import Any, cast
 
 import yaml
@@ -95,10 +97,10 @@ def _lines(node: yaml.Node | None, prefix: str = "", depth: int = 0) -> Iterator
 
 
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "multiply": lambda one, other: one * other,
-    "eval": lambda one, other: one * other,
+    "multiply": operator.mul,
+    "eval": operator.mul,
     "divide": lambda one, other: one // max(1, other),
-    "add": lambda one, other: one + other,
+    "add": operator.add,
 }
 
 
@@ -115,10 +117,7 @@ def resolve(settings: list[Setting]) -> list[Setting]:
             if operation := re.fullmatch(r"(multiply|divide|add|eval):(.*)", inner):
                 numbers = re.split(r"[,*]", operation[2])
                 if all(re.fullmatch(r"\s*\d+\s*", number) for number in numbers):
-                    total = int(numbers[0])
-                    for number in map(int, numbers[1:]):
-                        total = _OPERATIONS[operation[1]](total, number)
-                    return str(total)
+                    return str(reduce(_OPERATIONS[operation[1]], map(int, numbers)))
                 return found[0]
             path = key.rsplit(".", 1)[0] + inner if inner.startswith(".") and "." in key else inner.lstrip(".")
             known = values.get(path, values.get(path.removeprefix("training.")))  # as the launcher of NeMo nests it

@@ -172,19 +172,9 @@ def _recompute(step: Workload, plan: Plan, unsaid: list[str]) -> dict[str, Any]:
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "MODEL": (
-        *(
-            "layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "heads",
-            "head_dim",
-            "grouped",
-            "kv_heads",
-            "seq_len",
-            "positions",
-        ),
+        *("layers", "hidden_size", "ffn_hidden_size", "heads", "head_dim", "grouped", "kv_heads", "seq_len"),
         *("swiglu", "squared_relu", "norm", "bias", "untied", "vocab_size", "vocab_multiple", "attention_dropout"),
-        *("hidden_dropout", "experts", "top_k", "expert_ffn", "capacity", "shared_ffn"),
+        *("positions", "hidden_dropout", "experts", "top_k", "expert_ffn", "capacity", "shared_ffn"),
     ),
     "PARALLEL": (
         *("tp", "sequence_parallel", "tp_overlap", "pp", "virtual_stages", "embedding_in_split", "loss_in_split"),

@@ -63,9 +63,9 @@ def blocks_of_stages(step: Workload) -> list[int] | None:
     return [count // 2 for count in counts]
 
 
-def commented(remarks: Sequence[str], width: int = 118) -> str:
+def commented(remarks: Sequence[str]) -> str:
     """Return remarks as lines of comments."""
-    lines = [line for each in remarks for line in textwrap.wrap(each, width, subsequent_indent="  ")]
+    lines = [line for each in remarks for line in textwrap.wrap(each, 118, subsequent_indent="  ")]
     return "".join(f"# {line}\n" for line in lines)
 
 
