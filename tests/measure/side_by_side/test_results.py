@@ -9,7 +9,7 @@ import pytest
 
 from shardlab.language import UserError
 from shardlab.measure.side_by_side.pytorch import stages_of
-from shardlab.measure.side_by_side.results import PAIRS, SIZES, Comparison, Side, find_pairs, spread_of
+from shardlab.measure.side_by_side.results import PAIRS, SIZES, Comparison, Side, find_pairs, ratios, spread_of
 
 FOUND = Comparison(
     ours=Side([1.0, 10.0, 3.0], [0.5, 0.5, 0.5], 90),
@@ -22,7 +22,7 @@ FOUND = Comparison(
 
 def test_ratios_are_of_neighbouring_steps_so_that_noise_cancels() -> None:
     assert FOUND.ratio == (0.5, 0.5, 0.5)
-    assert FOUND.ours.over(FOUND.floor) == (2.0, 2.0, 2.0)
+    assert ratios(FOUND.ours, FOUND.floor) == (2.0, 2.0, 2.0)
 
 
 def test_a_step_is_what_the_floor_computes_overhead_and_waiting() -> None:

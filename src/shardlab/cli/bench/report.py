@@ -26,7 +26,7 @@ from shardlab.measure.fits import (
     rate_errors,
 )
 from shardlab.measure.profile import crowds
-from shardlab.measure.side_by_side.results import PairRow
+from shardlab.measure.side_by_side.results import PairRow, ratios
 
 GIGA = 1e9
 
@@ -290,7 +290,7 @@ def _add_parts(report: Report, rows: Sequence[PairRow]) -> None:
             continue
         for name, whose, side in ((row.pair.name, "ours", found.ours), ("", "PyTorch's", found.theirs)):
             cells = (median(side.seconds), *side.parts(found.floor))
-            over = side.over(found.floor).median
+            over = ratios(side, found.floor).median
             table.add_row(name, whose, *(f"{each / MILLI:,.1f}" for each in cells), f"{over:.2f}")
     report.line(table)
     report.line()

@@ -82,7 +82,7 @@ class BenchStrategies:
         flags = f"--passes {self.passes}{' --each-pass' * self.each_pass}"
         if self.transport:
             flags += f" --transport {self.transport}"
-        results = as_json(rows, self.ranks, self.turns, flags, load)
+        results = as_json([row.as_dict() for row in rows], self.ranks, self.turns, flags, load)
         if rows or self.json:
             self._report(rows, results).show(json=self.json)
         if self.out is not None:

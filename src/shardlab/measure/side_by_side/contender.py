@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardlab.execute.optimizers.settings import OptimizerConfig
 from shardlab.execute.transport.neighbours import Neighbours
 from shardlab.measure.side_by_side.results import OPTIMIZER
 from shardlab.models import GPT
@@ -124,18 +123,20 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def groups_of(parameters: Sequence[Tensor], config: OptimizerConfig) -> list[dict[str, object]]:
+ADAMW: dict[str, Any] = {"lr": OPTIMIZER.learning_rate, "betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps, "fused": True}
+"""Arguments of PyTorch's AdamW: the settings of our optimizer."""
+
+
+def groups_of(parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer: matrices decay, biases and norms do not."""
     matrices = [each for each in parameters if each.dim() > 1]
     others = [each for each in parameters if each.dim() < 2]
-    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def adamw(parameters: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return fused AdamW with the settings of our optimizer."""
-    return torch.optim.AdamW(
-        groups_of(parameters, config), lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
-    )
+def adamw(*parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Return fused AdamW of one or more sequences of parameters. Each sequence has separate groups."""
+    return torch.optim.AdamW([group for each in parameters for group in groups_of(each)], **ADAMW)
 
 
 DISTINCT_STEPS = 8
@@ -253,7 +254,7 @@ class LowerBound:
             leaves = [each.detach().flatten()[: -(-each.numel() // one_in)] for each in parameters]
             for leaf in leaves:
                 leaf.grad = torch.zeros_like(leaf)
-        self.optimizer = adamw(leaves, OPTIMIZER)
+        self.optimizer = adamw(leaves)
 
     def step(self) -> Tensor:
         for _ in range(self._microbatches):

@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlab.execute.transport.process_group import BACKEND, register_backend
 from shardlab.measure.side_by_side.contender import (
+    ADAMW,
     Block,
     CausalAttention,
     DrawnBatches,
@@ -51,7 +52,7 @@ from shardlab.measure.side_by_side.contender import (
     loss_of,
     report_loss,
 )
-from shardlab.measure.side_by_side.results import MICROBATCHES, OPTIMIZER, SEED, SHARED, Size, StrategyPair
+from shardlab.measure.side_by_side.results import MICROBATCHES, SEED, SHARED, Size, StrategyPair
 
 Wrapped = tuple[torch.nn.Module, torch.optim.Optimizer]
 
@@ -95,7 +96,7 @@ class TorchRanks:
 def ddp(module: GPTModule, ranks: TorchRanks) -> Wrapped:
     """Wrap a module in DDP: gradients are averaged in buckets during the backward pass."""
     wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=ranks.group())
-    return wrapped, adamw(_parameters(module), OPTIMIZER)
+    return wrapped, adamw(list(module.parameters()))
 
 
 def zero_1(module: GPTModule, ranks: TorchRanks) -> Wrapped:
@@ -105,11 +106,8 @@ def zero_1(module: GPTModule, ranks: TorchRanks) -> Wrapped:
 
     group = ranks.group()
     wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=group)
-    groups: Any = groups_of(_parameters(module), OPTIMIZER)
-    settings: Any = {"lr": OPTIMIZER.learning_rate, "betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps, "fused": True}
-    settings["process_group"] = group
-    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, **settings)
-    return wrapped, optimizer
+    groups, settings = groups_of(list(module.parameters())), ADAMW | {"process_group": group}
+    return wrapped, ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, **settings)
 
 
 def fsdp2(module: GPTModule, ranks: TorchRanks) -> Wrapped:
@@ -126,11 +124,7 @@ def _fully_sharded(module: GPTModule, mesh: DeviceMesh) -> Wrapped:
     for block in module.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    return module, adamw(_parameters(module), OPTIMIZER)
-
-
-def _parameters(module: GPTModule) -> list[Tensor]:
-    return list(module.parameters())
+    return module, adamw(list(module.parameters()))
 
 
 WRAPPERS: dict[str, Callable[[GPTModule, TorchRanks], Wrapped]] = {
@@ -168,9 +162,7 @@ def tensor_parallel(module: GPTModule, ranks: TorchRanks) -> torch.optim.Optimiz
     parameters = list(module.parameters())
     cut = [each for each in parameters if isinstance(each, DTensor)]
     whole = [each for each in parameters if not isinstance(each, DTensor)]
-    groups = [*groups_of(cut, OPTIMIZER), *groups_of(whole, OPTIMIZER)]
-    betas, eps = OPTIMIZER.betas, OPTIMIZER.eps
-    return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=betas, eps=eps, fused=True)
+    return adamw(cut, whole)
 
 
 def _cut(block: Block, mesh: DeviceMesh, ranks: int) -> None:
@@ -227,7 +219,7 @@ class Pipeline:
             if pair.name in ONE_STAGE
             else MORE_STAGES[pair.name](stages, MICROBATCHES, loss_of)
         )
-        self._optimizer = adamw([each for module in self.modules for each in module.parameters()], OPTIMIZER)
+        self._optimizer = adamw([each for module in self.modules for each in module.parameters()])
         self._first, self._last = 0 in mine, count - 1 in mine
         self._batches, self._device, self._at = batches, device, 0
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from statistics import median, quantiles
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from shardlab.common.errors import find_by_name
 from shardlab.execute.optimizers.settings import OptimizerConfig
@@ -73,10 +73,6 @@ class Side:
         """Return the parts of the time of a step, given the steps of the lower bound."""
         whole, had, compute = median(self.seconds), median(self.computing), median(floor.computing)
         return Parts(compute, had - compute, max(0.0, whole - had))
-
-    def over(self, floor: Side) -> Spread:
-        """Return the ratios of this side's steps to the steps of the lower bound in the same turn."""
-        return ratios(self, floor)
 
 
 def ratios(side: Side, other: Side) -> Spread:
@@ -142,7 +138,7 @@ class Comparison:
         return {
             "seconds": median(side.seconds),
             "parts": side.parts(self.floor)._asdict(),
-            "over_floor": side.over(self.floor)._asdict(),
+            "over_floor": ratios(side, self.floor)._asdict(),
             "peak_bytes": side.peak,
             "turns": side.seconds,
         }
@@ -341,15 +337,7 @@ class PairRow:
         }
 
 
-class BenchRow(Protocol):
-    """Result of a pair of strategies."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields for --json."""
-        ...
-
-
-def as_json(rows: Sequence[BenchRow], ranks: int, turns: int, flags: str, load: float) -> dict[str, Any]:
+def as_json(rows: Sequence[dict[str, Any]], ranks: int, turns: int, flags: str, load: float) -> dict[str, Any]:
     """Return the rows with the conditions of the measurement, in seconds and bytes.
 
     Args:
@@ -365,5 +353,5 @@ def as_json(rows: Sequence[BenchRow], ranks: int, turns: int, flags: str, load: 
         "load_before": load,
         "load_after": os.getloadavg()[0],
         "ranks": ranks,
-        "rows": [row.as_dict() for row in rows],
+        "rows": rows,
     }

@@ -159,6 +159,7 @@ def compare_sides(makes: Mapping[str, Make], turns: int, device: torch.device) -
     return Comparison(timed["ours"], timed["theirs"], timed["floor"], losses["ours"], losses["theirs"])
 
 
+@kernel_choices({})
 def take_turns(
     makes: Mapping[str, Make], orders: Sequence[Sequence[str]], turns: int, device: torch.device
 ) -> tuple[dict[str, Side], dict[str, list[float]]]:
@@ -172,13 +173,6 @@ def take_turns(
     Returns:
         The timed steps of each contender, and the mean loss of every step, including warm-up.
     """
-    with kernel_choices({}):
-        return _take_turns(makes, orders, turns, device)
-
-
-def _take_turns(
-    makes: Mapping[str, Make], orders: Sequence[Sequence[str]], turns: int, device: torch.device
-) -> tuple[dict[str, Side], dict[str, list[float]]]:
     contenders: dict[str, Contender] = {}
     losses: dict[str, list[Tensor]] = {}
     peaks: dict[str, int] = {}
@@ -290,6 +284,7 @@ def time_passes_rank(
     return PassTurns([sides[each] for each in passes], [losses[each] for each in passes])
 
 
+@kernel_choices({})
 def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race) -> list[float]:
     """Return the seconds of a step of every job: the median over rounds of its slowest rank's. Every rank returns the
     same.
@@ -297,13 +292,7 @@ def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race)
     In each round, every job runs a warm-up step and a timed step, so that other load of the machine slows all jobs down
     equally. Every second round has the reverse order. The weights of all jobs are in memory at the same time.
     """
-    with kernel_choices({}):
-        return _race(MeasuringRanks(rank, device), jobs, turns)
-
-
-def _race(world: MeasuringRanks, jobs: Sequence[Job], turns: Race) -> list[float]:
-    device = world.device
-    groups: Groups = {}
+    world, groups = MeasuringRanks(rank, device), Groups()
     began = time.perf_counter()
     executors = [_executor(job, world, groups, turns) for job in jobs]
     running = list(range(len(jobs)))
