@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardlab.common.fields import SHORTEST_SECONDS
-from shardlab.common.text import counted
+from shardlab.common.text import bytes_text, counted
 
 SAMPLE = 16 << 20
 """Number of bytes that are written to measure the speed of the disk."""
@@ -225,7 +225,7 @@ def _open_files(facts: HostFacts) -> CheckResult:
 def _locked_memory(facts: HostFacts) -> CheckResult:
     if facts.locked_memory is None:
         return "without limit"
-    limit = f"{_size(facts.locked_memory)}"
+    limit = bytes_text(facts.locked_memory, 1)
     if facts.infiniband:
         return "warning", f"{limit}, with InfiniBand", "ulimit -l unlimited, or docker run --ulimit memlock=-1"
     return f"{limit} (matters for InfiniBand, which is not here)"
@@ -235,22 +235,22 @@ def _shared_memory(facts: HostFacts) -> CheckResult:
     remedy = "mount it larger: docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
     if facts.shared_memory is None:
         return "warning", "no /dev/shm", "mount -t tmpfs tmpfs /dev/shm; NCCL and torch share memory there"
-    free = f"{_size(facts.shared_memory)} free in /dev/shm"
+    free = f"{bytes_text(facts.shared_memory, 1)} free in /dev/shm"
     return ("warning", free, remedy) if facts.shared_memory < SHARED_WANTED else free
 
 
 def _memory(facts: HostFacts) -> CheckResult:
     if facts.memory is None:
         return "not known"
-    text = f"{_size(facts.memory)} available for {counted(facts.ranks, 'rank')}"
+    text = f"{bytes_text(facts.memory, 1)} available for {counted(facts.ranks, 'rank')}"
     if facts.memory < MEMORY_PER_RANK * facts.ranks:
-        wants = f"{_size(MEMORY_PER_RANK)} a rank at least"
+        wants = f"{bytes_text(MEMORY_PER_RANK, 1)} a rank at least"
         return "warning", text, f"start fewer ranks here, or free some: {wants}"
     return text
 
 
 def _disk(facts: HostFacts) -> CheckResult:
-    text = f"{_size(facts.disk)} free"
+    text = f"{bytes_text(facts.disk, 1)} free"
     if facts.write_error is not None:
         return ("error", f"{facts.folder}: {facts.write_error}", "go to a folder that can be written, for runs")
     if facts.write_speed is not None:
@@ -319,7 +319,3 @@ def _write_speed() -> tuple[float | None, str | None]:
 
 def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-
-
-def _size(bytes: int) -> str:
-    return f"{bytes / 2**30:,.1f} GiB" if bytes >= 2**30 else f"{bytes / 2**20:,.1f} MiB"
