@@ -81,7 +81,12 @@ class Run:
     @cached_property
     def affine(self) -> bool:
         """Whether its backward pass adds a gradient that does not depend on its outputs' gradients."""
-        return any(step.primitive.affine for step in self.steps)
+        return any(primitive.affine for primitive in self.primitives)
+
+    @cached_property
+    def primitives(self) -> tuple[Primitive, ...]:
+        """Its primitives, without their positions in the model."""
+        return tuple(step.primitive for step in self.steps)
 
     def parameters(self) -> list[tuple[int, Parameter]]:
         """Whole parameters, each with the number of the block that holds it in the whole model."""
@@ -96,7 +101,7 @@ class Run:
     def borrows(self) -> tuple[str, ...]:
         """Names of parameters of the first layer that this layer uses as well."""
         own = {parameter.name for _, parameter in self.parameters()}
-        return tuple(name for step in self.steps for name in step.primitive.borrows if name not in own)
+        return tuple(name for primitive in self.primitives for name in primitive.borrows if name not in own)
 
     def shape(self, output: str, rows: int) -> tuple[int, ...]:
         """Return the shape of an output for `rows` sequences, with all slices. The last piece is padded."""
@@ -111,7 +116,7 @@ class Run:
 
     def flops(self) -> int:
         """FLOPs of the forward pass on one sequence."""
-        return sum(step.primitive.flops() for step in self.steps)
+        return sum(primitive.flops() for primitive in self.primitives)
 
     def kernels(
         self, sequences: int, tokens: int, slices: int = 1, among: Container[int] | None = None
@@ -123,8 +128,8 @@ class Run:
             among: numbers of the primitives that are computed (None: all).
         """
         pieces = self.own_pieces if slices > 1 else {}
-        steps = (step for number, step in enumerate(self.steps) if among is None or number in among)
-        return tuple(kernel for step in steps for kernel in step.primitive.kernels(sequences, tokens, pieces))
+        computed = (each for number, each in enumerate(self.primitives) if among is None or number in among)
+        return tuple(kernel for primitive in computed for kernel in primitive.kernels(sequences, tokens, pieces))
 
     def numbers(self, slice: int) -> dict[str, int]:
         """Return the piece of each index in a slice of the parameters. The last index counts fastest."""
@@ -141,19 +146,24 @@ class Run:
             made_again: whether inputs of products are recomputed if that is cheap, as by Shardlab's executor. Autograd
                 keeps them.
         """
-        kept = {self.read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
+        kept = self.saved_tensors
         if made_again:
-            kept -= self.made_again
-            kept |= {self.read(name, each.step) for each in self.made_again for name in self._at(each.step).reads}
-        return sum(each.keeps_beside(rows) for _, each in self._primitives()) + self.elements(kept, rows)
+            inputs = {self.read(name, step) for _, step in self.made_again for name in self.primitives[step].reads}
+            kept = kept - self.made_again | inputs
+        return sum(each.keeps_beside(rows) for each in self.primitives) + self.elements(kept, rows)
+
+    @cached_property
+    def saved_tensors(self) -> frozenset[Made]:
+        """Tensors that the backward passes of its primitives read."""
+        return frozenset(tensor for number in range(len(self.steps)) for tensor in needed(self.primitives, number))
 
     @cached_property
     def made_again(self) -> frozenset[Made]:
         """Tensors that are recomputed instead of kept: in the backward pass, only large products read them."""
-        found = {Made(name, n) for n, each in self._primitives() if each.made_again for name in each.makes}
-        for number, primitive in self._primitives():
+        found = {Made(name, n) for n, each in enumerate(self.primitives) if each.made_again for name in each.makes}
+        for number, primitive in enumerate(self.primitives):
             if not (primitive.product and self._large(primitive)):
-                found -= {self.read_or_made(name, number) for name in primitive.keeps()}
+                found -= {*needed(self.primitives, number)}
         return frozenset(found - {self._last(name) for name in self.outputs})
 
     @property
@@ -164,16 +174,14 @@ class Run:
     @cached_property
     def keeps_inputs(self) -> tuple[bool, ...]:
         """Whether each input is kept: the activation, then any other inputs, such as a router's outputs."""
-        kept = {self.read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
         values = (self.inputs[:1], *self.carried_inputs.values())
-        return tuple(any(Made(name, INPUT) in kept for name in names) for names in values)
+        return tuple(any(Made(name, INPUT) in self.saved_tensors for name in names) for names in values)
 
     @property
     def saves_residual(self) -> bool:
         """Whether the layer keeps the residual stream that it passes on beside its activation."""
         made = self._last("s")
-        kept = {self.read_or_made(name, n) for n, primitive in self._primitives() for name in primitive.keeps()}
-        return Kind.RESIDUAL in self.carried_outputs and made.step != INPUT and made in kept
+        return Kind.RESIDUAL in self.carried_outputs and made.step != INPUT and made in self.saved_tensors
 
     def saved_for_weight(self, rows: int) -> int:
         """Return the number of elements kept between the halves of a split backward pass.
@@ -185,7 +193,7 @@ class Run:
         kept: set[Made] = set()
         gradients: set[Made] = set()
         beside = 0
-        for number, primitive in self._primitives():
+        for number, primitive in enumerate(self.primitives):
             kept |= {self.read(name, number) for name in primitive.keeps_for_weight()}
             gradients |= {self._gradient(name, number) for name in primitive.gradients_for_weight()}
             beside += primitive.keeps_beside_for_weight(rows)
@@ -195,31 +203,20 @@ class Run:
 
     def read(self, name: str, number: int) -> Made:
         """Return the tensor that step `number` reads under a name."""
-        earlier = (k for k in range(number - 1, INPUT, -1) if name in self.steps[k].primitive.makes)
-        return Made(name, next(earlier, INPUT))
-
-    def read_or_made(self, name: str, number: int) -> Made:
-        """Return the tensor that step `number` reads under a name, or, if it reads none, makes."""
-        return self.read(name, number) if name in self.steps[number].primitive.reads else Made(name, number)
+        return source(self.primitives, name, number)
 
     def elements(self, tensors: Iterable[Made], rows: int) -> int:
         """Return the elements of tensors that the layer makes. Its inputs do not count."""
         own = [each for each in tensors if each.step != INPUT]
-        return sum(math.prod(self.steps[each.step].primitive.shape(each.name, rows)) for each in own)
+        return sum(math.prod(self.primitives[each.step].shape(each.name, rows)) for each in own)
 
     def _maker(self, output: str) -> Primitive:
         """Return the primitive that makes the last tensor of this name."""
-        return self.steps[self._last(output).step].primitive
+        return self.primitives[self._last(output).step]
 
     def _large(self, product: Primitive) -> bool:
         """Return whether a slice's product takes so much longer that recomputing its operand pays off."""
         return any(each.sliced(self.own_pieces).numel >= RECOMPUTED_FROM for each in product.parameters())
-
-    def _at(self, number: int) -> Primitive:
-        return self.steps[number].primitive
-
-    def _primitives(self) -> Iterator[tuple[int, Primitive]]:
-        return ((number, step.primitive) for number, step in enumerate(self.steps))
 
     def _last(self, name: str) -> Made:
         return self.read(name, len(self.steps))
@@ -227,24 +224,36 @@ class Run:
     def _readers(self, made: Made) -> list[int]:
         """Return the steps that read a tensor."""
         return [
-            k for k, primitive in self._primitives() if made.name in primitive.reads and self.read(made.name, k) == made
+            k for k, each in enumerate(self.primitives) if made.name in each.reads and self.read(made.name, k) == made
         ]
 
     def _gradient(self, name: str, number: int) -> Made:
         """Return the tensor that has the same gradient as a tensor of step `number`: sums pass gradients on."""
-        made = Made(name, number) if name in self.steps[number].primitive.makes else self.read(name, number)
+        made = Made(name, number) if name in self.primitives[number].makes else self.read(name, number)
         for reader in self._readers(made):
-            if total := self.steps[reader].primitive.adds_to:
+            if total := self.primitives[reader].adds_to:
                 return self._summed(Made(total, reader))
         if made.step == INPUT:  # dropout precedes this sum, so this step computes the addend's gradient
-            return Made(next(iter(self.steps[number].primitive.makes)), number)
+            return Made(next(iter(self.primitives[number].makes)), number)
         return made
 
     def _summed(self, made: Made) -> Made:
         """Return the last of a chain of sums that starts at a tensor. All of them have the same gradient."""
         readers = self._readers(made)
-        total = self.steps[readers[0]].primitive.adds_to if len(readers) == 1 else ""
+        total = self.primitives[readers[0]].adds_to if len(readers) == 1 else ""
         return self._summed(Made(total, readers[0])) if total else made
+
+
+def source(primitives: Sequence[Primitive], name: str, number: int) -> Made:
+    """Return the tensor that a primitive reads under a name: that of the last primitive before it, or an input."""
+    makers = (k for k in range(number - 1, INPUT, -1) if name in primitives[k].makes)
+    return Made(name, next(makers, INPUT))
+
+
+def needed(primitives: Sequence[Primitive], number: int) -> Iterator[Made]:
+    """Yield the tensors that the backward pass of a primitive reads."""
+    for name in primitives[number].keeps():
+        yield source(primitives, name, number) if name in primitives[number].reads else Made(name, number)
 
 
 def runs(steps: Sequence[Step], breaks: Sequence[int]) -> list[Run]:

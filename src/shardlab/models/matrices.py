@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from shardlab.language.recompute_names import PER_OP
 from shardlab.models.attention import Attend, LatentProjection, Projection
-from shardlab.models.layer import Made, Run
+from shardlab.models.layer import Made, Run, needed
 from shardlab.models.layout import LayerLayout, Matmul, Parameter
 from shardlab.models.mixture import ExpertActivate
 from shardlab.models.model import Model
@@ -119,12 +119,11 @@ def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, e
     An element counts as `element` bytes.
     """
     run = model.run(layer)
-    primitives = [step.primitive for step in run.steps]
     if kept.again == PER_OP:
-        return sum(_every_second(each, kept, rows) for each in primitives) + _residuals(run, rows)
+        return sum(_every_second(each, kept, rows) for each in run.primitives) + _residuals(run, rows)
     if kept.again:
         return _kept_beside_recomputed(run, model.recomputed(layer, kept.again), rows, kept, element)
-    dropped = sum(_dropped(each, kept, element, rows) for each in primitives)
+    dropped = sum(_dropped(each, kept, element, rows) for each in run.primitives)
     return max(0, run.saved(rows, kept.made_again) - int(dropped))
 
 
@@ -148,7 +147,7 @@ def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: in
     for layer, run in enumerate(model.runs):
         named = bool(kept.again) and kept.again != PER_OP
         needed = named and layer > 0 and model.recomputed(layer, kept.again).keeps_input
-        if "s" in run.inputs[1:] or isinstance(run.steps[0].primitive, Embed):
+        if "s" in run.inputs[1:] or isinstance(run.primitives[0], Embed):
             sizes[layer] *= kept.branch or needed
         elif named and layer and not needed:
             sizes[layer] = 0
@@ -157,18 +156,17 @@ def kept_activations(model: Model, rows: int, kept: SavedActivations, slices: in
     return tuple(sizes)
 
 
-def _kept_tensors(run: Run, found: LayerRecomputation) -> set[Made]:
+def _kept_tensors(run: Run, found: LayerRecomputation) -> frozenset[Made]:
     """Return the tensors kept of a layer whose blocks are partly recomputed."""
     outside = (number for number in range(len(run.steps)) if number not in found.inside)
-    others = {run.read_or_made(name, each) for each in outside for name in run.steps[each].primitive.keeps()}
-    return others | found.kept
+    return found.kept.union(*(needed(run.primitives, number) for number in outside))
 
 
 def _kept_beside_recomputed(
     run: Run, found: LayerRecomputation, rows: int, kept: SavedActivations, element: int
 ) -> int:
     """Return how many elements of a partly recomputed layer are kept."""
-    primitives = [step.primitive for number, step in enumerate(run.steps) if number not in found.again]
+    primitives = [each for number, each in enumerate(run.primitives) if number not in found.again]
     beside = sum(each.keeps_beside(rows) - _dropped(each, kept, element, rows) for each in primitives)
     return max(0, int(beside) + run.elements(_kept_tensors(run, found), rows))
 
@@ -220,6 +218,5 @@ def _every_second(primitive: Primitive, kept: SavedActivations, rows: int) -> in
 
 def _residuals(run: Run, rows: int) -> int:
     """Return how many elements a layer outputs as inputs of blocks: the inputs of attention's norms."""
-    primitives = [step.primitive for step in run.steps]
-    norms = [n for n, each in enumerate(primitives) if n and isinstance(each, Norm) and each.name == "ln_1"]
-    return sum(rows * primitives[n].tokens * primitives[n].features("x") for n in norms)
+    norms = [each for each in run.primitives[1:] if isinstance(each, Norm) and each.name == "ln_1"]
+    return sum(rows * each.tokens * each.hidden_size for each in norms)

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from shardlab.language.recompute_names import POLICIES, modules_of
 from shardlab.models.attention import Attend, LatentProjection, Latents
-from shardlab.models.layer import INPUT, Made, Run
+from shardlab.models.layer import INPUT, Made, Run, needed, source
 from shardlab.models.mixture import ExpertActivate, ExpertLinear, Route, Routing
 from shardlab.models.primitives import Activate, Linear, Norm, Primitive
 
@@ -57,26 +57,13 @@ def recomputation(block: Block, word: str) -> Recomputation:
     return _by_policy(block, POLICIES[word]) if word in POLICIES else _by_modules(block, modules_of(word))
 
 
-def source(block: Block, name: str, step: int) -> Made:
-    """Return the tensor that a primitive of a block reads under a name."""
-    makers = (number for number in range(step - 1, INPUT, -1) if name in block[number].makes)
-    return Made(name, next(makers, INPUT))
-
-
-def _needed(block: Block, step: int) -> Iterator[Made]:
-    """Yield the tensors that the backward pass of a primitive reads."""
-    primitive = block[step]
-    for name in primitive.keeps():
-        yield source(block, name, step) if name in primitive.reads else Made(name, step)
-
-
 def _by_modules(block: Block, modules: tuple[str, ...]) -> Recomputation:
     inside = {module: frozenset(_steps_of(block, module)) for module in modules}
     again = frozenset[int]().union(*inside.values())
     freed = frozenset[int]().union(*(inside[module] for module in modules if module in DISCARDED))
     kept: dict[Made, set[int]] = {}
     for step, primitive in enumerate(block):
-        tensors = _needed(block, step)
+        tensors = needed(block, step)
         if step in again:  # its inputs
             tensors = (
                 each for each in (source(block, name, step) for name in primitive.reads) if each.step not in again
@@ -90,7 +77,7 @@ def _by_modules(block: Block, modules: tuple[str, ...]) -> Recomputation:
 def _by_policy(block: Block, names: frozenset[str]) -> Recomputation:
     again, kept = set[int](), dict[Made, set[int]]()
     saved = {tensor for name in names for tensor in _results(block, name)}
-    waiting = [(tensor, step) for step in range(len(block)) for tensor in _needed(block, step)]
+    waiting = [(tensor, step) for step in range(len(block)) for tensor in needed(block, step)]
     while waiting:
         tensor, reader = waiting.pop()
         if tensor in saved:
@@ -176,6 +163,7 @@ def recomputed_in(
         word: modules joined by +, or a policy.
     """
     run, last = runs[layer], len(runs[layer].steps)
+    entering = Made(run.inputs[0], INPUT)
     again, inside, kept = set[int](), set[int](), set[Made]()
     keeps_input = False
     for block in dict.fromkeys(step.block for step in run.steps):
@@ -187,8 +175,8 @@ def recomputed_in(
         inside |= {number for number in own.values() if number < last}
         for tensor, readers in found.kept.items():
             here = [own[each] for each in readers if own.get(each, last) < last]
-            entering = Made(run.inputs[0], INPUT)
-            keeps_input |= any(run.read_or_made(tensor.name, each) == entering for each in here)
+            reading = [number for number in here if tensor.name in run.primitives[number].reads]
+            keeps_input |= any(run.read(tensor.name, number) == entering for number in reading)
             if here and own.get(tensor.step, last) < last:
                 kept.add(Made(tensor.name, own[tensor.step]))
         for place, number in own.items():  # the input of the block, which this layer may compute
@@ -197,11 +185,10 @@ def recomputed_in(
             for name in names:
                 if number < last and name in primitive.reads and source(primitives, name, place).step == INPUT:
                     made = run.read(name, number)
-                    keeps_input |= made == (run.inputs[0], INPUT)
+                    keeps_input |= made == entering
                     kept |= {made} if made.step != INPUT else set()
     outside = (number for number in range(last) if number not in inside)
-    needed = {run.read_or_made(name, each) for each in outside for name in run.steps[each].primitive.keeps()}
-    keeps_input |= Made(run.inputs[0], INPUT) in needed
+    keeps_input |= any(entering in needed(run.primitives, number) for number in outside)
     return LayerRecomputation(
         frozenset(again - {last}),
         frozenset(inside),

@@ -203,7 +203,7 @@ def can_cache(model: Model) -> bool:
 
     Routing makes tokens interact if experts have a limited capacity.
     """
-    mixing = [step.primitive for run in model.runs for step in run.steps if step.primitive.mixes_tokens]
+    mixing = [each for run in model.runs for each in run.primitives if each.mixes_tokens]
     return all(
         isinstance(each, Attend) or (isinstance(each, Routing) and each.router.capacity_factor is None)
         for each in mixing

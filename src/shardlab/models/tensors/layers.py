@@ -124,24 +124,23 @@ class TensorLayer:
     @cached_property
     def _steps(self) -> list[_PreparedStep]:
         """The steps with their functions looked up."""
-        primitives = [step.primitive for step in self.layer.steps]
         return [
             _PreparedStep(primitive, compute.dispatch(type(primitive)), tuple(primitive.makes), dropped)
-            for primitive, dropped in zip(primitives, self._dropped, strict=True)
+            for primitive, dropped in zip(self.layer.primitives, self._dropped, strict=True)
         ]
 
     @cached_property
     def _factors(self) -> list[Callable[..., Tensor | None] | None]:
         """Functions that compute the steps' factors; None for a step without one."""
-        functions = [make_factor.dispatch(type(step.primitive)) for step in self.layer.steps]
+        functions = [make_factor.dispatch(type(primitive)) for primitive in self.layer.primitives]
         return [None if each is make_factor.dispatch(object) else each for each in functions]
 
     @property
     def _dropped(self) -> list[set[str]]:
         """For each step, names of the tensors that it is the last to read."""
         needed, dropped = set(self.layer.outputs), list[set[str]]()
-        for step in reversed(self.layer.steps):
-            reads, makes = set(step.primitive.reads), set(step.primitive.makes)
+        for primitive in reversed(self.layer.primitives):
+            reads, makes = set(primitive.reads), set(primitive.makes)
             dropped.append(reads - needed - makes)
             needed = needed - makes | reads
         return dropped[::-1]
@@ -202,9 +201,8 @@ class CompiledLayer(TensorLayer):
     def _function(self, share: Share, factors: tuple[bool, ...]) -> Compiled:
         """Return the compiled function of (parameters, inputs, factors); `factors`: which steps have a factor."""
         layer, attend = self.layer, self.layer.attend
-        primitives = tuple(step.primitive for step in layer.steps)
         ends = layer.inputs, layer.outputs, attend and attend.primitive
-        key = BACKEND, self.names, primitives, ends, share.key, factors
+        key = BACKEND, self.names, layer.primitives, ends, share.key, factors
         if key not in FUNCTIONS:
             FUNCTIONS[key] = _compiled(TensorLayer(self.names, layer), share, factors)
         return FUNCTIONS[key]

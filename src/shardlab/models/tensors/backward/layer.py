@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab.models.layer import Run
-from shardlab.models.primitives import INTEGERS, Primitive
+from shardlab.models.primitives import INTEGERS
 from shardlab.models.tensors.backward.autograd import autograd_passes
 from shardlab.models.tensors.backward.workspace import (
     Accumulate,
@@ -206,9 +206,9 @@ def prepare_layer(run: Run, names: Sequence[str], device: str, *, attended: bool
         attended: whether its input comes from attention as a separate op.
     """
     places = TensorPlaces({name: place for place, name in enumerate(names)}, device)
-    steps = [step.primitive for step in run.steps]
     input_names = [run.inputs[:1], *run.carried_inputs.values()]
-    inputs = [_port(tuple(map(places.make, names)), names, _first_reader(steps, names[0])) for names in input_names]
+    readers = {name: each.reads[name] for each in reversed(run.primitives) for name in each.reads}  # the first ones
+    inputs = [_port(tuple(map(places.make, each)), each, readers.get(each[0], "")) for each in input_names]
     prepared: list[BothPasses] = []
     last = dict.fromkeys(chain(*(port.places for port in inputs)), -1)
     recomputed = {made.step for made in run.made_again}
@@ -226,7 +226,7 @@ def prepare_layer(run: Run, names: Sequence[str], device: str, *, attended: bool
         if number - shift in recomputed:
             places.recompute[places.tensors[next(iter(primitive.makes))]] = passes.forward
     carried = ((name,) for name in run.outputs[1:]) if run.attend else run.carried_outputs.values()
-    makers = {name: primitive.makes[name] for primitive in steps for name in primitive.makes}
+    makers = {name: primitive.makes[name] for primitive in run.primitives for name in primitive.makes}
     output_names = (run.outputs[:1], *carried)
     outputs = [_port(tuple(places.tensors[name] for name in each), each, makers[each[0]]) for each in output_names]
     return PreparedLayer(prepared, last, inputs, outputs, run.attend is not None)
@@ -235,11 +235,6 @@ def prepare_layer(run: Run, names: Sequence[str], device: str, *, attended: bool
 def _port(places: tuple[int, ...], names: Sequence[str], indices: str) -> _Port:
     integers = tuple(place for place, name in zip(places, names, strict=True) if name in INTEGERS)
     return _Port(places, integers, is_buffer(indices))
-
-
-def _first_reader(steps: Sequence[Primitive], name: str) -> str:
-    """Return an input's index names, from the first primitive that reads it."""
-    return next((primitive.reads[name] for primitive in steps if name in primitive.reads), "")
 
 
 def _mixed(name: str, places: TensorPlaces) -> BothPasses:
