@@ -59,26 +59,16 @@ def _(primitive: Projection, places: TensorPlaces) -> BothPasses:
     """One product computes one tensor, of which `q` and `kv` are views."""
     project, backward_of, keeps = _linear(places, "x", "x", *places.weights_of("attn.c_attn", primitive.bias))
     features, q, kv, block = places.tensors["x"], places.make("q"), places.make("kv"), places.block
-    heads, rotary = primitive.heads + primitive.kv_heads, primitive.rope_theta is not None
-    share, of_all = primitive.width, primitive.outputs
-
-    def rotated(ctx: Context, whole: Tensor, rotation: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
-        """Apply `rotate` or `rotate_back` to queries and keys, if positions are rotary."""
-        if not rotary:
-            return whole
-        angles = ctx.factor(primitive, block)
-        assert angles is not None, "rotary positions have angles"
-        return rotation(ctx.of_sequences(whole), angles, heads // ctx.share.piece("head")[1]).flatten(0, 1)
 
     def forward(ctx: Context) -> None:
         project(ctx)
-        whole, ctx.tensors[features] = rotated(ctx, ctx.tensors[features], rotate), None
-        queries = whole.shape[-1] * share // of_all
+        whole, ctx.tensors[features] = _rotated(primitive, ctx, block, ctx.tensors[features], rotate), None
+        queries = whole.shape[-1] * primitive.width // primitive.outputs
         ctx.tensors[q], ctx.tensors[kv] = whole.split_with_sizes((queries, whole.shape[-1] - queries), -1)
 
     def backward(ctx: Context) -> None:
         whole = side_by_side(ctx.pop_gradient(q), ctx.pop_gradient(kv))
-        ctx.gradients[features] = rotated(ctx, whole, rotate_back)
+        ctx.gradients[features] = _rotated(primitive, ctx, block, whole, rotate_back)
         backward_of(ctx)
 
     return BothPasses(forward, backward, keeps)
@@ -90,19 +80,11 @@ def _(primitive: HeadNorm, places: TensorPlaces) -> BothPasses:
     q, kv, block, size = places.tensors["q"], places.tensors["kv"], places.block, primitive.head_dim
     of_queries, of_keys = (places.weights[f"attn.{name}_norm.weight"] for name in "qk")
     queries, keys_values, scale = places.make("q"), places.make("kv"), places.make()
-    rotary = primitive.rope_theta is not None
 
     def heads(ctx: Context) -> tuple[Tensor, int]:
         """Return queries, keys and values viewed as heads (rows x T, heads, size), and how many are normalised."""
         together = side_by_side(ctx.tensors[q], ctx.tensors[kv])
         return together.unflatten(-1, (-1, size)), (primitive.heads + primitive.kv_heads) // ctx.share.piece("head")[1]
-
-    def rotated(ctx: Context, whole: Tensor, rotation: Callable[[Tensor, Tensor, int], Tensor], count: int) -> Tensor:
-        if not rotary:
-            return whole
-        angles = ctx.factor(primitive, block)
-        assert angles is not None, "rotary positions have angles"
-        return rotation(ctx.of_sequences(whole), angles, count).flatten(0, 1)
 
     def weights(ctx: Context) -> Tensor:
         return torch.cat((ctx.weights[of_queries], ctx.weights[of_keys])).view(-1, size)
@@ -116,7 +98,7 @@ def _(primitive: HeadNorm, places: TensorPlaces) -> BothPasses:
         each, count = heads(ctx)
         normalised, ctx.tensors[scale] = rms_normalize(each[:, :count], primitive.eps)
         whole = torch.cat((normalised * weights(ctx), each[:, count:]), 1).flatten(1)
-        ctx.tensors[queries], ctx.tensors[keys_values] = split(rotated(ctx, whole, rotate, count), ctx)
+        ctx.tensors[queries], ctx.tensors[keys_values] = split(_rotated(primitive, ctx, block, whole, rotate), ctx)
 
     def add(totals: Weights, gradient: Tensor, _: Tensor) -> None:
         features = totals[of_queries].numel()
@@ -126,16 +108,44 @@ def _(primitive: HeadNorm, places: TensorPlaces) -> BothPasses:
     def backward(ctx: Context) -> None:
         each, count = heads(ctx)
         whole = side_by_side(ctx.pop_gradient(queries), ctx.pop_gradient(keys_values))
-        gradient = rotated(ctx, whole, rotate_back, count).unflatten(-1, (-1, size))
-        normalised, given = each[:, :count] * ctx.tensors[scale], gradient[:, :count] * weights(ctx)
-        of_weight = (gradient[:, :count] * normalised).sum(0).flatten()
-        of_heads = (given - normalised * (given * normalised).mean(-1, keepdim=True)) * ctx.tensors[scale]
+        gradient = _rotated(primitive, ctx, block, whole, rotate_back).unflatten(-1, (-1, size))
+        of_heads, of_weight = rms_backward(gradient[:, :count], each[:, :count], ctx.tensors[scale], weights(ctx))
         of_q, of_kv = split(torch.cat((of_heads, gradient[:, count:]), 1).flatten(1), ctx)
         ctx.add_gradient(q, of_q)
         ctx.add_gradient(kv, of_kv)
+        of_weight = of_weight.flatten()
         ctx.accumulate(add, of_weight, of_weight)
 
     return BothPasses(forward, backward, (q, kv, scale))
+
+
+def _rotated(
+    primitive: Projection | HeadNorm,
+    ctx: Context,
+    block: int,
+    features: Tensor,
+    rotation: Callable[[Tensor, Tensor, int], Tensor],
+) -> Tensor:
+    """Apply `rotate` or `rotate_back` to queries and keys, if positions are rotary."""
+    if primitive.rope_theta is None:
+        return features
+    angles, of = ctx.factor(primitive, block), ctx.share.piece("head")[1]
+    assert angles is not None, "rotary positions have angles"
+    return rotation(ctx.of_sequences(features), angles, (primitive.heads + primitive.kv_heads) // of).flatten(0, 1)
+
+
+def rms_backward(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the input `x` and of the weight of an RMSNorm.
+
+    Args:
+        gradient: gradient of the output, (rows, ..., features).
+        x: input, of the same shape.
+        scale: 1/deviation, (rows, ..., 1).
+        weight: (..., features).
+    """
+    normalised, given = x * scale, gradient * weight
+    of_weight = (gradient * normalised).sum(0)
+    return (given - normalised * (given * normalised).mean(-1, keepdim=True)) * scale, of_weight
 
 
 @make_passes.register
@@ -154,9 +164,6 @@ def _(primitive: Latents, places: TensorPlaces) -> BothPasses:
         normed = [each * ctx.weights[norm] for (each, _), norm in zip(found, norms, strict=True)]
         ctx.tensors[result] = torch.cat([*([ctx.tensors[x]] if before else []), *normed, shared], -1)
 
-    def add(totals: Weights, gradient: Tensor, read: Tensor) -> None:
-        add_product(totals[weight], gradient.t(), read)
-
     def add_norms(totals: Weights, gradient: Tensor, _: Tensor) -> None:
         for norm, part in zip(norms, gradient.split_with_sizes(sizes.normed), strict=True):
             totals[norm].add_(part)
@@ -166,13 +173,13 @@ def _(primitive: Latents, places: TensorPlaces) -> BothPasses:
         parts, of_norms = list[Tensor](), list[Tensor]()
         latents, scale = ctx.tensors[projected].split_with_sizes(lengths, -1), ctx.tensors[scales].split(1, -1)
         for number, norm in enumerate(norms):
-            gradient, normalised = gradients[len(before) + number], latents[number] * scale[number]
-            given = gradient * ctx.weights[norm]
-            of_norms.append((gradient * normalised).sum(0))
-            parts.append((given - normalised * (given * normalised).mean(-1, keepdim=True)) * scale[number])
-        whole, of_norm = torch.cat([*parts, gradients[-1]], -1), torch.cat(of_norms)
-        ctx.accumulate(add_norms, of_norm, of_norm)
-        ctx.accumulate(add, whole, ctx.tensors[x])
+            gradient = gradients[len(before) + number]
+            part, of_norm = rms_backward(gradient, latents[number], scale[number], ctx.weights[norm])
+            parts.append(part)
+            of_norms.append(of_norm)
+        whole, of_all_norms = torch.cat([*parts, gradients[-1]], -1), torch.cat(of_norms)
+        ctx.accumulate(add_norms, of_all_norms, of_all_norms)
+        ctx.accumulate(partial(_add_weight, weight), whole, ctx.tensors[x])
         of_x = linear_backward(whole, ctx.weights[weight])
         ctx.add_gradient(x, of_x + gradients[0] if before else of_x)
 
@@ -192,9 +199,6 @@ def _(primitive: LatentProjection, places: TensorPlaces) -> BothPasses:
         made = compute(primitive, Operands(weights, tensors, ctx.share, ctx.factor(primitive, block)))
         ctx.tensors[q], ctx.tensors[kv] = (each.flatten(0, 1) for each in made)
 
-    def add(place: int, totals: Weights, gradient: Tensor, read: Tensor) -> None:
-        add_product(totals[place], gradient.t(), read)
-
     def backward(ctx: Context) -> None:
         heads, angles = sizes.heads // ctx.share.piece("head")[1], ctx.factor(primitive, block)
         assert angles is not None, "rotary positions have angles"
@@ -212,8 +216,8 @@ def _(primitive: LatentProjection, places: TensorPlaces) -> BothPasses:
         shared = rotate_back(rotated.sum(-2), angles, 1).flatten(0, 1)
         made = torch.cat([plain.flatten(-2).flatten(0, 1), values], -1)
         inputs, latent, _ = ctx.tensors[x].split_with_sizes((sizes.q_inputs, sizes.kv_rank, sizes.rope_dim), -1)
-        ctx.accumulate(partial(add, of_queries), queries, inputs)
-        ctx.accumulate(partial(add, of_keys), made, latent)
+        ctx.accumulate(partial(_add_weight, of_queries), queries, inputs)
+        ctx.accumulate(partial(_add_weight, of_keys), made, latent)
         of_inputs = linear_backward(queries, ctx.weights[of_queries])
         ctx.add_gradient(x, torch.cat([of_inputs, linear_backward(made, ctx.weights[of_keys]), shared], -1))
 
@@ -230,7 +234,7 @@ def _linear(places: TensorPlaces, read: str, makes: str, weight: int, bias: int)
         ctx.tensors[result] = linear_forward(ctx.tensors[x], weights[weight], weights[bias] if bias >= 0 else None)
 
     def add(totals: Weights, gradient: Tensor, read: Tensor) -> None:
-        add_product(totals[weight], gradient.t(), read)
+        _add_weight(weight, totals, gradient, read)
         if bias >= 0:
             add_rows(totals[bias], gradient)
 
@@ -266,6 +270,11 @@ def add_rows(total: Tensor, rows: Tensor) -> None:
 @lru_cache(maxsize=64)
 def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(count, dtype=dtype, device=device)
+
+
+def _add_weight(place: int, totals: Weights, gradient: Tensor, read: Tensor) -> None:
+    """Add the gradient of the weight of a linear map."""
+    add_product(totals[place], gradient.t(), read)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -328,10 +337,8 @@ def _rms(primitive: Norm, places: TensorPlaces) -> BothPasses:
 
     def backward(ctx: Context) -> None:
         gradient = ctx.pop_gradient(result)
-        normalised = ctx.tensors[s] * ctx.tensors[scale]
-        given = gradient * ctx.weights[weight]
-        of_weight = (gradient * normalised).sum(0)
-        ctx.add_gradient(s, (given - normalised * (given * normalised).mean(-1, keepdim=True)) * ctx.tensors[scale])
+        of_x, of_weight = rms_backward(gradient, ctx.tensors[s], ctx.tensors[scale], ctx.weights[weight])
+        ctx.add_gradient(s, of_x)
         ctx.accumulate(add, of_weight, of_weight)
 
     return BothPasses(forward, backward, (s, scale))
