@@ -106,13 +106,13 @@ def test_autograd_keeps_exactly_the_declared_elements(
     model: GPT, rows: int, dtype: torch.dtype, saved_bytes: Measure
 ) -> None:
     for layer in range(model.layers):
-        assert saved_bytes(model, layer, rows, dtype) == rows * model.saved_elements(layer) * dtype.itemsize
+        assert saved_bytes(model, layer, rows, dtype) == rows * model.run(layer).saved(1) * dtype.itemsize
 
 
 def test_in_half_precision_only_the_log_sum_exp_counts_twice(saved_bytes: Measure) -> None:
     model = GPT(layers=3)
     for layer in range(model.layers):
-        elements = model.saved_elements(layer) + model.heads * model.seq_len
+        elements = model.run(layer).saved(1) + model.heads * model.seq_len
         assert saved_bytes(model, layer, 2, torch.bfloat16) == 2 * elements * 2
 
 
@@ -136,7 +136,7 @@ def test_sizes_count_whole_layers_and_microbatches() -> None:
     assert sizes.weights == tuple(model.layout(layer).numel for layer in range(2))
     assert sizes.opt_states == tuple(2 * elements for elements in sizes.weights)
     assert sizes.activations == (3 * 16, 3 * 16 * 32, 3 * 16 * 100)
-    assert sizes.saved == tuple(3 * model.saved_elements(layer) for layer in range(2))
+    assert sizes.saved == tuple(3 * model.run(layer).saved(1) for layer in range(2))
     assert sizes.element_bytes == dict.fromkeys(Kind, 8)
 
 
@@ -277,13 +277,13 @@ def test_autograd_keeps_the_elements_that_the_model_declares(
         **SMALL,
     )  # fmt: skip
     for layer in range(whole.layers):
-        assert saved_bytes(whole, layer, 3, torch.float32) == 4 * whole.microbatch_saved(layer, 3), f"block {layer}"
+        assert saved_bytes(whole, layer, 3, torch.float32) == 4 * whole.run(layer).saved(3), f"block {layer}"
     for tp, ep in ((1, 1), (1, 2), (2, 1), (2, 2)):
         model = cut(whole, tp=tp, ep=ep)
         for layer, run in enumerate(model.runs):
             shares = [piece_of(model, layer, number) for number in range(run.slices)]
             kept = [saved_bytes(model, layer, 3, torch.float32, share) for share in shares]
-            assert sum(kept) == 4 * model.microbatch_saved(layer, 3), f"layer {layer}"
+            assert sum(kept) == 4 * model.run(layer).saved(3), f"layer {layer}"
             assert len(set(kept)) == 1
 
 
@@ -348,7 +348,7 @@ def test_autograd_keeps_exactly_the_declared_elements_in_mlp(
     model: MLP, dtype: torch.dtype, saved_bytes: Measure
 ) -> None:
     for layer in range(model.layers):
-        assert saved_bytes(model, layer, 3, dtype) == 3 * model.saved_elements(layer) * dtype.itemsize
+        assert saved_bytes(model, layer, 3, dtype) == 3 * model.run(layer).saved(1) * dtype.itemsize
 
 
 def test_flops_are_two_for_every_element_of_every_matrix_and_token() -> None:

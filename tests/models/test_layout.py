@@ -291,7 +291,7 @@ def test_autograd_keeps_exactly_the_declared_elements(slices: int, saved_bytes: 
     for layer in range(model.layers):
         if model.run(layer).cut:
             kept = sum(saved_bytes(model, layer, 3, torch.float64, piece_of(model, layer, s)) for s in range(slices))
-            assert kept == 3 * model.saved_elements(layer) * 8, layer
+            assert kept == 3 * model.run(layer).saved(1) * 8, layer
 
 
 def test_the_arithmetic_is_the_whole_models() -> None:
@@ -392,7 +392,7 @@ def test_autograd_keeps_exactly_the_declared_elements_in_halves(
             kept = [saved_bytes(model, layer, 3, dtype, piece_of(model, layer, i)) for i in range(slices)]
         else:
             kept = [saved_bytes(model, layer, 3, dtype, Share(tokens=part)) for part in (range(3), range(3, 8))]
-        assert sum(kept) == 3 * model.saved_elements(layer) * dtype.itemsize
+        assert sum(kept) == 3 * model.run(layer).saved(1) * dtype.itemsize
         if run.cut:
             assert len(set(kept)) == 1
 
@@ -509,7 +509,7 @@ def test_autograd_keeps_exactly_the_declared_elements_in_context(
         if model.run(layer).cut:
             shares = [piece_of(model, layer, number) for number in range(slices)]
         kept = sum(saved_bytes(model, layer, 3, torch.float64, share) for share in shares)
-        assert kept == 3 * model.saved_elements(layer) * 8, layer
+        assert kept == 3 * model.run(layer).saved(1) * 8, layer
 
 
 def test_heads_and_sequences_may_both_be_cut() -> None:

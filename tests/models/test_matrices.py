@@ -110,7 +110,7 @@ def saved(model: Model, kept: Kept, element: int = 2) -> list[int]:
     "model", [GPT3, LLAMA_of_kept, halves_of(GPT3), halves_of(LLAMA_of_kept)], ids=lambda model: type(model).__name__
 )
 def test_without_a_choice_all_is_kept_that_autograd_keeps_and_by_our_executor_less(model: Model) -> None:
-    assert saved(model, EXECUTOR) == [model.microbatch_saved(layer, ROWS) for layer in range(model.layers)]
+    assert saved(model, EXECUTOR) == [model.run(layer).saved(ROWS) for layer in range(model.layers)]
     assert saved(model, AUTOGRAD) == [model.run(layer).saved(ROWS, made_again=False) for layer in range(model.layers)]
     whole = tuple(model.microbatch_elements(index, ROWS) for index in range(model.layers + 1))
     assert kept_activations(model, ROWS, AUTOGRAD, 2) == whole

@@ -10,7 +10,7 @@ from typing import Literal
 from shardlab.common.errors import UserError
 from shardlab.models.attention import LatentSizes, RopeScaling, attention, latent_attention
 from shardlab.models.layout import aligned
-from shardlab.models.mixture import Router, mixture, shared_experts
+from shardlab.models.mixture import Router, mixture
 from shardlab.models.model import Blocks
 from shardlab.models.primitives import ACTIVATIONS, Activation, DropoutSite, Primitive, feed_forward
 
@@ -114,7 +114,7 @@ class GPT(Blocks):
 
     def attention_part(self) -> tuple[Primitive, ...]:
         """Primitives of the attention half of a block: norm, attention, sum with the residual stream."""
-        heads, kv_heads, drops = self.heads, self.kv_heads or self.heads, self.dropout > 0 and self.drops_attention
+        heads, drops = self.heads, self.dropout > 0 and self.drops_attention
         if self.kv_rank is not None:
             assert self.rope_theta is not None
             sizes = LatentSizes(
@@ -122,11 +122,12 @@ class GPT(Blocks):
                 nope_dim=self.head_size, rope_dim=self.rope_dim, value_dim=self.head_size,
             )  # fmt: skip
             body = latent_attention(self.seq_len, sizes, drops, self.norm_eps, self.rope_theta, self.rope_scaling)
-            return self.norm_of("ln_1"), *body, self.add(DropoutSite.ATTENTION_OUTPUT, "attn.c_proj.bias")
-        bias, rope, eps = self.bias or self.qkv_bias, (self.rope_theta, self.rope_scaling), None
-        if self.qk_norm:
-            eps = self.norm_eps
-        body = attention(self.seq_len, self.hidden_size, heads, kv_heads, self.head_size, bias, drops, *rope, eps)
+        else:
+            body = attention(
+                tokens=self.seq_len, hidden_size=self.hidden_size, heads=heads, kv_heads=self.kv_heads or heads,
+                head_dim=self.head_size, bias=self.bias or self.qkv_bias, drops=drops, rope_theta=self.rope_theta,
+                rope_scaling=self.rope_scaling, norm_eps=self.norm_eps if self.qk_norm else None,
+            )  # fmt: skip
         return self.norm_of("ln_1"), *body, self.add(DropoutSite.ATTENTION_OUTPUT, "attn.c_proj.bias")
 
     def feed_forward_part(self, hidden: int) -> tuple[Primitive, ...]:
@@ -277,7 +278,7 @@ class MoE(GPT):
         norm, hidden = self.norm_of("ln_2"), self.shared_experts * (self.shared_ffn_hidden_size or self.hidden)
         if not hidden:
             return ("attention", self.attention_part()), ("experts", (norm, *experts))
-        shared = shared_experts(self.seq_len, self.hidden_size, hidden, self.bias, self.activation)
+        shared = feed_forward(self.seq_len, self.hidden_size, hidden, self.bias, self.activation, shared=True)
         added = replace(self.add(DropoutSite.SHARED_EXPERTS_OUTPUT), branch="y")
         return ("attention", self.attention_part()), ("shared experts", (norm, *shared, added)), ("experts", experts)
 

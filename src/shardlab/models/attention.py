@@ -40,6 +40,9 @@ class GroupedHeads(Primitive):
         """Features of all keys of a token, and of all values."""
         return self.kv_heads * self.head_dim
 
+    def features(self, tensor: str) -> int:
+        return self.width if tensor == "q" else 2 * self.kv_width
+
 
 @dataclass(frozen=True, kw_only=True)
 class Projection(GroupedHeads):
@@ -67,9 +70,6 @@ class Projection(GroupedHeads):
     def outputs(self) -> int:
         """Features of a token's queries, keys and values."""
         return self.width + 2 * self.kv_width
-
-    def features(self, tensor: str) -> int:
-        return self.width if tensor == "q" else 2 * self.kv_width
 
     def parameters(self) -> tuple[Parameter, ...]:
         shape, sections = (self.outputs, self.hidden_size), (self.width, self.kv_width, self.kv_width)
@@ -119,9 +119,6 @@ class HeadNorm(GroupedHeads):
     eps: float
     rope_theta: float | None
     rope_scaling: RopeScaling | None = None
-
-    def features(self, tensor: str) -> int:
-        return self.width if tensor == "q" else 2 * self.kv_width
 
     def parameters(self) -> tuple[Parameter, ...]:
         sizes = {"attn.q_norm.weight": self.width, "attn.k_norm.weight": self.kv_width}
@@ -412,17 +409,16 @@ def attention(
     bias: bool,
     drops: bool,
     rope_theta: float | None,
-    rope_scaling: RopeScaling | None = None,
-    norm_eps: float | None = None,
+    rope_scaling: RopeScaling | None,
+    norm_eps: float | None,
 ) -> tuple[Primitive, ...]:
     """Return the primitives of an attention: projection, attention, and the map back to the residual stream.
 
     The bias of the last map is added with the residual. With `norm_eps`, queries and keys are normalised.
     """
-    normed = norm_eps is not None
     projection = Projection(
         tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=bias,
-        rope_theta=None if normed else rope_theta, rope_scaling=rope_scaling,
+        rope_theta=rope_theta if norm_eps is None else None, rope_scaling=rope_scaling,
     )  # fmt: skip
     output = Linear(
         tokens=tokens, name="attn.c_proj", outputs=hidden_size, inputs=heads * head_dim, bias=False,

@@ -1,7 +1,7 @@
 """Two further counts of a model: the whole matrices that Muon updates, and the activations that frameworks keep.
 
 `matrices_of` finds the whole matrices in a layer's flat buffer. `SavedActivations` describes the tensors that a
-framework keeps for the backward pass, and `kept_elements` counts them. Shardlab's own count (`Model.saved_elements`) is
+framework keeps for the backward pass, and `kept_elements` counts them. Shardlab's own count (`Run.saved`) is
 measured on a CPU. Autograd, which other frameworks use, also keeps the outputs of activation functions. On a GPU a
 dropout mask takes one byte an element (Korthikanti et al. 2022, arXiv 2205.05198, eq. 1: 34 sbh + 5 a s^2 b bytes a
 layer in half precision, with masks of one byte). A framework may also keep one copy of a value of which Shardlab's

@@ -11,16 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardlab.models.layout import Kernel, Matmul, Parameter, Pointwise
-from shardlab.models.primitives import (
-    Activate,
-    Activation,
-    Linear,
-    Pieces,
-    Primitive,
-    activation_kernel,
-    features_of,
-    piece,
-)
+from shardlab.models.primitives import Activation, Pieces, Primitive, activation_kernel, features_of, piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,26 +224,6 @@ class Combine(Routing):
         read, written = rows * self.router.top_k * hidden_size, rows * hidden_size
         gradient = self.router.places(rows) * hidden_size
         return (Pointwise("combine", read + written, read + written + gradient),)
-
-
-def shared_experts(
-    tokens: int, hidden_size: int, hidden: int, bias: bool, activation: Activation
-) -> tuple[Primitive, ...]:
-    """Return the primitives of a feed-forward network for all tokens `x`, with the branch `y` as its output.
-
-    The router reads `x` after it. Every rank computes the whole network, so its features have another index name than
-    those that are cut.
-    """
-    features = features_of(activation, hidden)
-    up = Linear(
-        tokens=tokens, name="mlp.shared.c_fc", outputs=features, inputs=hidden_size, bias=bias,
-        out_index="shared", in_index="width", sections=(hidden, hidden) if features > hidden else (), made="y",
-    )  # fmt: skip
-    down = Linear(
-        tokens=tokens, name="mlp.shared.c_proj", outputs=hidden_size, inputs=hidden, bias=bias,
-        out_index="width", in_index="shared", read="y", made="y",
-    )  # fmt: skip
-    return up, Activate(tokens=tokens, activation=activation, hidden=hidden, tensor="y", index="shared"), down
 
 
 def mixture(tokens: int, router: Router, hidden: int, bias: bool, activation: Activation) -> tuple[Primitive, ...]:

@@ -93,26 +93,6 @@ class Model(ABC):
         before = self.run(index - 1) if index else None
         return before is not None and before.attend is None and "expert" in before.indices(before.outputs[0])
 
-    def saved_elements(self, layer: int) -> int:
-        """Return the elements kept between a layer's forward and backward pass, for one sequence in training.
-
-        The layer's inputs and parameters do not count. The number equals the measured one on a CPU. Elements have the
-        compute dtype. One exception is attention's log-sum-exp (without dropout): it is float32 in half precision, so
-        its `heads * block` elements count twice. A GPU keeps more: other statistics, and T x T matrices if there is no
-        fused attention (float64).
-        """
-        return self.run(layer).saved(1)
-
-    def saved_for_weight(self, layer: int) -> int:
-        """Return how many elements of `saved_elements` remain between the halves of a split backward pass, for one
-        sequence.
-
-        They include the gradients that the first half leaves for the second, beyond that of the layer's output. This
-        holds from the second step on: in the first step the executor does not yet know the second half's inputs, and
-        keeps everything.
-        """
-        return self.run(layer).saved_for_weight(1)
-
     def forward_flops(self, layer: int) -> int:
         """Return the FLOPs of a layer's matrix products for one sequence. A backward pass takes twice as many."""
         return self.run(layer).flops()
@@ -199,10 +179,6 @@ class Model(ABC):
         """Return the elements of activation `index` for a microbatch of `rows` sequences."""
         return math.prod(self.activation_shape(index, rows))
 
-    def microbatch_saved(self, layer: int, rows: int) -> int:
-        """Return `saved_elements` for a microbatch of `rows` sequences."""
-        return self.run(layer).saved(rows)
-
     @property
     def parameter_count(self) -> int:
         """Parameters of the whole model, without padding."""
@@ -259,8 +235,8 @@ class Model(ABC):
             opt_states=tuple(2 * elements for elements in weights),
             matrices=tuple(self.layout(layer).matrix_count for layer in range(self.layers)),
             activations=tuple(self.microbatch_elements(i, rows) for i in range(self.layers + 1)),
-            saved=tuple(self.microbatch_saved(layer, rows) for layer in range(self.layers)),
-            saved_for_weight=tuple(self.run(layer).saved_for_weight(rows) for layer in range(self.layers)),
+            saved=tuple(run.saved(rows) for run in self.runs),
+            saved_for_weight=tuple(run.saved_for_weight(rows) for run in self.runs),
             keeps_input=tuple(run.keeps_input for run in self.runs),
             saves_residual=tuple(run.saves_residual for run in self.runs),
             element_bytes=dict.fromkeys(Kind, element_bytes),

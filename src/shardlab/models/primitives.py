@@ -481,27 +481,31 @@ class Add(Primitive):
 
 
 def feed_forward(
-    tokens: int, hidden_size: int, hidden: int, bias: bool, activation: Activation
+    tokens: int, hidden_size: int, hidden: int, bias: bool, activation: Activation, *, shared: bool = False
 ) -> tuple[Primitive, ...]:
-    """Return two linear maps with an activation between them. The bias of the second is added with the residual
-    stream.
+    """Return two linear maps of `x` with an activation between them.
+
+    Args:
+        tokens: number of tokens T of a sequence.
+        hidden_size: features C of a token.
+        hidden: features between the two maps.
+        bias: whether the maps have biases. That of the second is added with the residual stream, unless `shared`.
+        activation: activation function.
+        shared: whether these are the experts of a mixture that process all tokens. Their result is the branch `y`,
+            because the router reads `x` after them. Every rank computes all of their features, so these have another
+            index name than features that are cut.
     """
     features = features_of(activation, hidden)
-    sections = (hidden, hidden) if features > hidden else ()
+    name, made, index = ("mlp.shared", "y", "shared") if shared else ("mlp", "x", "ffn")
     up = Linear(
-        tokens=tokens, name="mlp.c_fc", outputs=features, inputs=hidden_size, bias=bias,
-        out_index="ffn", in_index="width", sections=sections,
+        tokens=tokens, name=f"{name}.c_fc", outputs=features, inputs=hidden_size, bias=bias,
+        out_index=index, in_index="width", sections=(hidden, hidden) if features > hidden else (), made=made,
     )  # fmt: skip
     down = Linear(
-        tokens=tokens,
-        name="mlp.c_proj",
-        outputs=hidden_size,
-        inputs=hidden,
-        bias=False,
-        out_index="width",
-        in_index="ffn",
-    )
-    return up, Activate(tokens=tokens, activation=activation, hidden=hidden), down
+        tokens=tokens, name=f"{name}.c_proj", outputs=hidden_size, inputs=hidden, bias=bias and shared,
+        out_index="width", in_index=index, read=made, made=made,
+    )  # fmt: skip
+    return up, Activate(tokens=tokens, activation=activation, hidden=hidden, tensor=made, index=index), down
 
 
 def _tensors(written: str) -> dict[str, str]:
