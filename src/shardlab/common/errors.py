@@ -15,23 +15,20 @@ T = TypeVar("T")
 
 
 Rule = Literal[
-    "a term", "another rank's value", "the layer's own", "awaited something else",
-    "batch of collectives", "batch of messages", "can hang",
-    "counted twice", "cut matrices", "cut sequences", "deadlock", "does not divide", "elsewhere", "endless", "freed",
-    "frozen",
-    "frozen and not kept", "frozen in the norm", "in flight", "left over", "loaded twice", "made up",
-    "malformed tape", "masked keys", "merged terms", "missing microbatches", "missing pieces", "missing slices",
-    "missing terms", "moved twice", "no forward", "no operator", "no reduction", "no sum of squares",
-    "no term", "no value", "norm for some", "norm on some ranks", "not awaited", "not exchanged", "not gathered",
-    "not kept", "not loaded", "not received", "not runnable", "nothing to wait for", "number in use", "other dtypes",
-    "other factors", "other forward", "other indices", "other message", "other order", "other pieces", "other slices",
-    "other sums", "other tokens", "other values", "part of a slice", "partial", "partial norm", "partial weight",
-    "pieces overlap", "replaced", "replicas differ", "room taken", "scaled gradient", "stale weight", "stalled",
-    "stepped again",
-    "the program raised", "tied weight", "unknown axis", "unknown group", "unknown key", "unknown layer",
-    "unknown microbatch", "unknown rank", "unknown slice", "unknown verb", "unused result", "written over",
-    "wrong expectation", "wrong factor",
-    "wrong kind", "wrong layer", "wrong number", "wrong offset", "wrong root", "wrong step", "wrong store",
+    "a term", "another rank's value", "the layer's own", "awaited something else", "batch of collectives",
+    "batch of messages", "can hang", "counted twice", "cut matrices", "cut sequences", "deadlock", "does not divide",
+    "elsewhere", "endless", "freed", "frozen", "frozen and not kept", "frozen in the norm", "in flight", "left over",
+    "loaded twice", "made up", "malformed tape", "masked keys", "merged terms", "missing microbatches",
+    "missing pieces", "missing slices", "missing terms", "moved twice", "no forward", "no operator", "no reduction",
+    "no sum of squares", "no term", "no value", "norm for some", "norm on some ranks", "not awaited", "not exchanged",
+    "not gathered", "not kept", "not loaded", "not received", "not runnable", "nothing to wait for", "number in use",
+    "other dtypes", "other factors", "other forward", "other indices", "other message", "other order", "other pieces",
+    "other slices", "other sums", "other tokens", "other values", "part of a slice", "partial", "partial norm",
+    "partial weight", "pieces overlap", "replaced", "replicas differ", "room taken", "scaled gradient", "stale weight",
+    "stalled", "stepped again", "the program raised", "tied weight", "unknown axis", "unknown group", "unknown key",
+    "unknown layer", "unknown microbatch", "unknown rank", "unknown slice", "unknown verb", "unused result",
+    "written over", "wrong expectation", "wrong factor", "wrong kind", "wrong layer", "wrong number", "wrong offset",
+    "wrong root", "wrong step", "wrong store",
 ]  # fmt: skip
 """Short names of the rules that a program may break."""
 

@@ -271,10 +271,6 @@ def _texts(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(each, str) for each in cast(tuple[Any, ...], value))
 
 
-def _count(value: Any) -> str:
-    return "a whole number" if type(value) is not int else "1 or more" if value < 1 else ""
-
-
 def integer(wanted: str, least: float) -> FieldType:
     """Return the type of a whole number of `least` or more."""
     return FieldType(
@@ -330,7 +326,7 @@ NUMBER = number("a number", lambda _: True)
 NATURAL = integer("0 or more", 0)
 PATH = FieldType(str, "FILE", lambda value: "" if isinstance(value, Path) else "a path in quotes", Path)
 FOLDER = replace(PATH, metavar="FOLDER")
-COUNT = FieldType(int, "N", _count)
+COUNT = integer("1 or more", 1)
 NUMBERS = FieldType(tuple[int, ...], "N ...", lambda value: "" if _numbers(value) else "numbers")
 TEXTS = FieldType(tuple[str, ...], "DATA[:WEIGHT] ...", lambda value: "" if _texts(value) else "a list of texts")
 SWITCH = FieldType(bool, "", lambda value: "" if type(value) is bool else "true or false")
@@ -386,7 +382,7 @@ def split_interval(value: int | str | None) -> tuple[int | None, float | None]:
 
 
 def _is_interval(value: Any) -> bool:
-    return bool(parse_seconds(value)) if isinstance(value, str) else not _count(value)
+    return bool(parse_seconds(value)) if isinstance(value, str) else not COUNT.wanted(value)
 
 
 INTERVAL = FieldType(
@@ -425,9 +421,9 @@ def choice(literal: Any) -> FieldType:
 def choice_or_ints(
     literal: Any,
     noun: str,
-    counted: Sequence[str] = (),
-    others: Callable[[str], bool] = lambda text: False,
-    about_others: str = "",
+    counted: Sequence[str],
+    others: Callable[[str], bool],
+    about_others: str,
 ) -> FieldType:
     """Return the type of one of the words of a `Literal`, or of a list of numbers.
 
@@ -439,8 +435,7 @@ def choice_or_ints(
         about_others: description of those words for messages.
     """
     words, forms = get_args(literal), [f"{word}-N" for word in counted]
-    listed = (*words, *forms, *([about_others] if about_others else []))
-    wanted = f"one of {', '.join(listed)}, or the numbers of {noun}s, such as 0 1"
+    wanted = f"one of {', '.join((*words, *forms, about_others))}, or the numbers of {noun}s, such as 0 1"
     pattern = re.compile(rf"({'|'.join(counted)})-[1-9][0-9]*")
 
     def accepts(value: Any) -> bool:

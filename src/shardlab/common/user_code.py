@@ -8,7 +8,6 @@ or need too much memory).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import linecache
 import os
@@ -20,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
 from pathlib import Path
@@ -91,7 +90,7 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
-@contextlib.contextmanager
+@contextmanager
 def reporting_errors_of(path: Path) -> Generator[None]:
     """Run a block of a user's code with its prints on stderr, since stdout belongs to the command.
 
@@ -101,7 +100,7 @@ def reporting_errors_of(path: Path) -> Generator[None]:
         UserError: for any exception of the code, with its line.
     """
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr):
             yield
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
