@@ -15,7 +15,8 @@ from shardlab.execute.executor import Executor
 from shardlab.execute.settings import Settings
 from shardlab.language import Mesh
 from shardlab.models import GPT
-from shardlab.models.tensors import TensorLayer, TextGenerator, TokenSampling, initial_weights
+from shardlab.models.tensors import TextGenerator, TokenSampling, initial_weights
+from shardlab.models.tensors.layers import TensorLayer
 from shardlab.strategies import Plan
 from shardlab.train import sample
 from shardlab.train.job import Job

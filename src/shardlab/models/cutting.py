@@ -241,6 +241,9 @@ T = TypeVar("T")
 SAMPLED = 3
 """Number of blocks in a sample."""
 
+BY_LAYER = ("weights", "opt_states", "matrices", "saved", "saved_for_weight", "keeps_input", "saves_residual", "flops")
+"""Fields of `Sizes` that have one entry for each layer of any model."""
+
 
 def sampled(model: Blocks) -> Blocks:
     """Return a model with the leading blocks and three of the other blocks, or with all blocks if there are no more
@@ -298,17 +301,11 @@ class Repeated:
             return sizes
         layers, leading = self.alike[:-1], self.sample.leading_blocks
         starts = [start + block * self.each for start in sizes.blocks[leading:][:1] for block in range(self.more)]
+        by_layer: dict[str, Any] = {name: _taken(getattr(sizes, name), layers) for name in BY_LAYER}
         return replace(
             sizes,
-            weights=_taken(sizes.weights, layers),
-            opt_states=_taken(sizes.opt_states, layers),
-            matrices=_taken(sizes.matrices, layers),
+            **by_layer,
             activations=_taken(sizes.activations, self.alike),
-            saved=_taken(sizes.saved, layers),
-            saved_for_weight=_taken(sizes.saved_for_weight, layers),
-            keeps_input=_taken(sizes.keeps_input, layers),
-            saves_residual=_taken(sizes.saves_residual, layers),
-            flops=_taken(sizes.flops, layers),
             signatures=_signatures(sizes.signatures, layers),
             weight_blocks=tuple(
                 [

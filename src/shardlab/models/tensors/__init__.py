@@ -25,7 +25,7 @@ from shardlab.models.tensors.compute import (
 )
 from shardlab.models.tensors.dropout import Dropout, make_generator
 from shardlab.models.tensors.generate import TextGenerator, TokenSampling
-from shardlab.models.tensors.layers import TensorLayer, compile_layers, make_layers
+from shardlab.models.tensors.layers import compile_layers, make_layers
 from shardlab.models.tensors.share import Share
 from shardlab.models.tensors.weights import (
     Initial,
@@ -48,7 +48,6 @@ __all__ = [
     "Initial",
     "PreparedLayer",
     "Share",
-    "TensorLayer",
     "TextGenerator",
     "TokenSampling",
     "add_borrowed",

@@ -18,7 +18,6 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 from weakref import WeakSet
@@ -334,7 +333,7 @@ def _piece(
     for cut, number in cuts_of(run, whole, slice):
         places[cut.dim] = cut_positions(whole.shape[cut.dim], cut, number)
     *experts, rows, columns = places if len(places) > 1 else (*places, torch.arange(1))
-    count, length, width = matrix_of(piece)
+    _, length, width = matrix_of(piece)
     found: list[Tensor] = []
     for matrix in range(first // (length * width), -(-last // (length * width))):
         low, high = (min(max(end - matrix * length * width, 0), length * width) for end in (first, last))
@@ -344,7 +343,6 @@ def _piece(
         expert = int(experts[0][matrix]) if experts else 0
         here[: len(mine), : len(columns)] = source.read(block, whole, expert, mine, columns)
         found.append(here.flatten()[low - top * width : high - top * width])
-    assert count * length * width == prod(piece.shape)
     return torch.cat(found)
 
 

@@ -11,9 +11,9 @@ primitives), and `autograd` (all other passes).
 from shardlab.models.tensors.backward import dense, mixture
 from shardlab.models.tensors.backward.autograd import CompiledPasses
 from shardlab.models.tensors.backward.layer import PreparedLayer, prepare_layer
-from shardlab.models.tensors.backward.workspace import Accumulate, AddGradients, Context, Weights
+from shardlab.models.tensors.backward.workspace import Accumulate, AddGradients, Context
 
 WRITTEN_OUT = (dense, mixture)
 """Modules that register passes of primitives. They are named here so that they are imported."""
 
-__all__ = ["Accumulate", "AddGradients", "CompiledPasses", "Context", "PreparedLayer", "Weights", "prepare_layer"]
+__all__ = ["Accumulate", "AddGradients", "CompiledPasses", "Context", "PreparedLayer", "prepare_layer"]
