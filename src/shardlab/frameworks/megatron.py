@@ -96,18 +96,9 @@ def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> Fram
     size = _number(config, values, "micro_batch_size")
     sequences = values["global_batch"] or size * plan.data_ranks
     microbatches = cut_batch(config.file, sequences, size, plan.data_ranks)
+    name, optimizer = config.model or model_words(model), known_optimizer(values["optimizer"], notes)
     return FrameworkRun(
-        config,
-        config.model or model_words(model),
-        model,
-        plan,
-        cluster,
-        size,
-        microbatches,
-        _precision(values),
-        recipe,
-        known_optimizer(values["optimizer"], notes),
-        tuple(notes),
+        config, name, model, plan, cluster, size, microbatches, _precision(values), recipe, optimizer, tuple(notes)
     )
 
 

@@ -85,19 +85,10 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     plan = make_plan(layout, model)
     if mesh.tp > 1 and not values["tp_async"]:
         notes.append("tp_linear_async_communication is false, but is predicted as true")
-    each = values["accumulation"]
+    name, optimizer = config.model or model_words(model), known_optimizer(values["optimizer"], notes)
+    size, microbatches = values["micro_batch_size"], values["accumulation"] * plan.data_ranks
     return FrameworkRun(
-        config,
-        config.model or model_words(model),
-        model,
-        plan,
-        cluster,
-        values["micro_batch_size"],
-        each * plan.data_ranks,
-        _precision(values),
-        recipe,
-        known_optimizer(values["optimizer"], notes),
-        tuple(notes),
+        config, name, model, plan, cluster, size, microbatches, _precision(values), recipe, optimizer, tuple(notes)
     )
 
 

@@ -130,18 +130,9 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
         notes.append("the weights beside the experts are taken as whole on each rank along ep; torchtitan shards them")
     if values["cpu_offload"]:
         notes.append("training.enable_cpu_offload is not predicted: its step is longer, and memory smaller")
+    recipe, optimizer = _recipe(config, values), known_optimizer(values["optimizer"], notes)
     return FrameworkRun(
-        config,
-        name,
-        model,
-        plan,
-        cluster,
-        size,
-        microbatches,
-        _precision(values),
-        _recipe(config, values),
-        known_optimizer(values["optimizer"], notes),
-        tuple(notes),
+        config, name, model, plan, cluster, size, microbatches, _precision(values), recipe, optimizer, tuple(notes)
     )
 
 
