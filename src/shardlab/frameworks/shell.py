@@ -54,9 +54,9 @@ class Script:
     directives: list[Word] = field(default_factory=list[Word])
     notes: list[str] = field(default_factory=list[str])
 
-    def value(self, *names: str) -> Word | None:
-        """Return the value of the first of these variables that has one."""
-        return next((self.variables[name][0] for name in names if self.variables.get(name)), None)
+    def value(self, name: str) -> Word | None:
+        """Return the value of a variable, or the first element of an array; None if there is none."""
+        return next(iter(self.variables.get(name, ())), None)
 
 
 def run_script(text: str, variables: Mapping[str, str] | None = None) -> Script:
@@ -72,7 +72,7 @@ def run_script(text: str, variables: Mapping[str, str] | None = None) -> Script:
     for number, line in enumerate(text.splitlines(), 1):
         if found := re.match(r"#(?:SBATCH|PBS|BSUB)\s+(.*)", line):
             script.directives += [Word(word, number) for word in found[1].split("#")[0].replace("=", " ").split()]
-    _Runner(script, fixed, list(tokens(text))).run()
+    _Runner(script, fixed, list(tokens(text))).block(frozenset(), active=True)
     return script
 
 
@@ -176,10 +176,7 @@ class _Runner:
     tokens: Sequence[Token]
     at: int = 0
 
-    def run(self) -> None:
-        self._block(frozenset(), active=True)
-
-    def _block(self, ends: frozenset[str], *, active: bool) -> str:
+    def block(self, ends: frozenset[str], *, active: bool) -> str:
         """Follow commands until a word of `ends`, and return this word ("": the end of the script)."""
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
@@ -198,7 +195,7 @@ class _Runner:
                 self.at += 1
                 if active:
                     self.script.notes.append(f"line {token.line}: a loop is not followed")
-                self._block(frozenset({"done"}), active=False)
+                self.block(frozenset({"done"}), active=False)
             elif token.text == "case":
                 self.at += 1
                 self._case(active=active)
@@ -210,30 +207,30 @@ class _Runner:
         line, taken = self.tokens[self.at].line if self.at < len(self.tokens) else 0, False
         word = "if"
         while word in ("if", "elif"):
-            condition = self._condition()
+            condition = [each for each in self._until("then") if each.text not in (";", "\n")]
             known = self._test(condition) if active and not taken else False
             if known is None:
                 text = " ".join(each.text for each in condition)
                 self.script.notes.append(f"line {line}: the condition {text} is not known, and counts as false")
-            word = self._block(frozenset({"elif", "else", "fi"}), active=active and not taken and known is True)
+            word = self.block(frozenset({"elif", "else", "fi"}), active=active and not taken and known is True)
             taken = taken or known is True
         if word == "else":
-            self._block(frozenset({"fi"}), active=active and not taken)
+            self.block(frozenset({"fi"}), active=active and not taken)
 
-    def _condition(self) -> list[Token]:
+    def _until(self, *ends: str) -> Sequence[Token]:
+        """Pass all tokens before one of these words, and return them."""
         begin = self.at
-        while self.at < len(self.tokens) and self.tokens[self.at].text != "then":
+        while self.at < len(self.tokens) and self.tokens[self.at].text not in ends:
             self.at += 1
-        return [each for each in self.tokens[begin : self.at] if each.text not in (";", "\n")]
+        return self.tokens[begin : self.at]
 
     def _test(self, condition: Sequence[Token]) -> bool | None:
         """Return whether a condition holds (None: it depends on what is not known)."""
         for place, token in enumerate(condition):
             if token.is_operator and token.text in ("&&", "||"):
-                first, second = self._test(condition[:place]), self._test(condition[place + 1 :])
-                if token.text == "&&":
-                    return False if first is False or second is False else None if None in (first, second) else True
-                return True if first or second else None if None in (first, second) else False
+                both = self._test(condition[:place]), self._test(condition[place + 1 :])
+                decisive = token.text == "||"
+                return decisive if decisive in both else None if None in both else not decisive
         words = ["".join(each.text for each in self.expand(token)) for token in condition if not token.is_operator]
         if not words or words[0] not in ("[", "[[", "test"):
             return None
@@ -243,27 +240,21 @@ class _Runner:
         return found if found is None else found != inverted
 
     def _case(self, *, active: bool) -> None:
-        line = self.tokens[self.at].line if self.at < len(self.tokens) else 0
-        subject = "".join(word.text for word in self.expand(self.tokens[self.at])) if self.at < len(self.tokens) else ""
-        while self.at < len(self.tokens) and self.tokens[self.at].text != "in":
-            self.at += 1
+        head = self._until("in")
+        subject = "".join(word.text for word in self.expand(head[0])) if head else ""
         self.at += 1
         known, taken = UNSET not in subject, False
         if active and not known:
-            self.script.notes.append(f"line {line}: the case of {subject} is not known, and none is followed")
+            self.script.notes.append(f"line {head[0].line}: the case of {subject} is not known, and none is followed")
         while self.at < len(self.tokens):
-            patterns: list[str] = []
-            while self.at < len(self.tokens) and self.tokens[self.at].text not in (")", "esac"):
-                if not self.tokens[self.at].is_operator:
-                    patterns.append(self.tokens[self.at].text.strip("\"'"))
-                self.at += 1
+            patterns = [each.text.strip("\"'") for each in self._until(")", "esac") if not each.is_operator]
             if self.at >= len(self.tokens) or self.tokens[self.at].text == "esac":
                 self.at += 1
                 return
             self.at += 1
             fits = known and not taken and any(fnmatchcase(subject, each) for each in patterns)
             taken = taken or fits
-            if self._block(frozenset({";;", "esac"}), active=active and fits) != ";;":
+            if self.block(frozenset({";;", "esac"}), active=active and fits) != ";;":
                 return
 
     def _command(self, *, active: bool) -> None:
@@ -290,14 +281,11 @@ class _Runner:
 
     def _assign(self, name: str, adds: bool, value: Token, *, active: bool) -> None:
         if value.text == ARRAY:
-            words: list[Word] = []
-            while self.at < len(self.tokens) and self.tokens[self.at].text != ")":
-                if not self.tokens[self.at].is_operator and active:
-                    words += self.expand(self.tokens[self.at])
-                self.at += 1
+            words = list(self.script.variables.get(name, [])) if adds else []
+            for token in self._until(")"):
+                if not token.is_operator and active:
+                    words += self.expand(token)
             self.at += 1
-            before = self.script.variables.get(name, []) if adds else []
-            words = [*before, *words]
         else:
             text = " ".join(word.text for word in self.expand(value, split=False))
             before = self.script.variables.get(name, [Word("", value.line)]) if adds else [Word("", value.line)]
@@ -387,15 +375,13 @@ class _Runner:
 
     def _value(self, text: str, at: int, line: int) -> tuple[Word | list[Word], int]:
         """Return the value of a substitution, and its end in the text."""
-        if text[at] == "`" or (text.startswith("$(", at) and not text.startswith("$((", at)):
-            end = _end_of_quoted(text, at)
-            return Word(f"{UNSET}{text[at:end].strip('$`()')}}}".replace(" ", "_"), line), end
+        end = _end_of_quoted(text, at)
         if text.startswith("$((", at):
-            end = _end_of_quoted(text, at)
             return Word(self._arithmetic(text[at + 3 : end - 2]), line), end
         if text.startswith("${", at):
-            end = _end_of_quoted(text, at)
             return self._parameter(text[at + 2 : end - 1], line), end
+        if end > at:  # the output of a command, which is not known
+            return Word(f"{UNSET}{text[at:end].strip('$`()')}}}".replace(" ", "_"), line), end
         if found := re.match(r"\$([A-Za-z_]\w*|[0-9@*#?])", text[at:]):
             words = self.script.variables.get(found[1])
             return words[0] if words else Word(f"{UNSET}{found[1]}}}", line), at + len(found[0])

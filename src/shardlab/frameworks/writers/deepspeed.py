@@ -12,7 +12,7 @@ from typing import Any
 
 from shardlab.frameworks import deepspeed
 from shardlab.frameworks.settings import key_table
-from shardlab.frameworks.writers.translation import Translation, as_yaml, commented, nested, plan_of
+from shardlab.frameworks.writers.translation import OF_PYTORCH, Translation, as_yaml, commented, nested, plan_of
 from shardlab.simulate.predict.workload import Workload
 
 FILES = ("ds_config.json", "train.sh")
@@ -31,9 +31,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": True},
 }
 """Values of DeepSpeed's meanings by precision."""
-
-OF_PYTORCH = frozenset({"attention"})
-"""Switches of the recipe that depend on PyTorch's version, and not on a file."""
 
 SHARED = {3: "FULL_SHARD", 2: "SHARD_GRAD_OP", 0: "NO_SHARD"}
 """Sharding strategies of FSDP by stage of ZeRO."""

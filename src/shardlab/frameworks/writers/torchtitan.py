@@ -15,6 +15,7 @@ from shardlab.common.files import toml_value
 from shardlab.frameworks import torchtitan
 from shardlab.frameworks.settings import Setting, key_table
 from shardlab.frameworks.writers.translation import (
+    OF_PYTORCH,
     Translation,
     blocks_of_stages,
     commented,
@@ -32,9 +33,6 @@ FUNCTION = "train"
 
 ONE_STAGE = ("1f1b", "gpipe")
 """Schedules with one stage on each rank."""
-
-ATTENTION = frozenset({"attention"})
-"""Switch of the recipe that depends on PyTorch's version, and not on a file."""
 
 HEAD, OLD_HEAD = "lm_head", "output"
 """Names of the head of a model, of today and in release 0.2.2."""
@@ -66,7 +64,7 @@ def translate_python(step: Workload) -> Translation:
         unsaid.append("context parallelism as a ring, which torchtitan had in its TOML files")
     if switch_of(step, "loss") == "chunked":
         values["loss_class"] = torchtitan.CHUNKED_LOSS
-    return replace(found, values=values, unsaid=tuple(unsaid), uncompared=ATTENTION)
+    return replace(found, values=values, unsaid=tuple(unsaid), uncompared=OF_PYTORCH)
 
 
 def translate_toml(step: Workload) -> Translation:
@@ -76,7 +74,7 @@ def translate_toml(step: Workload) -> Translation:
     return replace(
         found,
         unsaid=(*found.unsaid, *([unsaid] if chunked else [])),
-        uncompared=ATTENTION | ({"loss"} if chunked else set()),
+        uncompared=OF_PYTORCH | ({"loss"} if chunked else set()),
     )
 
 
@@ -275,12 +273,9 @@ def render_toml(found: Translation, step: Workload, remarks: Sequence[str]) -> t
     more = (
         "for torchtitan 0.2; add what is yours: model.hf_assets_path, training.dataset, training.steps, the optimizer"
     )
-    values = {
-        meaning: [[OLD_HEAD if name == HEAD else name for name in part] for part in value]
-        if meaning == "module_fqns"
-        else value
-        for meaning, value in found.values.items()
-    }
+    values = dict(found.values)
+    if parts := values.get("module_fqns"):
+        values["module_fqns"] = [[OLD_HEAD if name == HEAD else name for name in part] for part in parts]
     settings = [key_table(torchtitan.NAME).write(meaning, value) for meaning, value in values.items()]
     return (commented([*remarks, more, start]) + "".join(_sections(settings)),)
 

@@ -15,6 +15,9 @@ from shardlab.simulate.predict.workload import Workload
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.resolve import with_named_blocks
 
+OF_PYTORCH = frozenset({"attention"})
+"""Switches of a recipe that depend on PyTorch's version, and not on a file."""
+
 
 @dataclass(frozen=True)
 class Translation:
