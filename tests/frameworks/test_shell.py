@@ -34,6 +34,11 @@ def test_variables_arrays_and_continued_lines_become_words() -> None:
     ]
 
 
+def test_text_is_appended_to_a_variable_and_to_an_empty_array() -> None:
+    assert words_of("A=--tp\nA+==2\nrun $A") == ["run", "--tp=2"]
+    assert words_of("A=()\nA+=--tp=2\nrun $A") == ["run", "--tp=2"]
+
+
 def test_a_word_keeps_the_line_of_its_array() -> None:
     script = run_script("A=(\n  --tp 2\n  --pp 3\n)\nX='--a 1'\nrun \"${A[@]}\" $X\n")
     assert script.commands[0][1:] == [

@@ -288,8 +288,8 @@ class _Runner:
             self.at += 1
         else:
             text = " ".join(word.text for word in self.expand(value, split=False))
-            before = self.script.variables.get(name, [Word("", value.line)]) if adds else [Word("", value.line)]
-            words = [Word(before[0].text + text, before[0].line if adds else value.line)]
+            before = (self.script.value(name) if adds else None) or Word("", value.line)
+            words = [Word(before.text + text, before.line)]
         if active and name not in self.fixed:
             self.script.variables[name] = words
 
