@@ -106,22 +106,14 @@ class Crowd:
 
 
 @dataclass(frozen=True)
-class KnownTokens:
-    """Microbatches of the default text, with tokens taken modulo the size of a small vocabulary."""
+class KnownTokens(Batches):
+    """Microbatches of a text, with tokens taken modulo the size of a small vocabulary."""
 
-    batches: Batches
-    vocab_size: int
+    vocab_size: int = 256
 
-    @property
-    def micro_batch_size(self) -> int:
-        return self.batches.micro_batch_size
-
-    def microbatch(self, step: int, microbatch: int, /) -> tuple[Tensor, Tensor]:
-        x, targets = self.batches.microbatch(step, microbatch)
+    def microbatch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        x, targets = super().microbatch(step, microbatch)
         return x.remainder_(self.vocab_size), targets.remainder_(self.vocab_size)
-
-    def counted(self, step: int, microbatches: int, /) -> int:
-        return self.batches.counted(step, microbatches)
 
 
 def _peak(crowd: Crowd, dtype: str, budget: float) -> PeakPoint:
@@ -172,8 +164,8 @@ def _addition(crowd: Crowd, shape: Shape, dtype: str) -> LayerPoint:
 def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoint]:
     """Run steps with a mark of the clock between any two ops."""
     model, device, clock = subject.model, crowd.world.device, Clock(crowd.world.device)
-    sampler = Batches(Corpus.open((), model.seq_len), model.seq_len, subject.rows, MICROBATCHES, seed=0)
-    batches = KnownTokens(sampler, model.vocab_size)
+    text, length = Corpus.open((), model.seq_len), model.seq_len
+    batches = KnownTokens(text, length, subject.rows, MICROBATCHES, seed=0, vocab_size=model.vocab_size)
     settings = Settings(precision=precision_for_dtype(subject.dtype), device=device)
     executor = Executor(subject.checked(), 0, model, batches, settings)
     executor.instructions = [clock.mark, *(_with_mark(run, clock) for run in executor.instructions)]

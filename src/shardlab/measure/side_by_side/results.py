@@ -229,20 +229,9 @@ class StrategyPair:
 
     def job(self, size: Size, ranks: int) -> Job:
         """Return the job of our side: the strategy on the model."""
-        counts = {"data": ranks, "tensor": 1, "pipeline": MICROBATCHES}
-        microbatches = counts[self.family]
-        entry = load(self.name)
-        sequences = size.sequences // microbatches
-        return Job(
-            entry.for_job(ranks),
-            ranks,
-            microbatches,
-            size.model,
-            sequences,
-            seed=SEED,
-            name=self.name,
-            passes=self.passes,
-        )
+        microbatches = {"data": ranks, "tensor": 1, "pipeline": MICROBATCHES}[self.family]
+        program, rows = load(self.name).for_job(ranks), size.sequences // microbatches
+        return Job(program, ranks, microbatches, size.model, rows, seed=SEED, name=self.name, passes=self.passes)
 
     def plan(self, ranks: int) -> Plan:
         """Return the plan of our strategy."""
