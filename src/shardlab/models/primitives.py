@@ -250,35 +250,46 @@ class Lookup(Primitive):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed(Primitive):
-    """Start of the residual stream `s`: the embedding `x`, plus learned positions if there are any, with dropout."""
+class ResidualSum(Primitive):
+    """Sum that makes the residual stream `s` (rows, T, C), with dropout of an input.
 
-    einsum: ClassVar[str] = "x(width) -> s(width)"
+    Attributes:
+        hidden_size: features C of a token.
+        drops: whether there is dropout.
+    """
 
     hidden_size: int
-    positions: bool
     drops: bool
 
     def features(self, tensor: str) -> int:
         return self.hidden_size
+
+    def mask(self, rows: int) -> int:
+        return self.drops * rows * self.tokens * self.hidden_size
+
+    @property
+    def adds_to(self) -> str:
+        return "" if self.drops else "s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed(ResidualSum):
+    """Start of the residual stream `s`: the embedding `x`, plus learned positions if there are any, with dropout."""
+
+    einsum: ClassVar[str] = "x(width) -> s(width)"
+
+    positions: bool
 
     def parameters(self) -> tuple[Parameter, ...]:
         if not self.positions:
             return ()
         return (Parameter("wpe.weight", (self.tokens, self.hidden_size), True, ("token", "width")),)
 
-    def mask(self, rows: int) -> int:
-        return self.drops * rows * self.tokens * self.hidden_size
-
     def keeps_for_weight(self) -> tuple[str, ...]:
         return ()
 
     def gradients_for_weight(self) -> tuple[str, ...]:
         return ("x",) if self.positions else ()
-
-    @property
-    def adds_to(self) -> str:
-        return "" if self.drops else "s"
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         elements, matrix = sequences * tokens * self.hidden_size, tokens * self.hidden_size
@@ -441,7 +452,7 @@ def features_of(activation: Activation, hidden: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Add(Primitive):
+class Add(ResidualSum):
     """Sum of a branch `x` with the residual stream `s`: the bias of the last linear map, dropout, then the sum.
 
     Attributes:
@@ -452,24 +463,12 @@ class Add(Primitive):
 
     einsum: ClassVar[str] = "{branch}(width) s(width) -> s(width)"
 
-    hidden_size: int
     bias: str
-    drops: bool
     site: DropoutSite
     branch: str = "x"
 
-    def features(self, tensor: str) -> int:
-        return self.hidden_size
-
     def parameters(self) -> tuple[Parameter, ...]:
         return (Parameter(self.bias, (self.hidden_size,), False, ("width",)),) if self.bias else ()
-
-    def mask(self, rows: int) -> int:
-        return self.drops * rows * self.tokens * self.hidden_size
-
-    @property
-    def adds_to(self) -> str:
-        return "" if self.drops else "s"
 
     def kernels(self, sequences: int, tokens: int, pieces: Pieces) -> tuple[Kernel, ...]:
         """Return the kernels of the addition. Its backward pass also sums the gradients from the norm and the residual
