@@ -137,10 +137,10 @@ def test_any_parts_of_the_experts_make_terms_of_each_tokens_result(parts: tuple[
     weight, x = parameters_of(ROUTER)["mlp.router.weight"], torch.randn(6, 6, 8, dtype=torch.float64)
     shares = [Share(microbatches=3, experts=Holds(part, 4)) for part in (0b1111, *parts)]
     whole, *terms = (
-        combine(dispatch(ROUTER, x, slots, share).square(), routed.gates, slots)
+        combine(dispatch(ROUTER, x, slots, share).square(), gates, slots)
         for share in shares
-        for routed in [route(ROUTER, weight, x, share)]
-        for slots in [assign_slots(ROUTER, routed.choices, share)]
+        for gates, choices in [route(ROUTER, weight, x, share)]
+        for slots in [assign_slots(ROUTER, choices, share)]
     )
     assert error(sum(terms, torch.zeros_like(whole)), whole) <= 1e-12
     assert all(error(term, whole) > 0.1 for term in terms)
@@ -148,14 +148,15 @@ def test_any_parts_of_the_experts_make_terms_of_each_tokens_result(parts: tuple[
 
 def test_equal_scores_go_to_the_lower_expert() -> None:
     weight = torch.zeros(4, 8, dtype=torch.float64)
-    routed = route(ROUTER, weight, torch.randn(2, 6, 8, dtype=torch.float64), Share())
-    assert routed.choices.unique(dim=1).tolist() == [[[0, 1]], [[0, 1]]]
-    assert torch.equal(routed.gates, torch.full_like(routed.gates, 0.5))
+    gates, choices = route(ROUTER, weight, torch.randn(2, 6, 8, dtype=torch.float64), Share())
+    assert choices.unique(dim=1).tolist() == [[[0, 1]], [[0, 1]]]
+    assert torch.equal(gates, torch.full_like(gates, 0.5))
 
 
 def test_the_router_computes_in_float32_at_least() -> None:
     weight = parameters_of(ROUTER)["mlp.router.weight"].detach().bfloat16()
-    assert route(ROUTER, weight, torch.randn(2, 6, 8, dtype=torch.bfloat16), Share()).gates.dtype == torch.float32
+    gates, _ = route(ROUTER, weight, torch.randn(2, 6, 8, dtype=torch.bfloat16), Share())
+    assert gates.dtype == torch.float32
 
 
 # Dense layers and experts, with the exchange played by hand, equal the whole model in loss and gradients.

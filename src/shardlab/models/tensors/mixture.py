@@ -11,7 +11,7 @@ drops the same tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +22,10 @@ from shardlab.models.mixture import Router
 from shardlab.models.tensors.share import Share
 
 
-class RoutingChoice(NamedTuple):
-    """Result of the router for tokens (rows, T): weights and numbers of the chosen experts, both (rows, T, top_k)."""
+def route(router: Router, weight: Tensor, x: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """Choose the experts of every token of `x` (rows, T, C), and return their weights and numbers (rows, T, top_k).
 
-    gates: Tensor
-    choices: Tensor
-
-
-def route(router: Router, weight: Tensor, x: Tensor, share: Share) -> RoutingChoice:
-    """Choose the experts of every token of `x` (rows, T, C). Among equal scores, the lower number wins.
+    Among equal scores, the lower number wins.
 
     The backward pass of the gates adds the gradient of the auxiliary loss, averaged over the step's microbatches. The
     loss of a microbatch is experts * sum over experts of (the expert's share of the choices) * (its mean probability),
@@ -38,7 +33,7 @@ def route(router: Router, weight: Tensor, x: Tensor, share: Share) -> RoutingCho
     ranks share the experts, each adds the terms of its experts.
     """
     apply = cast("Callable[..., tuple[Tensor, Tensor]]", _Choose.apply)
-    return RoutingChoice(*apply(router_scores(x, weight), router, share))
+    return apply(router_scores(x, weight), router, share)
 
 
 def router_scores(x: Tensor, weight: Tensor) -> Tensor:
