@@ -163,14 +163,14 @@ class Prediction:
 
     @property
     def confidence(self) -> tuple[Confidence, ...]:
-        """How sure the time is, and the memory: the errors of predictions of the most similar measured runs."""
+        """Expected errors of the time and of the memory, from predictions of the most similar measured runs."""
         from shardlab.simulate.predict.confidence import step_confidence
 
         return step_confidence(self.workload)
 
     @property
     def may_not_fit(self) -> str:
-        """Sentence that says that the step may not fit, given the error of its memory ("": it leaves enough free)."""
+        """Sentence that says that the step may not fit, given the expected error of its memory ("": it fits)."""
         from shardlab.simulate.predict.confidence import may_not_fit
 
         return may_not_fit(self.confidence, self.forecast.memory)

@@ -33,10 +33,10 @@ class Trial:
 
     Attributes:
         meanings: the changed meanings with their new values; None stands for a key that is left out.
-        settings: the same as the file's keys.
+        settings: the same change as keys of the file.
         config, step, forecast: the changed configuration, its step and the forecast.
-        seconds, bytes: differences to the configuration as it is: of the time per token, as a share, and of the memory
-            of the fullest device.
+        seconds: change of the time per token, as a share of the time without the change.
+        bytes: change of the memory of the fullest device.
     """
 
     meanings: Mapping[str, Any]
@@ -111,7 +111,7 @@ def best_changes(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
     """Return the trials that help, the best first, and of those of the same kind only the best.
 
     If the step fits, the best changes save most time among those that fit. If it does not, those that fit come first,
-    and then those that save most memory. Steps that leave the expected error of memory free come before others.
+    and then those that save most memory. Steps that fit even with the expected error of memory come before others.
 
     Args:
         trials: all trials.
@@ -143,7 +143,7 @@ def _distinct(config: Config, changes: Iterator[Mapping[str, Any]]) -> Iterator[
 
 
 def _order(trial: Trial) -> tuple[bool, float]:
-    """Return a key that puts steps that leave the error of predictions free first, the fastest of them first."""
+    """Return the key for sorting: steps that fit even with the expected error of memory first, then by time."""
     return not trial.forecast.memory.safe, trial.seconds
 
 

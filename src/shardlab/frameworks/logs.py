@@ -37,8 +37,8 @@ class Measured:
     """Measured figures of a run. None stands for a figure that is not given.
 
     Attributes:
-        seconds: of a step.
-        tokens_per_second: of all devices.
+        seconds: seconds of a step.
+        tokens_per_second: tokens/s of all devices together.
         tokens_per_device: tokens/s of each device.
         memory: bytes of the fullest device.
         kind: what `memory` counts: tensors, allocated, reserved or nvidia-smi.

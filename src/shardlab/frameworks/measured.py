@@ -32,15 +32,15 @@ WORTH = 0.01
 
 
 class Hypothesis(NamedTuple):
-    """Something that may be so in the run, and is not in the prediction.
+    """Possible cause of the difference between a measured and a predicted step.
 
     Attributes:
-        what: in words.
-        seconds: predicted step time if it is so.
-        memory: predicted bytes of the fullest device if it is so, counted as the measurement counts.
-        prior: how likely it is before anything was measured, relative to others.
-        next: what to measure to find out.
-        weight: how likely it is now, relative to others.
+        what: description of the cause.
+        seconds: predicted step time with this cause.
+        memory: predicted bytes of the fullest device with this cause, counted as in the measurement.
+        prior: how likely the cause is before anything was measured, relative to others.
+        next: the measurement that shows whether it is the cause.
+        weight: how likely the cause is, given the measurement, relative to others.
     """
 
     what: str
@@ -155,7 +155,7 @@ def _agreement(
 
 
 def _of_units(measured: Measured, step: FrameworkRun, found: Forecast) -> Iterator[Hypothesis]:
-    """Yield mistakes of units: tokens/s of one device that were given as those of all, or the other way round."""
+    """Yield confusions of units: tokens/s of one device that were given as those of all devices, or the reverse."""
     world, speed = step.workload.mesh.world, step.workload.tokens / found.seconds
     memory, all, each = counted_as(measured.kind, found.memory), measured.tokens_per_second, measured.tokens_per_device
     if world > 1 and all and all / speed < 2 / world:
@@ -167,7 +167,7 @@ def _of_units(measured: Measured, step: FrameworkRun, found: Forecast) -> Iterat
 
 
 def _of_keys(measured: Measured, step: FrameworkRun, trials: Sequence[Trial]) -> Iterator[Hypothesis]:
-    """Yield configurations that may have run in place of this one: one key is otherwise."""
+    """Yield configurations that may have run instead of this one. Each differs in one key."""
     for trial in trials:
         if trial.step.sequences == step.sequences:
             yield Hypothesis(
@@ -182,7 +182,7 @@ def _of_keys(measured: Measured, step: FrameworkRun, trials: Sequence[Trial]) ->
 def _of_the_machine(
     step: FrameworkRun, found: Forecast, measured: Measured, seconds: float | None
 ) -> Iterator[Hypothesis]:
-    """Yield what may be otherwise on the machine: kernels, network, overlap, clocks, and time beside the step."""
+    """Yield causes on the machine: other kernels, a slow network, no overlap, low clocks, and time beside the step."""
     workload, memory = step.workload, counted_as(measured.kind, found.memory)
     for switch, value, recipe in variants(step.recipe):
         if (other := _forecast(replace(workload, recipe=recipe))) is not None:
@@ -216,7 +216,7 @@ def _of_the_machine(
 
 
 def _of_memory(measured: Measured, found: Forecast, predicted: float) -> Iterator[Hypothesis]:
-    """Yield what a GPU may hold beyond the prediction."""
+    """Yield causes of more memory than predicted."""
     if measured.memory is None or measured.memory <= predicted:
         return
     more = bytes_text(measured.memory - predicted, 1)

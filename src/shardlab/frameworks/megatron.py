@@ -67,7 +67,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
 
 
 def step_of(config: Config, values: Mapping[str, Any], cluster: Cluster) -> FrameworkRun:
-    """Return the step of values of Megatron-LM's meanings, which another file than its own may give.
+    """Return the step that values of Megatron-LM's meanings describe. They may come from a file of NeMo.
 
     Raises:
         UserError: if sizes are missing, or do not fit together.
@@ -248,8 +248,8 @@ def _zero(values: Mapping[str, Any]) -> int:
 def _recompute(config: Config, values: Mapping[str, Any], model: Blocks, notes: list[str]) -> Any:
     """Return what is recomputed (`megatron/core/recompute.py` at d98e8a64).
 
-    The arguments of 2021 and 2022 recompute blocks: of all, some in a row keep one input, or, with the method block,
-    the first ones of each stage are recomputed alone.
+    The arguments of 2021 and 2022 recompute whole blocks. With the method uniform, all blocks are recomputed, and each
+    group of consecutive blocks keeps one input. With the method block, only the first blocks of each stage are.
     """
     mode = "selective" if values["recompute_activations"] and not values["recompute"] else values["recompute"]
     method, count = values["recompute_method"], values["recompute_layers"]

@@ -30,12 +30,12 @@ class FrameworkRun:
     """Training step of a configuration on a cluster.
 
     Attributes:
-        config: the settings that it was made of.
+        config: the settings that describe the step.
         model_name: the model in the framework's words.
-        model, plan, precision, recipe, optimizer: the step.
+        model, plan, precision, recipe, optimizer: parts of the step.
         cluster: the devices.
         micro_batch_size, microbatches: sequences of a microbatch, and microbatches of the global batch.
-        notes: what was assumed, and what the prediction does otherwise than the framework.
+        notes: assumptions, and differences between the prediction and the framework.
     """
 
     config: Config
@@ -79,13 +79,13 @@ class Layout:
         zero: stage of ZeRO, from 0 to 3.
         schedule, stages: the pipeline's schedule, and the number of stages on each rank.
         blocks_of_stages: number of blocks of each stage (empty: as even as possible).
-        units_of_stages: the same as a plan counts its layers.
+        units_of_stages: number of pipeline units of each stage, as in `Plan.layers_per_stage` (empty: not given).
         sequence_parallel: whether sequences are sharded along tp between the matrices.
         recompute: what is recomputed, as in a plan.
-        keeps_weights: gathered weights are kept until the step ends.
+        keeps_weights: whether gathered weights are kept until the step ends.
         reduce_at: when gradients are reduced.
         context: how queries reach the keys and values of other ranks.
-        state_over_replicas: gradients and the optimizer's state are also sharded over `dp_replicate`.
+        state_over_replicas: whether gradients and the optimizer's state are also sharded over `dp_replicate`.
     """
 
     mesh: Mesh
@@ -140,9 +140,11 @@ LOOPED = ("interleaved-1f1b", "breadth-first")
 
 
 def _units(blocks: Sequence[int], units: int) -> tuple[int, ...]:
-    """Return the `layers_per_stage` of a plan with so many pipeline units (empty: a stage would have none).
+    """Return the number of pipeline units of each stage (empty: a stage would have none).
 
-    Units are blocks, or half-blocks and the head.
+    Args:
+        blocks: number of blocks of each stage.
+        units: number of all units. They are blocks, or half-blocks and the head.
     """
     each = units // sum(blocks)
     counts = [each * count for count in blocks]

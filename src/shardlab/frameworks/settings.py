@@ -18,7 +18,7 @@ from shardlab.common.errors import UserError
 from shardlab.common.files import load_table
 
 UNSET = "${"
-"""Begin of a variable of a script that has no value."""
+"""Beginning of a variable of a script that has no value, such as `${NODES}`."""
 
 
 OFF = (False, None, "", 0, "0", "false", "False", "none", "null")
@@ -97,7 +97,7 @@ class Key:
     kind: str = ""
 
     def read(self, setting: Setting) -> Any:
-        """Return the value of a setting as the default's type.
+        """Return the value of a setting, converted to the type of the default.
 
         Raises:
             UserError: if it is of another type.
@@ -291,7 +291,7 @@ class Config:
 
     @property
     def version(self) -> str:
-        """Version of the framework that the keys belong to, with one of them ("": they are the same in all)."""
+        """Version of the framework that alone has one of the keys, and this key ("": no key belongs to one version)."""
         for version, patterns in self.table.versions.items():
             for setting in self.settings:
                 if any(fnmatchcase(setting.key, pattern) for pattern in patterns):
@@ -336,7 +336,7 @@ class Config:
 
     @property
     def devices(self) -> int | None:
-        """Number of devices that the file starts (None: it does not say)."""
+        """Number of devices on which the file starts a training (None: it does not say)."""
         if (devices := self.fact("devices")) is not None:
             return devices
         each, nodes = self.fact("per_node"), self.fact("nodes")

@@ -25,9 +25,9 @@ class Translation:
 
     Attributes:
         values: value by meaning. Meanings that are left out have the framework's default.
-        unsaid: what the framework's file cannot say, beside what a comparison of the steps shows.
-        says_model: whether the values give the model.
-        more: further words of the file, of which no prediction depends or which `explain` does not follow.
+        unsaid: properties that the framework's file cannot express, beside those that a comparison of the steps shows.
+        says_model: whether the values include the model.
+        more: further words of the file, which do not change a prediction or which `explain` does not follow.
         uncompared: switches of the recipe and properties of the plan that `explain` does not follow, or that no file of
             the framework says.
     """

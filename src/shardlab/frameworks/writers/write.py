@@ -25,9 +25,9 @@ class Writer(NamedTuple):
     """Module that writes the configurations of a framework.
 
     Attributes:
-        files: names of the files. The first one is that which `explain` reads.
-        translate: makes the meanings of a step.
-        render: makes the text of each file of a translation.
+        files: names of the files. `explain` reads the first one.
+        translate: function from a step to the meanings of the framework's keys.
+        render: function from a translation to the text of each file.
     """
 
     files: tuple[str, ...]
@@ -65,8 +65,8 @@ class Written(NamedTuple):
 
     Attributes:
         framework: name of the framework.
-        texts: text of each file by name, that which `explain` reads first.
-        unsaid: what of the step the files of the newest version cannot say.
+        texts: text of each file by name. `explain` reads the first one.
+        unsaid: properties of the step that the files of the newest version cannot express.
         arguments: words after `--` with which `explain` reads the first file.
     """
 
@@ -118,7 +118,7 @@ def _write(writer: Writer, step: Workload, name: str, model: str) -> Written:
 
 
 def differences(step: Workload, found: Translation, framework: str, model: str) -> list[str]:
-    """Return in what a translation, read as `explain` reads it, differs from its step."""
+    """Return the differences between a step and its translation, which is read back as `explain` reads a file."""
     table = key_table(framework)
     settings = tuple(table.write(meaning, value)._replace(line=1) for meaning, value in found.values.items())
     config = Config(table, "the file", settings, model="" if found.says_model else model)
