@@ -112,7 +112,7 @@ def test_a_field_that_cannot_be_said_is_a_note(changes: dict[str, Any], said: st
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "bert"}, "model_type is 'bert', but gpt2, llama, mistral,"),
+        ({"model_type": "bert"}, "model_type is 'bert'; shardlab has models of gpt2, llama, mistral,"),
         ({}, "model_type is None"),
         (
             {"model_type": "llama", "hidden_size": 8},

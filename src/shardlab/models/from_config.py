@@ -147,7 +147,7 @@ def config_notes(path: Path) -> list[str]:
     found = _reading(path)
     notes: list[str] = []
     if found.differences:
-        notes.append(f"{path}: simplified to what shardlab's models say: {'; '.join(found.differences)}")
+        notes.append(f"{path}: simplified, since shardlab's models cannot express: {'; '.join(found.differences)}")
     if found.unread:
         notes.append(f"{path}: fields that shardlab does not know, and leaves out: {', '.join(found.unread)}")
     return notes
@@ -173,7 +173,7 @@ def read_config(config: Mapping[str, Any], source: str) -> ConfigReading:
     family = CONFIG_FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         known = listed(CONFIG_FAMILIES)
-        raise UserError(f"{source}: model_type is {kind!r}, but {known} are the models that shardlab says")
+        raise UserError(f"{source}: model_type is {kind!r}; shardlab has models of {known}")
     written: dict[str, Any] = {}
     missing: list[str] = []
     differences = list(family.always)

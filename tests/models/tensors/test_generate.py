@@ -127,11 +127,11 @@ def test_tokens_are_drawn_with_the_probabilities_that_are_asked_for(
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"temperature": -1.0}, "a temperature of -1 means nothing"),
-        ({"temperature": float("nan")}, "a temperature of nan means nothing"),
-        ({"top_k": 0}, "a top-k of 0 leaves no token"),
-        ({"top_p": 0.0}, "a top-p of 0 is no probability"),
-        ({"top_p": 1.5}, "a top-p of 1.5 is no probability"),
+        ({"temperature": -1.0}, "temperature is -1; give 0 or more"),
+        ({"temperature": float("nan")}, "temperature is nan; give 0 or more"),
+        ({"top_k": 0}, "top-k is 0, which leaves no token"),
+        ({"top_p": 0.0}, "top-p is 0; give a probability"),
+        ({"top_p": 1.5}, "top-p is 1.5; give a probability"),
     ],
 )
 def test_a_choice_that_means_nothing_is_refused(fields: dict[str, float], said: str) -> None:

@@ -45,11 +45,11 @@ class TokenSampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"a temperature of {self.temperature:g} means nothing; give 0 or more, such as 0.8")
+            raise UserError(f"temperature is {self.temperature:g}; give 0 or more, such as 0.8")
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"a top-k of {self.top_k} leaves no token to draw; give 1 or more")
+            raise UserError(f"top-k is {self.top_k}, which leaves no token to draw; give 1 or more")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"a top-p of {self.top_p:g} is no probability to draw from; give more than 0, at most 1")
+            raise UserError(f"top-p is {self.top_p:g}; give a probability above 0 and of at most 1")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """Draw a token from scores (vocabulary,).
