@@ -313,14 +313,10 @@ class Config:
 
         The keys are those of the file, or else the framework's present ones. A value None removes the key.
         """
-        kept = [each for each in self.settings if self.meaning_of(each) not in changes]
+        changed = [key for meaning, key in self.table.keys.items() if meaning in changes]
+        kept = [each for each in self.settings if self.table.find(each.key) not in changed]
         added = [self.edit(meaning, value) for meaning, value in changes.items() if value is not None]
         return replace(self, settings=(*kept, *added))
-
-    def meaning_of(self, setting: Setting) -> str | None:
-        """Return what a setting means (None: its key is not one that matters)."""
-        key = self.table.find(setting.key)
-        return None if key is None else key.meaning
 
     def edit(self, meaning: str, value: Any) -> Setting:
         """Return the setting with which this file gives a meaning a value: its own key and line if it has the key."""

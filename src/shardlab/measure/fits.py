@@ -463,6 +463,9 @@ MEASURED = (
 )
 
 
+OF_NO_LAYER = {OpKind.LOSS: "loss", OpKind.UPDATE: "model", OpKind.LOAD_BATCH: "batch"}
+"""Ops that work on no layer, and the words that stand for the kind of their layer."""
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Dtypes in which layers are computed."""
 
@@ -517,12 +520,8 @@ class Subject:
 
         For an update it is "model", because all layers are updated together.
         """
-        if op.kind is OpKind.LOSS:
-            return "loss"
-        if op.kind is OpKind.UPDATE:
-            return "model"
-        if op.kind is OpKind.LOAD_BATCH:
-            return "batch"
+        if op.kind in OF_NO_LAYER:
+            return OF_NO_LAYER[op.kind]
         model, last = self.model, self.model.layers - 1
         if isinstance(model, CutModel):
             if not model.run(op.layer).cut:

@@ -132,19 +132,14 @@ def as_json(points: Sequence[Point]) -> dict[str, Any]:
             if isinstance(point, CollectivePoint)
         ],
         "overlap": [{**asdict(point), "overlap": point.overlap} for point in points if isinstance(point, OverlapPoint)],
-        "fits": collective_fits(points),
+        "fits": [
+            {"kind": kind, "ranks": ranks, **asdict(fit.line), "errors": asdict(fit.errors), "doubt": fit.doubt}
+            for (kind, ranks), fit in fit_lines(points).items()
+        ],
         "peaks": [asdict(point) for point in points if isinstance(point, PeakPoint)],
         "layers": [{**asdict(point), "flops": point.flops} for point in points if isinstance(point, LayerPoint)],
         "kernels": [_kernels(crowd) for crowd in crowds(points)],
     }
-
-
-def collective_fits(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return alpha and beta of every collective and group size, with their errors and the reason to doubt them."""
-    return [
-        {"kind": kind, "ranks": ranks, **asdict(fitted.line), "errors": asdict(fitted.errors), "doubt": fitted.doubt}
-        for (kind, ranks), fitted in fit_lines(points).items()
-    ]
 
 
 def crowds(points: Sequence[Point]) -> list[list[LayerPoint]]:

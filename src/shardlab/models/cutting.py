@@ -375,7 +375,9 @@ def _sliced(
         if columns:
             made = [step.primitive.makes["x"] for step in run.steps if isinstance(step.primitive, Matrix)]
             mine = set(made[:1])
-            run = replace(run, steps=tuple(_taking_own(step) for step in run.steps)) if made else run
+            if made:  # slices output slices of the result, and read their part of a complete gradient
+                own_steps = [step._replace(primitive=replace(step.primitive, takes_own=True)) for step in run.steps]
+                run = replace(run, steps=tuple(own_steps))
         own = {index: count for index, count in pieces.items() if index in mine}
         for step in run.steps:
             for index, name, count in step.primitive.divides():
@@ -391,11 +393,6 @@ def _sliced(
         before = found[-1] if found else None
         found.append(replace(run, cut=tuple(own), pieces=own, name=_name(run, before, bool(own))))
     return CutModel(model, found, tiles=tiles)
-
-
-def _taking_own(step: Step) -> Step:
-    """Return a primitive whose slices output slices of the result, and read their part of a complete gradient."""
-    return step._replace(primitive=replace(step.primitive, takes_own=True))
 
 
 def _indices(primitive: Primitive) -> set[str]:
