@@ -11,22 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardlab.common.errors import UserError
-from shardlab.frameworks.run import (
-    FrameworkRun,
-    Layout,
-    cut_batch,
-    data_ranks,
-    known_optimizer,
-    make_plan,
-    model_words,
-    padded,
-)
+from shardlab.frameworks.run import FrameworkRun, Layout, cut_batch, data_ranks, known_optimizer, make_plan, model_words
 from shardlab.frameworks.settings import Config
 from shardlab.language import Mesh
 from shardlab.language.precision import Precision, find_precision
 from shardlab.language.recompute_names import MODULES
 from shardlab.models import GPT, Blocks, Llama
 from shardlab.models.architectures import Mixtral, MoE
+from shardlab.models.layout import aligned
 from shardlab.models.named import find_model, with_written
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.recipe import Recipe, find_recipe
@@ -203,7 +195,7 @@ def _vocabulary(values: Mapping[str, Any], tp: int, notes: list[str]) -> int:
             notes.append("the size of the vocabulary is not given; GPT-2's 50,257 is assumed (give --vocab-size)")
         else:
             notes.append(f"a vocabulary of {size:,}, as the tokenizer's name says")
-    return padded(int(size), values["vocab_multiple"] * tp)
+    return aligned(int(size), values["vocab_multiple"] * tp)
 
 
 def _stages(config: Config, values: Mapping[str, Any], model: Blocks, mesh: Mesh) -> tuple[int, tuple[int, ...]]:

@@ -12,21 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from shardlab.common.errors import UserError
-from shardlab.frameworks.run import (
-    FrameworkRun,
-    Layout,
-    known_optimizer,
-    make_plan,
-    model_words,
-    other_micro_batches,
-    padded,
-)
+from shardlab.frameworks.run import FrameworkRun, Layout, known_optimizer, make_plan, model_words, other_micro_batches
 from shardlab.frameworks.settings import Config, Setting, key_table
 from shardlab.frameworks.yaml_file import read_yaml
 from shardlab.language import Mesh
 from shardlab.language.precision import Precision, find_precision
 from shardlab.models import GPT, Blocks, Llama
 from shardlab.models.architectures import Mixtral
+from shardlab.models.layout import aligned
 from shardlab.models.named import find_model, with_written
 from shardlab.simulate.hardware import Cluster
 from shardlab.simulate.predict.recipe import find_recipe
@@ -110,7 +103,7 @@ def _model(config: Config, values: Mapping[str, Any], tp: int, notes: list[str])
         "heads": heads,
         "kv_heads": 1 if values["one_kv_head"] else values["kv_heads"] or heads,
         "ffn_hidden_size": values["ffn_hidden_size"] or (11008 if gated else 4 * hidden),
-        "vocab_size": padded(values["vocab_size"], values["vocab_multiple"] * tp),
+        "vocab_size": aligned(values["vocab_size"], values["vocab_multiple"] * tp),
         "seq_len": seq_len,
         "tied": values["tied"],
         "rope_theta": 10000.0,

@@ -6,7 +6,6 @@ stage of ZeRO, in the words that most frameworks use, into a plan.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -216,8 +215,3 @@ def known_optimizer(name: Any, notes: list[str]) -> Optimizer:
     if found is None:
         notes.append(f"optimizer {name} is predicted as AdamW")
     return found or "adamw"
-
-
-def padded(vocabulary: int, multiple: int) -> int:
-    """Return a vocabulary's size, rounded up to a multiple."""
-    return math.ceil(vocabulary / multiple) * multiple
