@@ -291,7 +291,7 @@ class Config:
 
     @property
     def version(self) -> str:
-        """Version of the framework that alone has one of the keys, and this key ("": no key belongs to one version)."""
+        """Version of the framework to which a key of the file is limited, and this key ("": no key is)."""
         for version, patterns in self.table.versions.items():
             for setting in self.settings:
                 if any(fnmatchcase(setting.key, pattern) for pattern in patterns):
