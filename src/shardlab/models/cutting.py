@@ -391,7 +391,7 @@ def _sliced(
                         "multiple of the slices, or fewer slices"
                     )
         before = found[-1] if found else None
-        found.append(replace(run, cut=tuple(own), pieces=own, name=_name(run, before, bool(own))))
+        found.append(replace(run, pieces=own, name=_name(run, before, bool(own))))
     return CutModel(model, found, tiles=tiles)
 
 

@@ -39,8 +39,7 @@ class Run:
         steps: its primitives, in order.
         inputs, outputs: names of the tensors that it reads from other layers, and that it outputs to them. The
             activation comes first.
-        cut: the indices along which its parameters are cut, outermost first.
-        pieces: number of pieces of each index.
+        pieces: number of pieces of each index along which its parameters are cut, the outermost index first.
         attend: the attention between it and the next layer, if attention is a separate op.
         name: the sort of layer, for messages.
     """
@@ -48,7 +47,6 @@ class Run:
     steps: tuple[Step, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    cut: tuple[str, ...] = ()
     pieces: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
     attend: Step | None = None
     name: str = "whole"
@@ -71,12 +69,12 @@ class Run:
     @cached_property
     def slices(self) -> int:
         """Number of slices of its parameters."""
-        return math.prod(self.pieces.get(index, 1) for index in self.cut)
+        return math.prod(self.pieces.values())
 
     @cached_property
-    def own_pieces(self) -> dict[str, int]:
-        """Number of pieces of each index along which its parameters are cut."""
-        return {index: self.pieces.get(index, 1) for index in self.cut}
+    def cut(self) -> tuple[str, ...]:
+        """Indices along which its parameters are cut, outermost first."""
+        return tuple(self.pieces)
 
     @cached_property
     def affine(self) -> bool:
@@ -95,7 +93,7 @@ class Run:
     @cached_property
     def layout(self) -> LayerLayout:
         """Layout of its parameters in its flat buffer."""
-        return LayerLayout((each.sliced(self.own_pieces) for _, each in self.parameters()), self.slices)
+        return LayerLayout((each.sliced(self.pieces) for _, each in self.parameters()), self.slices)
 
     @cached_property
     def borrows(self) -> tuple[str, ...]:
@@ -107,7 +105,7 @@ class Run:
         """Return the shape of an output for `rows` sequences, with all slices. The last piece is padded."""
         *dims, features = self._maker(output).shape(output, rows)
         index = self.indices(output)[-1:]
-        count = self.own_pieces.get(index[0], 1) if index else 1
+        count = self.pieces.get(index[0], 1) if index else 1
         return (*dims, -(-features // count) * count)
 
     def indices(self, output: str) -> list[str]:
@@ -127,7 +125,7 @@ class Run:
             sequences, tokens, slices: as those of `Model.kernels`.
             among: numbers of the primitives that are computed (None: all).
         """
-        pieces = self.own_pieces if slices > 1 else {}
+        pieces = self.pieces if slices > 1 else {}
         computed = (each for number, each in enumerate(self.primitives) if among is None or number in among)
         return tuple(kernel for primitive in computed for kernel in primitive.kernels(sequences, tokens, pieces))
 
@@ -221,7 +219,7 @@ class Run:
 
     def _large(self, product: Primitive) -> bool:
         """Return whether a slice's product takes so much longer that recomputing its operand pays off."""
-        return any(each.sliced(self.own_pieces).numel >= RECOMPUTED_FROM for each in product.parameters())
+        return any(each.sliced(self.pieces).numel >= RECOMPUTED_FROM for each in product.parameters())
 
     def _last(self, name: str) -> Made:
         return self.read(name, len(self.steps))

@@ -74,7 +74,7 @@ def matrices_of(run: Run, length: int) -> list[WholeMatrix]:
                 others = tuple(number for index, number in numbers.items() if index not in parameter.indices[-2:])
                 together.setdefault(others, []).append(slice * (length // layout.slices) + offset)
             for begins in together.values():
-                found += _matrices(parameter, run.own_pieces, begins)
+                found += _matrices(parameter, run.pieces, begins)
     return found
 
 

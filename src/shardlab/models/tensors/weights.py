@@ -151,7 +151,7 @@ def layer_weights(model: CutModel, layer: int, wholes: Mapping[int, Tensor]) -> 
 def cuts_of(run: Run, parameter: Parameter, slice: int) -> list[tuple[Cut, int]]:
     """Return the cuts of a parameter, each with the number of the piece in a slice of the layer."""
     numbers = run.numbers(slice)
-    return [(cut, numbers[parameter.indices[cut.dim]]) for cut in parameter.cuts(run.own_pieces)]
+    return [(cut, numbers[parameter.indices[cut.dim]]) for cut in parameter.cuts(run.pieces)]
 
 
 def cut_positions(length: int, cut: Cut, number: int) -> Tensor:

@@ -152,7 +152,7 @@ class ClusterPrices(Prices):
         seconds = self.seconds_of(self.recipe.kernels.run(run.kernels(sequences, tokens, slices, found.again)))
         width = bytes_of(self.precision.dtype(Kind.ACTIVATION))
         for each in again:
-            if isinstance(each, Linear) and run.own_pieces.get(each.in_index, 1) > 1:
+            if isinstance(each, Linear) and run.pieces.get(each.in_index, 1) > 1:
                 bytes = sequences * tokens * each.outputs * width
                 seconds += self.collective_time(OpKind.ALL_REDUCE, bytes, self.mesh.group(0, "tp"))
             elif isinstance(each, Dispatch | Combine) and self.mesh.ep > 1:
