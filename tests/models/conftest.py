@@ -19,7 +19,6 @@ from shardlab.models.tensors import (
     PreparedLayer,
     Share,
     initial_weights,
-    make_layers,
     parameter_views,
     prepare_layer,
 )
@@ -107,7 +106,7 @@ def measured_saved_bytes(model: Model, layer: int, rows: int, dtype: torch.dtype
 def passes_of(model: Model, layer: int) -> PreparedLayer:
     """Both passes of a layer."""
     attended = layer > 0 and model.run(layer - 1).attend is not None
-    return prepare_layer(model.run(layer), make_layers(model)[layer].names, "cpu", attended=attended)
+    return prepare_layer(model.run(layer), "cpu", attended=attended)
 
 
 @pytest.fixture

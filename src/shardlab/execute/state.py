@@ -30,7 +30,6 @@ from shardlab.models.tensors import (
     Share,
     compile_layers,
     initial_weights,
-    make_layers,
     pad_runs,
     parameter_views,
     prepare_layer,
@@ -313,12 +312,9 @@ class State:
         if self.settings.compile:
             compiled = compile_layers(model)
             return {number: CompiledPasses(compiled[number]) for number in numbers}
-        layers, device = make_layers(model), self.settings.device.type
+        device = self.settings.device.type
         attended = {number + 1 for number, run in enumerate(model.runs) if run.attend is not None}
-        return {
-            number: prepare_layer(model.run(number), layers[number].names, device, attended=number in attended)
-            for number in numbers
-        }
+        return {number: prepare_layer(model.run(number), device, attended=number in attended) for number in numbers}
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
         """Return the initial weights of some slices, on the device, host or disk as they are kept."""

@@ -101,6 +101,11 @@ class Run:
         own = {parameter.name for _, parameter in self.parameters()}
         return tuple(name for primitive in self.primitives for name in primitive.borrows if name not in own)
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of its parameters in the layout's order, then of those that it borrows."""
+        return (*(parameter.name for parameter in self.layout.parameters), *self.borrows)
+
     def shape(self, output: str, rows: int) -> tuple[int, ...]:
         """Return the shape of an output for `rows` sequences, with all slices. The last piece is padded."""
         *dims, features = self._maker(output).shape(output, rows)

@@ -49,11 +49,9 @@ class TensorLayer:
     """Layer of a model as a function of its parameters and its inputs. It stores no tensors.
 
     Attributes:
-        names: names of its parameters in the layout's order, then names of those that it borrows from the first layer.
         layer: the layer with its primitives.
     """
 
-    names: tuple[str, ...]
     layer: Run
 
     def run(
@@ -104,7 +102,7 @@ class TensorLayer:
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, ...]:
         """Compute `run` with the steps' factors as arguments, so that all inputs are tensors."""
-        by_name = dict(zip(self.names, parameters, strict=True))
+        by_name = dict(zip(self.layer.names, parameters, strict=True))
         tensors = self._unpacked(inputs)
         operands = Operands(by_name, tensors, share, None, cache)
         for step, operands.factor in zip(self._steps, factors, strict=True):
@@ -163,7 +161,7 @@ class TensorLayer:
 
 def make_layers(model: Model) -> list[TensorLayer]:
     """Return the model's layers, in order."""
-    return [TensorLayer((*(p.name for p in run.layout.parameters), *run.borrows), run) for run in model.runs]
+    return [TensorLayer(run) for run in model.runs]
 
 
 BACKEND = "inductor"
@@ -202,15 +200,15 @@ class CompiledLayer(TensorLayer):
         """Return the compiled function of (parameters, inputs, factors); `factors`: which steps have a factor."""
         layer, attend = self.layer, self.layer.attend
         ends = layer.inputs, layer.outputs, attend and attend.primitive
-        key = BACKEND, self.names, layer.primitives, ends, share.key, factors
+        key = BACKEND, layer.names, layer.primitives, ends, share.key, factors
         if key not in FUNCTIONS:
-            FUNCTIONS[key] = _compiled(TensorLayer(self.names, layer), share, factors)
+            FUNCTIONS[key] = _compiled(TensorLayer(layer), share, factors)
         return FUNCTIONS[key]
 
 
 def compile_layers(model: Model) -> list[TensorLayer]:
     """Return the model's layers, in order, each compiled at its first call."""
-    return [CompiledLayer(layer.names, layer.layer) for layer in make_layers(model)]
+    return [CompiledLayer(run) for run in model.runs]
 
 
 def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -219,7 +217,7 @@ def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _compiled(layer: TensorLayer, share: Share, factors: tuple[bool, ...]) -> Compiled:
     affine = layer.layer.affine
-    parameters, extras = len(layer.names), sum(factors) + affine
+    parameters, extras = len(layer.layer.names), sum(factors) + affine
 
     # Dynamo need not analyse this Python code: the layer is a function of tensors, so tracing tensors is enough.
     @torch.compiler.allow_in_graph

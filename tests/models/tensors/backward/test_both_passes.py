@@ -387,7 +387,7 @@ def test_outputs_of_a_primitive_have_memory_of_their_own() -> None:
     step = WHOLE[0].run(0).steps[0]._replace(primitive=HandsOn(tokens=8, hidden_size=4))
     x = torch.randn(2, 8, 4)
     for keeps in (True, False):
-        (made,), _ = prepare_layer(Run((step,), ("x",), ("x",)), (), "cpu").forward([x], (), keeps=keeps)
+        (made,), _ = prepare_layer(Run((step,), ("x",), ("x",)), "cpu").forward([x], (), keeps=keeps)
         assert torch.equal(made, x)
         assert made.data_ptr() != x.data_ptr()
 
@@ -403,8 +403,8 @@ def test_a_layer_without_parameters_draws_masks() -> None:
         torch.randn(2, 2, 8, 4),
     )
     dropout = Dropout(0.2, 0, 0, 0, (0,))
-    (made,), _ = prepare_layer(run, (), "cpu").forward([*given], (), dropout=dropout, keeps=False)
-    assert torch.equal(made, TensorLayer((), run).run((), [*given], dropout=dropout)[0])
+    (made,), _ = prepare_layer(run, "cpu").forward([*given], (), dropout=dropout, keeps=False)
+    assert torch.equal(made, TensorLayer(run).run((), [*given], dropout=dropout)[0])
 
 
 class Twice(Activate):
@@ -412,7 +412,7 @@ class Twice(Activate):
 
 
 def test_a_primitive_that_is_made_of_another_one_does_not_take_its_passes() -> None:
-    run, names = WHOLE[0].run(0), make_layers(WHOLE[0])[0].names
+    run = WHOLE[0].run(0)
     twice = [
         step._replace(primitive=Twice(tokens=8, activation="gelu", hidden=64))
         if isinstance(step.primitive, Activate)
@@ -420,9 +420,9 @@ def test_a_primitive_that_is_made_of_another_one_does_not_take_its_passes() -> N
         for step in run.steps
     ]
     with patch.object(layer_module, "autograd_passes", wraps=autograd_passes) as asked:
-        prepare_layer(run, names, "cpu")
+        prepare_layer(run, "cpu")
         assert not asked.called
-        prepare_layer(replace(run, steps=tuple(twice)), names, "cpu")
+        prepare_layer(replace(run, steps=tuple(twice)), "cpu")
         assert [type(call.args[0]) for call in asked.call_args_list] == [Twice]
 
 

@@ -195,17 +195,15 @@ class PreparedLayer:
         return gradient if port.buffers else ctx.of_sequences(gradient)
 
 
-def prepare_layer(run: Run, names: Sequence[str], device: str, *, attended: bool = False) -> PreparedLayer:
+def prepare_layer(run: Run, device: str, *, attended: bool = False) -> PreparedLayer:
     """Prepare both passes of a layer.
 
     Args:
         run: the layer's primitives.
-        names: names of its parameters, then of the first layer's parameters that it uses without holding them (tied
-            weights).
         device: type of the device that computes it, such as "cpu".
         attended: whether its input comes from attention as a separate op.
     """
-    places = TensorPlaces({name: place for place, name in enumerate(names)}, device)
+    places = TensorPlaces({name: place for place, name in enumerate(run.names)}, device)
     input_names = [run.inputs[:1], *run.carried_inputs.values()]
     readers = {name: each.reads[name] for each in reversed(run.primitives) for name in each.reads}  # the first ones
     inputs = [_port(tuple(map(places.make, each)), each, readers.get(each[0], "")) for each in input_names]
