@@ -26,7 +26,7 @@ from shardlab.models.attention import Attend, LatentProjection, Latents, Project
 from shardlab.models.layer import Run, closes, cut_indices, opens, runs, want_carried, want_cuttable
 from shardlab.models.mixture import Combine, Dispatch, ExpertLinear, Place, Route
 from shardlab.models.model import Blocks, Model
-from shardlab.models.primitives import Linear, Lookup, Norm, Primitive, Step
+from shardlab.models.primitives import Linear, Lookup, Norm, Step
 
 Matrix = Projection | LatentProjection | Linear | Lookup | ExpertLinear
 """Types of primitives whose parameters may be cut."""
@@ -371,7 +371,7 @@ def _sliced(
     found: list[Run] = []
     want_carried(layers)
     for run in layers:
-        mine = {index for step in run.steps for index in _indices(step.primitive)}
+        mine = {i for each in run.primitives for indices in each.node.weights.values() for i in indices.split()}
         if columns:
             made = [step.primitive.makes["x"] for step in run.steps if isinstance(step.primitive, Matrix)]
             mine = set(made[:1])
@@ -393,11 +393,6 @@ def _sliced(
         before = found[-1] if found else None
         found.append(replace(run, pieces=own, name=_name(run, before, bool(own))))
     return CutModel(model, found, tiles=tiles)
-
-
-def _indices(primitive: Primitive) -> set[str]:
-    borrowed = {"vocab"} if primitive.borrows else set[str]()
-    return {index for parameter in primitive.parameters() for index in parameter.indices} | borrowed
 
 
 def _name(run: Run, before: Run | None, cut: bool) -> str:

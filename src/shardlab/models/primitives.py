@@ -106,9 +106,9 @@ class Primitive(ABC):
         return ()
 
     @property
-    def borrows(self) -> tuple[str, ...]:
-        """Names of the first block's parameters that it also uses: those of a tied embedding."""
-        return ()
+    def borrows(self) -> Mapping[str, str]:
+        """Parameters of the first block that it also uses, each with its indices: those of a tied embedding."""
+        return {}
 
     def keeps(self) -> tuple[str, ...]:
         """Inputs and outputs that its backward pass reads. Some are not saved but recomputed (see `Run.made_again`)."""
@@ -166,7 +166,7 @@ class Primitive(ABC):
             for tensors in (self.reads, self.makes)
         )
         return Node(
-            type(self).__name__.lower(), reads, makes, weights | self._borrowed_indices(), self.whole,
+            type(self).__name__.lower(), reads, makes, {**weights, **self.borrows}, self.whole,
             mixes_tokens=self.mixes_tokens, takes_own=self.takes_own, deals=self.deals, atomic=self.atomic,
             affine=self.affine,
         )  # fmt: skip
@@ -175,9 +175,6 @@ class Primitive(ABC):
     def _has_matrix(self) -> bool:
         """Whether the second half computes a parameter's gradient. The first half computes gradients of vectors."""
         return any(len(parameter.shape) > 1 for parameter in self.parameters())
-
-    def _borrowed_indices(self) -> dict[str, str]:
-        return {}
 
 
 class Step(NamedTuple):
@@ -395,17 +392,14 @@ class Scores(Linear):
         return () if self.tied else super().parameters()
 
     @property
-    def borrows(self) -> tuple[str, ...]:
-        return ("wte.weight",) if self.tied else ()
+    def borrows(self) -> Mapping[str, str]:
+        return {"wte.weight": "vocab width"} if self.tied else {}
 
     def keeps_for_weight(self) -> tuple[str, ...]:
         return ("x",)
 
     def gradients_for_weight(self) -> tuple[str, ...]:
         return ("x",)
-
-    def _borrowed_indices(self) -> dict[str, str]:
-        return {"wte.weight": "vocab width"} if self.tied else {}
 
 
 @dataclass(frozen=True, kw_only=True)
