@@ -43,5 +43,5 @@ def test_changes_of_a_step_that_fits_make_it_faster_and_still_fit() -> None:
 def test_a_trial_is_the_changed_configuration_itself() -> None:
     step = read_run(read_config(str(EXAMPLES / "llama3_8b.toml")), find_cluster("h100x8"))
     for trial in try_changes(step, predict(step), seconds=1000):
-        again = read_run(trial.config, step.cluster)
+        again = read_run(trial.step.config, step.cluster)
         assert (again.plan, again.microbatches) == (trial.step.plan, trial.step.microbatches)

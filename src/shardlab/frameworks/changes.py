@@ -34,14 +34,13 @@ class Trial:
     Attributes:
         meanings: the changed meanings with their new values; None stands for a key that is left out.
         settings: the same change as keys of the file.
-        config, step, forecast: the changed configuration, its step and the forecast.
+        step, forecast: the step of the changed configuration, and its forecast.
         seconds: change of the time per token, as a share of the time without the change.
         bytes: change of the memory of the fullest device.
     """
 
     meanings: Mapping[str, Any]
     settings: tuple[Setting, ...]
-    config: Config
     step: FrameworkRun
     forecast: Forecast
     seconds: float
@@ -81,8 +80,7 @@ def _try(step: FrameworkRun, found: Forecast, meanings: Mapping[str, Any], seen:
     """Try a change (None: its step was tried, or the framework, the model or the cluster rules it out)."""
     config = step.config
     try:
-        changed = config.with_meanings(meanings)
-        other = read_run(changed, step.cluster)
+        other = read_run(config.with_meanings(meanings), step.cluster)
         if _key(other) in seen or broken_limit(other.workload):
             return None
         seen.add(_key(other))
@@ -91,20 +89,17 @@ def _try(step: FrameworkRun, found: Forecast, meanings: Mapping[str, Any], seen:
         return None
     settings = tuple(config.edit(meaning, value) for meaning, value in meanings.items())
     slower = result.seconds / other.workload.tokens / (found.seconds / step.workload.tokens) - 1
-    return Trial(meanings, settings, changed, other, result, slower, result.memory.unlimited - found.memory.unlimited)
+    return Trial(meanings, settings, other, result, slower, result.memory.unlimited - found.memory.unlimited)
 
 
 def _then_pairs(single: Iterator[dict[str, Any]], trials: Sequence[Trial], found: Forecast) -> Iterator[dict[str, Any]]:
     """Yield single changes, and then each that saves memory together with the best that costs no time."""
     yield from single
-    saving = sorted((each for each in trials if each.bytes < -LEAST_GAIN * found.memory.capacity), key=_seconds)
+    least = -LEAST_GAIN * found.memory.capacity
+    saving = sorted((each for each in trials if each.bytes < least), key=lambda each: each.seconds)
     for first, second in product(saving[:FREE], saving):
         if first.seconds <= LEAST_GAIN and not first.meanings.keys() & second.meanings.keys():
             yield {**first.meanings, **second.meanings}
-
-
-def _seconds(trial: Trial) -> float:
-    return trial.seconds
 
 
 def best_changes(trials: Sequence[Trial], found: Forecast) -> list[Trial]:
