@@ -106,7 +106,7 @@ def test_checkpoints_on_the_host_are_kept_there_and_blocks_are_computed_again(tm
         )
     )
     assert (host.plan.recompute, host.plan.passes) == ("none", "offload=activations:host,copy-early")
-    assert any("blocks are taken to call deepspeed.checkpointing.checkpoint" in each for each in host.notes)
+    assert any("blocks are assumed to call deepspeed.checkpointing.checkpoint" in each for each in host.notes)
     found = [forecast(each.workload) for each in (none, device, host)]
     bytes = [each.memory.unlimited for each in found]
     assert bytes[0] > bytes[1] > bytes[2]

@@ -133,7 +133,7 @@ def _recompute(values: Mapping[str, Any], notes: list[str]) -> str:
         )
         section = False
     if section:
-        notes.append("blocks are taken to call deepspeed.checkpointing.checkpoint, as activation_checkpointing needs")
+        notes.append("blocks are assumed to call deepspeed.checkpointing.checkpoint, as activation_checkpointing needs")
     if section and values["partitioned"]:
         notes.append("partition_activations shards kept inputs over tensor-parallel ranks, which the file does not say")
     return "full" if values["recompute"] or section else "none"

@@ -131,7 +131,7 @@ def _from_text(text: str, path: Path, changed: Overrides, framework: str | None)
     if re.search(r"(^|\s)--[A-Za-z]", text):
         return _from_script(text, path.name, changed, framework, path.parent)
     raise UserError(
-        f"{path} is for no framework that is known here; give a torchtitan TOML or Python file, a script or list of "
+        f"{path} is for no known framework; give a torchtitan TOML or Python file, a script or list of "
         "Megatron-LM arguments, a YAML of NeMo, nanotron or accelerate, or a JSON of DeepSpeed"
     )
 
@@ -161,9 +161,7 @@ def _from_table(text: str, path: Path, changed: Overrides, framework: str | None
         kept = [each for each in own if each.value is not False and each.value is not None]
         return Config(key_table(megatron.NAME), path.name, (*kept, *flags_of(changed.words)))
     if (name := framework or _shape(document)) is None:
-        raise UserError(
-            f"{path.name} is for no framework that is known here; --framework names it ({', '.join(FRAMEWORKS)})"
-        )
+        raise UserError(f"{path.name} is for no known framework; --framework names it ({', '.join(FRAMEWORKS)})")
     if name not in READERS:
         raise UserError(f"{path.name} is YAML or JSON, which {name} does not read; leave out --framework")
     given = flags_of(changed.words)
@@ -221,9 +219,7 @@ def _from_script(text: str, file: str, changed: Overrides, framework: str | None
     settings = tuple(each for each in arguments if each.line == 0 or each.key.startswith("--"))
     config = Config(key_table(megatron.NAME), file, settings, facts, notes)
     if framework is None and not config.given:
-        raise UserError(
-            f"{file} has no argument of a framework that is known here; --framework names it ({', '.join(FRAMEWORKS)})"
-        )
+        raise UserError(f"{file} has no argument of a known framework; --framework names it ({', '.join(FRAMEWORKS)})")
     return config
 
 

@@ -127,7 +127,7 @@ def run(config: Config, cluster: Cluster) -> FrameworkRun:
     plan = make_plan(layout, model)
     size, microbatches = _batch(config, values, mesh, plan.data_ranks)
     if mesh.ep > 1:
-        notes.append("the weights beside the experts are taken as whole on each rank along ep; torchtitan shards them")
+        notes.append("weights of non-experts are predicted as whole on each rank along ep; torchtitan shards them")
     if values["cpu_offload"]:
         notes.append("training.enable_cpu_offload is not predicted: its step is longer, and memory smaller")
     recipe, optimizer = _recipe(config, values), known_optimizer(values["optimizer"], notes)
@@ -147,8 +147,8 @@ def _model(config: Config, values: Mapping[str, Any]) -> tuple[str, Blocks]:
     unsaid = cast(dict[str, str], config.table.data["unsaid"])
     if row is None and family in unsaid:
         raise UserError(
-            f"{config.file}: model {family} has {unsaid[family]}, which cannot be said here; give --model with one "
-            "that is like it"
+            f"{config.file}: model {family} has {unsaid[family]}, which no model here can express; give --model "
+            "with a similar one"
         )
     if row is None:
         raise UserError(

@@ -1,7 +1,7 @@
 """Write a step as DeepSpeed's JSON or accelerate's YAML, with a script that gives the Trainer's arguments.
 
-Neither file says the model and the sequence, which are arguments of the training program. JSON has no comments, so what
-cannot be said stands in the script.
+Neither file contains the model and the sequence length, which are arguments of the training program. JSON has no
+comments, so the script lists the properties that the files cannot express.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write a step as the configuration of its recipe's framework, with a comment for what cannot be said there.
+"""Write a step as the configuration of its recipe's framework. Comments list properties that it cannot express.
 
 `write_step` translates the step, reads the translation back as `explain` reads a file, and compares the two steps.
 """
