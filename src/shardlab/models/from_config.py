@@ -11,7 +11,7 @@ Sources of the fields and their defaults: huggingface/transformers, src/transfor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -79,6 +79,8 @@ class ConfigField(NamedTuple):
     words: Mapping[str, str] = {}
 
 
+_NO_DROPOUT = {"attention_dropout": 0.0}
+
 Adjust = Callable[[Mapping[str, Any], dict[str, Any]], Iterable[str]]
 """Function that reads further fields of a config.json into the fields of a model, and returns the differences."""
 
@@ -91,7 +93,8 @@ class ConfigFamily:
         model_type: name of the family in config.json.
         base: Shardlab's model whose fields a config.json replaces.
         fields: fields of config.json that are read.
-        fixed: fields of config.json of which Shardlab's models support only one value, the default.
+        fixed: fields of config.json of which Shardlab's models support only one value, the default. In most families
+            it is the dropout of attention.
         rope_theta: default base of rotary positions (None: positions are learned).
         rope_names: names of the base's field in config.json.
         adjust: function that reads fields that depend on each other.
@@ -102,8 +105,8 @@ class ConfigFamily:
     model_type: str
     base: GPT
     fields: Sequence[ConfigField]
-    fixed: Mapping[str, Any]
-    rope_theta: float | None = None
+    fixed: Mapping[str, Any] = field(default_factory=lambda: _NO_DROPOUT)
+    rope_theta: float | None = 10_000.0
     rope_names: str = "rope_theta"
     adjust: Adjust | None = None
     known: tuple[str, ...] = ()
@@ -177,21 +180,21 @@ def read_config(config: Mapping[str, Any], source: str) -> ConfigReading:
     written: dict[str, Any] = {}
     missing: list[str] = []
     differences = list(family.always)
-    for field in family.fields:
-        value = config.get(field.theirs, field.default)
+    for theirs, ours, default, like, words in family.fields:
+        value = config.get(theirs, default)
         if value is REQUIRED:
-            missing.append(f"{field.theirs} is missing")
+            missing.append(f"{theirs} is missing")
             continue
-        if field.words and not (isinstance(value, str) and value in field.words):
-            differences.append(f"{field.theirs} is {value!r}, not {listed(field.words, 'or')}")
+        if words and not (isinstance(value, str) and value in words):
+            differences.append(f"{theirs} is {value!r}, not {listed(words, 'or')}")
             continue
         differences += [
-            f"{other} is {config.get(other, field.default)!r}, not {value!r} like {field.theirs}"
-            for other in field.like
-            if config.get(other, field.default) != value
+            f"{other} is {config.get(other, default)!r}, not {value!r} like {theirs}"
+            for other in like
+            if config.get(other, default) != value
         ]
         if value is not None:
-            written[field.ours] = field.words.get(value, value) if field.words else value
+            written[ours] = words.get(value, value) if words else value
     if missing:
         raise UserError(f"{source} is not a whole configuration of {family.model_type}: {'; '.join(missing)}")
     differences += [
@@ -223,7 +226,7 @@ _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor
 
 
 def _unread(config: Mapping[str, Any], family: ConfigFamily) -> tuple[str, ...]:
-    read = {name for field in family.fields for name in (field.theirs, *field.like)}
+    read = {name for each in family.fields for name in (each.theirs, *each.like)}
     known = {*read, *family.fixed, *family.known, family.rope_names, "use_sliding_window", *_ROPE, *_HARMLESS}
     return tuple(sorted(name for name, value in config.items() if name not in known and value not in (None, False)))
 
@@ -322,6 +325,7 @@ GPT2_CONFIG = ConfigFamily(
         ConfigField("bias", "bias", True),  # nanoGPT's word; transformers always has biases, which are zero then
     ),
     {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    rope_theta=None,
 )
 
 _ATTENTION = (
@@ -343,18 +347,16 @@ _GATE = ConfigField("hidden_act", "activation", "silu", words=GATES)
 _RMS = ConfigField("rms_norm_eps", "norm_eps", 1e-6)
 _PROJECTIONS = ConfigField("attention_bias", "qkv_bias", False)
 _AUXILIARY = ConfigField("router_aux_loss_coef", "auxiliary", 0.001)
-_NO_DROPOUT = {"attention_dropout": 0.0}
 
 LLAMA_CONFIG = ConfigFamily(
     "llama",
     Llama(),
     (*_GROUPED, _DENSE, _UNTIED, _RMS, ConfigField("attention_bias", "bias", False, like=("mlp_bias",))),
     {"hidden_act": "silu", **_NO_DROPOUT},
-    10_000.0,
 )
 
 MISTRAL_CONFIG = ConfigFamily(
-    "mistral", Llama(), (*_GROUPED, _DENSE, _UNTIED, _RMS), {"hidden_act": "silu", **_NO_DROPOUT}, 10_000.0
+    "mistral", Llama(), (*_GROUPED, _DENSE, _UNTIED, _RMS), {"hidden_act": "silu", **_NO_DROPOUT}
 )
 
 MIXTRAL_CONFIG = ConfigFamily(
@@ -367,12 +369,10 @@ MIXTRAL_CONFIG = ConfigFamily(
         ConfigField("num_experts_per_tok", "top_k", 2),
     ),
     {"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
-    1_000_000.0,
+    rope_theta=1_000_000.0,
 )
 
-QWEN2_CONFIG = ConfigFamily(
-    "qwen2", Llama(qkv_bias=True), (*_GROUPED, _DENSE, _UNTIED, _RMS, _GATE), _NO_DROPOUT, 10_000.0
-)
+QWEN2_CONFIG = ConfigFamily("qwen2", Llama(qkv_bias=True), (*_GROUPED, _DENSE, _UNTIED, _RMS, _GATE))
 
 _SHARED_NORM = "all heads of a layer share one weight of q_norm and one of k_norm; here, each head has its own"
 
@@ -380,8 +380,6 @@ QWEN3_CONFIG = ConfigFamily(
     "qwen3",
     Llama(qk_norm=True, head_dim=128),
     (*_GROUPED, _DENSE, _UNTIED, _RMS, _GATE, _PROJECTIONS),
-    _NO_DROPOUT,
-    10_000.0,
     always=(_SHARED_NORM,),
 )
 
@@ -393,8 +391,6 @@ QWEN2_MOE_CONFIG = ConfigFamily(
         ConfigField("num_experts", "experts", 60),
         ConfigField("num_experts_per_tok", "top_k", 4),
     ),
-    _NO_DROPOUT,
-    10_000.0,
     adjust=_dense_first,
     known=(*_QWEN_MIXTURE, "norm_topk_prob", "qkv_bias"),
 )
@@ -407,8 +403,6 @@ QWEN3_MOE_CONFIG = ConfigFamily(
         ConfigField("num_experts", "experts", 128),
         ConfigField("num_experts_per_tok", "top_k", 8),
     ),
-    _NO_DROPOUT,
-    10_000.0,
     adjust=_dense_first,
     known=(*_QWEN_MIXTURE, "norm_topk_prob"),
     always=(_SHARED_NORM,),
@@ -421,8 +415,6 @@ GEMMA_CONFIG = ConfigFamily(
         *(*_GROUPED, _DENSE, _TIED, _RMS, _PROJECTIONS),
         ConfigField("hidden_activation", "activation", "gelu_pytorch_tanh", words=GATES),
     ),
-    _NO_DROPOUT,
-    10_000.0,
     known=("hidden_act",),
     always=("embeddings are scaled and norms multiply by 1 + weight, which takes no more parameters",),
 )
@@ -454,7 +446,6 @@ PHI_CONFIG = ConfigFamily(
         ConfigField("hidden_act", "activation", "gelu_new", words=GELUS),
     ),
     {**_NO_DROPOUT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "qk_layernorm": False},
-    10_000.0,
     always=(_PARALLEL, "the head has a bias, and a block has one norm"),
 )
 
@@ -484,7 +475,6 @@ GPT_NEOX_CONFIG = ConfigFamily(
         ConfigField("attention_bias", "bias", True),
     ),
     {},
-    10_000.0,
     rope_names="rotary_emb_base",
     adjust=_neox,
     known=("use_parallel_residual", "rotary_pct"),
@@ -500,7 +490,7 @@ GPT_OSS_CONFIG = ConfigFamily(
         ConfigField("router_aux_loss_coef", "auxiliary", 0.9),
     ),
     {"hidden_act": "silu", "attention_bias": True, **_NO_DROPOUT},
-    150_000.0,
+    rope_theta=150_000.0,
     known=("initial_context_length", "swiglu_limit"),
     always=("attention has a learned sink for each head, and the router has a bias",),
 )
@@ -514,8 +504,6 @@ DEEPSEEK_CONFIG = ConfigFamily(
         ConfigField("num_experts_per_tok", "top_k"),
         ConfigField("aux_loss_alpha", "auxiliary", 0.001),
     ),
-    _NO_DROPOUT,
-    10_000.0,
     adjust=_deepseek,
     known=_DEEPSEEK,
 )
