@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -123,16 +124,10 @@ def _peak(crowd: Crowd, dtype: str, budget: float) -> PeakPoint:
     best, seconds = (0.0, 0), 0.0
     for size in PEAK_SIZES[device.type]:
         a = torch.randn(size, size, dtype=getattr(torch, dtype), device=device)  # a GPU multiplies ones faster
-        into = torch.empty_like(a)
-
-        def product(a: Tensor = a, into: Tensor = into) -> None:
-            torch.mm(a, a, out=into)
-
-        def onednn_product(a: Tensor = a) -> None:
-            onednn_linear(a, a)
-
-        has_onednn = AVAILABLE and device.type == "cpu" and dtype == "float32"
-        for each in (product, onednn_product) if has_onednn else (product,):
+        products: list[Callable[[], Tensor]] = [partial(torch.mm, a, a, out=torch.empty_like(a))]
+        if AVAILABLE and device.type == "cpu" and dtype == "float32":
+            products.append(partial(onednn_linear, a, a))
+        for each in products:
             each()
             crowd.meet()
             seconds = crowd.mean(min(clock.seconds(each, 1) for _ in range(5)))
