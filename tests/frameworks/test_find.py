@@ -22,6 +22,13 @@ def test_a_script_says_on_how_many_devices_it_runs() -> None:
     assert config.unknown == []
 
 
+def test_a_number_of_nodes_that_python_cannot_read_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text("torchrun --nnodes \u00b2 --nproc_per_node 8 pretrain_gpt.py --num-layers 2\n")
+    config = read_config(str(path))
+    assert (config.fact("nodes"), config.fact("per_node"), config.devices) == (None, 8, None)
+
+
 def test_variables_and_arguments_after_the_dashes_replace_those_of_the_script() -> None:
     config = read_config(str(EXAMPLES / "train_70b.sh"), ["PP=8", "--micro-batch-size", "2"])
     assert (config.values["pp"], config.values["micro_batch_size"]) == (8, 2)

@@ -55,6 +55,8 @@ def test_selective_recomputation_is_of_every_second_block_or_per_op() -> None:
     assert step_of("").plan.recompute == tuple(range(1, 32, 2))
     per_op = step_of('[activation_checkpoint]\nselective_ac_option = "op"\n')
     assert per_op.plan.recompute == "per-op"
+    with pytest.raises(UserError, match="give op or a whole number"):
+        step_of('[activation_checkpoint]\nselective_ac_option = "\\u00b2"\n')
 
 
 def test_a_pipeline_has_fewer_blocks_at_its_ends() -> None:

@@ -281,9 +281,9 @@ def _facts(script: Script, launch: Sequence[Word]) -> dict[str, Setting]:
         for name in names:
             value = script.value(name)
             setting = flags.get(name) or (value and Setting(name, value.text, value.line))
-            if setting and (str(setting.value).isdigit() or fact not in found):
+            if setting and (str(setting.value).isdecimal() or fact not in found):
                 found[fact] = setting
-                if str(setting.value).isdigit():
+                if str(setting.value).isdecimal():
                     break
     return found
 

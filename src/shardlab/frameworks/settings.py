@@ -328,7 +328,7 @@ class Config:
         """Return a number that the file gives of its devices (None: it gives none, or a variable without a value)."""
         setting = self.facts.get(name)
         text = "" if setting is None else str(setting.value)
-        return int(text) if text.isdigit() and int(text) > 0 else None
+        return int(text) if text.isdecimal() and int(text) > 0 else None
 
     @property
     def devices(self) -> int | None:

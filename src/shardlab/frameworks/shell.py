@@ -105,7 +105,7 @@ def tokens(text: str) -> Iterator[Token]:
             continue
         found = next((each for each in OPERATORS if text.startswith(each, at)), "")
         if found or char in " \t\r" or (char == "#" and not word):
-            if found[:1] in (">", "<") and found and word.isdigit():  # a file's number, as in 2>&1
+            if found[:1] in (">", "<") and found and word.isdecimal():  # a file's number, as in 2>&1
                 word = ""
             if word:
                 yield Token(word, begin)

@@ -233,7 +233,7 @@ def _recompute(config: Config, values: Mapping[str, Any], layers: int, notes: li
         raise UserError(f"{config.file}: activation_checkpoint.mode is {mode!r}; give none, selective or full")
     if option == "op" or values["microbatch_tokens"] is not None:
         return "per-op"
-    if not option.isdigit():
+    if not option.isdecimal():
         raise UserError(f"{config.file}: selective_ac_option is {option!r}; give op or a whole number")
     every = int(option)
     return "full" if every < 2 else tuple(range(every - 1, layers, every))
