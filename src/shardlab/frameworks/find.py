@@ -198,17 +198,17 @@ def _from_script(text: str, file: str, changed: Overrides, framework: str | None
     arguments = flags_of([*words, *changed.words])
     dotted = [each for each in arguments if each.key.removeprefix("--").split(".")[0] in torchtitan.SECTIONS]
     modules = {each.key for each in arguments} & {"--module", "--config", "--job.config_file"}
-    variables = script.value("CONFIG_FILE")
+    named = {name: word.text for name in ("CONFIG_FILE", "CONFIG", "MODULE") if (word := script.value(name))}
     facts = _facts(script, launch)
     notes = tuple(script.notes)
-    if framework == torchtitan.NAME or (framework is None and (dotted or modules or variables)):
+    if framework == torchtitan.NAME or (framework is None and (dotted or modules or "CONFIG_FILE" in named)):
         settings, selected = torchtitan.read_arguments(arguments)
         settings = [each for each in settings if "." in each.key] if framework is None else settings
-        inner = selected.get("job.config_file") or (variables.text if variables else "")
+        inner = selected.get("job.config_file") or named.get("CONFIG_FILE", "")
         if inner and UNSET not in inner:
             settings = [*_inner_file(folder, inner, file), *settings]
-        config = selected.get("config") or (found.text if (found := script.value("CONFIG")) else "")
-        module = selected.get("module") or (found.text if (found := script.value("MODULE")) else "")
+        config = selected.get("config") or named.get("CONFIG", "")
+        module = selected.get("module") or named.get("MODULE", "")
         path = folder / (module.replace(".", "/") + ".py")
         if config and module and path.is_file():
             read = read_python(path.read_text(encoding="utf-8"), path.name, config)
