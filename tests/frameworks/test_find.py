@@ -68,6 +68,14 @@ def test_a_script_of_torchtitan_names_its_file(tmp_path: Path) -> None:
     assert (config.values["local_batch"], config.values["seq_len"]) == (1, 8192)
 
 
+def test_a_file_that_a_script_names_and_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "llama3_8b.toml").write_bytes(b"\xff")
+    script = tmp_path / "run.sh"
+    script.write_text("CONFIG_FILE=./llama3_8b.toml\n./run_train.sh --training.local_batch_size 1\n")
+    with pytest.raises(UserError, match=r"llama3_8b\.toml cannot be read: it is not text"):
+        read_config(str(script))
+
+
 @pytest.mark.parametrize("text", ["", "hello", "\0", "[plan]\ntp = 2\n", "x: 1\n"])
 def test_other_files_are_refused_in_a_sentence(text: str, tmp_path: Path) -> None:
     for name in ("train.toml", "train.sh", "train.txt"):

@@ -102,6 +102,17 @@ def read_config(name: str, overrides: Sequence[str] = (), framework: str | None 
         return _from_script("", "the command line", changed, name, Path())
     path = Path(name)
     require_regular_file(path)
+    text = _text_of(path)
+    with naming(path):
+        return _from_text(text, path, changed, framework)
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a configuration.
+
+    Raises:
+        UserError: if it is no text, cannot be read, or is too large.
+    """
     try:
         if path.stat().st_size > MOST_BYTES:
             raise UserError(f"{path} has more than {MOST_BYTES:,} bytes, which no configuration has; name another file")
@@ -110,8 +121,7 @@ def read_config(name: str, overrides: Sequence[str] = (), framework: str | None 
         raise UserError(f"{path} cannot be read: {why_unreadable(error)}") from None
     if "\0" in text:
         raise UserError(f"{path} is not text; name a configuration")
-    with naming(path):
-        return _from_text(text.replace("\r\n", "\n"), path, changed, framework)
+    return text
 
 
 def _from_text(text: str, path: Path, changed: Overrides, framework: str | None) -> Config:
@@ -211,7 +221,7 @@ def _from_script(text: str, file: str, changed: Overrides, framework: str | None
         module = selected.get("module") or named.get("MODULE", "")
         path = folder / (module.replace(".", "/") + ".py")
         if config and module and path.is_file():
-            read = read_python(path.read_text(encoding="utf-8"), path.name, config)
+            read = read_python(_text_of(path), path.name, config)
             settings, notes = [*(each._replace(line=0) for each in read.settings), *settings], (*notes, *read.notes)
         elif config:
             settings = [*torchtitan.registry_settings(module, config), *settings]
@@ -226,7 +236,7 @@ def _from_script(text: str, file: str, changed: Overrides, framework: str | None
 def _inner_file(folder: Path, inner: str, file: str) -> list[Setting]:
     for path in (folder / inner, folder / Path(inner).name):
         if path.is_file():
-            settings = torchtitan.read_toml(path.read_text(encoding="utf-8"), str(path))
+            settings = torchtitan.read_toml(_text_of(path), str(path))
             return [each._replace(line=0) for each in settings]  # a line of another file
     raise UserError(f"{file} starts torchtitan with {inner}, which is not beside it; name that file, or put it there")
 
