@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -344,23 +344,13 @@ def measure_memory(make: Callable[[], Contender], steps: int, device: torch.devi
     On a CPU, all storages that torch creates are counted; on a GPU, the memory of the allocator. Counting starts with
     the creation of the contender, and excludes buffers of gloo and NCCL.
     """
-    return (_measure_allocator if device.type == "cuda" else _measure_storages)(make, steps)
-
-
-def _measure_storages(make: Callable[[], Contender], steps: int) -> MemoryRun:
-    storages = LiveStorages()
-    with storages.tracking():
+    storages, on_gpu = LiveStorages(), device.type == "cuda"
+    base = torch.cuda.memory_allocated() if on_gpu else 0
+    with nullcontext() if on_gpu else storages.tracking():
         contender = make()
         losses = [contender.step() for _ in range(steps - 1)]
         storages.peak = storages.live
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         losses.append(contender.step())
-    return contender, losses, storages.peak
-
-
-def _measure_allocator(make: Callable[[], Contender], steps: int) -> MemoryRun:
-    base = torch.cuda.memory_allocated()
-    contender = make()
-    losses = [contender.step() for _ in range(steps - 1)]
-    torch.cuda.reset_peak_memory_stats()
-    losses.append(contender.step())
-    return contender, losses, torch.cuda.max_memory_allocated() - base
+    return contender, losses, torch.cuda.max_memory_allocated() - base if on_gpu else storages.peak
