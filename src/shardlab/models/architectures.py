@@ -67,34 +67,28 @@ class GPT(Blocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least_one("heads")
-        if self.head_dim is not None:
-            self.at_least_one("head_dim")
-        elif self.hidden_size % self.heads:
+        self.at_least_one("heads", "head_dim", "kv_heads", "ffn_hidden_size")
+        if self.head_dim is None and self.hidden_size % self.heads:
             raise UserError(
                 f"hidden_size {self.hidden_size} does not divide by {self.heads} heads (remainder "
                 f"{self.hidden_size % self.heads}); choose one that is a multiple of the heads, or give head_dim"
             )
-        if self.kv_heads is not None:
-            self.at_least_one("kv_heads")
-            if self.heads % self.kv_heads:
-                raise UserError(
-                    f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly (remainder "
-                    f"{self.heads % self.kv_heads}); choose a number of key/value heads that divides the heads"
-                )
-        if self.ffn_hidden_size is not None:
-            self.at_least_one("ffn_hidden_size")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise UserError(
+                f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly (remainder "
+                f"{self.heads % self.kv_heads}); choose a number of key/value heads that divides the heads"
+            )
         self._check_choices()
 
     @property
     def hidden(self) -> int:
         """Features inside each MLP."""
-        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+        return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def head_size(self) -> int:
         """Features of a head."""
-        return self.hidden_size // self.heads if self.head_dim is None else self.head_dim
+        return self.head_dim or self.hidden_size // self.heads
 
     @property
     def positions(self) -> bool:
@@ -162,7 +156,7 @@ class GPT(Blocks):
             )
 
     def _check_latents(self) -> None:
-        self.at_least_one("kv_rank", "rope_dim", *(() if self.q_rank is None else ("q_rank",)))
+        self.at_least_one("kv_rank", "rope_dim", "q_rank")
         wrong = {
             "rope_theta is None": self.rope_theta is None,
             f"kv_heads is {self.kv_heads}": self.kv_heads not in (None, self.heads),
@@ -232,10 +226,7 @@ class MoE(GPT):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least_one("experts", "top_k")
-        for name in ("shared_ffn_hidden_size", "dense_ffn_hidden_size"):
-            if getattr(self, name) is not None:
-                self.at_least_one(name)
+        self.at_least_one("experts", "top_k", "shared_ffn_hidden_size", "dense_ffn_hidden_size")
         for name in ("shared_experts", "dense_layers"):
             if (count := getattr(self, name)) < 0:
                 raise UserError(f"{name} is {count}; there may be 0 or more")
@@ -339,13 +330,12 @@ class MLP(Blocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ffn_hidden_size is not None:
-            self.at_least_one("ffn_hidden_size")
+        self.at_least_one("ffn_hidden_size")
 
     @property
     def hidden(self) -> int:
         """Features inside each MLP."""
-        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+        return self.ffn_hidden_size or 4 * self.hidden_size
 
     def block_parts(self) -> Sequence[tuple[str, Sequence[Primitive]]]:
         body = feed_forward(self.seq_len, self.hidden_size, self.hidden, self.bias, "gelu")

@@ -50,9 +50,9 @@ class Model(ABC):
             raise UserError(f"dropout is {self.dropout}; it is a probability, from 0 up to but not including 1")
 
     def at_least_one(self, *names: str) -> None:
-        """Refuse counts that are zero or negative."""
+        """Refuse counts that are zero or negative. None is accepted."""
         for name in names:
-            if (count := getattr(self, name)) < 1:
+            if (count := getattr(self, name)) is not None and count < 1:
                 raise UserError(f"{name} is {count}; a model needs at least 1")
 
     @cached_property
