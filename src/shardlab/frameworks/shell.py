@@ -438,7 +438,8 @@ def _changed(value: str, change: str) -> str:
 
 _OPERATIONS: dict[type, Callable[[int, int], int]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
-    **{ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
+    **dict.fromkeys((ast.Div, ast.FloorDiv), lambda one, other: one // other),
+    ast.Mod: operator.mod,
 }
 
 

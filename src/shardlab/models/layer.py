@@ -130,7 +130,7 @@ class Run:
             sequences, tokens, slices: as those of `Model.kernels`.
             among: numbers of the primitives that are computed (None: all).
         """
-        pieces = self.pieces if slices > 1 else {}
+        pieces = self.pieces if slices > 1 else dict[str, int]()
         computed = (each for number, each in enumerate(self.primitives) if among is None or number in among)
         return tuple(kernel for primitive in computed for kernel in primitive.kernels(sequences, tokens, pieces))
 

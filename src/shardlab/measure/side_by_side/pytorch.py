@@ -106,7 +106,8 @@ def zero_1(module: GPTModule, ranks: TorchRanks) -> Wrapped:
 
     group = ranks.group()
     wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=group)
-    groups, settings = groups_of(list(module.parameters())), ADAMW | {"process_group": group}
+    groups = groups_of(list(module.parameters()))
+    settings: dict[str, Any] = ADAMW | {"process_group": group}
     return wrapped, ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, **settings)
 
 
