@@ -22,11 +22,14 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
+import torch
 import tyro
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
+from shardlab.execute.executor import Executor
+from shardlab.execute.settings import Settings
 from shardlab.language import Mesh
 from shardlab.language.precision import PRECISIONS
 from shardlab.measure.profile import this_machine
@@ -37,9 +40,11 @@ from shardlab.simulate.predict.prices import ClusterPrices
 from shardlab.simulate.timeline.measured import compare, read_trace
 from shardlab.simulate.timeline.memory import CATEGORIES, memory_in_bytes
 from shardlab.strategies.plan.plan import Plan
+from shardlab.train.batches import Batches
+from shardlab.train.data import Corpus
 from shardlab.train.job import Job, Tracing
-from shardlab.train.launch.ranks import run_ranks
-from shardlab.train.tracing import trace_rank
+from shardlab.train.launch.ranks import backend_of, run_ranks
+from shardlab.train.tracing import TracedExecutor
 
 SMALL = GPT(layers=4, hidden_size=192, heads=4, seq_len=96, vocab_size=256)
 LARGE = GPT(layers=4, hidden_size=320, heads=4, seq_len=128, vocab_size=256)
@@ -126,6 +131,18 @@ def bench(folder: Path) -> Profile:
         command = [sys.executable, "-m", "shardlab", "bench", *words.split(), "--profile", str(path), "--json"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return Profile.read(path)
+
+
+def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing: Tracing) -> None:
+    """Run one rank's part of a training on the default text that ends after the recorded steps."""
+    corpus = Corpus.open((), job.model.seq_len)
+    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
+    settings = Settings(job.seed, job.numbers, device)
+    executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device.type))
+    traced = TracedExecutor(executor, job, folder, tracing)
+    for _ in range(tracing.steps):
+        traced.step()
+    traced.finish()
 
 
 def run_case(job: Job, cluster: Cluster, folder: Path, timed: int) -> Row:

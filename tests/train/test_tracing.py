@@ -37,7 +37,7 @@ from shardlab.train.job import Job, Tracing, job_from_dict
 from shardlab.train.launch.ranks import run_ranks
 from shardlab.train.loop import train_rank
 from shardlab.train.run import TrainingRun
-from shardlab.train.tracing import RampedExecutor, TracedExecutor, require_same_slices, trace_rank
+from shardlab.train.tracing import RampedExecutor, TracedExecutor, require_same_slices
 from shardlab.train.verification.cases import SHARDINGS
 from shardlab.train.verification.reference import train_reference
 from tests.draw.trace_format import require_readable
@@ -55,10 +55,6 @@ STRATEGIES = ["fsdp", "1f1b", "zb-h1"]
 
 def train(rank: int, plan: TrainingRun) -> None:
     train_rank(rank, torch.device("cpu"), plan)
-
-
-def trace_only(rank: int, job: Job, folder: Path) -> None:
-    trace_rank(rank, torch.device("cpu"), job, folder, TRACING)
 
 
 @pytest.fixture(scope="module")
@@ -275,13 +271,6 @@ def test_of_a_run_whose_rank_was_killed_what_there_is_is_shown(
 def test_a_run_shorter_than_its_warm_up_leaves_no_trace(ranks: World, tmp_path: Path) -> None:
     ranks(2).call(interrupted, replace(Job("ddp", 2, 2, MODEL, 2), name="short"), tmp_path, 1)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_that_is_only_recorded_leaves_its_trace(ranks: World, tmp_path: Path) -> None:
-    job = Job("ddp", 2, 2, MODEL, 2)
-    ranks(2).call(trace_only, job, tmp_path / "run")
-    measured = read_trace(tmp_path / "run").measured(job.checked())
-    assert (len(measured.steps), measured.missing) == (TRACING.timed, [])
 
 
 def test_a_run_that_is_not_traced_does_without_what_measures_memory() -> None:

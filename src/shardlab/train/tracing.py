@@ -26,7 +26,6 @@ from shardlab.common.text import listed
 from shardlab.draw.trace_events import save_trace_events
 from shardlab.execute.executor import Executor
 from shardlab.execute.recording import ComputeClock, OpTimer, clock_offset, step_with_memory
-from shardlab.execute.settings import Settings
 from shardlab.execute.state import State
 from shardlab.execute.tape_analysis import Shapes
 from shardlab.execute.update_ops import Instruction
@@ -35,11 +34,8 @@ from shardlab.language.rules.kinds import bits
 from shardlab.language.tape import MemoryRecord, RankRecord
 from shardlab.models import Model
 from shardlab.simulate.timeline.measured import rank_file, write_rank, write_trace
-from shardlab.train.batches import Batches
-from shardlab.train.data import Corpus
 from shardlab.train.history import writing
 from shardlab.train.job import Job, Tracing, job_as_dict
-from shardlab.train.launch.ranks import backend_of
 from shardlab.train.run import TrainingRun
 
 
@@ -112,18 +108,6 @@ class TracedExecutor:
     def _write(self) -> None:
         with writing(rank_file(self._folder, self._record.rank)):
             write_rank(self._folder, self._job, self._executor.state.checked.program.fingerprint(), self._record)
-
-
-def trace_rank(rank: int, device: torch.device, job: Job, folder: Path, tracing: Tracing) -> None:
-    """Run one rank's part of a training on the default text that ends after the recorded steps."""
-    corpus = Corpus.open((), job.model.seq_len)
-    batches = Batches(corpus, job.model.seq_len, job.micro_batch_size, job.microbatches, job.seed)
-    settings = Settings(job.seed, job.numbers, device)
-    executor = Executor(job.checked(), rank, job.cut, batches, settings, backend_of(device.type))
-    traced = TracedExecutor(executor, job, folder, tracing)
-    for _ in range(tracing.steps):
-        traced.step()
-    traced.finish()
 
 
 class ProfiledExecutor:
