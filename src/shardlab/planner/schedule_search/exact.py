@@ -19,6 +19,9 @@ from shardlab.planner.schedule_search.timing import Passes, Timing, timing_of
 MOST_PASSES = 600
 """Largest number of passes for the solver, which seldom proves anything about a larger problem in a minute."""
 
+THREADS = 2
+"""Number of threads of the solver."""
+
 RESOLUTION = 100_000
 """Number of time units of the solver in the known schedule. Times are rounded down, so that bounds are valid."""
 
@@ -44,13 +47,12 @@ def has_solver() -> bool:
     return importlib.util.find_spec("ortools") is not None
 
 
-def prove(known: Timing, seconds: float, workers: int = 2) -> Proof:
+def prove(known: Timing, seconds: float) -> Proof:
     """Search for a schedule that is faster than a known one, and for a lower bound of all schedules.
 
     Args:
         known: schedule that fits into memory.
         seconds: time limit of the solver.
-        workers: number of threads of the solver.
 
     Raises:
         UserError: if OR-tools is not installed, or the problem has more than `MOST_PASSES` passes.
@@ -70,7 +72,7 @@ def prove(known: Timing, seconds: float, workers: int = 2) -> Proof:
     starts = _model(model, passes, known, unit)
     solver: Any = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = workers
+    solver.parameters.num_workers = THREADS
     status = solver.solve(model)
     problem = passes.problem
     bound = max(problem.lower_bound, solver.best_objective_bound * unit)

@@ -108,7 +108,6 @@ def search_schedule(
     *,
     seconds: float = math.inf,
     evaluations: int | None = None,
-    seed: int = 0,
     on_progress: Callable[[float, float], None] | None = None,
 ) -> FoundSchedule:
     """Search for the fastest schedule of a problem. The result is never slower than a published schedule that fits.
@@ -122,7 +121,6 @@ def search_schedule(
         seconds: time limit of the search.
         evaluations: number of changes that the local search tries, instead of a time limit. The result then does not
             depend on the clock.
-        seed: seed of these changes.
         on_progress: function called at each improvement with the seconds searched and the time of the best schedule.
     """
     began = time.monotonic()
@@ -171,7 +169,7 @@ def search_schedule(
     timing, source = best[3], best[1]
     starts = _starts(passes, candidates)
     if starts and best[0] > problem.lower_bound * (1 + TOLERANCE):
-        improved = improve(passes, [skeleton for _, skeleton in starts], Random(seed), stop)
+        improved = improve(passes, [skeleton for _, skeleton in starts], Random(0), stop)
         note(improved.time)
         if improved.time < timing.time * (1 - TOLERANCE):
             timing, source = improved, starts[0][0]
