@@ -173,7 +173,7 @@ class Prediction:
         """Sentence that says that the step may not fit, given the expected error of its memory ("": it fits)."""
         from shardlab.simulate.predict.confidence import may_not_fit
 
-        return may_not_fit(self.confidence, self.forecast.memory)
+        return may_not_fit(self.confidence, self.forecast.memory.total, self.forecast.memory.capacity)
 
     def timeline(self) -> Timeline:
         """Replay all ops of the step, and return their timeline. It takes long for many microbatches."""

@@ -84,7 +84,8 @@ class PlanChoice:
     @property
     def may_not_fit(self) -> str:
         """Warning that the chosen plan may not fit into memory ("": it leaves enough memory free)."""
-        return may_not_fit(self.confidence, self.best.forecast.memory)
+        memory = self.best.forecast.memory
+        return may_not_fit(self.confidence, memory.total, memory.capacity)
 
     @property
     def expected_error(self) -> float:

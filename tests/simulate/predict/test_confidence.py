@@ -185,15 +185,13 @@ def test_a_margin_is_the_error_of_memory_up_to_a_limit() -> None:
 
 
 def test_a_step_may_not_fit_if_less_is_free_than_the_error_of_its_memory() -> None:
-    class Memory:
-        total, capacity = 70.0 * 2**30, 80.0 * 2**30
-
+    memory = 70.0 * 2**30, 80.0 * 2**30
     sure = Confidence("memory", 9, 0.10, 0.3, -0.1, "9 runs")
-    assert may_not_fit([sure], Memory()) == ""
+    assert may_not_fit([sure], *memory) == ""
     unsure = replace(sure, mean=0.2)
     words = "may not fit: 10.0 GiB are free, and the expected error of memory is 14.0 GiB"
-    assert may_not_fit([unsure], Memory()) == words
-    assert may_not_fit([ON_PROFILES], Memory()) == ""
+    assert may_not_fit([unsure], *memory) == words
+    assert may_not_fit([ON_PROFILES], *memory) == ""
 
 
 def test_steps_on_a_measured_machine_are_of_no_recipe() -> None:

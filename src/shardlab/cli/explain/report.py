@@ -142,7 +142,7 @@ class ExplainReport:
         report.fact("time goes to", str(shares) if shares else UNTRACED, "")
         memory, peak = forecast.memory, max(forecast.peaks, key=lambda peak: peak.bytes)
         total, room = memory.unlimited, memory.capacity
-        doubt = may_not_fit(self.sure, memory) if memory.fits else ""
+        doubt = may_not_fit(self.sure, memory.total, memory.capacity) if memory.fits else ""
         report.data["how_sure"] = sure_as_json(self.sure, doubt)
         over = f", {bytes_text(memory.needed - room, 1)} too much" if not memory.fits else ""
         fits = f"of {memory_text(room)} on rank {peak.rank}: {'fits' if memory.fits else 'does not fit'}{over}"

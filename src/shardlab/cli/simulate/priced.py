@@ -274,7 +274,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     report.data["switch_effects"] = [asdict(each) for each in effects]
     add_network(report, workload.cluster, slower_with_few_nics(workload))
     sure = step_confidence(workload)
-    doubt = may_not_fit(sure, memory)
+    doubt = may_not_fit(sure, memory.total, memory.capacity)
     report.facts("how sure", [*map(str, sure), doubt])
     report.data["how_sure"] = sure_as_json(sure, doubt)
     assumed = assumed_figures(workload)

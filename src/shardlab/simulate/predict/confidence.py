@@ -348,26 +348,17 @@ def memory_margin(recipe: Recipe, cluster: Cluster, model: Blocks) -> float:
     return max(recipe.memory.margin_bytes, min(MOST_MARGIN, error) * cluster.device.memory)
 
 
-class Memory(Protocol):
-    """Attributes of a `DeviceMemory` that decide whether it fits."""
-
-    @property
-    def total(self) -> float: ...
-    @property
-    def capacity(self) -> float: ...
-
-
-def may_not_fit(found: Sequence[Confidence], memory: Memory) -> str:
+def may_not_fit(found: Sequence[Confidence], total: float, capacity: float) -> str:
     """Return a warning if a step leaves less memory free than its expected error ("": it leaves enough).
 
     Args:
         found: confidence of its figures.
-        memory: predicted memory of the fullest device.
+        total, capacity: bytes that are predicted to be in use on the fullest device, and bytes of its memory.
     """
-    error = next((each.error * memory.total for each in found if each.figure == "memory"), 0.0)
-    if memory.total + error <= memory.capacity:
+    error = next((each.error * total for each in found if each.figure == "memory"), 0.0)
+    if total + error <= capacity:
         return ""
-    free, much = (bytes_text(max(0.0, each), 1) for each in (memory.capacity - memory.total, error))
+    free, much = (bytes_text(max(0.0, each), 1) for each in (capacity - total, error))
     return f"may not fit: {free} are free, and the expected error of memory is {much}"
 
 
