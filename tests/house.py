@@ -15,21 +15,21 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 295,
+    "": 350,
     "check": 2280,
-    "cli": 8145,
-    "common": 890,
+    "cli": 8175,
+    "common": 940,
     "draw": 1730,
     "execute": 3740,
     "frameworks": 3330,
-    "language": 4530,
+    "language": 4545,
     "learn": 5680,
     "measure": 2150,
     "models": 4530,
     "planner": 4080,
     "simulate": 7420,
-    "strategies": 2710,
-    "train": 8890,
+    "strategies": 2715,
+    "train": 8940,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import pickle
+import pydoc
 import subprocess
 import sys
 import tomllib
@@ -13,16 +14,23 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from IPython.lib import pretty
 
 import shardlab
+import shardlab.models
+from examples.my_strategy import my_ddp
 from shardlab import Refused, UserError, api
 from shardlab.language import Mesh, Rank
+from shardlab.learn.puzzles import grade
 from shardlab.strategies.fsdp import fsdp
 
 FUNCTIONS = ("trace", "check", "simulate", "predict", "plan", "verify", "train", "draw")
 
 MOST = 2000
 """Most characters of a result's repr."""
+
+COLOURED = ("FORCE_COLOR", "CLICOLOR_FORCE")
+"""Variables that ipykernel sets, so that programs write colours although their output is no terminal."""
 
 ZERO_1 = shardlab.Plan(Mesh(dp_shard=8), shard_optimizer=("dp_shard",))
 
@@ -161,8 +169,45 @@ def test_a_report_is_text_in_a_notebook_as_well(
 ) -> None:
     chosen = shardlab.plan("gpt2-xl", "a100x8", **SEARCH)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    for variable in COLOURED:
+        monkeypatch.setenv(variable, "1")
     assert str(chosen).startswith("plan of gpt2-xl on a100x8")
+    assert "\x1b" not in str(chosen) + chosen._repr_html_()
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        lambda: shardlab.trace("ddp"),
+        lambda: shardlab.check("ddp"),
+        lambda: shardlab.simulate("gpipe"),
+        lambda: shardlab.predict("gpt2", "a100x8", ZERO_1, global_batch=8),
+        lambda: grade("ddp", my_ddp),
+    ],
+)
+def test_results_have_no_colours_of_a_terminal_in_a_notebook(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in COLOURED:
+        monkeypatch.setenv(variable, "1")
+    result = show()
+    texts = [getattr(result, name)() for name in ("__str__", "__repr__", "_repr_html_") if hasattr(result, name)]
+    assert all("\x1b" not in str(text) for text in texts)
+
+
+def test_a_plan_shows_what_differs_from_the_defaults() -> None:
+    plan = shardlab.Plan(Mesh(dp_shard=8, tp=2), shard_optimizer=("dp_shard",), sequence_parallel=True)
+    shown = "Plan(Mesh(dp_shard=8, tp=2), shard_optimizer=('dp_shard',), sequence_parallel=True)"
+    assert str(plan) == cast(Any, pretty).pretty(plan) == shown
+    assert str(shardlab.Plan()) == "Plan(Mesh())"
+
+
+@pytest.mark.parametrize("name", ["check", "draw", "simulate", "train"])
+def test_help_shows_the_function_of_a_package_first(name: str) -> None:
+    text = pydoc.plain(pydoc.render_doc(getattr(shardlab, name)))
+    function = getattr(api, name)
+    first, about = f"{name}{inspect.signature(function)}", text.index("DESCRIPTION")
+    assert first in text[:about]
+    assert (inspect.getdoc(function) or "").splitlines()[0] in text[about : about + 300]
 
 
 def test_draw_shows_timelines_predictions_and_values(tmp_path: Path) -> None:
@@ -183,22 +228,54 @@ def test_draw_shows_timelines_predictions_and_values(tmp_path: Path) -> None:
         (lambda: shardlab.trace("fsdq"), r"there is no strategy 'fsdq'; did you mean fsdp\?"),
         (
             lambda: shardlab.check(cast(Any, 3)),
-            "3 is not a strategy; give a name, a plan, or an async function of one rank",
+            "strategy is 3; give a name, a plan, or an async function of one rank",
         ),
         (lambda: shardlab.check("fsdp", ranks=0), "ranks: 0 is too few; give 1 or more"),
         (lambda: shardlab.check("fsdp", ranks=cast(Any, "4")), "ranks: '4' is not a number; give 1 or more"),
-        (lambda: shardlab.simulate("fsdp", rank=4), r"there is no argument 'rank'; did you mean ranks\?"),
+        (lambda: cast(Any, shardlab.simulate)("fsdp", rank=4), r"there is no argument 'rank'; did you mean ranks\?"),
         (lambda: shardlab.check(cast(Any, len)), "async"),
         (lambda: shardlab.check(ZERO_1, ranks=4), "the plan's mesh dp_shard 8 does not fit on 4 ranks"),
         (lambda: shardlab.simulate("fsdp", "forwrd=1"), "there is no cost 'forwrd'"),
         (lambda: shardlab.predict("gpt2-xll", "a100x8", ZERO_1), "did you mean gpt2-xl"),
         (lambda: shardlab.predict("gpt2", "a100x8", "fsdp"), "fsdp is a program without a plan"),
         (lambda: shardlab.predict("gpt2", "a100x4", ZERO_1), "8 (ranks|devices)"),
-        (lambda: shardlab.predict("gpt2", "a100x8", ZERO_1, global_batch=12), "give --global-batch 8 or 16"),
-        (lambda: shardlab.plan("gpt2", "a100x8", max_tpp=4), r"there is no option --max-tpp=4; did you mean --max-tp"),
+        (lambda: shardlab.predict("gpt2", "a100x8", ZERO_1, global_batch=12), "give global_batch=8 or 16"),
+        (lambda: shardlab.plan("gpt2", "a100x8", max_tpp=4), r"there is no option max_tpp=4; did you mean max_tp"),
         (lambda: shardlab.plan("gpt2", "a100x8", json=True), "json is an option of the command shardlab plan only"),
         (lambda: shardlab.plan("gpt2", "a100x8", seconds=-1), "is not a time"),
         (lambda: shardlab.verify("ddp", all=True), "all is an option of the command shardlab verify only"),
+        (lambda: shardlab.check(cast(Any, keeps_own_gradient(cast(Any, None)))), "; give keeps_own_gradient itself"),
+        (lambda: shardlab.check(shardlab.trace("ddp"), ranks=4), "keeps its ranks, layers and microbatches"),
+        (
+            lambda: cast(Any, shardlab.simulate)(),
+            "simulate: missing a required argument: 'strategy'; it takes strategy",
+        ),
+        (
+            lambda: shardlab.simulate("fsdp", cast(Any, {"forward": 1})),
+            "costs is {'forward': 1}; give teaching, puzzle",
+        ),
+        (lambda: shardlab.predict(cast(Any, shardlab.models.Llama), "a100x8", "zero-3"), "model is the class Llama"),
+        (lambda: shardlab.predict("gpt2", cast(Any, ZERO_1), "a100x8"), r"cluster is Plan\(.*; give a name such as"),
+        (
+            lambda: shardlab.predict("gpt2", "a100x8", cast(Any, {"dp_shard": 8})),
+            "plan is {'dp_shard': 8}; give a plan",
+        ),
+        (lambda: cast(Any, shardlab.predict)("gpt2", "a100x8", ZERO_1, globalbatch=8), "did you mean global_batch"),
+        (
+            lambda: shardlab.plan(cast(Any, shardlab.models.Llama()), "a100x8"),
+            "model is Llama.*; give a name, or a file",
+        ),
+        (lambda: shardlab.verify(cast(Any, 3)), "strategy is 3; give a name"),
+        (lambda: shardlab.draw("zb-h1", color_by=cast(Any, "layers")), "no color_by 'layers'; did you mean layer"),
+        (lambda: cast(Any, shardlab.draw)("gpipe", color="layer"), "no argument 'color'; did you mean color_by"),
+        (
+            lambda: shardlab.draw("gpipe", "out.png"),
+            "path is 'out.png'; give a file that ends in .svg, such as out.svg",
+        ),
+        (lambda: shardlab.draw(shardlab.simulate("ddp"), ranks=4), "keeps its costs, ranks, layers and microbatches"),
+        (lambda: shardlab.Plan(cast(Any, 4)), r"mesh is 4; give a mesh, such as Mesh\(dp_shard=4\)"),
+        (lambda: shardlab.Plan(passes=cast(Any, {"bucket": 4})), 'give names in quotes, such as "prefetch,bucket=4"'),
+        (lambda: Mesh(pp=cast(Any, "4")), "axis pp has '4' ranks; give a whole number"),
     ],
 )
 def test_a_mistake_raises_the_sentence_of_the_command(call: Any, sentence: str) -> None:

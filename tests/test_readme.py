@@ -172,12 +172,25 @@ def test_other_commands_are_targets_of_the_makefile() -> None:
             recipe(target)
 
 
+SHOWN = re.compile(r"^\s*print\(.*\)  # (.+)$")
+"""A line of Python that prints, and in a comment what it prints; `...` stands for any text."""
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=str)
-def test_python_runs(block: Block, elsewhere: Path) -> None:
+def test_python_runs_and_prints_what_the_page_shows(block: Block, elsewhere: Path) -> None:
+    printed: dict[int, str] = {}
+
+    def note(*values: object) -> None:
+        printed[sys._getframe(1).f_lineno] = " ".join(map(str, values))  # pyright: ignore[reportPrivateUsage]
+
     exec(
         compile(block.text, block.page, "exec", dont_inherit=block.comment.startswith("save as: ")),
-        {"__name__": "page"},
+        {"__name__": "page", "print": note},
     )
+    for number, line in enumerate(block.text.splitlines(), start=1):
+        if shown := SHOWN.match(line):
+            pattern, text = ".*".join(map(re.escape, shown[1].split("..."))), " ".join(printed[number].split())
+            assert re.fullmatch(pattern, text), f"{line!r} prints {text!r}"
 
 
 def test_an_example_is_the_file_that_it_says() -> None:

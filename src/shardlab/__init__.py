@@ -14,6 +14,7 @@ from shardlab import starting
 
 starting.leave_when_interrupted()  # before all other imports, which take a while
 
+import inspect  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from functools import partial  # noqa: E402
@@ -46,7 +47,8 @@ def __getattr__(name: str) -> Any:
 
 
 class _CallablePackage(ModuleType):
-    """Package that is also the function of its name. `inspect.signature` and `help` follow `__wrapped__`."""
+    """Package that is also the function of its name. `inspect.signature` follows `__wrapped__`, and `help` shows the
+    docstring, which begins with that of the function."""
 
     __wrapped__: Callable[..., Any]
 
@@ -65,6 +67,8 @@ for function in (api.check, api.draw, api.simulate, api.train):
     package = import_module(f"shardlab.{function.__name__}")
     package.__class__ = _CallablePackage
     setattr(package, "__wrapped__", function)  # noqa: B010
+    about = f"{function.__name__}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
+    package.__doc__ = f"{about}\n\nThe package:\n\n{package.__doc__}"
 
 for kind, name in {Timeline: "timeline_svg", Value: "value_svg", Store: "store_svg"}.items():
     picture.register(kind, partial(_draw, name))

@@ -6,14 +6,16 @@ results: a `Prediction`, a `ChosenPlan`, and a `Drawing`. A notebook shows them 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
+from shardlab.common.calls import public, refuse_argument
 from shardlab.common.errors import unknown_name
 from shardlab.common.text import bytes_text, seconds_text
 from shardlab.common.user_code import short_paths, trace_limits
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     Layers = int | Sizes | None
 
 
+@public
 def trace(strategy: AnyStrategy, ranks: Ranks = None, layers: Layers = None, microbatches: int = 4) -> Program:
     """Run a strategy once on symbolic values, and return what each rank does: one list of ops, its tape.
 
@@ -70,6 +73,7 @@ def trace(strategy: AnyStrategy, ranks: Ranks = None, layers: Layers = None, mic
         return run(entry.program, entry.grid(count), sizes, microbatches)
 
 
+@public
 def check(
     strategy: AnyStrategy | Program | Checked, ranks: Ranks = None, layers: Layers = None, microbatches: int = 4
 ) -> Checked:
@@ -80,7 +84,7 @@ def check(
 
     Args:
         strategy: what `trace` takes, or a program that it returned. The passes of a plan are applied.
-        ranks, layers, microbatches: as for `trace`.
+        ranks, layers, microbatches: as for `trace`. A program has them already.
 
     Raises:
         Refused: with the rank, the op, what is missing or doubled, and the line of the program.
@@ -89,10 +93,10 @@ def check(
     from shardlab.check import Checked
     from shardlab.check import check as prove
 
-    if isinstance(strategy, Checked):
-        return strategy
-    if isinstance(strategy, Program):
-        return prove(strategy)
+    if isinstance(strategy, Program | Checked):
+        if (ranks, layers, microbatches) != (None, None, 4):
+            raise UserError(f"{strategy!r} keeps its ranks, layers and microbatches; leave them out here")
+        return strategy if isinstance(strategy, Checked) else prove(strategy)
     from shardlab.cli.plan_options import checked
     from shardlab.simulate.passes import apply_passes
 
@@ -101,11 +105,15 @@ def check(
         return apply_passes(checked(entry, count, sizes, microbatches), entry.passes_on(count))
 
 
-SETTINGS = ("ranks", "layers", "microbatches")
-"""Arguments of `check` that `simulate` and `draw` take as well."""
-
-
-def simulate(strategy: AnyStrategy | Program | Checked, costs: Prices | str | None = None, **settings: Any) -> Timeline:
+@public
+def simulate(
+    strategy: AnyStrategy | Program | Checked,
+    costs: Prices | str | None = None,
+    *,
+    ranks: Ranks = None,
+    layers: Layers = None,
+    microbatches: int = 4,
+) -> Timeline:
     """Check a strategy, and simulate the time and the memory of one step in time units.
 
     >>> timeline = shardlab.simulate("gpipe", ranks=4)
@@ -116,7 +124,7 @@ def simulate(strategy: AnyStrategy | Program | Checked, costs: Prices | str | No
         strategy: what `check` takes, or its result.
         costs: times of ops: "teaching" (default), "puzzle" for those of the LLM Training Puzzles, or a text such as
             "forward=1,send=0.2".
-        settings: arguments of `check`, such as ranks=4.
+        ranks, layers, microbatches: as for `check`.
 
     Raises:
         Refused, UserError: as `check` does.
@@ -125,10 +133,10 @@ def simulate(strategy: AnyStrategy | Program | Checked, costs: Prices | str | No
     from shardlab.simulate.timeline import TEACHING_COSTS
     from shardlab.simulate.timeline import simulate as replay
 
-    for name in settings.keys() - SETTINGS:
-        raise unknown_name("argument", name, SETTINGS)
+    if not (costs is None or isinstance(costs, str) or hasattr(costs, "one_stream")):
+        refuse_argument("costs", costs, 'teaching, puzzle, or times in quotes, such as "forward=1,send=0.2"')
     costs = costs_of(costs) if isinstance(costs, str) else costs or TEACHING_COSTS
-    return replay(check(strategy, **settings), costs)
+    return replay(check(strategy, ranks, layers, microbatches), costs)
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,7 @@ class Prediction:
         return self.workload.estimate().timeline()
 
 
+@public
 def predict(
     model: str | Blocks,
     cluster: str | Cluster,
@@ -218,11 +227,22 @@ def predict(
         UserError: for an unknown name, or sizes that do not fit. A step that does not fit into memory is predicted.
     """
     from shardlab.cli.step_request import StepRequest
+    from shardlab.models import Blocks
+    from shardlab.simulate.hardware import Cluster
     from shardlab.simulate.predict.forecast import forecast
     from shardlab.simulate.predict.workload import Workload
     from shardlab.strategies.load import load
+    from shardlab.strategies.plan.plan import Plan
     from shardlab.train.config import BatchConfig
 
+    accepted: dict[str, tuple[object, type[Any], str]] = {
+        "model": (model, Blocks, "a name such as llama3-8b, a file, or a model such as models.Llama(layers=4)"),
+        "cluster": (cluster, Cluster, "a name such as h100x64, a file, or a cluster"),
+        "plan": (plan, Plan, "a plan such as shardlab.Plan(Mesh(dp_shard=8)), or the name of a built-in one"),
+    }
+    for name, (value, kind, instead) in accepted.items():
+        if not isinstance(value, str | kind):
+            refuse_argument(name, value, instead)
     request = StepRequest(
         model,
         cluster,
@@ -284,13 +304,16 @@ class ChosenPlan:
         command, choice, text = self.command, self.choice, StringIO()
         how = command.commands_for(choice)
         report = PlanReport(choice, command.model or "", command.cluster or "", how, command.top)
-        report.report(explain=command.explain).print(Console(file=text, highlight=False, force_jupyter=False))
+        # Jupyter sets FORCE_COLOR, which would colour this text as well.
+        console = Console(file=text, highlight=False, force_terminal=False, force_jupyter=False, color_system=None)
+        report.report(explain=command.explain).print(console)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
 
 
+@public
 def plan(model: str, cluster: str, *, recipe: str | None = None, seconds: float = 120.0, **limits: Any) -> ChosenPlan:
     """Search all plans of a model on a cluster for the fastest one that fits, as `shardlab plan` does.
 
@@ -313,6 +336,9 @@ def plan(model: str, cluster: str, *, recipe: str | None = None, seconds: float 
     began = time.monotonic()
     from shardlab.cli.train.from_python import command_from
 
+    for name, value in {"model": model, "cluster": cluster}.items():
+        if not isinstance(value, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse_argument(name, value, "a name, or a file")
     given = {"model": model, "cluster": cluster, "recipe": recipe, "seconds": seconds, **limits}
     command = cast("PlanCommand", command_from("plan", [], given))
     choice = command.search(command.problem(), began)
@@ -321,6 +347,7 @@ def plan(model: str, cluster: str, *, recipe: str | None = None, seconds: float 
     return ChosenPlan(best.candidate.plan, prediction, choice, command)
 
 
+@public
 def verify(strategy: AnyStrategy, **settings: Any) -> Verdict | None:
     """Train a few steps on real processes and on one device, and compare them, as `shardlab verify` does.
 
@@ -356,6 +383,7 @@ def verify(strategy: AnyStrategy, **settings: Any) -> Verdict | None:
     return None if result is None else result.verdict
 
 
+@public
 def train(
     strategy: str | Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = (), **settings: Any
 ) -> Summary | None:
@@ -396,14 +424,26 @@ class Drawing:
         svg: the SVG document.
     """
 
-    svg: str = field(repr=False)
+    svg: str
+
+    def __repr__(self) -> str:
+        return f"<Drawing of {len(self.svg):,} characters of SVG>"
 
     def _repr_svg_(self) -> str:
         return self.svg
 
 
+@public
 def draw(
-    thing: Any, path: str | Path | None = None, *, title: str = "", color_by: ColorBy = "pass", **settings: Any
+    thing: Any,
+    path: str | Path | None = None,
+    *,
+    title: str = "",
+    color_by: ColorBy = "pass",
+    costs: Prices | str | None = None,
+    ranks: Ranks = None,
+    layers: Layers = None,
+    microbatches: int = 4,
 ) -> Drawing:
     """Draw a step over time, or a value or store with its slices, as SVG.
 
@@ -413,10 +453,10 @@ def draw(
 
     Args:
         thing: a timeline, a value or a store; a prediction; or what `simulate` takes.
-        path: file to write as well, which is replaced.
+        path: SVG file to write as well, which is replaced.
         title: title of a timeline (default: the name of the strategy).
         color_by: what the colours of a timeline mean: "pass" or "layer".
-        settings: what `simulate` takes, such as ranks=4.
+        costs, ranks, layers, microbatches: as for `simulate`. A timeline or a prediction has them already.
 
     Raises:
         Refused, UserError: as `simulate` does, and if the file cannot be written.
@@ -424,9 +464,17 @@ def draw(
     from shardlab.draw import timeline_svg
     from shardlab.simulate.timeline import Timeline
 
+    if color_by not in get_args(ColorBy):
+        raise unknown_name("color_by", color_by, get_args(ColorBy))
+    if path is not None and not str(path).endswith(".svg"):
+        refuse_argument("path", str(path), f"a file that ends in .svg, such as {Path(str(path)).stem}.svg")
     title = title or (thing if isinstance(thing, str) else "")
-    if not isinstance(thing, Value | Store | Timeline):
-        thing = thing.timeline() if isinstance(thing, Prediction) else simulate(thing, **settings)
+    if isinstance(thing, Value | Store | Timeline | Prediction):
+        if (costs, ranks, layers, microbatches) != (None, None, None, 4):
+            raise UserError(f"{thing!r} keeps its costs, ranks, layers and microbatches; leave them out here")
+    else:
+        thing = simulate(thing, costs, ranks=ranks, layers=layers, microbatches=microbatches)
+    thing = thing.timeline() if isinstance(thing, Prediction) else thing
     svg = timeline_svg(thing, title, color_by=color_by) if isinstance(thing, Timeline) else picture(thing)
     if svg is None:
         raise UserError("this store is empty, so there is nothing to draw; draw it when it has values")
@@ -469,8 +517,11 @@ def _inputs(
         known = [each for each in STRATEGIES.values() if each.program is strategy]
         entry = known[0] if known else StrategyEntry(name, strategy, "as its program says", "")
         count = entry.ranks if count is None else count
+    elif inspect.iscoroutine(strategy):
+        strategy.close()  # which would otherwise warn that it was never awaited
+        raise UserError(f"{strategy.__name__}(...) has been called already; give {strategy.__name__} itself")
     else:
-        raise UserError(f"{strategy!r:.100} is not a strategy; give a name, a plan, or an async function of one rank")
+        refuse_argument("strategy", strategy, "a name, a plan, or an async function of one rank")
     if isinstance(ranks, Mesh) and entry.plan is None:
         entry = replace(entry, mesh={count: ranks}.__getitem__)
     return entry, count, entry.default_layers(count) if layers is None else layers

@@ -45,7 +45,7 @@ from shardlab.train.loop import fit
 from shardlab.train.output import OutputFolder
 from shardlab.train.run import Summary
 from shardlab.train.sample import choose_prompt
-from shardlab.train.steps import Callback, StepResult, Training
+from shardlab.train.steps import Callback, StepResult, Training, UserCallback
 from shardlab.train.verification import verify
 from shardlab.train.verification.cases import Verdict
 from shardlab.train.verification.verify import verify_rank
@@ -244,8 +244,7 @@ class Reporting(Callback):
 
 def test_figures_are_a_users_if_the_callback_itself_is_and_not_an_equal_one() -> None:
     users, step = EqualToAll(), StepResult({}, stopping=False, diverged=[])
-    training = MagicMock(callbacks=[Reporting(), users])
-    training.run.callbacks.values = [users]
+    training = MagicMock(callbacks=[Reporting(), UserCallback(users)])
     training.__iter__.return_value = [step]
     assert fit(training)
     assert (step.user_figures, step.metrics) == ({"users": 1.0}, {"phase": "warm-up", "users": 1.0})

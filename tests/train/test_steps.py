@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from shardlab.train.job import Job
 from shardlab.train.launch.interrupt import StopRequest
 from shardlab.train.loop import train_rank
 from shardlab.train.run import TrainingRun
-from shardlab.train.steps import StepResult, Training
+from shardlab.train.steps import Callback, StepResult, Training, UserCallback
 from shardlab.train.tracing import RampedExecutor
 from shardlab.train.verification.cases import SHARDINGS
 from tests.support.ranks import Ranks
@@ -181,5 +182,39 @@ def test_figures_of_a_users_callback_are_numbers_under_names_of_their_own() -> N
     assert step.check_user_figures({"norm": torch.tensor(1.5), "count": 3}, "Mine") == {"norm": 1.5, "count": 3.0}
     with pytest.raises(UserError, match="the callback Mine returned 'loss', which is already a figure of every step;"):
         step.check_user_figures({"loss": 1.0}, "Mine")
+    with pytest.raises(UserError, match=r"returned 'loss'; return a dictionary with a number for each name, or None"):
+        step.check_user_figures(cast(Any, "loss"), "Mine")
+    assert step.check_user_figures(None, "Mine") == {}
     with pytest.raises(UserError, match=r"returned 'words' with \['a'\], which is no number; return a number for each"):
         step.check_user_figures({"words": ["a"]}, "Mine")
+
+
+class Mistaken(Callback):
+    """Callback whose methods raise."""
+
+    def on_metrics(self, training: Training, step: StepResult) -> dict[str, float]:
+        return {"x": step.metrics["los"]}
+
+    def on_begin(self, training: Training) -> None:
+        raise RuntimeError(self.reason)
+
+    def message(self) -> float:
+        return cast(Any, "much")
+
+    reason = "no such file"
+
+
+def test_an_error_in_a_users_callback_is_a_sentence_with_its_line() -> None:
+    callback, training, mistaken = UserCallback(Mistaken()), cast(Any, None), Mistaken()
+    place = r"\(tests/train/test_steps\.py:\d+\)"
+    with pytest.raises(
+        UserError, match=rf"callback Mistaken failed in on_metrics {place}: KeyError: 'los'; did you mean"
+    ):
+        callback.on_metrics(training, StepResult({"step": 0, "loss": 2.0}, False, []))
+    with pytest.raises(UserError, match=rf"callback Mistaken failed in on_begin {place}: RuntimeError: no such file$"):
+        callback.on_begin(training)
+    with pytest.raises(UserError, match="message of the callback Mistaken returned 'much'; return a number"):
+        callback.message()
+    mistaken.reason = "Connection closed by peer"
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        UserCallback(mistaken).on_begin(training)

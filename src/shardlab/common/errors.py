@@ -114,12 +114,16 @@ class Deadlock(Refused):
     """Refusal of a program whose ranks wait for one another for ever. The message names the whole cycle."""
 
 
-class UserError(ValueError):
-    """Error in a user's request. The message is one sentence that says what to change."""
+class AsSentence(BaseException):
+    """Exception that IPython shows as its message, without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython prints in place of a traceback."""
         return [f"{type(self).__name__}: {self}"]
+
+
+class UserError(AsSentence, ValueError):
+    """Error in a user's request. The message is one sentence that says what to change."""
 
 
 @contextmanager

@@ -116,7 +116,12 @@ DEFAULT_PASSES = "all"
 ONLY_NAMED = (TILE, OFFLOAD, "arena")
 """Passes that run only if they are named: the cost model does not predict their gain."""
 
-PASSES_FIELD = replace(name_or(), metavar="all|none|NAME,...")
+
+def _passes_wanted(value: object) -> str:
+    return "" if isinstance(value, str) else 'names in quotes, such as "prefetch,bucket=4"'
+
+
+PASSES_FIELD = replace(name_or(), metavar="all|none|NAME,...", wanted=_passes_wanted)
 """The field of a plan that names passes."""
 
 

@@ -119,6 +119,11 @@ class Op(NamedTuple):
         """Name and layer of this op, for a refusal."""
         return About(str(self), self.layer)
 
+    def __repr__(self) -> str:
+        values = zip(self._fields[2:], self[2:], strict=True)
+        others = "".join(f", {name}={value}" for name, value in values if value != self._field_defaults[name])
+        return f"<Op {self}{others}>"
+
     def __str__(self) -> str:
         kind = self.kind
         if kind is OpKind.WAIT:

@@ -228,7 +228,7 @@ class Records(Callback):
         return Summary(
             steps=done,
             epochs=training.batches.epochs_before(done),
-            interrupted=done < run.config.train.steps,
+            interrupted=done < run.config.train.steps and not training.stopped,
             warned=training.warned,
             saved=saved,
             validation_before=training.validation_before,

@@ -34,6 +34,7 @@ from traceback import StackSummary
 from types import TracebackType
 
 from shardlab.check import Checked, check_forward, forward_only
+from shardlab.common.errors import AsSentence
 from shardlab.common.text import listed, plural
 from shardlab.execute.progress import RankProgress, TapePosition
 from shardlab.language import Op, OpKind, UserError
@@ -70,7 +71,7 @@ def sounds_lost(text: str) -> bool:
     return any(word in text for word in _LOST)
 
 
-class RankFailed(Exception):
+class RankFailed(AsSentence, Exception):
     """Failure of a rank, or a hang. If a rank raised an error, the message ends with its traceback.
 
     Attributes:

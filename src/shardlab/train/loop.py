@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ from shardlab.train.launch.interrupt import StopRequest
 from shardlab.train.launch.ranks import backend_of
 from shardlab.train.output import OutputFolder
 from shardlab.train.run import Summary, TrainingRun
-from shardlab.train.steps import Callback, StepResult, Training, divergence_error
+from shardlab.train.steps import Callback, Training, UserCallback, divergence_error
 from shardlab.train.tracing import RampedExecutor
 from shardlab.train.world import RunningWorld, ranks_without_folder, require_agreement
 
@@ -78,7 +78,7 @@ def train_rank(rank: int, device: torch.device, run: TrainingRun) -> Summary | N
             saver,
             weights,
             validation,
-            *run.callbacks.values,
+            *map(UserCallback, run.callbacks.values),
             records,  # after the callbacks whose figures it records
             sampling,
         ]
@@ -106,8 +106,7 @@ def fit(training: Training) -> bool:
         callback.on_begin(training)
     for step in training:
         for callback in training.callbacks:
-            figures = callback.on_metrics(training, step)
-            _add_figures(training, step, callback, figures or {})
+            step.metrics.update(callback.on_metrics(training, step) or {})
         if step.diverged and training.rank == 0:
             raise divergence_error(training.run, step.not_finite)
         if step.diverged:
@@ -220,11 +219,3 @@ class RankSetup:
 def unfilled_weights(layer: int, length: int, ranges: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
     """Return weights that are NaN: the first step would diverge if a checkpoint did not fill in all of them."""
     return torch.full((sum(stop - start for start, stop in ranges),), math.nan, dtype=dtype)
-
-
-def _add_figures(training: Training, step: StepResult, callback: Callback, figures: Mapping[str, float]) -> None:
-    """Add the figures that a callback has returned to the metrics of a step."""
-    if any(callback is each for each in training.run.callbacks.values):  # `in` would call an `__eq__` of the user's
-        figures = step.check_user_figures(figures, type(callback).__name__)
-        step.user_figures.update(figures)
-    step.metrics.update(figures)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab.check import Checked
+from shardlab.common.text import counted
 from shardlab.train.config import TrainingConfig
 from shardlab.train.data import Corpus, parse_sources
 from shardlab.train.data.prepared_folder import find_tokenizer, require_tokenizer, tokenizer_record
@@ -171,7 +172,7 @@ class Summary:
     """Results of a run.
 
     Attributes:
-        steps: optimizer steps taken; fewer than configured if the run was interrupted.
+        steps: optimizer steps taken; fewer than configured if the run was interrupted, or a callback stopped it.
         epochs: passes over each source of the data.
         interrupted, warned: whether the run was interrupted, and whether by a scheduler's warning.
         saved: step of the last checkpoint, if there is one.
@@ -202,6 +203,11 @@ class Summary:
     sample: str
     out: str
     unwritten: list[str]
+
+    def __repr__(self) -> str:
+        steps = f"{counted(self.steps, 'step')}{', interrupted' if self.interrupted else ''}"
+        loss = f"validation loss {self.validation_before:.3f} before, {self.validation_after:.3f} after"
+        return f"<Summary of {steps}, {loss}, {self.tps:,.0f} tokens/s, in {self.out}>"
 
 
 def _by_value(pickled: bytes) -> ByValue:

@@ -29,10 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.common.errors import suggest_name
 from shardlab.common.fields import SHORTEST_SECONDS
 from shardlab.common.text import listed
+from shardlab.common.user_code import at_line, line_of_error
 from shardlab.execute.state import State
-from shardlab.language import UserError
+from shardlab.language import Refused, UserError
 from shardlab.models import GPT, Blocks
 from shardlab.models.model import count_parameters
 from shardlab.models.tensors.attention import to_device
@@ -41,8 +43,10 @@ from shardlab.train.checkpoint.read import Checkpoint
 from shardlab.train.data import Corpus, Tokenizer
 from shardlab.train.data.evaluation_text import count_first_token_bytes
 from shardlab.train.data.stream import TokenRun
+from shardlab.train.faults import is_lost
 from shardlab.train.history import describe_saved
 from shardlab.train.launch.interrupt import GRACE, WARNED_GRACE, StopRequest
+from shardlab.train.launch.ranks import is_out_of_memory
 from shardlab.train.run import TrainingRun
 from shardlab.train.tracing import RampedExecutor
 
@@ -104,7 +108,7 @@ class StepResult:
     not_finite: str = ""
     user_figures: dict[str, float] = field(default_factory=dict[str, float])
 
-    def check_user_figures(self, figures: Mapping[str, Any], callback: str) -> dict[str, float]:
+    def check_user_figures(self, figures: Mapping[str, Any] | None, callback: str) -> dict[str, float]:
         """Return the figures of a user's callback as numbers.
 
         Args:
@@ -115,7 +119,12 @@ class StepResult:
             UserError: if a value is not a number, or its name is that of another figure of the step.
         """
         checked: dict[str, float] = {}
-        for name, value in figures.items():
+        if not isinstance(figures, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError(
+                f"on_metrics of the callback {callback} returned {figures!r:.100}; return a dictionary with a number "
+                "for each name, or None"
+            )
+        for name, value in (figures or {}).items():
             where = f"on_metrics of the callback {callback} returned {name!r}"
             if name in self.metrics:
                 raise UserError(f"{where}, which is already a figure of every step; give it another name")
@@ -124,6 +133,66 @@ class StepResult:
             except (TypeError, ValueError):
                 raise UserError(f"{where} with {value!r}, which is no number; return a number for each name") from None
         return checked
+
+
+class UserCallback(Callback):
+    """Callback that calls a user's callback. An error in it becomes a sentence with the line at fault.
+
+    Args:
+        callback: the user's callback.
+    """
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback, self._name = callback, type(callback).__name__
+
+    def on_begin(self, training: Training) -> None:
+        self._call("on_begin", training)
+
+    def on_step_end(self, training: Training) -> None:
+        self._call("on_step_end", training)
+
+    def needs_weights(self, step: int) -> bool:
+        return bool(self._call("needs_weights", step))
+
+    def on_metrics(self, training: Training, step: StepResult) -> Mapping[str, float] | None:
+        figures = step.check_user_figures(self._call("on_metrics", training, step, keys=step.metrics), self._name)
+        step.user_figures.update(figures)
+        return figures
+
+    def on_end(self, training: Training) -> None:
+        self._call("on_end", training)
+
+    def message(self) -> float:
+        number = self._call("message")
+        try:
+            return float(number)
+        except (TypeError, ValueError):
+            raise UserError(f"message of the callback {self._name} returned {number!r:.100}; return a number") from None
+
+    def on_messages(self, messages: Sequence[float]) -> None:
+        self._call("on_messages", messages)
+
+    def _call(self, method: str, *arguments: Any, keys: Mapping[str, Any] | None = None) -> Any:
+        """Call a method of the user's callback.
+
+        Args:
+            keys: dictionary whose keys an unknown key is compared with.
+
+        Raises:
+            UserError: for an error in the callback. Errors about lost ranks and missing memory are raised as they are.
+        """
+        try:
+            return getattr(self._callback, method)(*arguments)
+        except (Refused, UserError):
+            raise
+        except Exception as error:
+            if is_lost(error) or is_out_of_memory(error):
+                raise
+            hint = ""
+            if isinstance(error, KeyError) and keys is not None and error.args[0] not in keys:
+                hint = f"; {suggest_name(str(error.args[0]), keys)}"
+            where = f"the callback {self._name} failed in {method}{at_line(line_of_error(error))}"
+            raise UserError(f"{where}: {type(error).__name__}: {error}{hint}") from error
 
 
 class Display(Protocol):
@@ -154,6 +223,7 @@ class Training:
     Attributes:
         run, batches, callbacks, checkpoint: as above.
         validation_before: validation loss before the first step, in nats per token.
+        stopped: whether a callback of this rank has called `stop`.
     """
 
     def __init__(
@@ -168,6 +238,7 @@ class Training:
     ) -> None:
         self.run, self.batches, self.callbacks, self.checkpoint = run, batches, callbacks, checkpoint
         self.validation_before = math.nan
+        self.stopped = False
         self._executor = executor
         self._stop = stop
         self._display = display
@@ -201,7 +272,7 @@ class Training:
 
     def stop(self) -> None:
         """Ask all ranks to stop after the next step or the one after it. The run is saved, and can be resumed."""
-        self._stop.asked = True
+        self._stop.asked = self.stopped = True
 
     def say(self, text: str) -> None:
         """Print a text on rank 0, above the progress display."""

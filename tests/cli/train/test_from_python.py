@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import shardlab
 from shardlab.common.errors import UserError
 from shardlab.strategies.ddp import ddp
-from shardlab.train.steps import Callback
+from shardlab.train.steps import Callback, StepResult, Training
 from tests.support.warm import WarmStarts
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +52,7 @@ def test_a_script_without_a_guard_trains_with_a_callback_of_its_own_and_goes_on(
     (tmp_path / "mine.py").write_text(SCRIPT)
     done = warm.run(["mine.py"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["4 True 4", "5 False 5"]
+    assert done.stdout.splitlines() == ["4 False 4", "5 False 5"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("numbers") for line in lines] == [1.0] * 4 + [None]
     assert len({line["norm"] for line in lines[:4]}) == 4, "each step's own weights are seen"
@@ -67,11 +68,25 @@ def in_a_notebook() -> Callable[..., Any]:
     return made["mine"]
 
 
+class Narrow(Callback):
+    """Callback with a method that takes too few arguments."""
+
+    def on_metrics(self, training: Training) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        pass
+
+
+class Misspelt(Callback):
+    """Callback with a method that is never called."""
+
+    def on_metric(self, training: Training) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("strategy", "settings", "sentence"),
     [
-        ("fsdp", {"hidden_siz": 8}, "there is no option --hidden-siz=8; did you mean --hidden-size?"),
-        ("fsdp", {"steps": 0}, "--steps"),
+        ("fsdp", {"hidden_siz": 8}, "there is no option hidden_siz=8; did you mean hidden_size?"),
+        ("fsdp", {"steps": 0}, "steps"),
         (
             "fsdp",
             {"callbacks": [Callback]},
@@ -82,6 +97,14 @@ def in_a_notebook() -> Callable[..., Any]:
             {"callbacks": [len]},
             "callbacks has <built-in function len>, which is not a callback; give instances",
         ),
+        ("fsdp", {"callbacks": Callback()}, "; give a list of callbacks, such as callbacks=[WeightNorm()]"),
+        (
+            "fsdp",
+            {"callbacks": [Narrow()]},
+            "the callback Narrow has on_metrics(self, training); write it as on_metrics(self, training, step)",
+        ),
+        ("fsdp", {"callbacks": [Misspelt()]}, "has on_metric, which is never called; did you mean on_metrics?"),
+        (3, {}, "strategy is 3; give a name, path/to/file.py:function, or a function in a file"),
         ("fsdp", {"json": True}, "json is an option of the command shardlab train only; leave it out"),
         ("fsdq", {}, "there is no strategy 'fsdq'"),
         (in_a_notebook(), {}, "mine is not in a file, from which each rank could load it"),
@@ -102,3 +125,33 @@ def test_a_function_is_a_strategy_by_its_file_or_its_name(tmp_path: Path, monkey
         assert summary is not None
         assert summary.steps == 1
         assert name in (out / "config.toml").read_text()
+
+
+class Wrong(Callback):
+    """Callback with a mistake."""
+
+    def on_metrics(self, training: Training, step: StepResult) -> dict[str, float]:
+        return {"x": step.metrics["los"]}
+
+
+def test_a_mistake_in_a_callback_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Wrong failed in on_metrics \(.*:\d+\): KeyError: 'los'; did you mean loss\?"):
+        shardlab.train(
+            "ddp", ranks=1, steps=2, hidden_size=16, layers=1, callbacks=[Wrong()], out=str(tmp_path / "run")
+        )
+
+
+IN_A_CELL = """
+import shardlab
+summary = shardlab.train("ddp", ranks=2, steps=2, hidden_size=16, layers=1, seq_len=8, out="run")
+print(summary)
+"""
+
+
+def test_a_notebook_shows_all_output_on_stdout(warm: WarmStarts, tmp_path: Path) -> None:
+    (tmp_path / "cell.py").write_text(IN_A_CELL)
+    done = warm.run(["cell.py"], cwd=tmp_path, env={**os.environ, "JPY_PARENT_PID": "1"})
+    assert done.stderr == ""
+    *lines, summary = done.stdout.splitlines()
+    assert any(line.startswith("step     2/2") for line in lines)
+    assert summary.startswith("<Summary of 2 steps, validation loss ")

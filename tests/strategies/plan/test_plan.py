@@ -35,7 +35,7 @@ from shardlab.strategies.schedules.find import find_schedule
         ({"recompute": "some"}, "recompute is 'some'; give one of none, selective, full"),
         ({"stages_per_rank": 0}, "stages_per_rank is 0; give 1 or more"),
         ({"passes": "defer,prefech"}, "there is no pass 'prefech'; did you mean prefetch?"),
-        ({"passes": True}, "passes is True; give a word in quotes"),
+        ({"passes": True}, 'passes is True; give names in quotes, such as "prefetch,bucket=4"'),
         ({"sequence_parallel": True}, "sequence_parallel cuts sequences over tp, but the mesh has tp 1"),
     ],
 )

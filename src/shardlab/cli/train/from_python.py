@@ -7,13 +7,16 @@ settings. `train` calls it.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardlab.cli import Command, command_of
 from shardlab.cli.train.command import Caller, Train
-from shardlab.common.user_code import trace_limits
+from shardlab.common.calls import refuse_argument
+from shardlab.common.errors import closest_name
+from shardlab.common.user_code import display_path, trace_limits
 from shardlab.language import UserError
 from shardlab.strategies import STRATEGIES
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from shardlab.train.run import Summary
     from shardlab.train.steps import Callback
 
+_LINE = re.compile(r"[^\s(]+(?=:\d+[):])")
+"""File name that is followed by the number of a line, in a message."""
 
 OF_THE_COMMAND = ("json", "print_config", "out", "force", "grade", "measure", "measured", "all")
 """Options that a function call does not have, because they print, write files or start other work."""
@@ -30,13 +35,17 @@ def train(
     strategy: str | Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = (), **settings: Any
 ) -> Summary | None:
     """Train as `shardlab train` does, with the options as keyword arguments. `shardlab.train` documents it."""
-    options = {**settings, "strategy": strategy_name(strategy) if callable(strategy) else strategy}
+    named = strategy if strategy is None or isinstance(strategy, str) else strategy_name(strategy)
+    options = {**settings, "strategy": named}
     _require_callbacks(callbacks)
     command = cast(Train, command_from("train", [], options, allowed=("out", "force")))
     call = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
     caller = Caller(f"shardlab.train({call})", callbacks, in_python=True)
     with trace_limits(command.max_ops, command.max_seconds_per_op):
-        command.train(caller)
+        try:
+            command.train(caller)
+        except UserError as error:  # of a rank, which does not know the names of a notebook's cells
+            raise UserError(_LINE.sub(lambda line: display_path(line[0]), str(error))) from error
     return caller.summaries[0] if caller.summaries else None
 
 
@@ -61,28 +70,50 @@ def command_from(
 
 
 def _require_callbacks(callbacks: Sequence[object]) -> None:
-    """Refuse objects that are not callbacks.
+    """Refuse objects that are not callbacks, and methods that cannot be called.
 
     Raises:
-        UserError: with the first such object.
+        UserError: with the first such object or method.
     """
-    if not callbacks:
+    if isinstance(callbacks, list | tuple) and not callbacks:
         return
     from shardlab.train.steps import Callback  # which needs torch
 
+    if not isinstance(callbacks, list | tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse_argument("callbacks", callbacks, "a list of callbacks, such as callbacks=[WeightNorm()]")
     if unfit := [each for each in callbacks if not isinstance(each, Callback)]:
         raise UserError(
             f"callbacks has {unfit[0]!r}, which is not a callback; give instances of classes derived from "
             "shardlab.train.Callback"
         )
+    methods = {name: method for name, method in vars(Callback).items() if callable(method)}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        for name in dir(callback):
+            if name.startswith("on_") and name not in methods and (near := closest_name(name, methods, cutoff=0.8)):
+                raise UserError(f"the callback {kind} has {name}, which is never called; did you mean {near}?")
+        for name, method in methods.items():
+            names = list(inspect.signature(method).parameters)
+            try:
+                inspect.signature(getattr(callback, name)).bind(*names[1:])
+            except TypeError:
+                given = ", ".join(inspect.signature(getattr(type(callback), name)).parameters)
+                raise UserError(
+                    f"the callback {kind} has {name}({given}); write it as {name}({', '.join(names)})"
+                ) from None
 
 
 def strategy_name(strategy: Callable[..., Any]) -> str:
     """Return the name by which ranks load a strategy: its built-in name, or `FILE:FUNCTION`.
 
     Raises:
-        UserError: if the function is not in a file.
+        UserError: if it is not a function in a file.
     """
+    if not inspect.isfunction(strategy):
+        accepted = (
+            "a name, path/to/file.py:function, or a function in a file; a plan is given by its fields, as dp_shard=2"
+        )
+        refuse_argument("strategy", strategy, accepted)
     for name, entry in STRATEGIES.items():
         if entry.program is strategy:
             return name

@@ -166,6 +166,8 @@ class Plan:
     lists them). Default: every pass that helps, if ranks run the program; none, if it is drawn or predicted."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError(f"mesh is {self.mesh!r:.100}; give a mesh, such as Mesh(dp_shard=4)")
         check_fields(self)
         if self.passes is not None:
             named_passes(self.passes)
@@ -193,6 +195,16 @@ class Plan:
                 f"{as_text(self.axes_of_every_microbatch)}; a gradient that is cut is reduced at each microbatch: name "
                 "its axes in reduce_every_microbatch as well"
             )
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.used.items())
+        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self)[1:])
+        others = "".join(f", {name}={value!r}" for name, value, default in values if value != default)
+        return f"Plan(Mesh({axes}){others})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show only the fields that differ from their defaults in a notebook."""
+        printer.text(str(self))
 
     def on(self, ranks: int) -> Plan:
         """Return this plan for another number of ranks, with its data-parallel axes resized.

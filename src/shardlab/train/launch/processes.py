@@ -113,7 +113,7 @@ def run_processes(
                 with theirs, _without_main(function, *arguments):
                     process = context.Process(
                         target=_run_rank,
-                        args=(rank, theirs, tell, progresses.get(rank), function, arguments),
+                        args=(rank, theirs, tell, sys.stderr is sys.stdout, progresses.get(rank), function, arguments),
                         name=f"rank-{rank}",
                     )
                     process.start()
@@ -303,11 +303,16 @@ def _run_rank(
     rank: int,
     answers: Connection,
     starter: Connection,
+    on_stdout: bool,
     progress: RankProgress | None,
     function: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> None:
-    """Call the function in a started process, and report its result."""
+    """Call the function in a started process, and report its result.
+
+    Args:
+        on_stdout: whether to print on stdout what is for stderr, as the starter does in a notebook.
+    """
     gc.freeze()  # a garbage collection would write to, and so copy, the memory that is shared with the server
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -318,7 +323,7 @@ def _run_rank(
     if progress is not None:
         progress.take()
         write_stack_on_signal(progress)
-    sys.stdout, sys.stderr = ignore_errors(sys.stdout), ignore_errors(sys.stderr)
+    sys.stdout, sys.stderr = ignore_errors(sys.stdout), ignore_errors(sys.stdout if on_stdout else sys.stderr)
     try:
         answer = _Report(function(rank, *arguments))
         if progress is not None:

@@ -174,6 +174,10 @@ class Verdict(Errors):
     one_device: Errors | None = None
     rounding: float = 0.0
 
+    def __repr__(self) -> str:
+        errors = f"loss {self.loss_error:.1e}, gradients {self.gradient_error:.1e}, weights {self.weight_error:.1e}"
+        return f"<Verdict {'ok' if self.ok else 'WRONG'}, errors: {errors}>"
+
     @property
     def ok(self) -> bool:
         """Whether the strategy is correct.
