@@ -24,7 +24,7 @@ from shardlab.language.collective_calls import MemberNames
 from shardlab.language.ops import BOOKKEEPING, COMMUNICATION
 from shardlab.language.rules import arithmetic, collectives
 from shardlab.language.rules import optimizer_step as steps
-from shardlab.language.rules.kinds import MOST_SLICES, bits, in_equal_pieces, microbatches_text, numbered
+from shardlab.language.rules.kinds import MOST_SLICES, bits, microbatches_text, numbered
 from shardlab.language.rules.layer_rules import BackwardResult
 from shardlab.language.rules.refusals import require_place
 from shardlab.language.rules.spec import Form, form_of, microbatches_of
@@ -204,10 +204,8 @@ def check_coverage(states: Sequence[RankState], layers: int) -> None:
     held = [Holds(0, 1)] * layers
     for state in states:
         for kind, layer, holds in state.loaded:
-            if kind is not Kind.WEIGHT:
-                continue
-            mine, theirs = in_equal_pieces(held[layer], holds)
-            held[layer] = Holds(mine.mask | theirs.mask, mine.of)
+            if kind is Kind.WEIGHT:
+                held[layer] |= holds
     weight_of = states[0].program.sizes.weight_of
     for layer, (mask, of) in enumerate(held):
         if weight_of(layer) == layer and not held[layer].complete:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from shardlab.language import Holds, Kind, Op, OpKind, Refused, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES
 from shardlab.language.rules.collectives import is_view
-from shardlab.language.rules.kinds import ROW_KINDS, bits, in_equal_pieces
+from shardlab.language.rules.kinds import ROW_KINDS, bits
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 LOAD_WEIGHT, SLICE, UPDATE = OpKind.LOAD_WEIGHT, OpKind.SLICE, OpKind.UPDATE
@@ -254,14 +254,14 @@ class WeightMemory:
         holds, home = self.specs[op.inputs[2]].holds, self.kept.owners.get(op.outputs[0], -1)
         key = self.kept.memory_of(op.layer, holds) or (op.layer, holds)  # else the state has memory of its own
         for slices, before in (*self.moved[key], *self.written.get(home, ())):
-            if twice := _intersection(slices, holds):
+            if (twice := slices & holds).mask:
                 raise _moved_twice(op, twice, self.tape[before], before)
         self.moved[key].append((holds, at))
         if home < 0:
             return
         for handle, number in self.reading.items():
-            overlap = self.kept.owners.get(number, number) == home and _intersection(self.specs[number].holds, holds)
-            if number != op.inputs[1] and overlap:
+            overlaps = self.kept.owners.get(number, number) == home and (self.specs[number].holds & holds).mask
+            if number != op.inputs[1] and overlaps:
                 flying = next(other for other in self.tape if other.handle == handle)
                 given = f"writes over {self.specs[number]}, but {flying} (handle {handle}) is still reading that"
                 raise Refused("in flight", op.about, given, "wait for it first")
@@ -270,7 +270,7 @@ class WeightMemory:
     def _read(self, op: Op, number: int) -> None:
         """Refuse to read a weight that an update has overwritten."""
         for slices, before in self.written.get(self.kept.roots.get(number, number), ()):
-            if _intersection(slices, self.specs[number].holds):
+            if (slices & self.specs[number].holds).mask:
                 given = (
                     f"{self.specs[number]} is read here, but op {before} {self.tape[before]} has written its new "
                     "values there"
@@ -357,13 +357,6 @@ def memory_ends(ends: Mapping[int, int], roots: Mapping[int, int]) -> dict[int, 
         elif root in last:
             last[root] = max(last[root], ends[view])
     return last
-
-
-def _intersection(a: Holds, b: Holds) -> Holds | None:
-    """Return the slices that two sets share; None if they share none."""
-    mine, theirs = in_equal_pieces(a, b)
-    mask = mine.mask & theirs.mask
-    return Holds(mask, mine.of) if mask else None
 
 
 def _moved_twice(op: Op, twice: Holds, mover: Op, before: int) -> Refused:

@@ -22,7 +22,7 @@ from shardlab.check.in_place import InPlace
 from shardlab.common.text import listed
 from shardlab.language import Holds, Kind, Op, OpKind, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES, POINT_TO_POINT, ROOT_GIVES, Combiner
-from shardlab.language.rules.kinds import ROW_KINDS, Reduction, bits, in_equal_pieces
+from shardlab.language.rules.kinds import ROW_KINDS, Reduction, bits
 from shardlab.language.tape import Communication
 from shardlab.language.world import gc_paused
 
@@ -389,7 +389,7 @@ class NumberTable:
         pieces = self.pieces.get(number)
         if pieces is None:
             return [(where, number)]
-        met = [(overlap(where, at), piece) for at, piece in pieces]
+        met = [(where & at, piece) for at, piece in pieces]
         return [(at, piece) for at, piece in met if at.mask]
 
     def join(self, parts: Iterable[tuple[Holds, int]]) -> int:
@@ -397,8 +397,7 @@ class NumberTable:
         whole: dict[int, Holds] = {}
         for where, number in parts:
             for at, piece in self.within(number, where):
-                mine, theirs = in_equal_pieces(whole.get(piece, Holds(0, 1)), at)
-                whole[piece] = Holds(mine.mask | theirs.mask, mine.of)
+                whole[piece] = whole.get(piece, Holds(0, 1)) | at
         if len(whole) == 1:
             return next(iter(whole))
         pieces = [(whole[piece].simplified(), piece) for piece in sorted(whole)]
@@ -441,12 +440,6 @@ def positions(spec: Spec) -> Holds:
     """Return the positions at which a value has elements: cells of the batch, or slices of a layer's parameters."""
     form, cells, _ = spec
     return Holds(cells, form.space.cells) if form.kind in ROW_KINDS else form.holds
-
-
-def overlap(one: Holds, other: Holds) -> Holds:
-    """Return the positions that two sets share."""
-    mine, theirs = in_equal_pieces(one, other)
-    return Holds(mine.mask & theirs.mask, mine.of)
 
 
 def _copies(numbering: ValueNumbering) -> dict[tuple[Kind, int], list[ParameterCopy]]:
@@ -545,8 +538,7 @@ def _cause(numbers: NumberTable, drifting: list[int]) -> str:
     if len({each[2:4] for each in how}) > 1:
         return (
             "they are updated in different places, or in different numbers of whole matrices; keep the same slices in "
-            "the same "
-            "place on all ranks"
+            "the same place on all ranks"
         )
     if len(set(how)) > 1:
         return (

@@ -383,8 +383,7 @@ def _figures(op: About, gave: str, reduction: Reduction, specs: Sequence[Spec]) 
         if spec.kind is not Kind.SCALAR or spec.step != first.step or spec.form.reduction not in mixes:
             remedy = f"take the {reduction.value} of sums of squares of one step"
             raise Refused("other values", op, gave, remedy)
-        mine, theirs = in_equal_pieces(holds, spec.holds)
-        holds = Holds(mine.mask | theirs.mask, mine.of)
+        holds |= spec.holds
     return Spec(first.form.but(holds=holds, reduction=reduction))
 
 

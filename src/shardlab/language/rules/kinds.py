@@ -293,6 +293,16 @@ class Holds(NamedTuple):
                 return self
         return Holds(mask_of({piece // size for piece in bits(mask)}), of // size)
 
+    def __and__(self, other: Holds) -> Holds:
+        """Return the parts of the whole that both sets have."""
+        mine, theirs = in_equal_pieces(self, other)
+        return Holds(mine.mask & theirs.mask, mine.of)
+
+    def __or__(self, other: Holds) -> Holds:
+        """Return the parts of the whole that either set has."""
+        mine, theirs = in_equal_pieces(self, other)
+        return Holds(mine.mask | theirs.mask, mine.of)
+
     def contains(self, other: Holds) -> bool:
         mine, theirs = in_equal_pieces(self, other)
         return theirs.mask & ~mine.mask == 0
