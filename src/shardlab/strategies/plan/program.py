@@ -197,19 +197,14 @@ class TracedRunner(PlanRunner[Value]):
         """Start to send. The previous message to this peer has arrived."""
         rank, forward, to = self.rank, step.forward, self.plan.pipeline[step.peer]
         m, layer = self.plan.microbatches[step.microbatch], self.boundary(step, up=forward)
-        handles: list[Handle[None]] = []
-        self.sends[step.peer] = handles
-        for store in self.boundaries[layer, forward]:
-            handles.append(rank.send(store.pop((layer, m)), to=to))
+        self.sends[step.peer] = [rank.send(store.pop((layer, m)), to=to) for store in self.boundaries[layer, forward]]
 
     def recv(self, step: Recv) -> None:
         """Start to receive."""
         rank, forward, source = self.rank, step.forward, self.plan.pipeline[step.peer]
         m, layer = self.plan.microbatches[step.microbatch], self.boundary(step, up=not forward)
-        handles: list[Handle[Value]] = []
-        self.receives[layer, forward, m] = handles
-        for store in self.boundaries[layer, forward]:
-            handles.append(rank.recv(source=source, expect=(store.name, layer, m)))
+        stores = self.boundaries[layer, forward]
+        self.receives[layer, forward, m] = [rank.recv(source=source, expect=(each.name, layer, m)) for each in stores]
 
     def boundary(self, step: Send | Recv, *, up: bool) -> int:
         """Return the first layer after the boundary to the next stage (`up`) or to the previous stage."""
