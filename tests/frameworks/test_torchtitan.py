@@ -99,6 +99,12 @@ def test_no_toml_is_refused_in_a_sentence() -> None:
 def test_an_unknown_flavor_names_those_that_are_known() -> None:
     with pytest.raises(UserError, match="llama3/405B"):
         torchtitan.run(config_of("").with_meanings({"model_flavor": "9B"}), find_cluster("h100x8"))
+    with pytest.raises(
+        UserError, match="model deepseek_v2, flavor 16B, are not known here; give --model, or one of deep"
+    ):
+        torchtitan.run(
+            config_of("").with_meanings({"model_name": "deepseek_v2", "model_flavor": "16B"}), find_cluster("h100x8")
+        )
 
 
 def test_every_known_model_is_made() -> None:
