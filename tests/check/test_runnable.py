@@ -374,7 +374,7 @@ SENTENCES = {
         "its last use."
     ),
     "in flight": (
-        "rank 0, op 10 free(value 6): grad_weights[0] (microbatch 0) is still read by a communication in flight; "
+        "rank 0, op 11 free(value 6): grad_weights[0] (microbatch 0) is still read by a communication in flight; "
         "wait for it first."
     ),
     "left over": (
@@ -391,12 +391,12 @@ SENTENCES = {
     "malformed tape, a handle": (
         "rank 0, op 4 loss(layer 1): has handle 3, but only a collective or a message has one; leave it out."
     ),
-    "unknown group, none": "rank 0, op 9 all_reduce(layer 0): no group is given for this collective; give one.",
+    "unknown group, none": "rank 0, op 10 all_reduce(layer 0): no group is given for this collective; give one.",
     "number in use": "rank 0, op 4 loss(layer 1): makes value 0, which must be a new one; number values from 0.",
     "number in use, of a handle": (
-        "rank 0, op 9 all_reduce(layer 0) on world: issues handle -1, which must be a new one; number handles from 0."
+        "rank 0, op 10 all_reduce(layer 0) on world: issues handle -1, which must be a new one; number handles from 0."
     ),
-    "nothing to wait for": "rank 0, op 10 wait(handle 9): handle 9 is not in flight; wait for each communication once.",
+    "nothing to wait for": "rank 0, op 11 wait(handle 9): handle 9 is not in flight; wait for each communication once.",
     "not kept": (
         "rank 0, op 0 load_weight(layer 0): the step ends without weights[0] (step 1), which was made and not kept;"
         " keep the slice in its store."
@@ -418,7 +418,7 @@ SENTENCES = {
         "rank 0, op 2 load_batch(batch): the op says layer 3, but it acts on layer 0; name that layer."
     ),
     "unknown group, made by hand": (
-        "rank 0, op 9 all_reduce(layer 0) on world: the group world was not made by group_of, so its members "
+        "rank 0, op 10 all_reduce(layer 0) on world: the group world was not made by group_of, so its members "
         "would not find each other; make it by group_of."
     ),
     "malformed tape, another world": "the mesh has 1 rank, but the program has 2 tapes; give one for each rank.",
@@ -431,7 +431,7 @@ SENTENCES = {
         "all its outputs."
     ),
     "malformed tape, a wait": (
-        "rank 0, op 10 wait(handle 0): a wait reads and makes no value; number the received value in its communication."
+        "rank 0, op 11 wait(handle 0): a wait reads and makes no value; number the received value in its communication."
     ),
     "malformed tape, nothing expected": (
         "rank 0, op 0 recv from rank 1: the op does not name its message; give the expected value."
@@ -448,7 +448,7 @@ SENTENCES = {
         "rank 0, op 0 recv from rank 1: no set of microbatches is the number -1; expect a bit set."
     ),
     "unknown group, a rank twice": (
-        "rank 0, op 9 all_reduce(layer 0) on world: the group has the ranks (0, 0); give rank 0 itself and others"
+        "rank 0, op 10 all_reduce(layer 0) on world: the group has the ranks (0, 0); give rank 0 itself and others"
         " of 0-1, each once."
     ),
     "unknown rank, on a tape": (
@@ -464,12 +464,12 @@ SENTENCES = {
         "give it a batch of its own."
     ),
     "batch of collectives, on one rank": (
-        "rank 1, op 14 all_reduce(layer 0) on world: is issued alone, and as one of 2 on another rank; issue the same "
+        "rank 1, op 16 all_reduce(layer 0) on world: is issued alone, and as one of 2 on another rank; issue the same "
         "together on all ranks."
     ),
     "in flight, not arrived": "rank 0, op 1 free(value 0): value 0 is still in flight; wait for handle 0 first.",
     "in flight, updated": (
-        "rank 0, op 10 update(layer 0): weights[0] is still read by a communication in flight; wait for it first."
+        "rank 0, op 11 update(layer 0): weights[0] is still read by a communication in flight; wait for it first."
     ),
     "in flight, at the end": "rank 0, op 0 barrier on world: is still in flight when the step ends; wait for it.",
     "left over, twice": (
@@ -508,8 +508,8 @@ SENTENCES = {
         "values; leave offsets to the pass arena."
     ),
     "room taken": (
-        "rank 0, op 12 backward(layer 0): bytes 0-1048575 of the arena are to hold grad_weights[0] (microbatch 1), "
-        "but grad_weights[0] (microbatch 0) lies in 0-1048575 until op 24; give it another offset."
+        "rank 0, op 13 backward(layer 0): bytes 0-1048575 of the arena are to hold grad_weights[0] (microbatch 1), "
+        "but grad_weights[0] (microbatch 0) lies in 0-1048575 until op 26; give it another offset."
     ),
 }
 """Of a tape, by its rule and what is special, the whole sentence."""

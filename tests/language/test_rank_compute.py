@@ -35,12 +35,12 @@ def test_the_halves_put_exactly_their_own_ops_on_the_tape() -> None:
         "loss 3 -> 5",
         "free 3",
         "backward_input 2 5 0 4 -> 6 7",
+        "free 6",
         "backward_weight 2 5 7 -> 8",
         "free 2",
         "free 5",
         "update 8 0 1 -> 9 10",
         "free 8",
-        "free 6",
     ]
 
 

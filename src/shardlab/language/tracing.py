@@ -4,7 +4,7 @@
 deleted or overwritten. A value without a key, in a variable or a list of the program, lives until its last use, or
 until the end of the step if no op uses it. Tracing does not know in advance which use is the last, so it writes a FREE
 after each use, and a later use moves it. If a communication still reads the value, the tape waits for it before the
-FREE.
+FREE. A gradient of an activation that no op uses, such as that of the tokens, is freed after the op that computes it.
 """
 
 from __future__ import annotations
@@ -219,8 +219,18 @@ class Tracer(ABC):
                 kept.setdefault(spec, value)
         for value in alive:
             if kept.get(value.spec) is not value:
-                self._free(value)
+                if value.spec.kind is Kind.GRAD_ACTIVATION and not value.keys and not value.reading:
+                    self._free_unused(value)
+                else:
+                    self._free(value)
         self._count_ops()
+
+    def _free_unused(self, value: Value) -> None:
+        """Free a gradient that no op uses after the op that computes it, or now if it came by communication."""
+        at, op = next((at, op) for at, op in enumerate(self.ops) if value.number in op.outputs)
+        self._free(value)
+        if op.handle < 0:
+            self.ops.insert(at + 1, self.ops.pop())
 
     def _kind(self, numbers: Sequence[int]) -> Kind | None:
         """Return the kind of the first of some values, which may have ended; None if there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardlab.language import Kind, Mesh, OpKind, Rank, Sizes
+from shardlab.language import Kind, Mesh, OpKind, Rank, Sizes, trace
 from shardlab.models import GPT
 from shardlab.simulate.timeline.memory import memory_in_bytes
 from shardlab.strategies import STRATEGIES, Plan
@@ -120,23 +120,6 @@ def test_a_residual_that_autograd_keeps_counts_once_until_it_is_sent() -> None:
         assert len(seen) == 2
 
 
-async def adds_two_that_are_there(rank: Rank) -> None:
-    rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
-    for m in rank.microbatches:
-        rank.activations[0] = rank.load_batch([m])
-        rank.activations[1] = rank.forward(0, rank.activations[0], rank.weights[0])
-        rank.grad_activations[1] = rank.loss(rank.activations.pop(1))
-        rank.grad_weights[m], _ = rank.backward(0, rank.activations[0], rank.grad_activations.pop(1), rank.weights[0])
-    total = rank.grad_weights.pop(0) + rank.grad_weights.pop(1)
-    rank.weights[0], rank.opt_states[0] = rank.update(0, total, rank.weights[0], rank.opt_states[0])
-
-
-def test_two_gradients_that_are_there_are_both_counted_when_they_are_added() -> None:
-    timeline = run(adds_two_that_are_there, 1, 1, 2)
-    (add,) = events(timeline, OpKind.ADD)
-    assert add.memory >= 4 * SQUARE
-
-
 HALVES = replace(Sizes.puzzle(2), saved=(1000, 7), saved_for_weight=(300, 2))
 
 
@@ -183,8 +166,29 @@ def test_what_is_kept_for_the_weights_half_goes_with_its_activation() -> None:
 
     sizes = replace(Sizes.puzzle(1), saved=(1000,), saved_for_weight=(300,))
     looked, again = events(run(half_of_it_thrown_away, 1, sizes, 2), OpKind.BACKWARD_INPUT)
-    unused_gradient = 2 * ROWS  # of activation 0: never stored, so it lives until the step ends
-    assert again.memory == looked.memory + unused_gradient
+    assert again.memory == looked.memory
+
+
+def test_the_gradient_of_the_tokens_is_freed_at_once_if_no_op_uses_it() -> None:
+    async def in_variables(rank: Rank) -> None:
+        w, o = rank.load_weights(0)
+        total = None
+        for m in rank.microbatches:
+            batch = rank.load_batch([m])
+            gradient = rank.loss(rank.forward(0, batch, w))
+            grad_weight, gradient = rank.backward(0, batch, gradient, w)
+            total = grad_weight if total is None else total + grad_weight
+        assert total is not None
+        rank.weights[0], rank.opt_states[0] = rank.update(0, total, w, o)
+
+    tape = trace(in_variables, 1, 1, 3).tapes[0]
+    backwards = [(at, op.outputs[1]) for at, op in enumerate(tape) if op.kind is OpKind.BACKWARD]
+    assert len(backwards) == 3
+    for at, gradient in backwards:
+        assert (tape[at + 1].kind, tape[at + 1].inputs) == (OpKind.FREE, (gradient,))
+        assert sum(gradient in op.inputs for op in tape) == 1
+    timeline = run(in_variables, 1, 1, 3)
+    assert timeline.peak_memory == run(in_variables, 1, 1, 2).peak_memory
 
 
 def test_a_weights_half_adds_to_an_older_gradient_without_room_of_its_own() -> None:
