@@ -19,7 +19,8 @@ from shardlab.common.text import number_text
 from shardlab.language import Kind, Op, OpKind, Program, Spec
 from shardlab.language.ops import COMMUNICATION, COPIES, Combiner
 from shardlab.language.rules.attention import split_cells
-from shardlab.language.rules.kinds import ROW_KINDS, bits
+from shardlab.language.rules.collectives import slices_of_any_sequence
+from shardlab.language.rules.kinds import ROW_KINDS
 from shardlab.language.rules.layer_graph import Layer
 from shardlab.language.rules.spec import Form, fraction_of_pieces
 from shardlab.language.tape import Communication
@@ -230,7 +231,7 @@ def _differs_in_two_dims(given: Sequence[Spec]) -> Why | None:
     first = given[0]
     if first.kind not in ROW_KINDS or all(spec.microbatches == first.microbatches for spec in given):
         return None
-    if len({_slices(spec) for spec in given}) > 1:
+    if len({slices_of_any_sequence(spec) for spec in given}) > 1:
         why = "these are of other microbatches and of other slices of the sequence"
         return why, "gather those of one kind, then those of the other"
     return None
@@ -241,11 +242,6 @@ def _share(spec: Spec) -> Fraction:
     if spec.kind in ROW_KINDS:
         return Fraction(spec.cells.bit_count(), spec.form.space.cells) * fraction_of_pieces(spec.form)
     return Fraction(spec.holds.pieces, spec.holds.of)
-
-
-def _slices(spec: Spec) -> frozenset[int]:
-    """Return the slices that a value holds of at least one sequence."""
-    return frozenset(cell % spec.form.space.sequence for cell in bits(spec.cells))
 
 
 def _cannot_compute(op: Op, specs: dict[int, Spec], cuts: Sequence[int]) -> Why | None:

@@ -27,7 +27,6 @@ from shardlab.language.rules.kinds import (
     Reduction,
     bits,
     factor_of,
-    in_equal_pieces,
     mask_of,
     numbered,
     piece_noun,
@@ -236,7 +235,7 @@ def is_view(whole: Spec, part: Spec) -> bool:
     """Return whether a slice is a view of the value's memory. It is a copy if its tokens are not contiguous there."""
     if whole.kind not in ROW_KINDS:
         return True
-    runs = (whole.microbatches, part.microbatches), (_slices_of_any_sequence(whole), _slices_of_any_sequence(part))
+    runs = (whole.microbatches, part.microbatches), (slices_of_any_sequence(whole), slices_of_any_sequence(part))
     return all(held & (1 << mine.bit_length()) - (mine & -mine) == mine for held, mine in runs)
 
 
@@ -315,19 +314,18 @@ def _united_slices(forms: tuple[Form, ...]) -> Form | None:
     first = forms[0]
     if first.place == DISK:
         return None
-    mask, of = 0, 1
+    united = Holds(0, 1)
     for form in forms:
-        mine, theirs = in_equal_pieces(Holds(mask, of), form.holds)
-        if mine.mask & theirs.mask or form.but(holds=first.holds) is not first:
+        if (united & form.holds).mask or form.but(holds=first.holds) is not first:
             return None
-        mask, of = mine.mask | theirs.mask, mine.of
-    return first.but(holds=Holds(mask, of).simplified())
+        united |= form.holds
+    return first.but(holds=united.simplified())
 
 
 def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> None:
     """Refuse slices of parameters that cannot be concatenated, with the reason."""
     first = specs[0]
-    mask, of = 0, first.form.holds.of
+    united = Holds(0, first.form.holds.of)
     for spec, name in zip(specs, names, strict=True):
         if spec.cells != first.cells or spec.form.over != first.form.over:
             given = (
@@ -335,11 +333,11 @@ def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> No
                 "are the gradient of neither"
             )
             raise Refused("other sums", op, given, "reduce before gathering")
-        mine, theirs = in_equal_pieces(Holds(mask, of), spec.form.holds)
-        if twice := mine.mask & theirs.mask:
-            given = f"{numbered('slice', twice)} of {mine.of} would come from {name} and from {_earlier(name)} as well"
+        twice, of = united & spec.form.holds
+        if twice:
+            given = f"{numbered('slice', twice)} of {of} would come from {name} and from {_earlier(name)} as well"
             raise Refused("pieces overlap", op, given, NO_OVERLAP, doubled=bits(twice))
-        mask, of = mine.mask | theirs.mask, mine.of
+        united |= spec.form.holds
     raise AssertionError("slices that fit are put together")
 
 
@@ -398,7 +396,7 @@ def _slice(form: Form, place: int, parts: int) -> Form:
     return form.but(holds=next(islice(form.holds.split(parts), place, None)).simplified())
 
 
-def _slices_of_any_sequence(spec: Spec) -> int:
+def slices_of_any_sequence(spec: Spec) -> int:
     """Return the bit set of the slices that a value holds of at least one sequence."""
     slices = spec.form.space.sequence
     return mask_of({cell % slices for cell in bits(spec.cells)})
