@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
     "": 350,
-    "check": 2280,
+    "check": 2270,
     "cli": 8175,
     "common": 940,
     "draw": 1730,
@@ -27,7 +27,7 @@ CODE_LINES = {
     "measure": 2150,
     "models": 4530,
     "planner": 4080,
-    "simulate": 7420,
+    "simulate": 7410,
     "strategies": 2715,
     "train": 8940,
 }
