@@ -47,12 +47,6 @@ class Figure:
     runs: tuple[str, ...] = ()
     assumed: bool = False
 
-    @property
-    def count(self) -> int:
-        """How many numbers it has; each is a degree of freedom of a fit."""
-        value: Any = self.value
-        return len(cast(list[float], value)) if isinstance(value, list | tuple | dict) else 1
-
 
 def figures_of(row: Mapping[str, Any], base: Mapping[str, Figure]) -> dict[str, Figure]:
     """Return the figures of a table's row by name, as in "matmul.bfloat16", from its list `fit`.
