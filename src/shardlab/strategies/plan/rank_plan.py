@@ -243,9 +243,11 @@ class ModelLayers:
         experts = [layer for layer in range(len(self.layers)) if "ep" in self.cut_axes(layer)]
         return [range(layer, layer + 1) for layer in experts or range(len(self.layers))]
 
-    def gathered_with(self, layer: int) -> int:
-        """Return the number of the group of layers whose weights are gathered together: a block, as FSDP wraps it."""
-        return self._gathered_with[layer]
+    @cached_property
+    def gathered_with(self) -> Sequence[int]:
+        """For each layer, the number of the layers whose weights are gathered together: a block, as FSDP wraps it."""
+        layers = range(len(self.layers))
+        return [bisect_right(self.blocks, layer) for layer in layers] if self.blocks else layers
 
     def reduced_with(self, layer: int) -> int:
         """Return the number of the block whose gradients are reduced together with those of a layer.
@@ -288,11 +290,6 @@ class ModelLayers:
     def _cut_axes(self) -> list[tuple[str, ...]]:
         axes = {"expert": ("cp", "ep")}
         return [tuple(axis for index in layer.cut for axis in axes.get(index, ("tp",))) for layer in self.layers]
-
-    @cached_property
-    def _gathered_with(self) -> list[int]:
-        layers = range(len(self.layers))
-        return [bisect_right(self.blocks, layer) for layer in layers] if self.blocks else list(layers)
 
     @cached_property
     def _attention_inside(self) -> bool:

@@ -303,7 +303,7 @@ def weight_uses(rank_plan: RankPlan, steps: Iterable[ShardedStep]) -> list[Weigh
             if layer in rank_plan.weightless:
                 continue
             owner = model.layers[layer].weight
-            block = model.gathered_with(owner), row
+            block = model.gathered_with[owner], row
             run += block != last_block
             last_block = block
             visits.append((owner, run, row, forward))
