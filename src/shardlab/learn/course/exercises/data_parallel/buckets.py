@@ -20,7 +20,7 @@ program. Here 64 ranks train 8 layers with data parallelism. These settings matt
 
     passes="bucket=4,defer=1"  join the reductions into at least 4 buckets, and await
                                each of them just before the next one starts
-                               (defer=2: before the second next one)
+                               (defer=2: before the one after the next)
     reduce_at="layer"          reduce while backward passes continue ("step": after)
 
 A reduction that is awaited later hides behind more backward passes, but its gradients
@@ -79,7 +79,7 @@ EXERCISE = Exercise(
             "nothing says when the buckets are awaited",
             ("bucket=4,defer=2", "bucket=4"),
             r"too slow: time 35\.35",
-            "a bucket is awaited where its first reduction was awaited before. Which setting awaits it later?",
+            "without `defer`, each bucket is awaited right after it starts. Which setting awaits it later?",
         ),
         Mistake(
             "the buckets are too large",
@@ -91,7 +91,8 @@ EXERCISE = Exercise(
             "each bucket is awaited too early",
             ("bucket=4,defer=2", "bucket=4,defer=1"),
             "^too slow[^;]*$",
-            "a bucket of two layers needs more than one backward pass to hide. After how many starts is it awaited?",
+            "a bucket of two layers needs more than one backward pass to hide. How many later buckets start before it "
+            "is awaited?",
         ),
         Mistake(
             "the buckets are awaited too late",

@@ -121,7 +121,7 @@ EXERCISE = Exercise(
                 "        handle = {**(handle or {}), l: rank.all_reduce(grad_weight)}\n"
                 "    for l in reversed(rank.layers):\n        rank.grad_weights[l] = await handle[l]\n",
             ),
-            "too much memory.*(gradients|under way)",
+            "too much memory.*(gradients|not awaited yet)",
             "a reduction in flight holds a gradient and its sum. How many have to be in flight at once?",
         ),
         Mistake(
@@ -138,7 +138,7 @@ EXERCISE = Exercise(
         ),
     ),
     hints=(
-        "When the backward pass of layer l has ended, the reduction of layer l + 1 has had its whole time to run.",
+        "When the backward pass of layer l has ended, the reduction of layer l + 1 has run during that pass.",
         "Keep the handle of one reduction in a variable. In each turn of the loop: backward pass, await the handle of "
         "the turn before, start the next reduction.",
         "`handle = None` before the loop. After the backward pass: `if handle is not None: rank.grad_weights[l + 1] = "

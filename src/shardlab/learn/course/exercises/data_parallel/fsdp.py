@@ -7,10 +7,10 @@
    FSDP      |W   |  |G   |  |O   |          reduce-scatter|GGGG| --> |G   |
                                              update        |W   |, |G   |, |O   |
 
-In weight-sharded data parallelism, only gradients were still whole on every rank. Rank
-r updates slice r, so it only needs slice r of the sum: reduce-scatter each layer's
-gradient as soon as it is complete. This is torch's FullyShardedDataParallel, and stage
-3 of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054).
+In exercise 8 only the gradients were still whole on every rank. Rank r updates slice r,
+so it only needs slice r of the sum: reduce-scatter each layer's gradient as soon as it
+is complete. This is torch's FullyShardedDataParallel, and stage 3 of ZeRO (Rajbhandari
+et al. 2020, arXiv 1910.02054).
 
 For a layer of W elements, each of n ranks sends:
 
@@ -18,9 +18,9 @@ For a layer of W elements, each of n ranks sends:
     gather, backward      (n - 1)/n W
     reduce-scatter        (n - 1)/n W
 
-For large n that is 3 W, against 2 W for DDP's all-reduce: half as much again, for a
-model that is n times as large. Beyond the shards, a rank has one whole layer, one whole
-gradient and the activations in memory.
+For large n that is 3 W, against 2 W for DDP's all-reduce: 1.5 times the traffic, and in
+return a model n times as large fits. Beyond the shards, a rank has one whole layer, one
+whole gradient and the activations in memory.
 """
 
 from fractions import Fraction

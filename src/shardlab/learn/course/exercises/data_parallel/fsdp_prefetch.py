@@ -176,7 +176,7 @@ EXERCISE = Exercise(
                 "    for l in rank.layers:\n"
                 "        rank.grad_weights[l] = await reduction[last - 1 - l]\n",
             ),
-            "too much memory.*(gradients|under way)",
+            "too much memory.*(gradients|not awaited yet)",
             "a reduction in flight holds a whole gradient. Await that of layer l + 1 before that of layer l starts.",
         ),
     ),

@@ -21,7 +21,7 @@ that key, or by `store.pop(key)`, which returns the value for its last use. The 
     y = rank.forward(l, x, w)                activation l + 1, from activation l
     dy = rank.loss(y)                        gradient of the last activation
     dw, dx = rank.backward(l, x, dy, w)      x: the input of forward; dy: gradient of y
-    w, o = rank.update(l, dw, w, o)          new weight and state; the old ones end
+    w, o = rank.update(l, dw, w, o)          new weight and state; the old are freed
 
 Memory is counted in elements when each op starts. A weight has 262,144, an activation
 of the batch 524,288.

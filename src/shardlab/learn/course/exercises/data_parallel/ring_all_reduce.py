@@ -24,7 +24,7 @@ New here:
                                send v to rank r and receive what rank s sends, together
     rank.concatenate(values)   slices side by side; each knows its place
 
-They run together because, if every rank first awaited its send, no rank would receive.
+Both start at once: if every rank first awaited its send, none would receive.
 Slices may be kept under any key, such as `rank.grad_weights[l, i]`.
 
 Write `reduced`, without a collective.

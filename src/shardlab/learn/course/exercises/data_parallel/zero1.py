@@ -23,8 +23,8 @@ New here:
     await rank.reduce_scatter(dw)             slice r of the sum, on rank r
     await rank.all_gather(slice)              the slices of all ranks side by side
 
-`rank.update` updates the slice that the optimizer state covers. The gradient and the
-weight may have that slice or more; the returned weight has that slice.
+`rank.update` updates the slice that the optimizer state covers. You may pass
+a gradient and a weight that contain more than that slice; you get back the slice.
 """
 
 from fractions import Fraction

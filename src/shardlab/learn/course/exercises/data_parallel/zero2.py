@@ -13,8 +13,8 @@ sums each microbatch's gradient over the ranks at once, keeps its slice, and add
 to the slices of the microbatches before it.
 
 The price: a gradient is sent for every microbatch instead of once. The goal for the
-elements sent shows it: apart from the final gather, it is twice that of ZeRO-1. So
-ZeRO-2 costs nothing without accumulation, and more with every microbatch.
+elements sent shows it: with two microbatches, gradients are sent twice instead of once.
+With one microbatch, ZeRO-2 sends as much as ZeRO-1.
 
 New here: nothing. `rank.share()` gives each rank two microbatches; `rank.accumulate`
 adds shards as it adds whole gradients.
@@ -83,8 +83,8 @@ EXERCISE = Exercise(
         live_at_most(
             Kind.GRAD_WEIGHT,
             9 * WEIGHT // 4,
-            "a rank holds {found} elements of weights' gradients at once: more than a shard of each layer beside the "
-            "one that it reduces.",
+            "a rank holds {found} elements of gradients at once. Allowed are one whole gradient, the one that is "
+            "being reduced, and a shard of each other layer.",
         ),
     ),
     mistakes=(
