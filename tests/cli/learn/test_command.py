@@ -57,6 +57,8 @@ def test_hints_are_printed_one_more_at_each_call(course: Path, capsys: Captured)
     for count in (1, 2, 3, 3):
         assert main(["learn", "hint", "ddp"]) == 0
         assert capsys.readouterr().out.count("of 3") == count
+    assert main(["learn", "hint", "ddp"]) == 0
+    assert "These are all hints." in capsys.readouterr().out
 
 
 def test_the_list_shows_the_progress(course: Path, capsys: Captured) -> None:
@@ -145,11 +147,26 @@ def test_a_solved_notebook_is_passed_and_a_damaged_one_is_named(
     cells = notebook(entry)
     file.write_text(json.dumps(cells))
     assert main(["learn", "run", str(file)]) == 2
-    assert "one_rank is not passed yet" in capsys.readouterr().err
+    assert "notebooks/one_rank.ipynb is not passed: Correct, but activations[2] stays" in (
+        refusal := capsys.readouterr().err
+    )
+    assert "A notebook is graded as it was saved last." in refusal
+    for wrong, sentence in {
+        "import nosuchmodule": "No module named 'nosuchmodule'",
+        "def wrong(": "was never closed",
+    }.items():
+        cells["cells"][1]["source"] = [wrong]
+        file.write_text(json.dumps(cells))
+        assert main(["learn", "run", str(file)]) == 2
+        assert sentence in capsys.readouterr().err
     cells["cells"][1]["source"] = entry.solution_text.splitlines(keepends=True)
     file.write_text(json.dumps(cells))
     assert main(["learn", "watch", str(file)]) == 0
-    assert "Train a GPT with it: shardlab learn run notebooks/one_rank.ipynb" in capsys.readouterr().out
+    assert "Train a GPT with it: shardlab learn run notebooks/one_rank.ipynb" in (passed := capsys.readouterr().out)
+    assert "Next: notebooks/grad_accum.ipynb, exercise 1" in passed
+    assert main(["learn", "check-all", "--json"]) == 1
+    assert main(["learn", "check-all"]) == 1
+    assert "passed before" in capsys.readouterr().out
     assert "one_rank" in CourseFolder.open(Path()).passed
     assert main(["learn", "run", str(file)]) == 0
     assert trained == [Path("notebooks/code/one_rank.py")]
@@ -196,7 +213,7 @@ def test_a_cell_of_a_notebook_is_graded_once(
 
 REFUSED: dict[tuple[str, ...], str] = {
     ("hint", "ddq"): "there is no exercise 'ddq'; did you mean ddp?",
-    ("run", "ddp"): "ddp is not passed yet; solve it first",
+    ("run", "ddp"): "ddp.py is not passed: Correct, but no rank all-reduces gradients",
     ("run",): "no exercise is passed yet, so there is nothing to train with",
     ("init", "."): ". has a course in it; go on with `shardlab learn` there",
     ("init", "ddp.py"): "ddp.py is a file; name a new folder",
@@ -222,4 +239,4 @@ def test_outside_of_a_course_folder_the_way_in_is_named(
 @pytest.mark.parametrize("word", ["ddp", "2"])
 def test_an_exercise_without_a_subcommand_leads_to_watch(course: Path, word: str, capsys: Captured) -> None:
     assert main(["learn", word]) == 2
-    assert f"run shardlab learn watch {word}" in capsys.readouterr().err
+    assert f"give one exercise: shardlab learn watch {word}" in capsys.readouterr().err

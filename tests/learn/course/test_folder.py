@@ -12,6 +12,7 @@ import pytest
 
 from shardlab.common.user_code import trace_limits
 from shardlab.language import UserError
+from shardlab.learn.course import check
 from shardlab.learn.course import folder as folders
 from shardlab.learn.course.catalogue import CourseEntry, all_entries, find
 from shardlab.learn.course.folder import PROGRESS, CourseFolder, grade_file
@@ -88,6 +89,22 @@ def test_a_passed_exercise_is_remembered_and_the_next_one_follows(folder: Course
     assert CourseFolder.open(folder.path).current == "grad_accum"
 
 
+@pytest.mark.parametrize("inside", ["", "notebooks"])
+def test_a_check_in_a_notebook_is_recorded(
+    inside: str, folder: CourseFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write_notebooks()
+    entry = find("one_rank")
+    monkeypatch.chdir(tmp_path)
+    assert check("one_rank", entry.solution).passed
+    assert progress(folder)["passed"] == []  # this is no course folder
+    monkeypatch.chdir(folder.path / inside)
+    assert not check("ddp", entry.solution).passed
+    assert progress(folder)["passed"] == []
+    assert check(0, entry.solution).passed
+    assert (progress(folder)["passed"], progress(folder)["current"]) == (["one_rank"], "grad_accum")
+
+
 def test_an_exercise_that_is_passed_out_of_turn_does_not_change_the_current_one(folder: CourseFolder) -> None:
     assert folder.grade(solve(folder, "ddp")).passed
     assert CourseFolder.open(folder.path).current == "one_rank"
@@ -155,8 +172,8 @@ BROKEN = {
     "def ddp(:": r"ddp\.py:1 cannot be run: SyntaxError: [^()]*$",
     "import no_such_module": r"ddp\.py:1 cannot be run: ModuleNotFoundError",
     "from shardlab.language import Rank": r"ddp\.py has no function 'ddp'; its functions are: none",
-    "async def ddp(rank):\n    while True:\n        pass\n": r"ddp\.py:[23]: .* CPU time; let its loops end\.$",
-    "while True:\n    pass\n": r"ddp\.py:[12]: the end of ddp\.py has not come within .*; let its loops end\.$",
+    "async def ddp(rank):\n    while True:\n        pass\n": r"ddp\.py:[23]: .* CPU time; let the loop end\.$",
+    "while True:\n    pass\n": r"ddp\.py:[12]: the end of ddp\.py has not come within .*; let the loop end\.$",
     "async def ddp(rank):\n    while True:\n        rank.load_batch([0])\n": r"ddp\.py:3: .* let its loops end",
     "async def ddp(rank):\n    raise KeyError('typo')\n": r"ddp\.py:2: .* the program raised KeyError: 'typo'",
     "def ddp(rank):\n    pass\n": "ddp is not a strategy: write it as `async def ddp",

@@ -134,7 +134,7 @@ def test_an_error_that_is_no_typical_mistake_gets_no_advice_of_one(entry: Course
     for sentence in (
         f"{entry.name}.py:35: rank 0, op 14: the program raised NameError: name 'x' is not defined; fix it there.",
         f"{entry.name}.py:35: rank 0, op 9: weights[77] does not exist; the store has the keys 0, use one of these.",
-        f"{entry.name}.py:35: rank 0, op 14 has not come within 2 s of CPU time; let its loops end.",
+        f"{entry.name}.py:35: rank 0, op 14 has not come within 2 s of CPU time; let the loop end.",
         f"{entry.name}.py:35 cannot be run: SyntaxError: expected ':'",
         f"the schedule {entry.name}, rank 0, line 35: TypeError: unsupported operand.",
     ):

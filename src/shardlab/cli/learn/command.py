@@ -25,7 +25,7 @@ from shardlab.common.errors import UserError
 from shardlab.common.text import counted
 from shardlab.common.user_code import in_notebook_cell
 from shardlab.learn.course.catalogue import CourseEntry, all_entries, course, gallery
-from shardlab.learn.course.folder import HINTS, NOTEBOOK, PROGRESS, CourseFolder
+from shardlab.learn.course.folder import HINTS, NOTEBOOK, NOTEBOOKS, PROGRESS, CourseFolder
 
 ExerciseName = Annotated[
     str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", help_behavior_hint="(default: the current one)")
@@ -64,7 +64,11 @@ class Init:
             written += ", with notebooks in notebooks/"
         first = folder.find(None)
         print_line(console, Text(f"{self.folder}: {written}"))
-        print_line(console, Text(f"next: cd {self.folder}, open {first.name}.py in an editor, and run shardlab learn"))
+        if self.notebook:
+            print_line(console, Text(f"next: jupyter lab {self.folder}, and open {NOTEBOOKS}/{first.name}{NOTEBOOK}"))
+        else:
+            how = f"open {first.name}.py in an editor, and run shardlab learn"
+            print_line(console, Text(f"next: cd {self.folder}, {how}"))
         return 0
 
 
@@ -111,11 +115,13 @@ class Hint:
     def run(self) -> int:
         folder = _open_folder()
         entry = folder.find(self.exercise)
-        number = folder.next_hint(entry)
         console = stdout_console()
-        for shown in range(number):
+        known = folder.hints.get(entry.name, 0)
+        for shown in range(folder.next_hint(entry)):
             label = (f"hint {shown + 1} of {HINTS}  ", "dim")
             console.print(Text.assemble(label, entry.exercise.hints[shown]))
+        if known == HINTS:
+            console.print(Text("These are all hints.", "dim"))
         return 0
 
 
@@ -159,7 +165,7 @@ class CheckAll:
         folder = _open_folder()
         grades = [folder.grade(entry) for entry in all_entries()]
         not_started = {entry.name for entry in all_entries() if folder.has_start(entry)}
-        results_report(grades, not_started).show(json=self.json)
+        results_report(grades, not_started, folder.passed).show(json=self.json)
         return 0 if all(grade.passed for grade in grades) else 1
 
 
@@ -202,9 +208,9 @@ class TrainWithSolution:
         require_steps(self.steps)
         grade = folder.grade(entry, self.exercise)
         if not grade.passed:
-            _require_passed(folder, entry)
-            file = folder.file(entry, self.exercise)
-            raise UserError(f"{file} is not passed, or not any more: {grade.finding}")
+            file, finding = folder.file(entry, self.exercise), grade.finding_text.rstrip(".")
+            saved = " A notebook is graded as it was saved last." if file.suffix == NOTEBOOK else ""
+            raise UserError(f"{file} is not passed: {finding}. For a hint: shardlab learn hint {entry.name}.{saved}")
         return train_and_verify(entry, folder.program(entry, self.exercise), self.steps, json=self.json)
 
 
@@ -236,7 +242,7 @@ class Learn:
     def elsewhere(self) -> dict[str, str]:
         """Error messages for the name or number of an exercise in place of a subcommand."""
         words = [word for entry in all_entries() for word in (entry.name, str(entry.exercise.number))]
-        return {word: f"to work on one exercise, run shardlab learn watch {word}" for word in words}
+        return {word: f"give one exercise: shardlab learn watch {word}" for word in words}
 
     def run(self) -> int:
         return self.what.run()
@@ -263,7 +269,8 @@ def _grade(console: Console, folder: CourseFolder, entry: CourseEntry, name: str
     if following.name in folder.passed:
         console.print("All exercises are passed.")
     else:
-        print_line(console, Text(f"Next: {folder.file(following)}, exercise {following.exercise.number}"))
+        file = folder.file(following, f"{NOTEBOOKS}/{following.name}{NOTEBOOK}" if source != entry.name else None)
+        print_line(console, Text(f"Next: {file}, exercise {following.exercise.number}"))
     return True
 
 

@@ -114,14 +114,28 @@ def list_report(folder: CourseFolder, entries: Iterable[CourseEntry]) -> Report:
     return report
 
 
-def results_report(grades: Sequence[ExerciseGrade], not_started: Set[str] = frozenset()) -> Report:
-    """Return the results of all files. The console shows no findings for exercises that are not started."""
+def results_report(
+    grades: Sequence[ExerciseGrade], not_started: Set[str] = frozenset(), recorded: Sequence[str] = ()
+) -> Report:
+    """Return the results of all files. The console shows no findings for exercises that are not started.
+
+    Args:
+        grades: grades of the files.
+        not_started: names of the exercises whose file is unchanged.
+        recorded: names of the exercises that were passed before: with another file, or in a notebook.
+    """
     report = Report()
     rows = [{**grade_fields(grade), "started": grade.exercise.name not in not_started} for grade in grades]
+
+    def result(row: dict[str, Any]) -> str:
+        if row["passed"] or row["started"]:
+            return "passed" if row["passed"] else "not passed"
+        return "passed before" if row["name"] in recorded else "not started"
+
     report.table(
         {
             "exercise": lambda row: row["name"],
-            "result": lambda row: "passed" if row["passed"] else "not passed" if row["started"] else "not started",
+            "result": result,
             "finding": lambda row: Text(row["finding"] if row["started"] else ""),
         },
         rows,

@@ -8,6 +8,7 @@ with the predicates of `techniques.py`, and `folder.py` has the folder of a stud
     check("ddp", my_ddp)
 """
 
-from shardlab.learn.course.grading import ExerciseGrade, check
+from shardlab.learn.course.folder import check
+from shardlab.learn.course.grading import ExerciseGrade
 
 __all__ = ["ExerciseGrade", "check"]

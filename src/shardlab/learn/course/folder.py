@@ -176,15 +176,19 @@ class CourseFolder:
         If the current exercise is passed, the next exercise that is not passed becomes the current one.
         """
         result = grade_file(entry, self.program(entry, name))
-        if result.passed and entry.name not in self.passed:
+        if result.passed:
+            self.record_pass(entry)
+        return result
+
+    def record_pass(self, entry: CourseEntry) -> None:
+        """Record that an exercise is passed, and choose the next exercise."""
+        if entry.name not in self.passed:
             self.passed.append(entry.name)
-        if result.passed and entry.name == self.current:
+        if entry.name == self.current:
             left = [each for each in all_entries() if each.name not in self.passed]
             later = [each for each in left if each.exercise.number > entry.exercise.number]
             self.current = (later or left or [entry])[0].name
-        if result.passed:
-            self.save()
-        return result
+        self.save()
 
     def write_notebooks(self) -> None:
         """Write a starter notebook for each exercise. Existing notebooks are kept."""
@@ -251,6 +255,23 @@ class CourseFolder:
         self.starts[entry.name] = _hash(entry.start_text.encode())
 
 
+def check(exercise: int | str, solution: Any) -> ExerciseGrade:
+    """Grade a solution of the exercise with a number or name, and record in the course folder if it is passed.
+
+    The course folder is the working directory, or its parent for a notebook. Elsewhere nothing is recorded. A notebook
+    shows the result as a picture.
+
+    Raises:
+        UserError: for an exercise that does not exist.
+    """
+    entry = catalogue.find(exercise)
+    result = grade(entry.exercise, solution)
+    folder = next((path for path in (Path(), Path("..")) if (path / PROGRESS).is_file()), None)
+    if result.passed and folder is not None:
+        CourseFolder.open(folder).record_pass(entry)
+    return result
+
+
 def grade_file(entry: CourseEntry, path: Path) -> ExerciseGrade:
     """Grade a student's file. A file that is missing, fails or does not end is refused like a wrong program."""
     try:
@@ -267,9 +288,12 @@ def notebook(entry: CourseEntry) -> dict[str, Any]:
     """Return the notebook of an exercise, in Jupyter's format 4.5."""
     call = f'{GRADES}\n\ncheck("{entry.name}", {entry.name})'
     command = f"shardlab learn run {NOTEBOOKS}/{entry.name}{NOTEBOOK}"
+    shell = "!cd .. && {sys.executable} -m"
     train = (
+        f"Stuck? Run `{shell} shardlab learn hint {entry.name}` in a new cell, after `import sys`. There are three "
+        "hints, and each call shows one more.\n\n"
         "To train a GPT with your program, save the notebook and run this in a new cell:\n\n"
-        f"```python\nimport sys\n!cd .. && {{sys.executable}} -m {command}\n```"
+        f"```python\nimport sys\n{shell} {command}\n```"
     )
     cells = [
         _cell("statement", "markdown", f"```text\n{entry.statement}\n```"),

@@ -53,7 +53,7 @@ _HELD = {
     Category.OPTIMIZER: "optimizer state",
     Category.ACTIVATIONS: "activations",
     Category.GATHERED: "gathered weights",
-    Category.COMMUNICATION: "values under way",
+    Category.COMMUNICATION: "results of communication that is not awaited yet",
     Category.ARENA: "buffers",
 }
 """Values of each category of memory, as a student calls them."""
@@ -153,15 +153,6 @@ class ExerciseGrade:
         return "\n".join([f"Exercise {self.exercise.number}: {self.exercise.title}", *rows, self.verdict])
 
 
-def check(exercise: int | str, solution: Any) -> ExerciseGrade:
-    """Grade a solution of the exercise with a number or name. A notebook shows the result as a picture.
-
-    Raises:
-        UserError: for an exercise that does not exist.
-    """
-    return grade(find_exercise(exercise).exercise, solution)
-
-
 def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
     """Check and simulate a solution, and compare it with the techniques and the goals of its exercise.
 
@@ -184,8 +175,10 @@ def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
 
 def refused(exercise: Exercise, error: Refused | UserError) -> ExerciseGrade:
     """Return the grade of a wrong solution, or of a file that fails."""
-    if isinstance(error, Stalled | Endless):
-        error.remedy = "let its loops end"  # the course has no option for slow programs
+    if isinstance(error, Stalled):
+        error.remedy = error.remedy.partition(", or raise --")[0]  # the course has no option for slow programs
+    elif isinstance(error, Endless):
+        error.remedy = "let its loops end"
     return _failed(exercise, "refused", str(error))
 
 
