@@ -183,21 +183,21 @@ SENTENCES = {
         " sends and this rank's receives agree."
     ),
     ("programs", "moved twice"): (
-        "rank 0, op 18 update(layer 0): op 17 update(layer 0) has moved slice 0 of 2 of the weights[0] that "
+        "rank 0, op 19 update(layer 0): op 18 update(layer 0) has moved slice 0 of 2 of the weights[0] that "
         "this rank keeps one step on already, for another optimizer state; each element moves once a step. "
         "Load one optimizer state for each slice, and no two that overlap."
     ),
     ("programs", "stepped again"): (
-        "rank 0, op 17 update(layer 0): op 15 recv from rank 1 of weights[0] has put the new values of slice"
+        "rank 0, op 18 update(layer 0): op 16 recv from rank 1 of weights[0] has put the new values of slice"
         " 0 of 2 of the weights[0] that this rank keeps in the old ones' place; this update would move them a"
         " second step. Update before they arrive, or load no optimizer state of what other ranks update."
     ),
     ("programs", "in flight, written"): (
-        "rank 0, op 18 update(layer 0): writes over weights[0], but send to rank 1 (handle 3) is still reading that; "
+        "rank 0, op 19 update(layer 0): writes over weights[0], but send to rank 1 (handle 3) is still reading that; "
         "wait for it first."
     ),
     ("programs", "not received"): (
-        "rank 1, op 14 send to rank 0: no receive on rank 0 takes this message, weights[0] (step 1); receive "
+        "rank 1, op 15 send to rank 0: no receive on rank 0 takes this message, weights[0] (step 1); receive "
         "it there, or leave it out."
     ),
     ("programs", "not loaded"): (
@@ -205,12 +205,12 @@ SENTENCES = {
         "every layer on at least one rank."
     ),
     ("programs", "not runnable"): (
-        "rank 0, op 14 broadcast(layer 0) on world: an optimizer state stays on the rank that loaded it; "
+        "rank 0, op 15 broadcast(layer 0) on world: an optimizer state stays on the rank that loaded it; "
         "load it where it is updated."
     ),
     ("programs", "can hang"): (
-        "on gloo this program can hang: deadlock: rank 0 waits in send to rank 1 (its op 14); rank 1 waits in"
-        " send to rank 0 (its op 14). Issue in one order on all ranks, or put messages that cross into one "
+        "on gloo this program can hang: deadlock: rank 0 waits in send to rank 1 (its op 15); rank 1 waits in"
+        " send to rank 0 (its op 15). Issue in one order on all ranks, or put messages that cross into one "
         "exchange."
     ),
     ("programs", "other forward"): (
@@ -218,7 +218,7 @@ SENTENCES = {
         "(shard 0 of 2) and its gradient; give the slices of the forward pass."
     ),
     ("programs", "written over"): (
-        "rank 0, op 16 all_gather(layer 0) on world: weights[0] (shard 0 of 2) is read here, but op 14 "
+        "rank 0, op 17 all_gather(layer 0) on world: weights[0] (shard 0 of 2) is read here, but op 15 "
         "update(layer 0) has written its new values there; read it before that, or update it itself."
     ),
     ("programs", "norm on some ranks"): (
@@ -226,7 +226,7 @@ SENTENCES = {
         "would drift apart and layers learn at different rates. Give the norm to all updates."
     ),
     ("programs", "norm for some"): (
-        "rank 0, op 15 update(layer 0): some updates of this rank are given the gradient's norm and some are "
+        "rank 0, op 16 update(layer 0): some updates of this rank are given the gradient's norm and some are "
         "not; give it to all."
     ),
     ("programs", "frozen and not kept"): (
