@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
     "": 350,
-    "check": 2270,
+    "check": 2275,
     "cli": 8190,
     "common": 940,
     "draw": 1730,

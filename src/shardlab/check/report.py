@@ -110,6 +110,7 @@ class Retrace:
             rank.ops = ops
         with contextlib.suppress(Refused), contextlib.redirect_stdout(io.StringIO()):
             world.run(self._traced)
+            world.finish()  # which moves some ops
 
     def line(self, rank: int | None, op: int | None) -> int:
         """Return the line that wrote an op, or was about to; the line of the function if the refusal names no op."""
@@ -170,6 +171,10 @@ class LineTape(list[Op]):
         while frame is not None and frame.f_code.co_filename != self.file:
             frame = frame.f_back
         self.lines.append(frame.f_lineno if frame else 0)
+
+    def insert(self, at: Any, op: Op, /) -> None:
+        super().insert(at, op)
+        self.lines.insert(at, self.lines[at - 1])
 
     def __delitem__(self, at: Any, /) -> None:
         super().__delitem__(at)

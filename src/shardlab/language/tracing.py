@@ -230,7 +230,8 @@ class Tracer(ABC):
         at, op = next((at, op) for at, op in enumerate(self.ops) if value.number in op.outputs)
         self._free(value)
         if op.handle < 0:
-            self.ops.insert(at + 1, self.ops.pop())
+            del self.ops[-1]
+            self.ops.insert(at + 1, free_op(value.number))
 
     def _kind(self, numbers: Sequence[int]) -> Kind | None:
         """Return the kind of the first of some values, which may have ended; None if there is none."""
