@@ -16,7 +16,7 @@ import types
 from collections import defaultdict
 from collections.abc import Coroutine, Generator
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 from shardlab.check.buffers import check_arena, check_batches, has_arena
 from shardlab.check.checked import Checked
@@ -172,9 +172,9 @@ class LineTape(list[Op]):
             frame = frame.f_back
         self.lines.append(frame.f_lineno if frame else 0)
 
-    def insert(self, at: Any, op: Op, /) -> None:
+    def insert(self, at: SupportsIndex, op: Op, /) -> None:
         super().insert(at, op)
-        self.lines.insert(at, self.lines[at - 1])
+        self.lines.insert(at, self.lines[int(at) - 1])
 
     def __delitem__(self, at: Any, /) -> None:
         super().__delitem__(at)
