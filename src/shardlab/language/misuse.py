@@ -29,8 +29,9 @@ NAME_OF = {
     "abs": "norm", "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all", "apply": "update",
     "batch_isend_irecv": "batch_p2p", "bfloat16": "cast", "cat": "concatenate", "chunk": "slice",
     "clip_grad_norm_": "norm", "cpu": "offload", "cuda": "reload", "div": "scale", "div_": "scale", "float": "cast",
-    "get_rank": "index", "get_world_size": "world", "half": "cast", "irecv": "recv", "isend": "send", "mul": "scale",
-    "mul_": "scale", "narrow": "slice", "receive": "recv", "shard": "slice", "size": "world",
+    "get_rank": "index", "get_world_size": "world", "half": "cast", "irecv": "recv", "isend": "send",
+    "local_rank": "index", "mul": "scale", "mul_": "scale", "n_layers": "layers", "narrow": "slice",
+    "num_layers": "layers", "rank": "index", "receive": "recv", "shard": "slice", "size": "world",
     "split": "slice", "stack": "concatenate", "step": "update", "sub": "scale", "sum": "add", "to": "cast",
     "view": "slice", "world_size": "world",
 }  # fmt: skip
