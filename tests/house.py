@@ -22,7 +22,7 @@ CODE_LINES = {
     "draw": 1730,
     "execute": 3740,
     "frameworks": 3330,
-    "language": 4545,
+    "language": 4575,
     "learn": 5695,
     "measure": 2150,
     "models": 4530,

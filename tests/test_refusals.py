@@ -118,8 +118,7 @@ SENTENCES = {
         "rank 0, op 0 recv(layer 0): microbatches [9] were expected; the step has 0-1, expect some of these."
     ),
     ("programs", "unknown slice"): (
-        "rank 0, op 0 load_weight(layer 0): shard 2 of 2 does not exist; count shards from 0, below their number, "
-        "which is 1,048,576 at most."
+        "rank 0, op 0 load_weight(layer 0): shard 2 of 2 does not exist; of 2 shards, name one of 0-1."
     ),
     ("programs", "unknown slice, no number"): (
         "rank 0, op 0 load_weight(layer 0): shard 'a' of 2 was asked for; give whole numbers."

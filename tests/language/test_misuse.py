@@ -127,12 +127,65 @@ def test_an_await_of_a_plain_call_is_to_be_left_out(strategy: Any) -> None:
 def test_wrong_arguments_are_those_of_the_ranks_verb() -> None:
     error = refused(lambda rank: cast(Any, rank).forward(0), "the program raised")
     assert "TypeError: rank.forward() missing 2 required positional arguments" in error.given
+    assert error.remedy == "write rank.forward(layer, inputs, weight), and it also takes save=..., part=..."
 
 
 def test_arguments_that_must_be_named_are_told_their_names() -> None:
-    assert refused(lambda rank: cast(Any, rank).recv(0), "the program raised").remedy == "write rank.recv(source=...)"
+    error = refused(lambda rank: cast(Any, rank).recv(0), "the program raised")
+    assert error.remedy == "write rank.recv(source=...), and it also takes expect=..."
     error = refused(lambda rank: cast(Any, rank).send(rank.load_batch([0]), 1), "the program raised")
     assert error.remedy == "write rank.send(value, to=...)"
+
+
+WRONG_CALLS: list[tuple[Callable[[Any], object], str, str]] = [
+    (
+        lambda rank: rank.exchange(rank.load_batch([0]), dst=1, src=1),
+        "got an unexpected keyword argument 'dst'",
+        "dst is called to here: write rank.exchange(value, to=..., source=...), and it also takes expect=...",
+    ),
+    (
+        lambda rank: rank.accumulate(0, rank.load_batch([0])),
+        "takes 1 positional argument but 2 were given",
+        "write rank.accumulate(gradient)",
+    ),
+    (
+        lambda rank: rank.load_weights(0, 0, 1, 2, 3),
+        "takes 1 to 3 positional arguments but 5 were given",
+        "write rank.load_weights(layer), and it also takes shard, of",
+    ),
+    (
+        lambda rank: rank.slice(rank.load_weight(0), 0),
+        "missing 1 required positional argument: 'of'",
+        "write rank.slice(value, index, of)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "given", "remedy"), WRONG_CALLS)
+def test_wrong_arguments_name_those_that_the_verb_takes(call: Callable[[Any], object], given: str, remedy: str) -> None:
+    error = refused(call, "the program raised")
+    assert given in error.given
+    assert error.remedy.startswith(remedy)
+
+
+def test_a_store_is_not_replaced() -> None:
+    async def replaces(rank: Rank) -> None:
+        cast(Any, rank).weights = {}
+        rank.weights[0], rank.opt_states[0] = rank.load_weights(0)
+
+    async def replaces_and_fails(rank: Rank) -> None:
+        cast(Any, rank).weights = {}
+        rank.forward(0, rank.load_batch([0]), rank.weights[0])
+
+    for strategy in (replaces, replaces_and_fails):
+        error = refusal(strategy)
+        assert error.rule == "wrong store"
+        assert error.given == "the program replaced rank.weights by an object of type dict"
+        assert error.remedy == "a store stays, write rank.weights[key] = value"
+
+
+def test_torchs_name_of_the_ranks_number_is_known() -> None:
+    assert "did you mean rank.index?" in str(refused(lambda rank: cast(Any, rank).rank, "unknown verb"))
 
 
 def test_a_key_that_a_communication_in_flight_would_fill_names_it() -> None:

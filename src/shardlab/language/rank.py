@@ -18,7 +18,7 @@ from shardlab.language.values import Handle, Store, Value
 MACHINERY = frozenset(
     {
         "cause_of", "emit_wait", "end", "forget_key", "handles", "in_flight", "make", "ops", "refuse",
-        "refuse_attribute", "release", "require_storable", "sizes",
+        "refuse_attribute", "release", "require_storable", "require_stores", "sizes",
     }
 )  # fmt: skip
 """Public members of a rank that are not part of the language."""
@@ -85,6 +85,17 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
             thing.refuse_use()
         if thing is self or isinstance(thing, Value):
             self.refuse("unknown verb", "", *why_no_attribute(error, self._families()))
+
+    def require_stores(self) -> None:
+        """Refuse that the program has put another object in place of a store, such as `rank.weights = {}`.
+
+        Raises:
+            Refused: with the name of the store.
+        """
+        for store in self._stores.values():
+            if (other := getattr(self, store.name)) is not store:
+                given = f"the program replaced rank.{store.name} by an object of type {type(other).__name__}"
+                self.refuse("wrong store", "", given, f"a store stays, write rank.{store.name}[key] = value")
 
     def _families(self) -> dict[str, list[str]]:
         """Return the names of the rank's attributes by family, in the order of their definition."""

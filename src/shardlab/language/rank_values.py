@@ -275,8 +275,7 @@ class ValueVerbs(Tracer):
             self.refuse("unknown slice", about, f"shard {shard!r} of {of!r} was asked for", "give whole numbers")
         if not 0 <= shard < of <= MOST_SLICES:
             given = f"shard {number_text(shard)} of {number_text(of)} does not exist"
-            remedy = f"count shards from 0, below their number, which is {MOST_SLICES:,} at most"
-            self.refuse("unknown slice", about, given, remedy)
+            self.refuse("unknown slice", about, given, collectives.numbering_of_parts("shard", of, MOST_SLICES))
         return Holds(1 << shard, of)
 
     def _record(self, values: Sequence[Value], kind: OpKind, rule: Callable[[], Spec], **fields: Any) -> Value:

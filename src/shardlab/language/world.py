@@ -42,8 +42,14 @@ AWAITED_OBJECT = re.compile("object (.*) can't be used in 'await' expression")
 VERB_CLASS = re.compile(r"^(\w*Verbs|Rank)\.(?=\w+\(\))")
 """Class name before the verb in Python's errors about arguments."""
 
-TOO_MANY = re.compile(r"rank\.(\w+)\(\) takes .* positional arguments? but .* given")
-"""Python's error about arguments of a verb without their names."""
+WRONG_ARGUMENTS = re.compile(r"rank\.(\w+)\(\) (?:takes .* given|missing .*|got .* argument '?(\w*).*)")
+"""Python's error about the arguments of a verb, with the name of an unknown one."""
+
+ARGUMENT_COUNTS = re.compile(r"(?<=\(\) takes )(?:from )?(\d+)(?: to (\d+))? positional arguments? but (\d+)")
+"""Numbers of arguments in such an error, which count the rank itself."""
+
+TORCH_ARGUMENTS = {"dst": "to", "src": "source", "group": "axis", "op": "reduction", "shards": "of", "num": "of"}
+"""Names of arguments in torch.distributed, each with that of a verb."""
 
 CLOSING_TRIES = 100
 """Number of awaits in `finally` clauses that are closed before a program is abandoned."""
@@ -141,6 +147,7 @@ class World:
         """Close every rank's tape after all programs have ended."""
         frozen = ~self.trained if self.trained else 0
         for rank in self.ranks:
+            rank.require_stores()
             rank.end(frozen)
         return Program(self.mesh, self.microbatches, self.sizes, [rank.ops for rank in self.ranks])
 
@@ -187,14 +194,16 @@ class World:
                 _refuse_awaited(rank)
             if isinstance(error, TypeError) and (found := AWAITED_OBJECT.fullmatch(str(error))):
                 given = f"the program awaited an object of type {found[1]}, and only communication is awaited"
-                rank.refuse(
-                    "awaited something else", "", given, "leave out `await`: other verbs give their results at once"
-                )
+                remedy = "leave out `await`: other verbs give their results at once"
+                if found[1] == "NoneType":
+                    remedy = "leave out `await` before a verb that returns None; await a handle only after its call"
+                rank.refuse("awaited something else", "", given, remedy)
             if isinstance(error, AttributeError):
                 rank.refuse_attribute(error)
             message = VERB_CLASS.sub("rank.", str(error))
-            given = f"the program raised {type(error).__name__}: {message}"
-            refusal = Refused("the program raised", "", given, _by_name(message) or "fix it there")
+            rank.require_stores()
+            given = f"the program raised {type(error).__name__}: {ARGUMENT_COUNTS.sub(_without_self, message)}"
+            refusal = Refused("the program raised", "", given, _accepted_arguments(message) or "fix it there")
             raise refusal.at(rank.index, len(rank.ops)) from error
         if not isinstance(handle, Handle) or handle.rank is not rank:
             _refuse_awaited(rank)
@@ -209,17 +218,26 @@ class World:
             self._runnable.append(place)
 
 
-def _by_name(error: str) -> str:
-    """Return the remedy for arguments of a verb that must be named; "" for another error."""
-    found = TOO_MANY.fullmatch(error)
-    if found is None:
+def _accepted_arguments(error: str) -> str:
+    """Return the remedy for wrong arguments of a verb; "" for another error."""
+    found = WRONG_ARGUMENTS.fullmatch(error)
+    verb = getattr(Rank, found[1], None) if found else None
+    if found is None or not inspect.isfunction(verb):
         return ""
-    _, *parameters = inspect.signature(getattr(Rank, found[1])).parameters.values()
-    named = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
-    words = [
-        each.name if each not in named else f"{each.name}=..." for each in parameters if each.default is each.empty
-    ]
-    return f"write rank.{found[1]}({', '.join(words)})" if named else ""
+    _, *parameters = inspect.signature(verb).parameters.values()
+    words = {each: each.name if each.kind is not each.KEYWORD_ONLY else f"{each.name}=..." for each in parameters}
+    required = [word for each, word in words.items() if each.default is each.empty]
+    optional = [word for each, word in words.items() if each.default is not each.empty]
+    others = f", and it also takes {', '.join(optional)}" if optional else ""
+    near = TORCH_ARGUMENTS.get(found[2] or "")
+    meant = f"{found[2]} is called {near} here: " if any(each.name == near for each in parameters) else ""
+    return f"{meant}write rank.{found[1]}({', '.join(required)}){others}"
+
+
+def _without_self(found: re.Match[str]) -> str:
+    least, most, given = (int(number or 1) - 1 for number in found.groups())
+    number = f"{least} to {most}" if most else str(least)
+    return f"{number} positional argument{'s' * (number != '1')} but {given}"
 
 
 @contextmanager

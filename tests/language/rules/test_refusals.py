@@ -36,12 +36,12 @@ SENTENCES = {
         "weights[1]; sum gradients of one layer."
     ),
     ("update", "add, weights"): (
-        "add(weights[1]): the first value gave weights[1]; sum weight gradients, which are sums of "
-        "contributions, and what slices of a layer make in terms."
+        "add(weights[1]): the first value gave weights[1]; only gradients of weights are summed, and "
+        "partial results of sliced layers; give one of these."
     ),
     ("update", "add, slices"): (
         "add(grad_weights[1]): the first value gave slice 0 of 2 and the second value gave slice 1 of 2; sum equal "
-        "slices."
+        "slices, or join different ones by rank.concatenate."
     ),
     ("update", "add, twice"): (
         "add(grad_weights[1]): microbatch 1 would be counted twice (in the first value and in the second"
@@ -326,10 +326,7 @@ SENTENCES = {
         "slice 0 of 2) and the queries queries[1] (sequence slice 0 of microbatch 0); give the same heads of "
         "queries, keys and values, of one step."
     ),
-    ("rules", "unknown slice"): (
-        "slice(weights[1]): slice 3 of 2 was asked for; count slices from 0, below their number, which is "
-        "1,048,576 at most."
-    ),
+    ("rules", "unknown slice"): ("slice(weights[1]): slice 3 of 2 was asked for; of 2 slices, name one of 0-1."),
     ("rules", "unknown slice, of a layer that deals nothing"): (
         "forward(layer 5): part 0 of 2 was asked for, but this experts layer makes its output whole; ask for no part."
     ),

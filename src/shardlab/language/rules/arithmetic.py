@@ -146,7 +146,7 @@ def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Sp
         _want_one_value(op, first, its, names[0], name, "sum gradients of one layer")
         if spec.form is not first.form and not spec.form.holds.same(first.form.holds):
             given = f"{names[0]} gave {first.form.holds.slices_text} and {name} gave {spec.form.holds.slices_text}"
-            raise Refused("other slices", op, given, "sum equal slices")
+            raise Refused("other slices", op, given, "sum equal slices, or join different ones by rank.concatenate")
         if (twice := total & spec.cells) and factor is None:
             mask = twice & -twice
             other = next(n for s, n in zip(specs, names, strict=True) if s.cells & mask)
@@ -220,7 +220,7 @@ def _refuse_no_term(op: About, spec: Spec, name: str) -> NoReturn:
     """Refuse a value that is not a term of a sum, with the reason."""
     form = spec.form
     if form.kind not in ROW_KINDS or not (form.space.pieces or form.space.sequence > 1):
-        remedy = "sum weight gradients, which are sums of contributions, and what slices of a layer make in terms"
+        remedy = "only gradients of weights are summed, and partial results of sliced layers; give one of these"
         raise Refused("no term", op, f"{name} gave {spec}", remedy)
     if form.slices:
         (index, _), *_ = form.slices

@@ -206,6 +206,13 @@ def scatter_part(op: About, total: Spec, parts: int, place: int) -> Spec:
     return Spec(form, cells, joined)
 
 
+def numbering_of_parts(part: str, of: int, most: int) -> str:
+    """Return how the `of` equal parts of a value are numbered, of which there may be at most `most`."""
+    if of > most:
+        return f"take at most {most:,} {part}s"
+    return f"of {of} {part}s, name one of 0-{of - 1}" if of > 1 else f"give the number of {part}s as `of`: 2 or more"
+
+
 def slice_of(value: Spec, place: int, parts: int) -> Spec:
     """Return one of the equal parts of a value: of its parameters, or of its tokens.
 
@@ -214,8 +221,7 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
     """
     op = value.about("slice")
     if not 0 <= place < parts or parts * value.holds.of > MOST_SLICES:
-        most = MOST_SLICES // value.holds.of
-        remedy = f"count slices from 0, below their number, which is {most:,} at most"
+        remedy = numbering_of_parts("slice", parts, MOST_SLICES // value.holds.of)
         raise Refused("unknown slice", op, f"slice {number_text(place)} of {number_text(parts)} was asked for", remedy)
     if value.kind is Kind.SCALAR:
         remedy = "slice weights, optimizer states, activations or gradients"
