@@ -41,7 +41,7 @@ def test_an_unknown_command_is_answered_with_what_was_meant(word: str, meaning: 
         ("checkpoint verfy runs/a", "there is no command 'verfy'; did you mean verify? (shardlab checkpoint --help"),
         ("schedule serach --pp 2", "there is no command 'serach'; did you mean search? (shardlab schedule --help"),
         ("data", "expected one of the commands prepare, shakespeare, show; --help tells more"),
-        ("learn 1", "to work on one exercise, run shardlab learn watch 1"),
+        ("learn 1", "give one exercise: shardlab learn watch 1"),
     ],
 )
 def test_a_mistyped_command_of_a_group_is_answered_with_the_nearest(
