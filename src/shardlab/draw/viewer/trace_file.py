@@ -165,7 +165,6 @@ def trace_tables(title: str, note: str, timelines: Sequence[TraceTimeline]) -> b
     columns.add("rowStart", "u32", starts)
     add_members(columns, communications)
     header = step_header(title, note, in_seconds=True)
-    header["unit"] = "s"
     header |= {"remarks": ["A trace has no program, so the page does not know what an op reads and makes."]}
     header |= {"texts": texts.items, "rows": [{"name": rank.name, "rank": row} for row, rank in enumerate(first.ranks)]}
     header |= {"layers": max(ops["modelLayer"], default=0) + 1, "microbatches": max(ops["first"], default=0) + 1}
