@@ -142,7 +142,6 @@ def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
         drawn: number of rows in the picture.
     """
     program, mesh = timeline.program, timeline.program.mesh
-    ranks = [rank for row in range(program.ranks) for rank in stands_for(program, row)]
     grid = f" ({mesh})" if len(mesh.used) > 1 else ""
     peak = [
         rank
@@ -151,7 +150,7 @@ def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
         for rank in stands_for(program, row)
     ]
     return [
-        counted(len(ranks), "rank") + grid + _folded_text(len(ranks), rows, drawn),
+        counted(mesh.world, "rank") + grid + _folded_text(mesh.world, rows, drawn),
         counted(model_layer_count(program.sizes), "layer"),
         counted(program.microbatches, "microbatch"),
         f"ends at {seconds_text(timeline.end) if timeline.in_seconds else f'{timeline.end:g}'}",

@@ -61,14 +61,15 @@ def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
         spans: dict[tuple[int, int], TraceSpan] = {}
         for row, events in enumerate(timeline.events):
             process = rank_of(program, row) * len(shown) + place
-            yield _named("process_name", process, 0, f"{name} {rank_name(program, row)}".strip())
+            yield _meta("process_name", process, 0, name=f"{name} {rank_name(program, row)}".strip())
             yield _meta("process_sort_index", process, 0, sort_index=process)
             lanes: dict[str, list[TraceSpan]] = defaultdict(list)
             for event in sorted(events, key=lambda event: (event.start, event.end)):
                 stream = _stream(program.tapes[row][event.op])
                 lane, span = _place_in_lane(event, lanes[stream], process, threads)
                 if lane == len(lanes[stream]):
-                    yield _named("thread_name", process, span.thread, f"{stream} ({lane + 1})" if lane else stream)
+                    title = f"{stream} ({lane + 1})" if lane else stream
+                    yield _meta("thread_name", process, span.thread, name=title)
                     yield _meta("thread_sort_index", process, span.thread, sort_index=span.thread)
                 lanes[stream][lane:] = [span]
                 spans[row, event.op] = span
@@ -138,10 +139,6 @@ def _stream(op: Op) -> str:
 
 def _micro(nanoseconds: int) -> float:
     return nanoseconds / 1000
-
-
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return _meta(what, process, thread, name=name)
 
 
 def _meta(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
