@@ -19,9 +19,8 @@ from typing import Literal
 
 from shardlab.check import Checked
 from shardlab.language import Mesh, Sizes
-from shardlab.simulate.timeline import Timeline
 
-Technique = Callable[[Checked, Timeline], str]
+Technique = Callable[[Checked], str]
 """Function that returns "" if a program uses the required technique, or else one sentence for the student."""
 
 Kind = Literal["rank", "schedule", "plan"]

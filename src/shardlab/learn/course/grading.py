@@ -195,7 +195,7 @@ def _graded(exercise: Exercise, solution: Any) -> ExerciseGrade:
     figures = Figures(timeline.end, timeline.peak_memory, elements_sent(checked))
     result = ExerciseGrade(exercise, "passed", "", None, "", figures, checked, timeline, _published(exercise, checked))
     for technique in exercise.techniques:
-        if sentence := technique(checked, timeline):
+        if sentence := technique(checked):
             result = _failed(exercise, "technique", sentence, result)
             break
     else:

@@ -1,4 +1,4 @@
-"""Techniques that exercises require, as small predicates on a checked program and its timeline.
+"""Techniques that exercises require, as small predicates on a checked program.
 
 Each function takes parameters and a sentence for the student, and returns a `Technique`: a function that returns "" if
 a program uses the technique, or else the sentence. Equal calls return the same object, so that techniques of exercises
@@ -20,7 +20,6 @@ from shardlab.common.text import listed
 from shardlab.language import Kind, Op, OpKind, Spec
 from shardlab.language.ops import COLLECTIVES
 from shardlab.learn.course.exercise import Technique
-from shardlab.simulate.timeline import Timeline
 
 PASSES = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT})
 """Ops that compute a layer."""
@@ -164,8 +163,7 @@ def live_at_most(kind: Kind, most: int, sentence: str) -> Technique:
     `{found}` is the largest number. The sentence continues with the values that the rank holds then.
     """
 
-    def technique(checked: Checked, timeline: Timeline) -> str:
-        del timeline
+    def technique(checked: Checked) -> str:
         largest, at, rank = max((*_most_live(checked, rank, kind), rank) for rank in _ranks(checked))
         if largest <= most:
             return ""
@@ -399,8 +397,7 @@ def microbatches_each(most: int, sentence: str) -> Technique:
 def _technique(found: Callable[[Checked], str], sentence: str) -> Technique:
     """Return a technique, given a function that returns what violates it in a program, or ""."""
 
-    def technique(checked: Checked, timeline: Timeline) -> str:
-        del timeline
+    def technique(checked: Checked) -> str:
         what = found(checked)
         return sentence.format(found=what) if what else ""
 
