@@ -44,14 +44,13 @@ def uses(kind: OpKind, sentence: str, *, of: Kind | None = None) -> Technique:
 def avoids(kinds: frozenset[OpKind], sentence: str, *, of: Kind | None = None) -> Technique:
     """Forbid ops on values of the kind `of` (None: of any kind). `{found}` is the first such op with its rank."""
 
-    def found(checked: Checked) -> str:
-        for rank in _ranks(checked):
-            for kind in kinds:
-                for op in _ops(checked, rank, kind, of):
-                    return f"{op} on rank {rank}"
+    def found(checked: Checked, rank: int) -> str:
+        for kind in kinds:
+            for op in _ops(checked, rank, kind, of):
+                return f"{op} on rank {rank}"
         return ""
 
-    return _technique(found, sentence)
+    return _on_every_rank(found, sentence)
 
 
 def no_collective_of(of: Kind, sentence: str) -> Technique:
@@ -93,21 +92,18 @@ def hidden(kinds: frozenset[OpKind], sentence: str, *, of: Kind, behind: frozens
     have nothing to hide behind.
     """
 
-    def found(checked: Checked) -> str:
-        for rank in _ranks(checked):
-            tape = checked.program.tapes[rank]
-            ends = {op.handle: at for at, op in enumerate(tape) if op.kind is OpKind.WAIT}
-            issued = [
-                (at, ends[op.handle])
-                for at, op in enumerate(tape)
-                if op.kind in kinds and _is_of(op, checked.specs[rank], of)
-            ]
-            overlapping = sum(any(tape[between].kind in behind for between in range(*span)) for span in issued)
-            if not issued or overlapping < len(issued) - 1:
-                return f"{overlapping} of {len(issued)}"
-        return ""
+    def found(checked: Checked, rank: int) -> str:
+        tape = checked.program.tapes[rank]
+        ends = {op.handle: at for at, op in enumerate(tape) if op.kind is OpKind.WAIT}
+        issued = [
+            (at, ends[op.handle])
+            for at, op in enumerate(tape)
+            if op.kind in kinds and _is_of(op, checked.specs[rank], of)
+        ]
+        overlapping = sum(any(tape[between].kind in behind for between in range(*span)) for span in issued)
+        return f"{overlapping} of {len(issued)}" if not issued or overlapping < len(issued) - 1 else ""
 
-    return _technique(found, sentence)
+    return _on_every_rank(found, sentence)
 
 
 @cache
@@ -116,16 +112,13 @@ def starts_before_last(
 ) -> Technique:
     """Require every rank's first communication of some kinds to start before its last op of `passes`."""
 
-    def found(checked: Checked) -> str:
-        for rank in _ranks(checked):
-            tape, specs = checked.program.tapes[rank], checked.specs[rank]
-            first = next((at for at, op in enumerate(tape) if op.kind in kinds and _is_of(op, specs, of)), len(tape))
-            last = max((at for at, op in enumerate(tape) if op.kind in passes), default=-1)
-            if first > last:
-                return f"rank {rank}"
-        return ""
+    def found(checked: Checked, rank: int) -> str:
+        tape, specs = checked.program.tapes[rank], checked.specs[rank]
+        first = next((at for at, op in enumerate(tape) if op.kind in kinds and _is_of(op, specs, of)), len(tape))
+        last = max((at for at, op in enumerate(tape) if op.kind in passes), default=-1)
+        return f"rank {rank}" if first > last else ""
 
-    return _technique(found, sentence)
+    return _on_every_rank(found, sentence)
 
 
 @cache
@@ -208,24 +201,23 @@ def frees_after_last_use(kind: Kind, sentence: str) -> Technique:
     not freed in time, such as `activations[1]`.
     """
 
-    def found(checked: Checked) -> str:
-        for rank in _ranks(checked):
-            specs, last_use = checked.specs[rank], dict[int, int]()
-            ended: set[int] = set()
-            for at, op in enumerate(checked.program.tapes[rank]):
-                ended.update(op.inputs[place] for place in op.kind.row.ends)
-                if op.kind in COMPUTES:
-                    stale = [each for each, use in last_use.items() if each not in ended and use < at]
-                    later = _read_from(checked.program.tapes[rank], at)
-                    for each in stale:
-                        if each not in later:
-                            return f"{specs[each].kind.value}[{specs[each].layer}]"
-                if op.kind is not OpKind.FREE:
-                    numbers = (*op.inputs, *op.outputs)
-                    last_use.update({number: at for number in numbers if specs[number].kind is kind})
+    def found(checked: Checked, rank: int) -> str:
+        specs, last_use = checked.specs[rank], dict[int, int]()
+        ended: set[int] = set()
+        for at, op in enumerate(checked.program.tapes[rank]):
+            ended.update(op.inputs[place] for place in op.kind.row.ends)
+            if op.kind in COMPUTES:
+                stale = [each for each, use in last_use.items() if each not in ended and use < at]
+                later = _read_from(checked.program.tapes[rank], at)
+                for each in stale:
+                    if each not in later:
+                        return f"{specs[each].kind.value}[{specs[each].layer}]"
+            if op.kind is not OpKind.FREE:
+                numbers = (*op.inputs, *op.outputs)
+                last_use.update({number: at for number in numbers if specs[number].kind is kind})
         return ""
 
-    return _technique(found, sentence)
+    return _on_every_rank(found, sentence)
 
 
 @cache
@@ -235,33 +227,31 @@ def gathers_for_each_pass(sentence: str) -> Technique:
     `{found}` is the weight, with its rank.
     """
 
-    def found(checked: Checked) -> str:
-        for rank in _ranks(checked):
-            tape, specs = checked.program.tapes[rank], checked.specs[rank]
-            messages = {op.handle for op in tape if op.kind is OpKind.RECV}
-            waits = [at for at, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle in messages]
-            for gather in _ops(checked, rank, OpKind.ALL_GATHER, Kind.WEIGHT):
-                (whole,) = gather.outputs
-                passes = [at for at, op in enumerate(tape) if op.kind in PASSES and whole in op.inputs]
-                if any(passes[0] < at < passes[-1] for at in waits if passes):
-                    return f"{specs[whole]} on rank {rank}"
+    def found(checked: Checked, rank: int) -> str:
+        tape, specs = checked.program.tapes[rank], checked.specs[rank]
+        messages = {op.handle for op in tape if op.kind is OpKind.RECV}
+        waits = [at for at, op in enumerate(tape) if op.kind is OpKind.WAIT and op.handle in messages]
+        for gather in _ops(checked, rank, OpKind.ALL_GATHER, Kind.WEIGHT):
+            (whole,) = gather.outputs
+            passes = [at for at, op in enumerate(tape) if op.kind in PASSES and whole in op.inputs]
+            if any(passes[0] < at < passes[-1] for at in waits if passes):
+                return f"{specs[whole]} on rank {rank}"
         return ""
 
-    return _technique(found, sentence)
+    return _on_every_rank(found, sentence)
 
 
 @cache
 def clips(sentence: str) -> Technique:
     """Require that every update clips the gradient by a norm. `{found}` is the first update without one."""
 
-    def found(checked: Checked) -> str:
-        for rank in _ranks(checked):
-            for op in _ops(checked, rank, OpKind.UPDATE, None):
-                if not any(checked.specs[rank][number].kind is Kind.SCALAR for number in op.inputs):
-                    return f"{op} on rank {rank}"
+    def found(checked: Checked, rank: int) -> str:
+        for op in _ops(checked, rank, OpKind.UPDATE, None):
+            if not any(checked.specs[rank][number].kind is Kind.SCALAR for number in op.inputs):
+                return f"{op} on rank {rank}"
         return ""
 
-    return _technique(found, sentence)
+    return _on_every_rank(found, sentence)
 
 
 @cache
@@ -295,22 +285,19 @@ def in_flight_at_most(most: int | tuple[int, ...], sentence: str) -> Technique:
         sentence: sentence for the student. `{found}` is the rank that exceeds its limit, with its number.
     """
 
-    def found(checked: Checked) -> str:
-        limits = most if isinstance(most, tuple) else (most,) * checked.program.ranks
-        for rank, limit in enumerate(limits):
-            now = peak = Fraction(0)
-            layers = {op.layer for op in checked.program.tapes[rank] if op.kind is OpKind.FORWARD}
-            for op in checked.program.tapes[rank]:
-                if op.kind is OpKind.FORWARD:
-                    now += Fraction(checked.specs[rank][op.inputs[0]].cells.bit_count(), len(layers))
-                    peak = max(peak, now)
-                elif op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
-                    now -= Fraction(checked.specs[rank][op.inputs[0]].cells.bit_count(), len(layers))
-            if peak > limit:
-                return f"rank {rank} has {float(peak):g}"
-        return ""
+    def found(checked: Checked, rank: int) -> str:
+        now = peak = Fraction(0)
+        layers = {op.layer for op in checked.program.tapes[rank] if op.kind is OpKind.FORWARD}
+        for op in checked.program.tapes[rank]:
+            if op.kind is OpKind.FORWARD:
+                now += Fraction(checked.specs[rank][op.inputs[0]].cells.bit_count(), len(layers))
+                peak = max(peak, now)
+            elif op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
+                now -= Fraction(checked.specs[rank][op.inputs[0]].cells.bit_count(), len(layers))
+        limit = most[rank] if isinstance(most, tuple) else most
+        return f"rank {rank} has {float(peak):g}" if peak > limit else ""
 
-    return _technique(found, sentence)
+    return _on_every_rank(found, sentence)
 
 
 @cache
@@ -320,15 +307,12 @@ def reduces_in_buckets(fewest: int, most: int, sentence: str) -> Technique:
     `{found}` is the number.
     """
 
-    def found(checked: Checked) -> str:
-        for rank in _ranks(checked):
-            ops = list(_ops(checked, rank, OpKind.ALL_REDUCE, Kind.GRAD_WEIGHT))
-            count = len({op.batch for op in ops if op.batch >= 0}) + sum(op.batch < 0 for op in ops)
-            if not fewest <= count <= most:
-                return str(count)
-        return ""
+    def found(checked: Checked, rank: int) -> str:
+        ops = list(_ops(checked, rank, OpKind.ALL_REDUCE, Kind.GRAD_WEIGHT))
+        count = len({op.batch for op in ops if op.batch >= 0}) + sum(op.batch < 0 for op in ops)
+        return "" if fewest <= count <= most else str(count)
 
-    return _technique(found, sentence)
+    return _on_every_rank(found, sentence)
 
 
 @cache
@@ -361,18 +345,15 @@ def in_one_run(sentence: str) -> Technique:
     `{found}` is the first layer whose passes are interrupted by those of another layer, with its rank.
     """
 
-    def found(checked: Checked) -> str:
-        for rank in _ranks(checked):
-            for kinds in ({OpKind.FORWARD}, {OpKind.BACKWARD, OpKind.BACKWARD_INPUT}):
-                runs = [
-                    layer for layer, _ in groupby(op.layer for op in checked.program.tapes[rank] if op.kind in kinds)
-                ]
-                for layer in runs:
-                    if runs.count(layer) > 1:
-                        return f"layer {layer} on rank {rank}"
+    def found(checked: Checked, rank: int) -> str:
+        for kinds in ({OpKind.FORWARD}, {OpKind.BACKWARD, OpKind.BACKWARD_INPUT}):
+            runs = [layer for layer, _ in groupby(op.layer for op in checked.program.tapes[rank] if op.kind in kinds)]
+            for layer in runs:
+                if runs.count(layer) > 1:
+                    return f"layer {layer} on rank {rank}"
         return ""
 
-    return _technique(found, sentence)
+    return _on_every_rank(found, sentence)
 
 
 @cache
@@ -402,6 +383,13 @@ def _technique(found: Callable[[Checked], str], sentence: str) -> Technique:
         return sentence.format(found=what) if what else ""
 
     return technique
+
+
+def _on_every_rank(found: Callable[[Checked, int], str], sentence: str) -> Technique:
+    """Return a technique of every rank, given a function that returns what violates it on a rank, or ""."""
+    return _technique(
+        lambda checked: next(filter(None, (found(checked, rank) for rank in _ranks(checked))), ""), sentence
+    )
 
 
 def _ranks(checked: Checked) -> range:
