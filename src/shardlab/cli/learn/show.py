@@ -27,7 +27,7 @@ def print_grade(console: Console, grade: ExerciseGrade, place: str) -> None:
         place: the student's file.
     """
     console.print()
-    print_line(console, Text.assemble((title_of(grade), "bold cyan"), (f"  {place}", "dim")))
+    print_line(console, Text.assemble((grade.title, "bold cyan"), (f"  {place}", "dim")))
     if grade.timeline is not None:
         timeline = grade.timeline
         memory = [f"{peak:,}" for peak in timeline.peak_memory_by_rank]
@@ -46,11 +46,6 @@ def print_grade(console: Console, grade: ExerciseGrade, place: str) -> None:
     console.print(Text(grade.finding_text, "green" if grade.passed else "yellow"))
     if grade.advice:
         console.print(Text.assemble(("Look at this next: ", "bold"), grade.advice))
-
-
-def title_of(grade: ExerciseGrade) -> str:
-    """Return the number and the title of a grade's exercise."""
-    return f"Exercise {grade.exercise.number}: {grade.exercise.title}"
 
 
 def published_text(grade: ExerciseGrade) -> str:

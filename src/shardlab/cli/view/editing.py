@@ -294,8 +294,9 @@ def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
 def _judgement(name: str, result: ExerciseGrade, files: dict[str, str]) -> Judgement:
     """Convert the grade of an exercise into a judgement."""
     step = None if result.checked is None else _step(name, result.checked, TEACHING_COSTS)
-    goals = "; ".join(f"{name} {value}, goal {goal or 'none'}" for name, value, goal in result.rows())
-    return Judgement(f"{result.verdict} {goals}".strip(), legal=result.checked is not None, step=step, files=files)
+    return Judgement(
+        f"{result.verdict} {result.goals_text}".strip(), legal=result.checked is not None, step=step, files=files
+    )
 
 
 def _start_of(entry: CourseEntry) -> Schedule:

@@ -119,6 +119,11 @@ class ExerciseGrade:
         return self.stage == "passed"
 
     @property
+    def title(self) -> str:
+        """Number and title of the exercise."""
+        return f"Exercise {self.exercise.number}: {self.exercise.title}"
+
+    @property
     def finding_text(self) -> str:
         """The result in one sentence."""
         if self.passed:
@@ -140,17 +145,19 @@ class ExerciseGrade:
         pairs = zip(names, figures, (goals.time, goals.memory, goals.sent), strict=True)
         return [(name, _number(value), _number(goal)) for name, value, goal in pairs if value is not None]
 
+    @property
+    def goals_text(self) -> str:
+        """The rows of the comparison in one line."""
+        return "; ".join(f"{name} {value}, goal {goal or 'none'}" for name, value, goal in self.rows())
+
     def _repr_svg_(self) -> str | None:
         if self.timeline is None:
             return None  # a notebook then shows the text instead
-        note = (
-            f"{self.verdict} {'; '.join(f'{name} {value}, goal {goal or None}' for name, value, goal in self.rows())}."
-        )
-        return timeline_picture(self.timeline, f"Exercise {self.exercise.number}: {self.exercise.title}", note).svg
+        return timeline_picture(self.timeline, self.title, f"{self.verdict} {self.goals_text}.").svg
 
     def __repr__(self) -> str:
         rows = [f"  {name:<15}{value:>14}   goal {goal or '-':>14}" for name, value, goal in self.rows()]
-        return "\n".join([f"Exercise {self.exercise.number}: {self.exercise.title}", *rows, self.verdict])
+        return "\n".join([self.title, *rows, self.verdict])
 
 
 def grade(exercise: Exercise, solution: Any) -> ExerciseGrade:
