@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.learn.course.catalogue import all_entries
-from shardlab.learn.course.exercise import solution_text, start_text
+from shardlab.learn.course.exercise import file_text
 
 MODULE = '''"""A statement."""
 
@@ -38,20 +38,20 @@ EXERCISE = Exercise(mesh=Mesh(), share=Fraction(1, 2))
 
 
 def test_the_solution_has_the_regions_without_their_marks() -> None:
-    text = solution_text(MODULE)
+    text = file_text(MODULE, solved=True)
     assert "    first()\n    second()\n    third()\n" in text
     assert "START" not in text
     assert "EXERCISE" not in text
 
 
 def test_the_start_has_what_stands_after_start_and_a_place_for_the_rest() -> None:
-    text = start_text(MODULE)
+    text = file_text(MODULE, solved=False)
     assert "    first()\n    if second_of_the_start():\n        deeper()\n    # Your code here.\n" in text
     assert "third" not in text
 
 
 def test_names_that_only_the_grader_needs_are_not_imported() -> None:
-    text = start_text(MODULE)
+    text = file_text(MODULE, solved=False)
     assert text.startswith('"""A statement."""\n\nfrom shardlab.language import Rank\n\n\nasync def f(')
 
 
@@ -71,4 +71,4 @@ def test_a_program_without_regions_stays_as_it_is(lines: list[str]) -> None:
         ast.parse(text)
     except SyntaxError:
         return
-    assert solution_text(text) == start_text(text) == text + "\n"
+    assert file_text(text, solved=True) == file_text(text, solved=False) == text + "\n"

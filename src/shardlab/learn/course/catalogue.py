@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from shardlab.common.errors import UserError, closest_name
-from shardlab.learn.course import exercise as form
-from shardlab.learn.course.exercise import Exercise
+from shardlab.learn.course.exercise import Exercise, file_text
 
 PACKAGES = ("shardlab.learn.course.exercises", "shardlab.learn.course.gallery")
 """Packages whose modules with an `EXERCISE`, at any depth, are exercises."""
@@ -60,12 +59,12 @@ class CourseEntry:
     @cached_property
     def start_text(self) -> str:
         """Content of the file with which a student starts."""
-        return form.start_text(self.text)
+        return file_text(self.text, solved=False)
 
     @cached_property
     def solution_text(self) -> str:
         """The reference solution as a student's file."""
-        return form.solution_text(self.text)
+        return file_text(self.text, solved=True)
 
 
 def course() -> tuple[CourseEntry, ...]:

@@ -4,8 +4,8 @@ Every exercise is one Python module of `exercises/`. The module is the reference
 generated from its text:
 
 - its docstring is the statement: one screen, with a figure in ASCII;
-- `start_text` replaces each region between `# BEGIN SOLUTION` and `# END SOLUTION` by the lines after `# START` in that
-  region, without their `# `; without such lines, by `# Your code here.`;
+- `file_text` returns the file of a student. At the start, each region between `# BEGIN SOLUTION` and `# END SOLUTION`
+  is replaced by the lines after `# START` in that region, without their `# `, or else by `# Your code here.`;
 - everything from `# END OF THE EXERCISE` on is for the grader: `EXERCISE`, an `Exercise`. Students do not see it.
 """
 
@@ -109,17 +109,12 @@ END = "# END OF THE EXERCISE"
 BEGIN_SOLUTION, START, END_SOLUTION = "# BEGIN SOLUTION", "# START", "# END SOLUTION"
 
 
-def solution_text(module: str) -> str:
-    """Return the reference solution as a student's file, from the text of an exercise's module."""
-    return _file_text(module, solved=True)
+def file_text(module: str, *, solved: bool) -> str:
+    """Return a student's file, from the text of an exercise's module.
 
-
-def start_text(module: str) -> str:
-    """Return the file with which a student starts, from the text of an exercise's module."""
-    return _file_text(module, solved=False)
-
-
-def _file_text(module: str, *, solved: bool) -> str:
+    Args:
+        solved: whether the file has the reference solution, rather than the lines with which a student starts.
+    """
     lines: list[str] = []
     solution, start = False, False  # whether the line is in a solution, and whether it is after its `# START`
     written = 0  # number of lines written in this solution
