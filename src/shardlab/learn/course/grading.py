@@ -433,11 +433,11 @@ def _general_advice(result: ExerciseGrade) -> str:
             f"rank {fullest.rank} holds most when {checked.program.tapes[fullest.rank][fullest.op]}{place(fullest.op)} "
             "starts. Which of the values that it holds then could be freed earlier, or made later?"
         )
-    return "which values does a rank send more often, or larger, than another rank needs them?"
+    return "which values does a rank send more often than another rank needs them, or larger than it needs them?"
 
 
 def _surplus_traffic(exercise: Exercise, checked: Checked) -> tuple[int, int] | None:
-    """Return rank and index of the first communication that the reference solution does not have, or not so often."""
+    """Return the rank and the index of the first communication that the reference solution lacks, or has less often."""
     sent = [each.elements for each in traffic(checked)]
     rank = sent.index(max(sent))
     reference = _checked(exercise, find_exercise(exercise.number).solution)

@@ -155,12 +155,16 @@ _running_rank: ContextVar[RunningRank | None] = ContextVar("shardlab_puzzle_rank
 
 
 def set_running_rank(rank: RunningRank) -> None:
-    """Record which rank runs in this task, since `a + b` and `.combine` have no argument for it."""
+    """Record the rank that runs in this task. `a + b` and `.combine` need it, and have no argument for it."""
     _running_rank.set(rank)
 
 
 def record_derived(value: Result, *read: Any) -> Result:
-    """Count a value that was derived from others without an op in the running rank's memory, and return it."""
+    """Count a new value in the memory of the running rank, and return it.
+
+    Args:
+        read: values that were read without an op, as in `a + b`. They count in the memory until now.
+    """
     rank = _running_rank.get()
     if rank is not None:
         rank.derive(value, *read)

@@ -341,9 +341,9 @@ def _run_within(seconds: float, work: Callable[[], T]) -> T:
 
 
 class _WakingSelector(DefaultSelector):
-    """Selector that waits no longer than `TICK_SECONDS`: a thread in an idle event loop could not be stopped.
+    """Selector that waits at most `TICK_SECONDS`, because a thread that waits in an idle event loop cannot be stopped.
 
-    A task or a timer that wakes the loop would not do. `Stopped` may be raised where the loop is about to call it.
+    A task or a timer could not wake the loop instead: `Stopped` may be raised when the loop is about to run it.
     """
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
