@@ -34,6 +34,9 @@ from shardlab.strategies.schedules.find import find_schedule
         ({"reshard_after": "never"}, "reshard_after is 'never'; give one of layer, forward, stage, step"),
         ({"recompute": "some"}, "recompute is 'some'; give one of none, selective, full"),
         ({"stages_per_rank": 0}, "stages_per_rank is 0; give 1 or more"),
+        ({"schedule": "1F1B"}, "there is no schedule '1F1B'; did you mean 1f1b?"),
+        ({"schedule": "1f2b"}, "there is no schedule '1f2b'; did you mean 1f1b?"),
+        ({"schedule": "tree"}, "there is no schedule 'tree'; there are gpipe, 1f1b, "),
         ({"passes": "defer,prefech"}, "there is no pass 'prefech'; did you mean prefetch?"),
         ({"passes": True}, 'passes is True; give names in quotes, such as "prefetch,bucket=4"'),
         ({"sequence_parallel": True}, "sequence_parallel cuts sequences over tp, but the mesh has tp 1"),
@@ -52,7 +55,6 @@ def test_fields_that_do_not_fit_each_other_are_one_sentence(fields: dict[str, An
         (Plan(Mesh(pp=2), layers_per_stage=(1, 2)), 4, "layers_per_stage is 1, 2, but 4 layers are to be cut into 2"),
         (Plan(Mesh(pp=2), layers_per_stage=(4, 0)), 4, "give 2 numbers of 1 or more that add up to 4"),
         (Plan(Mesh(pp=2), "zb-v", stages_per_rank=3), 9, "zb-v has 2 stages on each rank, but stages_per_rank is 3"),
-        (Plan(Mesh(pp=2), "1f2b"), 4, "there is no schedule '1f2b'; did you mean 1f1b?"),
     ],
 )
 def test_layers_that_do_not_fit_are_one_sentence(plan: Plan, layers: int, sentence: str) -> None:

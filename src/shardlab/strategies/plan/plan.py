@@ -33,7 +33,7 @@ from shardlab.language import Mesh, Sizes, UserError
 from shardlab.language.pass_names import PASSES_FIELD, named_passes
 from shardlab.language.recompute_names import MODULES, POLICIES, is_inside_blocks
 from shardlab.strategies.schedules import Schedule
-from shardlab.strategies.schedules.find import find_schedule
+from shardlab.strategies.schedules.find import find_schedule, schedule_file
 from shardlab.strategies.schedules.steps import Steps, require_size, resolve_schedule
 
 DATA_AXES = ("dp_shard", "dp_replicate")
@@ -169,6 +169,8 @@ class Plan:
         if not isinstance(self.mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UserError(f"mesh is {self.mesh!r:.100}; give a mesh, such as Mesh(dp_shard=4)")
         check_fields(self)
+        if isinstance(self.schedule, str):
+            schedule_file(self.schedule)
         if self.passes is not None:
             named_passes(self.passes)
         for name in ("shard_parameters", "shard_gradients"):

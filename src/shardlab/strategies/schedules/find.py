@@ -27,16 +27,28 @@ def find_schedule(name: str) -> Schedule | Steps:
     Raises:
         UserError: if there is no such schedule, or the file has something else.
     """
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    path = Path(name) if name.endswith(".csv") else file_and_name(name)[0]
+    path = schedule_file(name)
     if path is None:
-        raise unknown_name("schedule", name, SCHEDULES, ", path/to/file.py:function and file.csv")
+        return SCHEDULES[name]
     try:
         version = (os.path.realpath(path), path.read_bytes())
     except OSError:
         return _read(name)  # its error says what is wrong with the file
     return _read_version(name, version)
+
+
+def schedule_file(name: str) -> Path | None:
+    """Return the file that the name of a schedule refers to, which need not exist (None: the schedule is built in).
+
+    Raises:
+        UserError: if the name is neither that of a file nor of a built-in schedule.
+    """
+    if name in SCHEDULES:
+        return None
+    path = Path(name) if name.endswith(".csv") else file_and_name(name)[0]
+    if path is None:
+        raise unknown_name("schedule", name, SCHEDULES, ", path/to/file.py:function and file.csv")
+    return path
 
 
 @lru_cache(maxsize=16)
