@@ -120,7 +120,7 @@ SLOW = (
     "train/test_batches",
     "train/test_optimizers",
     "train/test_passes",
-    "train/test_report_loggers",
+    "train/test_report",
 )
 """Beginnings of the paths of tests that take long in all, although few of them start ranks."""
 

@@ -1,14 +1,16 @@
-"""Layers' passes on a rank's tape."""
+"""Layers' passes on a rank's tape, and the views of their gradients."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from shardlab.execute.compute_ops import Waiting
+from shardlab.execute.compute_ops import Waiting, gradient_views
 from shardlab.execute.executor import Executor
 from shardlab.execute.settings import Settings
 from shardlab.language import Kind, Mesh, OpKind
@@ -83,3 +85,24 @@ def test_a_gradient_is_memory_of_its_own(ranks: World, strategy: str | Plan, siz
     for count, seen in ranks(size).call(shared_gradients, Job(strategy, size, 4, model, 2)):
         assert count
         assert not seen
+
+
+LAYOUT = GPT(layers=2, hidden_size=16, heads=2, seq_len=8).layout(1)
+
+
+def test_every_microbatch_adds_to_the_same_views_of_a_gradient() -> None:
+    gradient = torch.zeros(LAYOUT.numel)
+    views = gradient_views(gradient, LAYOUT)
+    assert gradient_views(gradient, LAYOUT) is views
+    for view in views:
+        view.add_(1)
+    assert gradient.sum() == LAYOUT.parameter_count
+
+
+def test_a_gradient_goes_although_its_views_are_kept_with_it() -> None:
+    gradient = torch.zeros(LAYOUT.numel)
+    views = weakref.ref(gradient_views(gradient, LAYOUT)[0])
+    memory = weakref.ref(gradient)
+    del gradient
+    assert memory() is None
+    assert views() is None

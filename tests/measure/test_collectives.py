@@ -1,13 +1,17 @@
-"""Collectives on real ranks: right, timed at every size, and written down one by one."""
+"""Collectives on real ranks: right, timed at every size, and written down one by one; clocks that stand still."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from shardlab.measure.collectives import COMPUTE_SECONDS, CollectiveBench, group_sizes
+from shardlab.common.fields import SHORTEST_SECONDS
+from shardlab.measure.collectives import COMPUTE_SECONDS, Clock, CollectiveBench, group_sizes
+from shardlab.measure.doctor.checks import host_facts
 from shardlab.measure.fits import KINDS, CollectivePoint, OverlapPoint, read_points
 from tests.measure import jobs
 from tests.support.ranks import Ranks
@@ -73,3 +77,17 @@ def test_messages_are_measured_between_two_and_the_rest_in_every_group(ranks: Me
         ("send_recv", 2),
         ("all_reduce", 4),
     ]
+
+
+def test_a_clock_that_stands_still_measures_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
+    clock = Clock(torch.device("cpu"))
+    clock.mark()
+    clock.mark()
+    assert clock.gaps() == [SHORTEST_SECONDS]
+    assert clock.seconds(lambda: None, 4) == SHORTEST_SECONDS / 4
+
+
+def test_a_disk_s_speed_is_a_number_on_a_clock_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 7.0)
+    assert host_facts(0, 1, write=True).write_speed

@@ -79,7 +79,7 @@ def compute(primitive: Primitive, operands: Operands) -> tuple[Tensor, ...]:
         UserError: if no function is registered for the primitive.
     """
     kind = type(primitive).__name__
-    raise UserError(f"nothing computes {kind} on torch; register a function (primitive: {kind}, operands: Given)")
+    raise UserError(f"nothing computes {kind} on torch; register a function (primitive: {kind}, operands: Operands)")
 
 
 @compute.register
