@@ -51,8 +51,8 @@ SHOWN_STEPS = 6
 """Number of steps for which the losses of several runs are shown. --json has all."""
 
 NOTE = (
-    "exposed communication: a rank waits for communication; idle: a rank waits for other ranks; the "
-    "time of an op is its total in a step"
+    "exposed communication: a rank waits for communication; idle: it waits for other ranks or a core; these and its "
+    "computing add up to the step; an op's time is its total in a step; measured: means over the steps of usual length"
 )
 
 NEGLIGIBLE = 1e-3

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardlab.cli import command_of, main
-from shardlab.cli.learn.train import FEWER_RANKS, MOST_PROCESSES, strategy_words, train_and_verify
+from shardlab.cli.learn.train import FEWER_RANKS, MOST_PROCESSES, comparison_report, strategy_words, train_and_verify
 from shardlab.language import Mesh, UserError
 from shardlab.learn.course.catalogue import CourseEntry, course, find, gallery
 from shardlab.strategies.load import load
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.find import find_schedule
+from tests.cli.test_compare import written
 
 REFUSED = {
     "tied_embeddings": "shardlab train --pp 2 --dp-shard 2 --shard-optimizer dp_shard --tied",
@@ -112,6 +114,19 @@ def test_ranks_find_every_program_on_its_mesh(name: str, tmp_path: Path) -> None
     elif entry.exercise.kind == "schedule":
         assert find_schedule(words[words.index("--schedule") + 1])
     assert ranks <= MOST_PROCESSES
+
+
+def test_the_parts_of_a_step_add_up_and_a_sentence_says_which_differs_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path)
+    report = comparison_report(tmp_path)
+    step, *parts, _ = report.data["comparison"]
+    for side in ("predicted", "measured"):
+        assert sum(row[side] for row in parts) == pytest.approx(step[side])
+    report.show(json=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"The step took \d\.\d\d times the predicted time. The largest difference is [+-]\S+ ms of", said)
 
 
 @pytest.mark.starts_ranks

@@ -126,6 +126,16 @@ def test_of_a_run_that_broke_off_what_there_is_is_shown() -> None:
     assert all(row.seen == row.ops for row in rows if row.rank == 0 and row.kind not in COMMUNICATION)
 
 
+@pytest.mark.parametrize("checked", [DDP, FSDP])
+def test_the_measured_times_of_a_rank_add_up_to_the_step_and_its_ops_to_the_time_it_computes(checked: Checked) -> None:
+    comparison = compare(measured(checked, records(checked, 4.0, 1.0, 2.0, 9.0, 3.0, 2.5)))
+    for row in comparison.ranks:
+        times = [pair.measured or 0.0 for pair in (row.computing, row.exposed, row.idle)]
+        assert sum(times) == pytest.approx(comparison.step.measured)
+        ops = [each for each in comparison.kinds if each.rank == row.rank and each.kind not in COMMUNICATION]
+        assert sum(each.seconds.measured or 0.0 for each in ops) == pytest.approx(times[0])
+
+
 def test_a_rank_without_a_record_is_named_and_the_others_are_shown() -> None:
     found = records(DDP, 1.0)
     del found[0]

@@ -23,6 +23,7 @@ from shardlab.common.user_code import load_module
 from shardlab.language import Mesh, OpKind
 from shardlab.learn.course.catalogue import CourseEntry
 from shardlab.planner.describe import chosen_fields
+from shardlab.simulate.hardware.cluster import cores
 from shardlab.simulate.timeline import Timeline, simulate
 from shardlab.simulate.timeline.measured import Measured, Pair, compare, read_trace
 from shardlab.simulate.timeline.memory import memory_in_bytes
@@ -43,6 +44,13 @@ STEPS = 20
 
 HIDDEN_SIZE = 64
 """Width of the model that is trained."""
+
+PARTS = {
+    "computes": ("computing", "passes and updates do not cost what the course assumes, compared with a forward pass"),
+    "waits for communication": ("exposed", "messages between processes do not cost what the course assumes"),
+    "idle": ("idle", "a rank waits for others, for a core (this machine has {cores}), or for Python between two ops"),
+}
+"""Parts of a step: the field of each in a `RankRow`, and the reason for a measured time that was not predicted."""
 
 UNCHANGED = ("--passes", "none")
 """Options that run a student's program as written. By default, ranks run it with every pass that helps."""
@@ -210,31 +218,42 @@ def comparison_report(folder: Path) -> Report:
     predicted, unit = predicted_timeline(checked, measured)
     memory = [max(each.before) for each in memory_in_bytes(checked)]
     result = compare(measured, predicted, memory)
-    ranks = result.ranks
-    rows = [
-        {"what": "step", "unit": "ms", **_pair(result.step, 1e3)},
-        *(
-            {"what": what, "unit": "ms", **_mean_pair([getattr(row, name) for row in ranks], 1e3)}
-            for what, name in (("computes", "computing"), ("waits for communication", "exposed"), ("idle", "idle"))
-        ),
-        {"what": "peak memory", "unit": "MiB", **_pair(max((row.memory for row in ranks), key=_measured), 2**-20)},
+    step = {"what": "step", "unit": "ms", **_pair(result.step, 1e3)}
+    parts = [
+        {"what": what, "unit": "ms", **_mean_pair([getattr(row, name) for row in result.ranks], 1e3)}
+        for what, (name, _) in PARTS.items()
     ]
+    fullest = max((row.memory for row in result.ranks), key=_measured)
     report = Report()
     report.line()
     report.table(
         {
-            f"{counted(len(ranks), 'rank')}, last {counted(len(measured.steps), 'step')}": lambda row: row["what"],
+            counted(len(result.ranks), "rank"): lambda row: f"{'  ' * (row in parts)}{row['what']}",
             "predicted": lambda row: _cell(row["predicted"], row["unit"]),
             "measured": lambda row: _cell(row["measured"], row["unit"]),
         },
-        rows,
+        [step, *parts, {"what": "peak memory", "unit": "MiB", **_pair(fullest, 2**-20)}],
         "comparison",
     )
-    unit_ms = f"{unit * 1e3:.3g} ms"
-    note = f"predicted: in the costs of the course, with the measured forward passes as the unit, {unit_ms}; "
-    note += "measured: the steps before these warm up; computes, waits and idle: means over the ranks"
+    report.line()
+    report.line(_meaning(step, parts))
+    note = (
+        "A step is the time in which a rank computes, waits for communication, or is idle: means over the ranks, and "
+        f"over {counted(len(measured.steps), 'step')} without the fastest and the slowest quarter. Peak memory is that "
+        f"of the fullest rank. Predicted: a layer's forward pass takes {unit * 1e3:.3g} ms, as measured, and every "
+        "other op in proportion, as in the exercises."
+    )
     report.line(note, "dim")
     return report
+
+
+def _meaning(step: dict[str, Any], parts: list[dict[str, Any]]) -> str:
+    """Return what the comparison says: how long the step took, which part of it differs most, and why."""
+    excess = {row["what"]: row["measured"] - row["predicted"] for row in parts}
+    what = max(excess, key=lambda name: abs(excess[name]))
+    ratio, cause = step["measured"] / step["predicted"], PARTS[what][1].format(cores=cores())
+    text = f"The step took {ratio:.2f} times the predicted time. The largest difference is {excess[what]:+.2f} ms"
+    return f'{text} of "{what}": {cause}.'
 
 
 def predicted_timeline(checked: Checked, measured: Measured) -> tuple[Timeline, float]:

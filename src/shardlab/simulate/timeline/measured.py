@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, median, median_low
+from statistics import fmean, median_low
 from typing import Any, cast
 
 from shardlab.check import Checked
@@ -74,7 +74,7 @@ class Measured:
         timeline: the step of median length, in seconds and bytes; if no step is complete, the last one.
         seconds: for each rank, the time of each op by index on the tape. It is the mean over the steps of usual length,
             so that the times of several ops add up to their time in such a step.
-        ranks: for each rank, the medians of its times.
+        ranks: for each rank, the means of its times over the steps of usual length. They add up to the mean step.
         steps: duration of each complete step, from the start of the first rank to the end of the last.
         live: for each rank, live bytes by category at the op with the largest sum; empty if not measured.
         counters: for each rank, times in the timeline and the live bytes by category from then on.
@@ -103,14 +103,15 @@ def measured(checked: Checked, records: Mapping[int, RankRecord]) -> Measured:
     lengths = [_length(steps, offsets) for steps in whole]
     kept = whole or numbered[-1:] or [{}]
     placed = [spans(checked, steps, offsets) for steps in kept]
-    usual = [placed[number] for number in _middle(lengths)] or placed
+    middle = _middle(lengths) or range(len(placed))
+    usual = [placed[number] for number in middle]
     timelines = [_timeline(checked, step, records) for step in placed]
     shown = lengths.index(median_low(lengths)) if lengths else 0
     zero = min((step.began - offsets[rank] for rank, step in kept[shown].items()), default=0.0)
     return Measured(
         timelines[shown],
         [_means([step[rank] for step in usual if rank in step]) for rank in ranks],
-        [_usual([rank_times(timeline, rank) for timeline in timelines]) for rank in ranks],
+        [_mean_times([rank_times(timelines[number], rank) for number in middle]) for rank in ranks],
         lengths,
         [_fullest(records.get(rank)) for rank in ranks],
         [_counter(records.get(rank), kept[shown].get(rank), zero) for rank in ranks],
@@ -145,8 +146,8 @@ def _means(each: Sequence[Spans]) -> dict[int, float]:
     return {at: fmean(end - start for spans in each if at in spans for start, end in [spans[at]]) for at in places}
 
 
-def _usual(each: Sequence[RankTimes]) -> RankTimes:
-    return RankTimes(*map(median, zip(*each, strict=True)))
+def _mean_times(each: Sequence[RankTimes]) -> RankTimes:
+    return RankTimes(*map(fmean, zip(*each, strict=True)))
 
 
 def _timeline(checked: Checked, step: Mapping[int, Spans], records: Mapping[int, RankRecord]) -> Timeline:
@@ -263,7 +264,7 @@ class Comparison:
     """Comparison of a predicted and a measured step.
 
     Attributes:
-        step: seconds of the step; the measured figure is the median of the complete steps.
+        step: seconds of the step; the measured figure is the mean of the steps of usual length.
         ranks, kinds: rows by rank, and by rank and kind of op.
         missing: a sentence for each part of a complete trace that is missing.
     """
@@ -286,7 +287,7 @@ def compare(
     """
     ranks = range(len(measured.timeline.events))
     return Comparison(
-        Pair(predicted and predicted.end, median(measured.steps) if measured.steps else None),
+        Pair(predicted and predicted.end, sum(measured.ranks[0]) if measured.steps else None),
         [_rank(measured, predicted, predicted_memory, rank) for rank in ranks],
         [row for rank in ranks for row in _kinds(measured, predicted, rank)],
         measured.missing,
