@@ -100,7 +100,7 @@ SENTENCES = {
         " ep, name one of these."
     ),
     ("programs", "unknown key"): (
-        "rank 0, op 0: weights[3] does not exist; the store is empty, keep the value in it until its last use."
+        "rank 0, op 0: weights[3] does not exist; the store is empty, first write rank.weights[3] = value."
     ),
     ("programs", "unknown layer"): (
         "rank 0, op 0 load_weight: layer 7 does not exist; the model has layers 0-0, name one of these."

@@ -201,6 +201,43 @@ def test_a_key_that_a_communication_in_flight_would_fill_names_it() -> None:
     assert "all_reduce(layer 1) on world (op 3) brings such a value, await its handle" in error.remedy
 
 
+MISSING: list[tuple[Callable[[Rank], object], str]] = [
+    (lambda rank: rank.weights["w0"], "the store has the keys 0-1, use one of these"),
+    (lambda rank: rank.weights["w", 9], "the store has the keys 0-1, use one of these"),
+    (lambda rank: rank.weights[()], "the store has the keys 0-1, use one of these"),
+    (lambda rank: rank.activations[7, 1], "the store has the keys (0, 0), (0, 1), use one of these"),
+    (lambda rank: rank.opt_states["s"], "the store is empty, first write rank.opt_states['s'] = value"),
+    (lambda rank: rank.grad_weights[0], "begin the sum with rank.accumulate(gradient)"),
+    (lambda rank: rank.activations[1, 0], "activations[1] (microbatch 0) was freed on this rank, keep it in the store"),
+    (lambda rank: rank.activations[1, 1], "the store has the keys (0, 0), (0, 1), use one of these"),
+]
+
+
+@pytest.mark.parametrize(("reads", "remedy"), MISSING)
+def test_a_missing_key_gets_the_likeliest_remedy(reads: Callable[[Rank], object], remedy: str) -> None:
+    def lines(rank: Rank) -> None:
+        for l in rank.layers:
+            rank.weights[l] = rank.load_weight(l)
+        for mb in rank.microbatches:
+            rank.activations[0, mb] = rank.load_batch([mb])
+        rank.activations[1, 0] = rank.forward(0, rank.activations[0, 0], rank.weights[0])
+        del rank.activations[1, 0]
+        reads(rank)
+
+    assert refused(lines, "unknown key").remedy.startswith(remedy)
+
+
+def test_a_missing_key_names_a_few_keys_of_a_large_store() -> None:
+    def lines(rank: Rank) -> None:
+        for name in "abcdefgh":
+            rank.activations[name] = rank.load_batch([0])
+        rank.activations["x"]
+
+    assert refused(lines, "unknown key").remedy == (
+        "the store has the keys 'a', 'b', 'c', 'd', 'e', 'f' and 2 more, use one of these"
+    )
+
+
 def test_handles_are_awaited_one_by_one() -> None:
     assert "one by one" in refusal(gathers_with_asyncio).remedy
 

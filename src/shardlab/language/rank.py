@@ -17,8 +17,9 @@ from shardlab.language.values import Handle, Store, Value
 
 MACHINERY = frozenset(
     {
-        "cause_of", "emit_wait", "end", "forget_key", "handles", "in_flight", "make", "ops", "refuse",
+        "cause_of", "emit_wait", "end", "forget_key", "handles", "make", "ops", "refuse",
         "refuse_attribute", "release", "require_storable", "require_stores", "sizes",
+        "trace_of",
     }
 )  # fmt: skip
 """Public members of a rank that are not part of the language."""

@@ -20,7 +20,7 @@ from shardlab.common.user_code import VALUES_PER_COUNT, OpCount
 from shardlab.language.mesh import AXES, WORLD, Group, Mesh, group_of
 from shardlab.language.ops import COLLECTIVES, OpKind
 from shardlab.language.rendezvous import Channels, OpenCollectives
-from shardlab.language.rules.kinds import ROW_KINDS, Holds, Kind, mask_of
+from shardlab.language.rules.kinds import ROW_KINDS, Holds, Kind, bits, mask_of
 from shardlab.language.rules.layer_rules import Rules
 from shardlab.language.rules.spec import Spec
 from shardlab.language.sizes import Sizes
@@ -146,13 +146,23 @@ class Tracer(ABC):
         values.append(value)
         return value
 
-    def in_flight(self, kind: Kind, key: Hashable) -> str:
-        """Return the collective in flight that brings a value for a key of a store ("": there is none)."""
-        layer = next(iter(cast(tuple[Hashable, ...], key)), None) if isinstance(key, tuple) else key
+    def trace_of(self, kind: Kind, key: Hashable) -> str:
+        """Return how a store could have had a value for a key, by a collective in flight or a value that was freed.
+
+        The key is a layer, or a tuple of the layer and a microbatch. If the tape has no such value, the result is "".
+        """
+        layer, *more = cast(tuple[Hashable, ...], key) if isinstance(key, tuple) and key else (key,)
         for handle in self._outstanding.values():
             op = self.ops[handle.op]
             if op.kind in COLLECTIVES and op.layer == layer and self._kind(op.inputs) is kind:
-                return f"{op} (op {handle.op})"
+                return f"{op} (op {handle.op}) brings such a value, await its handle and store the result"
+        for spec in reversed(self._values):
+            if (
+                isinstance(spec, Spec)
+                and (spec.kind, spec.layer) == (kind, layer)
+                and (not more or more[0] in bits(spec.microbatches))
+            ):
+                return f"{spec} was freed on this rank, keep it in the store until its last use"
         return ""
 
     def require_storable(self, kind: Kind, key: Hashable, value: object) -> None:

@@ -7,11 +7,12 @@ into a sentence, and `deadlock_error` into an error.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Generator, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 from shardlab.common.errors import About, Deadlock, Refused, Rule
+from shardlab.common.text import listed
 from shardlab.language.misuse import HandleMisuse, ValueMisuse
 from shardlab.language.ops import picture
 from shardlab.language.rules.kinds import Kind
@@ -41,7 +42,7 @@ class TracedRank(Protocol):
     def forget_key(self, value: Value) -> None: ...
     def refuse(self, rule: Rule, about: About | str, given: str, remedy: str) -> NoReturn: ...
     def require_storable(self, kind: Kind, key: Hashable, value: object) -> None: ...
-    def in_flight(self, kind: Kind, key: Hashable) -> str: ...
+    def trace_of(self, kind: Kind, key: Hashable) -> str: ...
 
 
 class Value(ValueMisuse):
@@ -188,26 +189,28 @@ class Store(MutableMapping[Hashable, Value]):
         return picture(self)
 
     def _missing(self, key: Hashable) -> Refused:
-        have = listed_keys(self._values)
-        here = f"the store has the keys {have}, use one of these" if have else "the store is empty"
-        has = f"{here}{' or' if have else ','} keep the value in it until its last use"
-        if self.kind is Kind.GRAD_WEIGHT:
-            has += ", or begin a sum with rank.accumulate(gradient)"
-        if issued := self._rank.in_flight(self.kind, key):
-            has = f"{issued} brings such a value, await its handle and store the result"
+        keys = listed_keys(self._values)
+        has = f"the store has the keys {keys}, use one of these"
+        if trace := self._rank.trace_of(self.kind, key):
+            has = trace
+        elif self.kind is Kind.GRAD_WEIGHT:
+            has = "begin the sum with rank.accumulate(gradient)"
+        elif not keys:
+            has = f"the store is empty, first write rank.{self.name}[{key!r}] = value"
         missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", has)
         return missing.at(self._rank.index, len(self._rank.ops))
 
 
-SHOWN_KEYS = 12
-"""Most keys of a store that a message lists."""
+SHOWN_KEYS = 6
+"""Most keys of a store that are listed, unless they are numbers."""
 
 
-def listed_keys(keys: Iterable[Hashable]) -> str:
-    """Return the keys of a store as text: the first `SHOWN_KEYS`, and the number of the others."""
-    texts = [repr(key) for key in keys]
-    rest = len(texts) - SHOWN_KEYS
-    return ", ".join(texts[:SHOWN_KEYS]) + (f" and {rest} more" if rest > 0 else "")
+def listed_keys(keys: Collection[Hashable]) -> str:
+    """Return the keys of a store as text: all as ranges if they are numbers, otherwise the first `SHOWN_KEYS`."""
+    if all(isinstance(key, int) for key in keys):
+        return listed(sorted(cast(Collection[int], keys))) if keys else ""
+    rest = len(keys) - SHOWN_KEYS
+    return ", ".join(map(repr, itertools.islice(keys, SHOWN_KEYS))) + (f" and {rest} more" if rest > 0 else "")
 
 
 Result = TypeVar("Result", covariant=True)
