@@ -214,6 +214,10 @@ def test_a_cell_of_a_notebook_is_graded_once(
 REFUSED: dict[tuple[str, ...], str] = {
     ("hint", "ddq"): "there is no exercise 'ddq'; did you mean ddp?",
     ("run", "ddp"): "ddp.py is not passed: Correct, but no rank all-reduces gradients",
+    ("watch", "gallery/ddp.py"): "gallery/ddp.py is not a file of this course; give ddp.py, the file of ddp",
+    ("watch", "tied_copies.py"): "give gallery/tied_copies.py, the file of tied_copies",
+    ("watch", "../ddp.py"): "../ddp.py is not a file of this course; give ddp.py, the file of ddp",
+    ("reset", "notebooks/ddp.ipynb"): "notebooks/ddp.ipynb is a notebook, and only files of Python are restored",
     ("run",): "no exercise is passed yet, so there is nothing to train with",
     ("init", "."): ". has a course in it; go on with `shardlab learn` there",
     ("init", "ddp.py"): "ddp.py is a file; name a new folder",

@@ -125,11 +125,14 @@ class CourseFolder:
         """Return an exercise by its name, number, file or notebook (None: the current exercise).
 
         Raises:
-            UserError: if there is none. The message suggests the nearest name.
+            UserError: if there is none, or the file is not the one that is graded. The message suggests what is near.
         """
         if name is None:
             return catalogue.find(self.current)
-        return catalogue.find(Path(name).stem if name.endswith((".py", NOTEBOOK)) else name)
+        entry = catalogue.find(Path(name).stem if name.endswith((".py", NOTEBOOK)) else name)
+        if name.endswith(".py") and (self.path / name).resolve() != (file := self.file(entry)).resolve():
+            raise UserError(f"{name} is not a file of this course; give {file}, the file of {entry.name}")
+        return entry
 
     def next_hint(self, entry: CourseEntry) -> int:
         """Return the number of the next hint, and record that it was shown. The last hint is repeated."""
