@@ -110,6 +110,18 @@ def test_a_reset_says_where_the_old_file_is(course: Path, capsys: Captured) -> N
     assert main(["learn", "reset", "ddp"]) == 0
     assert "ddp.py is as it was at the start; your file is now ddp.py.1" in capsys.readouterr().out
     assert Path("ddp.py.1").read_text() == "mine"
+    assert main(["learn", "reset"]) == 0
+    assert "one_rank.py, the current exercise, is as it was at the start\n" in capsys.readouterr().out
+
+
+def test_a_reset_exercise_is_not_passed_any_more(course: Path, capsys: Captured) -> None:
+    solve("one_rank")
+    assert main(["learn"]) == 0
+    capsys.readouterr()
+    assert main(["learn", "reset", "one_rank"]) == 0
+    said = capsys.readouterr().out
+    assert said == "one_rank.py is as it was at the start, and not passed any more; your file is now one_rank.py.1\n"
+    assert CourseFolder.open(Path()).passed == []
 
 
 def test_notebooks_are_written_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

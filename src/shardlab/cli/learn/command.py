@@ -127,17 +127,22 @@ class Hint:
 
 @dataclass(frozen=True)
 class Reset:
-    """Restore the initial file of an exercise. Your file is kept beside it."""
+    """Restore the initial file of an exercise, which then counts as not passed. Your file is kept beside it."""
 
     exercise: ExerciseName = None
     """Exercise whose file is restored."""
 
     def run(self) -> int:
+        if (name := self.exercise or "").endswith(NOTEBOOK):
+            remedy = "rename it, then `shardlab learn init . --notebook` writes a new one"
+            raise UserError(f"{name} is a notebook, and only files of Python are restored; {remedy}")
         folder = _open_folder()
         entry = folder.find(self.exercise)
-        copy = folder.reset(entry)
+        was_passed, copy = entry.name in folder.passed, folder.reset(entry)
+        file = f"{folder.file(entry)}{'' if name else ', the current exercise,'}"
+        done = f"{file} is as it was at the start{', and not passed any more' * was_passed}"
         kept = f"; your file is now {copy}" if copy else ""
-        print_line(stdout_console(), Text(f"{folder.file(entry)} is as it was at the start{kept}"))
+        print_line(stdout_console(), Text(f"{done}{kept}"))
         return 0
 
 

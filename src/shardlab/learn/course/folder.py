@@ -142,7 +142,7 @@ class CourseFolder:
         return number
 
     def reset(self, entry: CourseEntry) -> Path | None:
-        """Write the start of an exercise again.
+        """Write the start of an exercise again. It then counts as not passed.
 
         Returns:
             The copy of the student's file, in the same folder; None if there was nothing to copy.
@@ -152,6 +152,7 @@ class CourseFolder:
             numbers = range(1, 1 + len(list(file.parent.glob(f"{entry.name}.py.*"))) + 1)
             copy = next(each for n in numbers if not (each := file.with_name(f"{file.name}.{n}")).exists())
             file.rename(copy)
+        self.passed = [name for name in self.passed if name != entry.name]
         self._write_start(entry)
         self.save()
         return copy
