@@ -19,7 +19,7 @@ MACHINERY = frozenset(
     {
         "cause_of", "emit_wait", "end", "forget_key", "handles", "make", "ops", "refuse",
         "refuse_attribute", "release", "require_storable", "require_stores", "sizes",
-        "trace_of",
+        "why_missing",
     }
 )  # fmt: skip
 """Public members of a rank that are not part of the language."""

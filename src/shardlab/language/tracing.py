@@ -146,12 +146,12 @@ class Tracer(ABC):
         values.append(value)
         return value
 
-    def trace_of(self, kind: Kind, key: Hashable) -> str:
+    def why_missing(self, kind: Kind, key: Hashable) -> str:
         """Return how a store could have had a value for a key, by a collective in flight or a value that was freed.
 
         The key is a layer, or a tuple of the layer and a microbatch. If the tape has no such value, the result is "".
         """
-        layer, *more = cast(tuple[Hashable, ...], key) if isinstance(key, tuple) and key else (key,)
+        layer, *more = cast(tuple[Any, ...], key) if isinstance(key, tuple) and key else (key,)
         for handle in self._outstanding.values():
             op = self.ops[handle.op]
             if op.kind in COLLECTIVES and op.layer == layer and self._kind(op.inputs) is kind:

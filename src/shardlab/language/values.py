@@ -42,7 +42,7 @@ class TracedRank(Protocol):
     def forget_key(self, value: Value) -> None: ...
     def refuse(self, rule: Rule, about: About | str, given: str, remedy: str) -> NoReturn: ...
     def require_storable(self, kind: Kind, key: Hashable, value: object) -> None: ...
-    def trace_of(self, kind: Kind, key: Hashable) -> str: ...
+    def why_missing(self, kind: Kind, key: Hashable) -> str: ...
 
 
 class Value(ValueMisuse):
@@ -191,8 +191,8 @@ class Store(MutableMapping[Hashable, Value]):
     def _missing(self, key: Hashable) -> Refused:
         keys = listed_keys(self._values)
         has = f"the store has the keys {keys}, use one of these"
-        if trace := self._rank.trace_of(self.kind, key):
-            has = trace
+        if reason := self._rank.why_missing(self.kind, key):
+            has = reason
         elif self.kind is Kind.GRAD_WEIGHT:
             has = "begin the sum with rank.accumulate(gradient)"
         elif not keys:
