@@ -151,7 +151,7 @@ class Tracer(ABC):
 
         The key is a layer, or a tuple of the layer and a microbatch. If the tape has no such value, the result is "".
         """
-        layer, *more = cast(tuple[Any, ...], key) if isinstance(key, tuple) and key else (key,)
+        layer, *more = cast(tuple[Any, ...], key if isinstance(key, tuple) and key else (key,))
         for handle in self._outstanding.values():
             op = self.ops[handle.op]
             if op.kind in COLLECTIVES and op.layer == layer and self._kind(op.inputs) is kind:
