@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from textwrap import wrap
 
 from matplotlib.axes import Axes
 
 from shardlab.common.files import write_atomically
 from shardlab.common.text import counted, seconds_text
-from shardlab.draw.canvas import DIGIT_WIDTH, FAINT, Looks, Page, model_layer_count, style
+from shardlab.draw.canvas import FAINT, Looks, Page, model_layer_count, style
 from shardlab.draw.panels import (
     ROW,
     Panel,
@@ -39,9 +38,6 @@ from shardlab.simulate.timeline import Event, Timeline
 from shardlab.simulate.timeline.prices import stands_for
 
 UNIT_TIME = "time (1 = forward of one microbatch through one layer)"
-
-NOTE_SIZE, NOTE_LINE = 9.0, 0.19
-"""Font size of a note in points, and height of its lines in inches."""
 
 MEMORY = 1.7
 """Height of the memory panel in inches."""
@@ -77,9 +73,7 @@ def save_timeline(
     write_atomically(Path(path), timeline_svg(timeline, title, time_unit, color_by))
 
 
-def timeline_svg(
-    timeline: Timeline, title: str = "", time_unit: str = UNIT_TIME, color_by: ColorBy = "pass", note: str = ""
-) -> str:
+def timeline_svg(timeline: Timeline, title: str = "", time_unit: str = UNIT_TIME, color_by: ColorBy = "pass") -> str:
     """Draw a step as an SVG document: the ops of each rank over time, and its live memory.
 
     Args:
@@ -87,12 +81,11 @@ def timeline_svg(
         time_unit: label of the time axis. Seconds replace the default if the timeline is in seconds.
         color_by: meaning of a box's colour. "pass": the pass (forward, backward, input or weight gradient), in a
             lightness that shows the model chunk or the layer. "layer": the layer.
-        note: text below the figures of the header.
     """
     if timeline.in_seconds and time_unit == UNIT_TIME:
         time_unit = "time (seconds)"
     with style():
-        return _page(timeline, title, time_unit, color_by, note).svg()
+        return _page(timeline, title, time_unit, color_by).svg()
 
 
 def save_comparison(
@@ -209,7 +202,7 @@ def draw_close_up(page: Page, whole: Axes, panel: Panel, box: tuple[float, float
     return named
 
 
-def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, note: str) -> Page:
+def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy) -> Page:
     all_rows = rows_of(timeline)
     rows = spaced(all_rows, MOST_ROWS)
     left = left_of(timeline, rows)
@@ -221,16 +214,12 @@ def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, not
     close_up = close_up_of(panel, plot)
     panels = [panel, close_up] if close_up else [panel]
     legend = flow(legend_items(panels, numbered=True), width - 2 * MARGIN)
-    lines = wrap(note, int((width - 2 * MARGIN) * 72 / (NOTE_SIZE * DIGIT_WIDTH)))
-    header = HEADER + len(lines) * NOTE_LINE
-    top = header + len(legend) * ROW + 0.08
+    top = HEADER + len(legend) * ROW + 0.08
     bottom = top + height * len(rows)
     below = bottom + 0.12 + MEMORY + 0.5
     page = Page(width, below + 0.05 + (close_up_height(close_up) if close_up else 0.0))
 
     draw_header(page, title or "One optimizer step", summary(timeline, len(all_rows), len(rows)))
-    for at, line in enumerate(lines):
-        page.ink.text(MARGIN, HEADER + at * NOTE_LINE + 0.06, line, size=NOTE_SIZE, va="center")
     lanes = page.panel((left, top, left + plot, bottom))
     numbered = draw_lanes(page, lanes, panel)
     lanes.tick_params(axis="x", length=0, labelbottom=False)
@@ -243,7 +232,7 @@ def _page(timeline: Timeline, title: str, time_unit: str, color_by: ColorBy, not
     memory.set_xlabel(time_unit)
     if close_up:
         numbered |= draw_close_up(page, lanes, close_up, (left, below, left + plot), time_unit)
-    draw_legend(page, flow(legend_items(panels, numbered), width - 2 * MARGIN), MARGIN, header)
+    draw_legend(page, flow(legend_items(panels, numbered), width - 2 * MARGIN), MARGIN, HEADER)
     return page
 
 

@@ -145,7 +145,7 @@ def test_all_goals_that_are_missed_are_named() -> None:
     missed = grade(bare("ddp", goals=Goals("a test", time=1, memory=1, sent=1)), DDP.solution)
     assert missed.finding.count(";") == 2
     assert "too much is sent: 786,432, goal 1" in missed.finding
-    assert [row[0] for row in missed.rows()] == ["time", "peak memory", "elements sent"]
+    assert [row.name for row in missed.rows() if row.missed] == ["time", "peak memory", "elements sent"]
 
 
 def test_a_coroutine_that_is_not_awaited_is_named(tmp_path: Path) -> None:
@@ -226,8 +226,15 @@ def test_what_is_sent_is_counted_as_rings_send_it() -> None:
     assert elements_sent(result.checked) == 2 * 3 * 512 * 512 * 2 // 4
 
 
-def test_a_wrong_grade_has_no_picture_and_a_right_one_has_its_verdict() -> None:
-    assert check("ddp", print)._repr_svg_() is None
-    picture = check("ddp", DDP.solution)._repr_svg_()
-    assert picture is not None
-    assert "Passed." in picture
+def test_a_notebook_shows_verdict_and_goals_as_text_and_the_picture_of_a_right_program() -> None:
+    wrong = check("ddp", print)._repr_html_()
+    assert "Wrong: &lt;built-in function print&gt; is not a strategy" in wrong
+    assert "<img" not in wrong
+    text = check("ddp", DDP.solution)._repr_html_()
+    assert (
+        text.index("Exercise 2: Data parallelism") < text.index("Passed.") < text.index("<table") < text.index("<img")
+    )
+    assert "missed" not in text
+    slow = grade(bare("ddp", goals=Goals("a test", time=1)), DDP.solution)._repr_html_()
+    assert "<tr><th>time</th><td>7.72</td><td>1</td><td><b>missed</b></td></tr>" in slow
+    assert "<td>786,432</td><td>none</td><td></td>" in slow

@@ -36,10 +36,10 @@ def print_grade(console: Console, grade: ExerciseGrade, place: str) -> None:
         print_timeline(console, timeline, lambda row: rank_of(timeline.program, row), columns, RANK_WIDTH)
     if rows := grade.rows():
         console.print()
-        width = max(len(text) for row in rows for text in row[1:])
-        for name, value, goal in rows:
-            label = f"{name:<16}"
-            console.print(Text.assemble((label, "dim"), f"{value:>{width}}", ("   goal ", "dim"), goal or "none"))
+        width = max(len(text) for row in rows for text in (row.value, row.goal))
+        for name, value, goal, missed in rows:
+            parts = [(f"{name:<16}", "dim"), f"{value:>{width}}", ("   goal ", "dim"), goal or "none"]
+            console.print(Text.assemble(*parts, ("   missed" if missed else "", "yellow")))
     if grade.published is not None and grade.passed:
         console.print(Text(published_text(grade), "dim"))
     console.print()

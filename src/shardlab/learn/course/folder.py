@@ -263,7 +263,7 @@ def check(exercise: int | str, solution: Any) -> ExerciseGrade:
     """Grade a solution of the exercise with a number or name, and record in the course folder if it is passed.
 
     The course folder is the working directory, or its parent for a notebook. Elsewhere nothing is recorded. A notebook
-    shows the result as a picture.
+    shows the result as text with a picture.
 
     Raises:
         UserError: for an exercise that does not exist.

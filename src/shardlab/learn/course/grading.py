@@ -25,7 +25,7 @@ from shardlab.learn.course.catalogue import find as find_exercise
 from shardlab.learn.course.exercise import Exercise, Mistake
 from shardlab.learn.course.techniques import COMPUTES, live_values, values_text
 from shardlab.learn.puzzles.calls import dropped_coroutine
-from shardlab.learn.puzzles.grader import Puzzle, checked_strategy, function_of
+from shardlab.learn.puzzles.grader import GoalRow, Puzzle, checked_strategy, function_of, grade_html
 from shardlab.learn.puzzles.grader import find as find_puzzle
 from shardlab.learn.puzzles.values import timeline_picture
 from shardlab.models import find_model
@@ -135,28 +135,31 @@ class ExerciseGrade:
         """The result in one sentence, with the advice if the exercise is not passed."""
         return self.finding_text + (f"\nLook at this next: {self.advice}" if self.advice else "")
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return the rows of the comparison: name, value reached, goal ("": none)."""
+    def rows(self) -> list[GoalRow]:
+        """Return the figures with their goals."""
         goals, figures = self.exercise.goals, self.figures
         if figures is None:
             return []
         on_cluster = bool(self.exercise.cluster)
         names = ("step time [s]", "memory [bytes]", "") if on_cluster else ("time", "peak memory", "elements sent")
         pairs = zip(names, figures, (goals.time, goals.memory, goals.sent), strict=True)
-        return [(name, _number(value), _number(goal)) for name, value, goal in pairs if value is not None]
+        return [
+            GoalRow(name, _number(value), _number(goal), _is_missed(value, goal))
+            for name, value, goal in pairs
+            if value is not None
+        ]
 
     @property
     def goals_text(self) -> str:
         """The rows of the comparison in one line."""
-        return "; ".join(f"{name} {value}, goal {goal or 'none'}" for name, value, goal in self.rows())
+        return "; ".join(f"{row.name} {row.value}, goal {row.goal or 'none'}" for row in self.rows())
 
-    def _repr_svg_(self) -> str | None:
-        if self.timeline is None:
-            return None  # a notebook then shows the text instead
-        return timeline_picture(self.timeline, self.title, f"{self.verdict} {self.goals_text}.").svg
+    def _repr_html_(self) -> str:
+        picture = timeline_picture(self.timeline) if self.timeline is not None else None
+        return grade_html(self.title, self.verdict, self.rows(), picture)
 
     def __repr__(self) -> str:
-        rows = [f"  {name:<15}{value:>14}   goal {goal or '-':>14}" for name, value, goal in self.rows()]
+        rows = [f"  {row.name:<15}{row.value:>14}   goal {row.goal or '-':>14}" for row in self.rows()]
         return "\n".join([self.title, *rows, self.verdict])
 
 
@@ -325,14 +328,18 @@ def _compared(exercise: Exercise, result: ExerciseGrade) -> ExerciseGrade:
     goals, figures = exercise.goals, result.figures
     assert figures is not None
     missed: list[str] = []
-    if goals.time is not None and figures.time > goals.time * (1 + TOLERANCE):
+    if _is_missed(figures.time, goals.time):
         missed.append(f"too slow: time {_number(figures.time)}, goal {_number(goals.time)}")
-    if goals.memory is not None and figures.memory > goals.memory:
+    if _is_missed(figures.memory, goals.memory):
         excess = _excess(exercise, result.checked, result.timeline) if result.checked and result.timeline else ""
         missed.append(f"too much memory: {_number(figures.memory)}, goal {_number(goals.memory)}{excess}")
-    if goals.sent is not None and figures.sent is not None and figures.sent > goals.sent:
+    if figures.sent is not None and _is_missed(figures.sent, goals.sent):
         missed.append(f"too much is sent: {_number(figures.sent)}, goal {_number(goals.sent)}")
     return _failed(exercise, "goals", "; ".join(missed), result) if missed else result
+
+
+def _is_missed(value: float, goal: float | None) -> bool:
+    return goal is not None and value > goal * (1 if isinstance(value, int) else 1 + TOLERANCE)
 
 
 def _excess(exercise: Exercise, checked: Checked, timeline: Timeline) -> str:

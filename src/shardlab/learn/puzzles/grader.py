@@ -1,21 +1,23 @@
 """Grading: run a solution of a puzzle, and compare its time and memory with the goals.
 
 `grade` is the entry point. It runs a solution of a `Model` on all ranks, or traces and times a strategy of a `Rank`
-(`timeline_of_strategy`). `Grade` is the result, for a terminal and for a notebook. `Puzzle` is one of the eight puzzles
-in `puzzles.toml`.
+(`timeline_of_strategy`). `Grade` is the result, for a terminal and for a notebook (`grade_html`). `Puzzle` is one of
+the eight puzzles in `puzzles.toml`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from base64 import b64encode
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from html import escape
 from selectors import DefaultSelector, SelectorKey
 from textwrap import wrap
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shardlab.check import Checked
 from shardlab.check.report import FileCheck
@@ -77,6 +79,22 @@ MOST_DRAWN = 20_000
 """Largest number of events in a picture. A solution that was stopped may have far more."""
 
 
+class GoalRow(NamedTuple):
+    """Figure of a solution beside its goal.
+
+    Attributes:
+        name: name of the figure.
+        value: value that the solution reaches.
+        goal: value to reach ("": none).
+        missed: whether the value exceeds the goal.
+    """
+
+    name: str
+    value: str
+    goal: str
+    missed: bool
+
+
 @dataclass(frozen=True, repr=False)
 class Grade:
     """Result of a solution: whether it is correct, and its time and memory.
@@ -109,7 +127,7 @@ class Grade:
         return self.correct and self.steps <= self.puzzle.goal_steps and self.peak_memory <= self.puzzle.goal_memory
 
     def draw(self) -> Picture:
-        """Return a picture: the verdict, a row for each rank, and memory below.
+        """Return a picture: a row for each rank, and memory below.
 
         Raises:
             UserError: if there is nothing to draw, or too much.
@@ -119,17 +137,14 @@ class Grade:
             raise UserError("nothing was timed before the solution ended, so there is nothing to draw")
         if count > MOST_DRAWN:
             raise UserError(f"{count:,} events are too many for a picture of at most {MOST_DRAWN:,}")
-        note = self.verdict
-        if self.correct:
-            note += f" {'; '.join(f'{what} {got}, goal {goal}' for what, got, goal in self.rows()).capitalize()}."
-        title = f"Puzzle {self.puzzle.number}: {self.puzzle.title}"
-        return timeline_picture(self.timeline or timeline_of(self.models), title, note)
+        return timeline_picture(self.timeline or timeline_of(self.models))
 
-    def _repr_svg_(self) -> str | None:
+    def _repr_html_(self) -> str:
         try:
-            return self.draw().svg
+            picture = self.draw()
         except UserError:
-            return None  # a notebook then shows the text instead
+            picture = None
+        return grade_html(self.puzzle.headline, self.verdict, self.rows() if self.correct else [], picture)
 
     @property
     def verdict(self) -> str:
@@ -138,22 +153,42 @@ class Grade:
             return f"Wrong: {self.error}"
         if self.solved:
             return "Solved."
-        late, large = self.steps > self.puzzle.goal_steps, self.peak_memory > self.puzzle.goal_memory
+        late, large = (row.missed for row in self.rows())
         what = " and ".join(["too slow"] * late + ["too much memory"] * large)
         return f"Correct, but {what}."
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Rows of the comparison: name, value reached, goal."""
+    def rows(self) -> list[GoalRow]:
+        """Return the figures with their goals."""
+        steps, memory = self.puzzle.goal_steps, self.puzzle.goal_memory
         return [
-            ("steps", f"{self.steps:g}", f"{self.puzzle.goal_steps:g}"),
-            ("peak memory", f"{self.peak_memory:,.0f}", f"{self.puzzle.goal_memory:,}"),
+            GoalRow("steps", f"{self.steps:g}", f"{steps:g}", self.steps > steps),
+            GoalRow("peak memory", f"{self.peak_memory:,.0f}", f"{memory:,}", self.peak_memory > memory),
         ]
 
     def __repr__(self) -> str:
         lines = [self.puzzle.headline]
         if self.correct:
-            lines += [f"  {what:<12}{got:>10}   goal {goal:>10}" for what, got, goal in self.rows()]
+            lines += [f"  {row.name:<12}{row.value:>10}   goal {row.goal:>10}" for row in self.rows()]
         return "\n".join([*lines, self.verdict])
+
+
+def grade_html(title: str, verdict: str, rows: Sequence[GoalRow], picture: Picture | None) -> str:
+    """Return a grade as HTML for a notebook: title, verdict and goals as text in the notebook's colours, and a picture.
+
+    The picture is an image of its own, since the styles and identifiers of an SVG element would reach other cells.
+    """
+    parts = [f"<p><b>{escape(title)}</b></p>"]
+    parts += [f'<p style="white-space: pre-wrap; overflow-wrap: anywhere">{escape(verdict)}</p>']
+    if rows:
+        parts += ['<table style="text-align: right"><tr><td></td><th>value</th><th>goal</th><td></td></tr>']
+        for name, *figures, missed in rows:
+            cells = "".join(f"<td>{text or 'none'}</td>" for text in figures)
+            parts.append(f"<tr><th>{name}</th>{cells}<td>{'<b>missed</b>' if missed else ''}</td></tr>")
+        parts += ["</table>"]
+    if picture is not None:
+        source = f"data:image/svg+xml;base64,{b64encode(picture.svg.encode()).decode()}"
+        parts += [f'<img alt="timeline of the ranks and their memory" style="max-width: 100%" src="{source}">']
+    return "\n".join(parts)
 
 
 def is_strategy(signature: inspect.Signature) -> bool:

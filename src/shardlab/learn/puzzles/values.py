@@ -313,13 +313,13 @@ class Picture:
         write_atomically(Path(path), self.svg)
 
 
-def timeline_picture(timeline: Timeline, title: str = "", note: str = "") -> Picture:
+def timeline_picture(timeline: Timeline) -> Picture:
     """Return a picture with a row for each rank, and the memory below."""
 
     def make() -> str:
         from shardlab.draw import timeline_svg
 
-        return timeline_svg(timeline, title, note=note)
+        return timeline_svg(timeline)
 
     return Picture(make)
 
