@@ -28,7 +28,7 @@ CODE_LINES = {
     "models": 4530,
     "planner": 4080,
     "simulate": 7410,
-    "strategies": 2715,
+    "strategies": 2720,
     "train": 8940,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

@@ -402,8 +402,8 @@ FILES: list[tuple[str, str, Callable[[Path], object]]] = [
     ("refuses.py", "{path}:3: axis tp has 0 ranks; every axis of a mesh has at least 1", load_module),
     ("user.py", "{path} has no function 'ddq'; did you mean ddp?", function_of),
     (
-        "user.py",
-        "say which function of {path}: {path}:NAME; its functions are: ddp",
+        "two.py",
+        "say which function of {path}: {path}:NAME; its functions are: ddp, fsdp",
         lambda path: function_of(path, ""),
     ),
 ]
@@ -417,6 +417,7 @@ def test_an_unusable_file_is_refused_in_a_sentence(
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "user.py").write_text("def ddp(): ...\n")
+    (tmp_path / "two.py").write_text("def ddp(): ...\ndef fsdp(): ...\n")
     (tmp_path / "broken.py").write_text("\n1 / 0\n")
     (tmp_path / "refuses.py").write_text("from shardlab.language import Mesh\n\nMesh(tp=0)\n")
     with pytest.raises(UserError) as caught:

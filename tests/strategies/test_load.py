@@ -77,6 +77,30 @@ def test_a_file_without_a_function_is_refused(file: Path) -> None:
         load(str(file))
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("any.py", "from shardlab.strategies.ddp import ddp\nasync def mine(rank): ...\n"),
+        ("mine.py", "async def other(rank): ...\nasync def mine(rank): ...\n"),
+    ],
+)
+def test_the_only_function_of_a_file_or_the_one_of_its_name_needs_no_name(file: Path, name: str, text: str) -> None:
+    path = file.with_name(name)
+    path.write_text(text)
+    for given in (f"{path}", f"{path}:"):
+        entry = load(given)
+        assert (entry.name, entry.program.__name__) == (f"{path}:mine", "mine")
+
+
+def test_a_file_with_a_schedule_is_no_strategy_and_says_how_to_give_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def mine(rank, ranks, microbatches, stages_per_rank):\n    yield\n")
+    with pytest.raises(
+        UserError, match=r"has no async function; .* or give a schedule as --pp N --schedule \S+mine\.py"
+    ):
+        load(str(path))
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.py is not a file"):
         load(f"{tmp_path}/none.py:mine")

@@ -54,15 +54,20 @@ def find_member(module: ModuleType, path: Path, name: str, what: tuple[str, str]
     """Return the object with a name in a user's file.
 
     Args:
+        name: name of the object. If it is empty, the file's own object with the name of the file is returned, or else
+            its only one.
         what: noun for such objects, in the singular and in the plural.
         is_one: function that tells whether an object is one of them.
 
     Raises:
         UserError: if there is no such name. The message suggests the nearest one.
     """
+    have = [key for key, value in vars(module).items() if is_one(value)]
+    if not name:
+        own = [key for key in have if getattr(vars(module)[key], "__module__", None) == module.__name__]
+        name = path.stem if path.stem in own else own[0] if len(own) == 1 else ""
     found = getattr(module, name, None) if name else None
     if found is None:
-        have = [key for key, value in vars(module).items() if is_one(value)]
         one, several = what
         missing = f"{path} has no {one} {name!r}" if name else f"say which {one} of {path}: {path}:NAME"
         near = closest_name(name, have)

@@ -20,7 +20,7 @@ def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
     a second function `<strategy>_mesh(ranks) -> Mesh`.
 
     Args:
-        name: a built-in name, `path/to/file.py:function`, or a plan.
+        name: a built-in name, `path/to/file.py:function`, `path/to/file.py` if it has only one, or a plan.
         passes: names of the tape passes (None: those of the plan, if any).
 
     Raises:
@@ -35,8 +35,12 @@ def load(name: str | Plan, passes: str | None = None) -> StrategyEntry:
 
 def _from_file(name: str, path: Path, function: str) -> StrategyEntry:
     module = load_module(path)
+    if not function and not any(map(inspect.iscoroutinefunction, vars(module).values())):
+        hint = f"write the strategy as `async def f(rank): ...`, or give a schedule as --pp N --schedule {path}"
+        raise UserError(f"{path} has no async function; {hint}")
     program = find_member(module, path, function, ("function", "async functions"), inspect.iscoroutinefunction)
     if not inspect.iscoroutinefunction(program):
         raise UserError(f"{function} in {path} is not a strategy; write it as `async def {function}(rank): ...`")
+    name, function = name if function else f"{path}:{program.__name__}", function or program.__name__
     mesh = getattr(module, f"{function}_mesh", data_parallel_mesh)
     return StrategyEntry(name, program, "as its program says", str(path), mesh)
