@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,12 @@ def test_a_job_is_shown_as_by_config(capsys: pytest.CaptureFixture[str]) -> None
     assert by_name["timelines"] == shown(["--config", "job.toml"], capsys)["timelines"]
     assert by_name["timelines"][0]["bubble_closed_form"] == pytest.approx(1 / 7)
     assert "both job.toml and --config" in refused(["job.toml", "--config", "job.toml"], capsys)
+
+
+def test_a_step_without_communication_has_no_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(["single"], capsys)["timelines"][0]["overlap"] is None
+    assert main(["view", "single"]) == 0
+    assert re.search(r"overlap of communication +no communication", capsys.readouterr().out)
 
 
 def test_a_trace_that_simulate_wrote_has_its_figures(capsys: pytest.CaptureFixture[str]) -> None:

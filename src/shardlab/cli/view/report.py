@@ -30,8 +30,8 @@ def figures_report(title: str, note: str, timelines: Mapping[str, Figures], *, i
     table.show_header = several
     time_text = seconds_text if in_seconds else units_text
 
-    def add(label: str, values: list[float | None], text: Callable[[float], str] = _percent) -> None:
-        cells = ["-" if value is None else text(value) for value in values]
+    def add(label: str, values: list[float | None], text: Callable[[float], str] = _percent, none: str = "-") -> None:
+        cells = [none if value is None else text(value) for value in values]
         first, last = values[0], values[-1]
         if several:
             known = first is not None and last is not None
@@ -41,7 +41,7 @@ def figures_report(title: str, note: str, timelines: Mapping[str, Figures], *, i
     add("step", [each.end for each in every], time_text)
     add("compute", [each.compute for each in every])
     add("exposed communication", [each.exposed for each in every])
-    add("overlap of communication", [each.overlap for each in every])
+    add("overlap of communication", [each.overlap for each in every], none="no communication")
     add("idle", [sum(each.idle.values()) for each in every])
     for cause in IdleCause:
         if any(cause in each.idle for each in every):

@@ -67,11 +67,6 @@ class RankFigures:
     idle_by_cause: dict[IdleCause, float]
     waited_for: float
 
-    @property
-    def overlap(self) -> float:
-        """Share of the communication that runs beside compute; 1 without communication."""
-        return 1.0 - self.exposed / self.communicating if self.communicating > 0 else 1.0
-
 
 @dataclass(frozen=True)
 class Figures:
@@ -106,10 +101,10 @@ class Figures:
         return self._share([rank.exposed for rank in self.ranks])
 
     @property
-    def overlap(self) -> float:
-        """Share of all communication that runs beside compute; 1 without communication."""
+    def overlap(self) -> float | None:
+        """Share of all communication that runs beside compute; None without communication."""
         communicating = sum(rank.communicating for rank in self.ranks)
-        return 1.0 - sum(rank.exposed for rank in self.ranks) / communicating if communicating > 0 else 1.0
+        return 1.0 - sum(rank.exposed for rank in self.ranks) / communicating if communicating > 0 else None
 
     @property
     def idle(self) -> dict[IdleCause, float]:

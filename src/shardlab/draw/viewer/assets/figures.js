@@ -7,10 +7,10 @@ export function figureRows(model) {
   const all = model.timelines.map((timeline) => timeline.figures);
   const unit = model.header.unit;
   const rows = [];
-  const add = (label, values, text, about = "", indented = false) => {
+  const add = (label, values, text, about = "", indented = false, none = "–") => {
     const known = values.every((value) => value !== null && value !== undefined);
     const difference = values.length > 1 && known ? signed(values.at(-1) - values[0], text) : "";
-    rows.push({ label, values: values.map((value) => (value == null ? "–" : text(value))), difference, about, indented });
+    rows.push({ label, values: values.map((value) => (value == null ? none : text(value))), difference, about, indented });
   };
   add("step", all.map((each) => each.end), (value) => timeText(value, unit), "From the start of the first op to the end of the last one.");
   add("compute", all.map((each) => each.compute), percent, "Share of the step, mean over ranks.");
@@ -20,7 +20,8 @@ export function figureRows(model) {
     percent,
     "Share of the step in which a rank communicates but does not compute.",
   );
-  add("overlap", all.map((each) => each.overlap), percent, "Share of the communication that runs during compute.");
+  const hidden = "Share of the communication that runs during compute.";
+  add("overlap", all.map((each) => each.overlap), percent, hidden, false, "no communication");
   const causes = [...new Set(all.flatMap((each) => Object.keys(each.idle)))];
   const idle = (each) => Object.values(each.idle).reduce((sum, share) => sum + share, 0);
   add("idle", all.map(idle), percent, "Share of the step in which a rank neither computes nor communicates.");
