@@ -11,6 +11,9 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.draw.viewer.columns import decode
+from shardlab.learn.course.catalogue import find
+from shardlab.learn.course.folder import CourseFolder
+from shardlab.learn.course.grading import grade
 from shardlab.simulate.timeline.measured import MEASURED
 from tests.cli.test_compare import write_profile, written
 from tests.draw.viewer.test_page import data_of
@@ -105,6 +108,25 @@ def test_a_job_is_shown_as_by_config(capsys: pytest.CaptureFixture[str]) -> None
     assert by_name["timelines"] == shown(["--config", "job.toml"], capsys)["timelines"]
     assert by_name["timelines"][0]["bubble_closed_form"] == pytest.approx(1 / 7)
     assert "both job.toml and --config" in refused(["job.toml", "--config", "job.toml"], capsys)
+
+
+def test_the_file_of_an_exercise_is_shown_as_it_is_graded(capsys: pytest.CaptureFixture[str]) -> None:
+    CourseFolder.create(Path("course"))
+    for name in ("one_rank", "fsdp", "hsdp_once", "ring_attention"):
+        entry, file = find(name), Path("course", f"{name}.py")
+        file.write_text(entry.solution_text)
+        found = shown([str(file)], capsys)
+        goals = grade(entry.exercise, entry.solution).figures
+        assert goals is not None
+        assert found["title"] == f"{file}:{name}"
+        assert found["timelines"][0]["end"] == goals.time
+        assert main(["simulate", str(file), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["end"] == goals.time
+    assert main(["view", "course/fsdp.py", "--ranks", "2", "--layers", "3"]) == 0
+    assert "2 ranks, 3 layers, 4 microbatches" in capsys.readouterr().out
+    Path("fsdp.py").write_text(find("fsdp").solution_text)
+    assert main(["view", "fsdp.py"]) == 0
+    assert "4 ranks, 4 layers" in capsys.readouterr().out, "not in a course folder"
 
 
 def test_a_step_without_communication_has_no_overlap(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import tyro
@@ -159,16 +159,29 @@ class StepOptions:
     def step_in_units(self, request: StepRequest) -> UnitStep:
         """Trace and check the program, and run its passes.
 
+        The file of an exercise of the course has the mesh and the sizes on which it is graded, unless options change
+        them.
+
         Raises:
             UserError, Refused: as `checked` does.
         """
+        from shardlab.learn.course.folder import exercise_of
+
         costs = costs_of(self.costs) if self.costs is not None else TEACHING_COSTS
-        entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file])
+        exercise = exercise_of(self.strategy)
+        size = exercise.mesh.world if exercise is not None else None
+        entry, ranks = self.layout.entry(self.strategy, self.ranks, [request.file], otherwise=size)
         if entry.plan is not None and (word := entry.plan(ranks).recompute_inside):
             raise UserError(f"recompute {word} is told apart in bytes alone; give --model and --cluster, or another")
-        layers = request.model_fields.get("layers", entry.default_layers(ranks, at_least=1 if self.costs else 4))
-        check_field("layers", layers, COUNT, None)
-        microbatches, matrices = request.batch.microbatches or 4, request.optimizer == "muon"
+        layers, microbatches = entry.default_layers(ranks, at_least=1 if self.costs else 4), 4
+        if exercise is not None:
+            layers, microbatches = exercise.layers, exercise.microbatches
+            meshes = {size: exercise.mesh}
+            entry = replace(entry, mesh=meshes.__getitem__) if ranks == size else entry
+        if "layers" in request.model_fields:
+            layers = request.model_fields["layers"]
+            check_field("layers", layers, COUNT, None)
+        microbatches, matrices = request.batch.microbatches or microbatches, request.optimizer == "muon"
         written = checked(entry, ranks, layers, microbatches, whole_matrices=matrices)
         names = entry.passes_on(ranks)
         passed = run_named(written, names, Goal(costs)) if names != "none" else []

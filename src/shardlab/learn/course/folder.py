@@ -18,9 +18,10 @@ from typing import Any, cast
 
 from shardlab.common.errors import Refused, UserError, why_unreadable
 from shardlab.common.files import write_atomically
-from shardlab.common.user_code import find_member, load_module, run_stepwise
+from shardlab.common.user_code import file_and_name, find_member, load_module, run_stepwise
 from shardlab.learn.course import catalogue
 from shardlab.learn.course.catalogue import CourseEntry, all_entries
+from shardlab.learn.course.exercise import Exercise
 from shardlab.learn.course.grading import ExerciseGrade, grade, refused
 
 PROGRESS = "progress.json"
@@ -274,6 +275,14 @@ def check(exercise: int | str, solution: Any) -> ExerciseGrade:
     if result.passed and folder is not None:
         CourseFolder.open(folder).record_pass(entry)
     return result
+
+
+def exercise_of(strategy: str | None) -> Exercise | None:
+    """Return the exercise whose file in a course folder a strategy names, or None."""
+    path = file_and_name(strategy or "")[0]
+    if path is None or not any((folder / PROGRESS).is_file() for folder in path.absolute().parents[:2]):
+        return None
+    return next((entry.exercise for entry in all_entries() if entry.name == path.stem), None)
 
 
 def grade_file(entry: CourseEntry, path: Path) -> ExerciseGrade:
