@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 350,
     "check": 2275,
-    "cli": 8215,
+    "cli": 8250,
     "common": 940,
     "draw": 1730,
     "execute": 3740,

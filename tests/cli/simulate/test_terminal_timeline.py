@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from shardlab.api import check
 from shardlab.cli.plan_options import checked
 from shardlab.cli.simulate.terminal_timeline import (
     IDLE,
@@ -22,17 +24,20 @@ from shardlab.cli.simulate.terminal_timeline import (
     SIGNS,
     Activity,
     Segment,
+    distinct_rows,
     find_steady_state,
+    hidden_ops,
     misleading_share,
     partial_segments,
     print_timeline,
     rank_row,
     whole_segments,
 )
-from shardlab.language import OpKind
+from shardlab.language import Mesh, OpKind
 from shardlab.language.ops import BOOKKEEPING, COMMUNICATION
 from shardlab.simulate.timeline import PUZZLE_COSTS, Event, Timeline, simulate
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.plan.plan import Plan
 from tests.simulate.timeline.programs import prefetching
 from tests.simulate.timeline.runs import run
 from tests.support.thorough import sampled
@@ -169,7 +174,7 @@ def printed(timeline: Timeline, width: int = 80) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width, highlight=False)
     memory = [f"{memory:,}" for memory in timeline.peak_memory_by_rank]
-    print_timeline(console, timeline, lambda row: row, [("peak memory", memory)], 4)
+    print_timeline(console, timeline, [("peak memory", memory)])
     return text.getvalue()
 
 
@@ -196,6 +201,45 @@ def test_the_rows_fit_the_terminal(name: str, microbatches: int, width: int) -> 
     if width >= 80:
         assert max(map(len, lines)) <= width
         assert len(lines) <= 32
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """Return the signs of each row by the ranks of the row."""
+    return {line.split()[0]: line.split()[1] for line in text.splitlines() if re.match(r" *\d", line)}
+
+
+def test_ranks_that_do_the_same_have_one_row_with_their_numbers() -> None:
+    text = printed(timeline_of("fsdp", 4))
+    assert list(rows_of(text)) == ["0-3"]
+    assert "Ranks in one row do the same at the same time." in text
+    assert list(rows_of(printed(TWO_STAGES))) == ["0-1", "2-3"]
+    text = printed(timeline_of("gpipe", 4))
+    assert list(rows_of(text)) == ["0", "1", "2", "3"]
+    assert "Ranks in one row" not in text
+
+
+def test_ranks_share_a_row_only_if_their_columns_agree_and_their_list_is_short() -> None:
+    timeline = timeline_of("fsdp", 4)
+    assert distinct_rows(timeline, [["a", "b", "a", "a"]]) == {0: "0, 2-3", 1: "1"}
+    program = replace(timeline.program, mesh=Mesh(dp_shard=12), tapes=timeline.program.tapes * 3)
+    every_second = [events if rank % 2 else [] for rank, events in enumerate(timeline.events * 3)]
+    assert distinct_rows(Timeline(program, every_second)) == {rank: str(rank) for rank in range(12)}
+
+
+def test_ops_that_no_sign_shows_are_counted() -> None:
+    ops = [(OpKind.FORWARD, 0, 10), (OpKind.UPDATE, 4.1, 4.3), (OpKind.SEND, 3, 4), (OpKind.RECV, 12.4, 12.6)]
+    events = [event(*op) for op in ops]
+    row = rank_row(Activity(events, 20.0), 0, 20.0, 20).plain
+    assert row == "FFFfFFFFFF.........."
+    assert hidden_ops(events, Segment(0, 20.0), row) == {OpKind.UPDATE: 1, OpKind.RECV: 1}, "the small letter sends"
+    assert hidden_ops(events, Segment(10, 20), row[10:]) == {OpKind.RECV: 1}
+    assert "Too short for a sign: all-reduce (4), update (4), send (1), reduce-scatter (1), recv (1)." in " ".join(
+        printed(TWO_STAGES).split()
+    )
+    assert "Too short" not in printed(timeline_of("1f1b", 64)), "only parts of the step are shown"
+
+
+TWO_STAGES = simulate(check(Plan(Mesh(pp=2, dp_shard=2), schedule="zb-h1", shard_optimizer=("dp_shard",))))
 
 
 def test_a_steady_state_is_the_shortest_period_of_all_ranks() -> None:

@@ -14,10 +14,6 @@ from shardlab.common.text import counted
 from shardlab.learn.course.catalogue import CourseEntry
 from shardlab.learn.course.folder import CourseFolder
 from shardlab.learn.course.grading import ExerciseGrade
-from shardlab.simulate.timeline.prices import rank_of
-
-RANK_WIDTH = 4
-"""Width of a rank's number in characters."""
 
 
 def print_grade(console: Console, grade: ExerciseGrade, place: str) -> None:
@@ -29,11 +25,9 @@ def print_grade(console: Console, grade: ExerciseGrade, place: str) -> None:
     console.print()
     print_line(console, Text.assemble((grade.title, "bold cyan"), (f"  {place}", "dim")))
     if grade.timeline is not None:
-        timeline = grade.timeline
-        memory = [f"{peak:,}" for peak in timeline.peak_memory_by_rank]
+        memory = [f"{peak:,}" for peak in grade.timeline.peak_memory_by_rank]
         console.print()
-        columns = [("peak memory", memory)]
-        print_timeline(console, timeline, lambda row: rank_of(timeline.program, row), columns, RANK_WIDTH)
+        print_timeline(console, grade.timeline, [("peak memory", memory)])
     if rows := grade.rows():
         console.print()
         width = max(len(text) for row in rows for text in (row.value, row.goal))

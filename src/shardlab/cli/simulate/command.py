@@ -257,4 +257,4 @@ def _print_ranks(console: Console, timeline: Timeline) -> None:
         ("computes", [f"{share:.0%}" for share in busy]),
         ("peak memory", [f"{memory:,}" for memory in timeline.peak_memory_by_rank]),
     ]
-    print_timeline(console, timeline, lambda row: row, columns, label=4)
+    print_timeline(console, timeline, columns)

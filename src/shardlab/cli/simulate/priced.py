@@ -446,4 +446,4 @@ def _print_ranks(console: Console, result: PricedStep) -> None:
     """Print the timeline of each rank, with its peak memory."""
     timeline, peaks = result.estimate.timeline(), result.estimate.peaks
     memory = [f"{bytes_text(peak.bytes):>11}" for peak in peaks]
-    print_timeline(console, timeline, lambda row: rank_of(timeline.program, row), [("peak memory", memory)], label=6)
+    print_timeline(console, timeline, [("peak memory", memory)])

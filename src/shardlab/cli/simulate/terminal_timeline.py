@@ -1,17 +1,20 @@
 """Timelines in characters, for a terminal or a pipe.
 
-`print_timeline` prints a row of signs for each rank. Each sign covers a cell of time, and shows the op that takes at
-least half of it. If one row is too coarse for the step, the step is printed in up to three rows (`whole_segments`), or
-only its beginning, middle and end are printed (`partial_segments`), with the period that `find_steady_state` finds.
-`print_strips` prints a step before the first pass and after each pass on a common time axis. `Activity` computes the
-share of each kind of op in an interval, `rank_row` converts shares into signs, and `legend` explains the signs.
+`print_timeline` prints a row of signs for each rank, or for ranks that do the same at the same time (`distinct_rows`).
+Each sign covers a cell of time, and shows the op that takes at least half of it. Ops that no sign shows are counted
+below the rows (`hidden_ops`). If one row is too coarse for the step, the step is printed in up to three rows
+(`whole_segments`), or only its beginning, middle and end are printed (`partial_segments`), with the period that
+`find_steady_state` finds. `print_strips` prints a step before the first pass and after each pass on a common time axis.
+`Activity` computes the share of each kind of op in an interval, `rank_row` converts shares into signs, and `legend`
+explains the signs.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,11 +23,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from shardlab.common.text import axis_time_text, counted
+from shardlab.common.text import axis_time_text, counted, listed
 from shardlab.language import OpKind
 from shardlab.language.ops import BOOKKEEPING, COMMUNICATION, HUES
 from shardlab.simulate.timeline import Event, Timeline
-from shardlab.simulate.timeline.prices import rank_of
+from shardlab.simulate.timeline.prices import stands_for
 
 Array = NDArray[np.float64]
 
@@ -45,8 +48,11 @@ PERIOD_TOLERANCE = 0.01
 digits."""
 
 SHOWN_ROWS, SHOWN_RANKS = 20, 16
-"""Largest number of rows and of ranks shown. Shown ranks are evenly spaced; if each takes several rows, they are
-fewer."""
+"""Largest number of rows and of distinct ranks shown. Shown ranks are evenly spaced; if each takes several rows, they
+are fewer."""
+
+LONGEST_NAME = 11
+"""Largest number of characters of a list of ranks. If it would be longer, each of the ranks has its own row."""
 
 WIDEST, NARROWEST = 120, 20
 """Largest and smallest number of characters of a row. A wider terminal stays empty on the right."""
@@ -73,58 +79,59 @@ TINY = 1e-9
 """Tolerance for rounding errors of shares."""
 
 STRIP_RANKS = 4
-"""Largest number of ranks in each strip, evenly spaced."""
-
-LABEL = 4
-"""Width of a rank's number in characters."""
+"""Largest number of rows in each strip, evenly spaced."""
 
 
-def print_timeline(
-    console: Console,
-    timeline: Timeline,
-    number_of: Callable[[int], int],
-    columns: Sequence[tuple[str, Sequence[str]]],
-    label: int,
-) -> None:
+def print_timeline(console: Console, timeline: Timeline, columns: Sequence[tuple[str, Sequence[str]]]) -> None:
     """Print the rows of a timeline and their legend.
 
     Args:
-        number_of: function from a row of the timeline to its rank.
         columns: columns to the right of the rows, as (heading, text for each row of the timeline). They are printed on
             each rank's first line.
-        label: width of the column with the rank, in characters.
     """
     end = timeline.end
     if not end:
         return
+    names = distinct_rows(timeline, [texts for _, texts in columns])
+    label = max(map(len, ["rank", *names.values()]))
     right = sum(2 + len(heading) for heading, _ in columns)
     width = min(WIDEST, max(NARROWEST, console.width - label - 2 - right - MARGIN))
-    ranks = [Activity(events, end) for events in timeline.events]
+    ranks = {row: Activity(timeline.events[row], end) for row in names}
     every = -(-len(ranks) // SHOWN_RANKS)
-    shown = whole_segments(ranks[::every], end, width)
-    note = ""
-    if not shown:
-        steady = find_steady_state(timeline.events[::every], end)
-        shown = partial_segments(ranks[::every], end, width, steady)
-        note = _parts_text(timeline, steady)
+    drawn = [*ranks.values()][::every]
+    notes: list[str] = []
+    shown = whole_segments(drawn, end, width)
+    is_whole = bool(shown)
+    if not is_whole:
+        steady = find_steady_state([timeline.events[row] for row in [*ranks][::every]], end)
+        shown = partial_segments(drawn, end, width, steady)
+        notes.append(_parts_text(timeline, steady))
     every = max(every, -(-len(ranks) * len(shown) // SHOWN_ROWS))
     rows: list[Text] = []
+    hidden = Counter[OpKind]()
     for segment in shown:
         ends = [_time_text(timeline, moment, segment.end - segment.start) for moment in segment]
         headings = "".join(f"  {heading}" for heading, _ in columns) if not rows else ""
         between = " " * max(1, width - sum(map(len, ends)))
         console.print(Text(f"{'rank':>{label}}  {between.join(ends)}{headings}", "dim"), no_wrap=True)
-        for row in range(0, len(ranks), every):
+        for row in [*ranks][::every]:
             cells = (f"  {texts[row]:>{len(heading)}}" for heading, texts in columns)
             signs = rank_row(ranks[row], *segment, width)
             shares = "".join(cells) if segment is shown[0] else ""
-            console.print(Text(f"{number_of(row):>{label}}  ") + signs + Text(shares), no_wrap=True)
+            console.print(Text(f"{names[row]:>{label}}  ") + signs + Text(shares), no_wrap=True)
             rows.append(signs)
-    console.print(legend(rows, ranks, console.width))
+            hidden += hidden_ops(timeline.events[row], segment, signs.plain)
+    console.print(legend(rows, [*ranks.values()], console.width))
+    if not all(name.isdecimal() for name in names.values()):
+        notes.insert(0, "Ranks in one row do the same at the same time.")
     if every > 1:
-        note = f"{note} Of {counted(len(ranks), 'rank')} one in {every} is shown."
-    if note:
-        console.print(note.strip(), style="dim")
+        notes.append(f"Of {counted(len(ranks), 'row')} one in {every} is shown.")
+    if is_whole and hidden:
+        notes.append(
+            f"Too short for a sign: {', '.join(f'{_name(kind)} ({n:,})' for kind, n in hidden.most_common())}."
+        )
+    if notes:
+        console.print(" ".join(notes), style="dim")
 
 
 def print_strips(timelines: Mapping[str, Timeline], time_text: Callable[[float], str], console: Console) -> None:
@@ -132,20 +139,61 @@ def print_strips(timelines: Mapping[str, Timeline], time_text: Callable[[float],
     end = max((timeline.end for timeline in timelines.values()), default=0.0)
     if not end:
         return
-    width = min(WIDEST, max(NARROWEST, console.width - LABEL - 2 - MARGIN))
+    every_name = {name: distinct_rows(timeline) for name, timeline in timelines.items()}
+    label = max(len(text) for names in every_name.values() for text in ["rank", *names.values()])
+    width = min(WIDEST, max(NARROWEST, console.width - label - 2 - MARGIN))
     rows: list[Text] = []
     all_ranks: list[Activity] = []
     for name, timeline in timelines.items():
-        console.print(Text.assemble((f"{'':{LABEL}}  {name}", "bold"), (f"  ends at {time_text(timeline.end)}", "dim")))
-        ranks = [Activity(events, timeline.end) for events in timeline.events]
+        names = every_name[name]
+        console.print(Text.assemble((f"{'':{label}}  {name}", "bold"), (f"  ends at {time_text(timeline.end)}", "dim")))
+        ranks = {row: Activity(timeline.events[row], timeline.end) for row in names}
         cells = max(1, round(width * timeline.end / end))
-        for row in range(0, len(ranks), -(-len(ranks) // STRIP_RANKS)):
+        for row in [*ranks][:: -(-len(ranks) // STRIP_RANKS)]:
             rows.append(rank_row(ranks[row], 0.0, timeline.end, cells))
-            number = rank_of(timeline.program, row)
-            console.print(Text(f"{number:>{LABEL}}  ") + rows[-1], no_wrap=True)
-        all_ranks += ranks
+            console.print(Text(f"{names[row]:>{label}}  ") + rows[-1], no_wrap=True)
+        all_ranks += ranks.values()
     console.print(legend(rows, all_ranks, console.width))
     console.print()
+
+
+def distinct_rows(timeline: Timeline, columns: Sequence[Sequence[str]] = ()) -> dict[int, str]:
+    """Return the rows of a timeline to print, each with the numbers of its ranks, such as `3` or `0-7`.
+
+    Ranks share a row if they do the same at the same time, and have the same texts in all columns.
+    """
+    groups: dict[object, list[int]] = {}
+    for row, events in enumerate(timeline.events):
+        does = [(event.kind, round(event.start, 9), round(event.end, 9)) for event in events if event.end > event.start]
+        groups.setdefault((*does, *(texts[row] for texts in columns)), []).append(row)
+
+    def name(rows: Sequence[int]) -> str:
+        return listed(rank for row in rows for rank in stands_for(timeline.program, row))
+
+    sets = [
+        rows
+        for group in groups.values()
+        for rows in ([group] if len(name(group)) <= LONGEST_NAME else [[row] for row in group])
+    ]
+    return {rows[0]: name(rows) for rows in sorted(sets)}
+
+
+def hidden_ops(events: Iterable[Event], segment: Segment, signs: str) -> Counter[OpKind]:
+    """Count the ops in the middle of a segment that its signs do not show.
+
+    An op is shown if a cell that it touches has its sign, or for communication a small letter.
+    """
+    cells = len(signs) / (segment.end - segment.start)
+    hidden = Counter[OpKind]()
+    for event in events:
+        if event.kind not in SIGNS or event.end <= event.start:
+            continue
+        if segment.start <= (event.start + event.end) / 2 < segment.end:
+            first, last = ((moment - segment.start) * cells for moment in (event.start, event.end))
+            touched = signs[max(0, math.floor(first + TINY)) : math.ceil(last - TINY)]
+            is_small = event.kind in COMMUNICATION and touched != touched.upper()
+            hidden[event.kind] += SIGNS[event.kind][0] not in touched.upper() and not is_small
+    return +hidden
 
 
 class Shares(NamedTuple):
@@ -332,7 +380,7 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
     for kind, (sign, color) in SIGNS.items():
         shares = [total.get(kind, 0.0) for total in totals]
         if shown & {sign, sign.lower()} or max(shares, default=0) >= NAMED_SHARE:
-            meanings.append(_legend_entry(sign, color, kind.value.replace("_", "-"), shares))
+            meanings.append(_legend_entry(sign, color, _name(kind), shares))
     hidden = [rank.hidden for rank in ranks]
     if shown & {sign.lower() for sign, _ in SIGNS.values() if sign.isupper()} or max(hidden, default=0) >= NAMED_SHARE:
         meanings.append(_legend_entry("small letter:", "dim", "communicates as well", hidden))
@@ -350,6 +398,10 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
         else:
             lines.append(meaning)
     return Text("\n").join(lines)
+
+
+def _name(kind: OpKind) -> str:
+    return kind.value.replace("_", "-")
 
 
 def _is_readable(ranks: Sequence[Activity], segments: Sequence[Segment], width: int) -> bool:
