@@ -19,7 +19,7 @@ CODE_LINES = {
     "check": 2275,
     "cli": 8250,
     "common": 940,
-    "draw": 1730,
+    "draw": 1740,
     "execute": 3740,
     "frameworks": 3330,
     "language": 4575,

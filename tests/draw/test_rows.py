@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from functools import cache
+from itertools import combinations
 
 import pytest
 
@@ -17,6 +18,7 @@ from shardlab.language import Mesh, OpKind, Sizes, trace
 from shardlab.simulate.predict.estimate import estimate
 from shardlab.simulate.predict.folding import fold
 from shardlab.simulate.timeline import Timeline, simulate
+from shardlab.strategies import STRATEGIES
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 from tests.draw.test_timeline import texts, timeline_of
@@ -187,3 +189,18 @@ def test_a_close_up_shows_single_microbatches_of_the_steady_state() -> None:
 def test_one_rank_of_many_microbatches_has_a_close_up() -> None:
     words = texts(timeline_svg(timeline_of("grad-accum", 1, microbatches=512)))
     assert any(word.startswith("Close-up") for word in words)
+
+
+@pytest.mark.parametrize("name", ["context-parallel", "fsdp"])
+def test_communications_at_the_same_time_are_drawn_one_above_the_other(name: str) -> None:
+    entry = STRATEGIES[name]
+    timeline = simulate(check(trace(entry.program, entry.mesh(4), entry.puzzle(4), 4)))
+    drawn = tracks(rows_of(timeline), Looks(timeline, "pass"), Detail.OPS, 10.0, lambda _, event: event.kind.value)
+    shared = 0
+    for track in drawn:
+        for one, other in combinations(track.communication, 2):
+            if max(one.start, other.start) < min(one.end, other.end) - 1e-6:
+                assert max(one.part[0], other.part[0]) >= min(one.part[1], other.part[1])
+                shared += 1
+    assert (shared > 0) == (name != "fsdp")
+    assert name != "fsdp" or {span.part for track in drawn for span in track.communication} == {(0.0, 1.0)}

@@ -402,9 +402,10 @@ def _stack(boxes: Boxes, panel: Panel, spans: Iterable[Span], top: float, bottom
     """Add the boxes of a lane's spans. Shares of a span are stacked from the bottom of the lane."""
     for span in spans:
         start, end = max(span.start, panel.start), min(span.end, panel.end)
-        under = bottom
+        high, under = (top + part * (bottom - top) for part in span.part)
+        height = under - high
         for paint, share in span.shares:
-            over = under - share * (bottom - top)
+            over = under - share * height
             box = (start, over, end, under)
             boxes[paint.color, paint.hatch, False].append(box)
             for color, stripe in stripes(paint, box):
@@ -417,10 +418,11 @@ def _write(page: Page, axes: Axes, panel: Panel, spans: Iterable[Span], row: int
     wrote = False
     for span in spans:
         start, end = max(span.start, panel.start), min(span.end, panel.end)
-        filled = sum(share for _, share in span.shares)
-        if size := panel.text_size(span.text, end - start, (lane[1] - lane[0]) * filled):
+        high, low = (lane[0] + part * (lane[1] - lane[0]) for part in span.part)
+        filled = sum(share for _, share in span.shares) * (low - high)
+        if size := panel.text_size(span.text, end - start, filled):
             paint = max(span.shares, key=lambda share: share[1])[0]
-            middle = row + lane[1] - filled * (lane[1] - lane[0]) / 2
+            middle = row + low - filled / 2
             page.write(axes, ((start + end) / 2, middle), span.text, size, ink_on(paint.color))
             wrote = True
     return wrote

@@ -50,6 +50,9 @@ NARROWEST_SHARE = 8.0
 JOINED_DISTANCE = 2.0
 """Distance in points below which communications are joined into one span, if boxes are passes."""
 
+ROUNDING = 1e-9
+"""Relative error of times below which one communication begins when another one ends."""
+
 Shares = tuple[tuple[Paint, float], ...]
 """Shares of a span's time, by style."""
 
@@ -127,12 +130,14 @@ class Span(NamedTuple):
     Attributes:
         shares: shares of the time by style. The rest up to 1 is waiting.
         text: label, written only if it fits.
+        part: upper and lower edge in the lane, from 0 (its top) to 1.
     """
 
     start: float
     end: float
     shares: Shares
     text: str = ""
+    part: tuple[float, float] = (0.0, 1.0)
 
 
 class Track(NamedTuple):
@@ -244,7 +249,29 @@ def _ops(row: Row, looks: Looks, letters: Callable[[Row, Event], str]) -> Track:
         text = letters(row, event) if talks else _microbatches(event)
         span = Span(event.start, event.end, ((looks.paint(event), 1.0),), text)
         (track.communication if talks else track.compute).append(span)
-    return track
+    return track._replace(communication=_one_above_the_other(track.communication))
+
+
+def _one_above_the_other(spans: Iterable[Span]) -> list[Span]:
+    """Divide the lane among spans that overlap, so that none hides another one."""
+    apart: list[Span] = []
+    run: list[tuple[int, Span]] = []  # overlapping spans, each with the number of its part
+    ends: list[float] = []  # end of the last span in each part
+
+    def end_run() -> None:
+        apart.extend(span._replace(part=(part / len(ends), (part + 1) / len(ends))) for part, span in run)
+        run.clear()
+        ends.clear()
+
+    for span in sorted(spans, key=lambda span: span.start):
+        free = [part for part, end in enumerate(ends) if end <= span.start * (1 + ROUNDING)]
+        if len(free) == len(ends):
+            end_run()
+        part = free[0] if free and ends else len(ends)
+        ends[part : part + 1] = [span.end]
+        run.append((part, span))
+    end_run()
+    return apart
 
 
 def _microbatches(event: Event) -> str:
