@@ -16,6 +16,15 @@ function randomLane(next, count, end) {
   return laneFrom(spans.map((_, at) => at), spans.map(([start]) => start), spans.map(([, stop]) => stop));
 }
 
+test("ops that overlap have different parts of their lane, and each is found there", () => {
+  const lane = laneFrom([0, 1, 2, 3], [0, 0, 2, 5], [3, 2, 4, 6]);
+  assert.deepEqual([...lane.upper], [0, 0.5, 0.5, 0]);
+  assert.deepEqual([...lane.lower], [0.5, 1, 1, 1]);
+  const view = { from: 0, to: 10, width: 1000 };
+  const found = [0.2, 0.8].map((height) => [1, 2.5, 5.5].map((time) => layout.opAt(lane, view, 100 * time, height)));
+  assert.deepEqual(found, [[0, 0, 3], [1, 2, 3]]);
+});
+
 test("labels of rows do not overlap, and the selected row has one", () => {
   for (const [rows, height] of [[4, 500], [64, 500], [64, 300], [200, 900]]) {
     const places = layout.layoutOf(rows, 1, height);
@@ -92,11 +101,12 @@ for (const name of ["gpipe", "fsdp", "two"]) {
     for (const timeline of model.timelines) {
       for (let row = 0; row < model.rows; row += 1) {
         const box = layout.trackBox(places, row, timeline.number, 0);
-        for (const [lane, y] of [
-          [timeline.compute[row], box.top + box.compute / 2],
-          [timeline.communication[row], box.communicationTop + box.communication / 2],
+        for (const [lane, top, height] of [
+          [timeline.compute[row], box.top, box.compute],
+          [timeline.communication[row], box.communicationTop, box.communication],
         ]) {
-          for (const op of lane.ops) {
+          for (const [at, op] of lane.ops.entries()) {
+            const y = top + (height * (lane.upper[at] + lane.lower[at])) / 2;
             const x = pixelAt(view, (timeline.starts[op] + timeline.ends[op]) / 2);
             const hit = layout.hitTest(model, view, places, 0, x, y);
             assert.equal(hit.row, row);

@@ -129,20 +129,22 @@ export function hitTest(model, view, layout, scroll, x, y) {
   const box = trackBox(layout, row, number, scroll);
   const inCompute = y < box.communicationTop;
   const lane = (inCompute ? timeline.compute : timeline.communication)[row];
-  const op = opAt(lane, view, x);
+  const [top, height] = inCompute ? [box.top, box.compute] : [box.communicationTop, box.communication];
+  const op = opAt(lane, view, x, (y - top) / height);
   const time = timeAt(view, x);
   const gap = op < 0 && inCompute ? gapAt(timeline.compute[row], time, timeline.end) : null;
   return { row, timeline: number, op, gap, time };
 }
 
-/** Shortest op of a lane at or very near a pixel; -1 if there is none. */
-export function opAt(lane, view, x) {
+/** Shortest op of a lane at or very near a pixel, at a height from 0 (the lane's top) to 1; -1 if there is none. */
+export function opAt(lane, view, x, height) {
   const time = timeAt(view, x);
   const near = timeAt(view, x + NEAR) - time;
   const [first, last] = visibleRange(lane, time - near, time + near);
   let [found, best] = [-1, Infinity];
   for (let at = first; at < last; at += 1) {
     if (lane.ends[at] < time - near || lane.starts[at] > time + near) continue;
+    if (height < lane.upper[at] || height > lane.lower[at]) continue;
     const away = Math.max(0, lane.starts[at] - time, time - lane.ends[at]);
     const length = lane.ends[at] - lane.starts[at];
     const rank = away > 0 ? 1e9 * (1 + pixelAt(view, view.from + away)) : length;

@@ -198,7 +198,7 @@ export class Model {
   }
 }
 
-/** Lane of ops, sorted by start. */
+/** Lane of ops, sorted by start. Ops that overlap have different parts of its height, from `upper` to `lower`. */
 export function laneFrom(ops, starts, ends) {
   const reach = new Float64Array(ends.length);
   let latest = -Infinity;
@@ -206,5 +206,30 @@ export function laneFrom(ops, starts, ends) {
     latest = Math.max(latest, end);
     reach[at] = latest;
   });
-  return { ops: Uint32Array.from(ops), starts: Float64Array.from(starts), ends: Float64Array.from(ends), reach };
+  const spans = { ops: Uint32Array.from(ops), starts: Float64Array.from(starts), ends: Float64Array.from(ends) };
+  return { ...spans, reach, ...partsOf(starts, ends) };
+}
+
+/** Upper and lower edge of each op in its lane, from 0 (the top) to 1. */
+function partsOf(starts, ends) {
+  const upper = new Float32Array(starts.length);
+  const lower = new Float32Array(starts.length);
+  const part = [];
+  let [first, last] = [0, []]; // first op of a run of overlapping ops, and the end of the last op in each part
+  const endRun = (next) => {
+    for (let at = first; at < next; at += 1) {
+      upper[at] = part[at] / last.length;
+      lower[at] = (part[at] + 1) / last.length;
+    }
+    [first, last] = [next, []];
+  };
+  starts.forEach((start, at) => {
+    const isFree = (end) => end <= start * (1 + 1e-9); // equal but for rounding
+    if (last.every(isFree)) endRun(at);
+    const free = last.findIndex(isFree);
+    part[at] = free < 0 ? last.length : free;
+    last[part[at]] = ends[at];
+  });
+  endRun(starts.length);
+  return { upper, lower };
 }

@@ -84,13 +84,14 @@ function drawBoxes(context, scene, lane, top, height, talks) {
     const wide = right - left;
     if (palette.css[numbers[op]] !== color) color = palette.css[numbers[op]];
     context.fillStyle = color;
-    context.fillRect(GUTTER + left, top, Math.max(0.8, wide > 3 ? wide - 0.7 : wide), height - (talks ? 1 : 0));
-    if (wide > 14 && size >= 8) {
+    const [upper, lower] = [top + height * lane.upper[at], top + height * lane.lower[at]];
+    context.fillRect(GUTTER + left, upper, Math.max(0.8, wide > 3 ? wide - 0.7 : wide), lower - upper - (talks ? 1 : 0));
+    if (wide > 14 && size >= 8 && lower - upper > size) {
       const about = model.kinds[kind[op]];
       const label = talks ? about.letters : model.header.texts[text[op]];
       if (label && label.length * size * 0.62 < wide) {
         context.fillStyle = inkOn(color);
-        context.fillText(label, GUTTER + (left + right) / 2, top + height / 2 + 0.5);
+        context.fillText(label, GUTTER + (left + right) / 2, (upper + lower) / 2 + 0.5);
       }
     }
   }
@@ -128,14 +129,18 @@ function drawMarks(context, scene) {
   const surface = SURFACES[theme];
   const outline = (op, color, line) => {
     const timeline = model.timelines[scene.timeline];
-    const box = trackBox(layout, model.rowOf[op], timeline.number, scroll);
+    const row = model.rowOf[op];
+    const box = trackBox(layout, row, timeline.number, scroll);
     const talks = model.kindOf(op).communicates;
     const [left, right] = [timeline.starts[op], timeline.ends[op]].map((time) => GUTTER + pixelAt(view, time));
     if (right < GUTTER || left > GUTTER + view.width) return;
     context.strokeStyle = color;
     context.lineWidth = line;
     const [top, height] = talks ? [box.communicationTop, box.communication] : [box.top, box.compute];
-    context.strokeRect(left, top, Math.max(2, right - left - 1), height - 1);
+    const lane = (talks ? timeline.communication : timeline.compute)[row];
+    const at = lane.ops.indexOf(op);
+    const [upper, lower] = at < 0 ? [0, 1] : [lane.upper[at], lane.lower[at]]; // an op that takes no time is in no lane
+    context.strokeRect(left, top + height * upper, Math.max(2, right - left - 1), height * (lower - upper) - 1);
   };
   for (const op of chain) outline(op, surface.accent, 1.5);
   if (selected >= 0) outline(selected, surface.ink, 2.5);
@@ -190,7 +195,7 @@ function drawNames(context, scene) {
     const box = trackBox(layout, row, 0, scroll);
     const middle = Math.max(box.top + (layout.row - 4) / 2, row === 0 && !scroll ? AXIS + size / 2 : 0);
     context.fillStyle = row === scene.row ? surface.accent : surface.faint;
-    const short = model.header.rows[row].name.replace(/ \(.*/, "");
+    const short = shortName(model, row);
     if (model.timelines.length > 1 && layout.track >= 12) {
       model.timelines.forEach((timeline) => {
         const track = trackBox(layout, row, timeline.number, scroll);
@@ -207,7 +212,9 @@ function drawNames(context, scene) {
   context.fillRect(GUTTER - 1, 0, 1, layout.height);
 }
 
-/** Draw the memory of the selected row by category over the same time axis. */
+const shortName = (model, row) => model.header.rows[row].name.replace(/ \(.*/, "");
+
+/** Draw the memory of the selected row, and its name, by category over the same time axis. */
 export function drawMemory(context, scene, height) {
   const { model, view, theme } = scene;
   const surface = SURFACES[theme];
@@ -267,6 +274,9 @@ export function drawMemory(context, scene, height) {
     context.fillText(text, GUTTER - 6, y);
   };
   line(memory.peak, shortMemoryText(memory.peak, model.header.memory));
+  context.fillStyle = surface.accent;
+  context.font = `12px ${FONT}`;
+  context.fillText(shortName(model, scene.row), GUTTER - 8, base - 8);
   context.fillStyle = surface.line;
   context.fillRect(GUTTER - 1, 0, 1, height);
   context.fillRect(GUTTER, base, view.width, 1);
