@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "shardlab"
 CODE_LINES = {
     "": 350,
     "check": 2275,
-    "cli": 8250,
+    "cli": 8255,
     "common": 940,
     "draw": 1740,
     "execute": 3740,

@@ -135,6 +135,13 @@ def test_a_step_without_communication_has_no_overlap(capsys: pytest.CaptureFixtu
     assert re.search(r"overlap of communication +no communication", capsys.readouterr().out)
 
 
+def test_a_straggler_has_the_name_of_its_rank_and_equal_ranks_have_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", "gpipe", "--layers", "6"]) == 0
+    assert re.search(r"straggler: rank 1, beyond the mean +\d+\.\d%", capsys.readouterr().out)
+    assert main(["view", "gpipe"]) == 0
+    assert re.search(r"straggler +none", capsys.readouterr().out)
+
+
 def test_a_trace_that_simulate_wrote_has_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "fsdp", "--trace", "trace.json"]) == 0
     capsys.readouterr()

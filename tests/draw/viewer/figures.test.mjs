@@ -32,6 +32,20 @@ test("a second timeline has a column and a difference, with its sign", () => {
   assert.match(row.difference, /^\+/);
 });
 
+test("a straggler has the name of its row, and equal ranks have none", () => {
+  const model = step("gpipe");
+  const last = () => figureRows(model).at(-1);
+  assert.deepEqual([last().label, last().values], ["straggler", ["none"]]);
+  model.timelines[0].figures.straggler = { row: 1, excess: 0.125 };
+  assert.deepEqual([last().label, last().values], ["straggler: rank 1", ["+12.5 %"]]);
+});
+
+test("without communication there is no overlap", () => {
+  const model = step("fsdp");
+  model.timelines[0].figures.overlap = null;
+  assert.deepEqual(figureRows(model).find((row) => row.label === "overlap").values, ["no communication"]);
+});
+
 test("without a pipeline there is no bubble", () => {
   assert.ok(!figureRows(step("fsdp")).some((row) => row.label.startsWith("bubble")));
 });

@@ -28,6 +28,7 @@ from shardlab.language import UserError
 from shardlab.simulate.timeline import schedule_bubble, simulate
 from shardlab.simulate.timeline.critical_path import critical_path
 from shardlab.simulate.timeline.figures import Figures
+from shardlab.simulate.timeline.prices import stands_for
 from shardlab.simulate.timeline.run import Clocks, element_counters, memory_counters
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class PageContents:
         title, note: title of the page, and the sentence below it.
         packed: packed tables of the page.
         timelines: figures of each timeline by its name, and whether they are in seconds.
+        rows: names of the rows.
         remarks: sentences below the figures.
     """
 
@@ -64,6 +66,7 @@ class PageContents:
     packed: bytes
     timelines: Mapping[str, Figures]
     in_seconds: bool
+    rows: Sequence[str]
     remarks: Sequence[str] = ()
 
 
@@ -108,7 +111,7 @@ class View(StepOptions):
 
             with writing("--out", out):
                 save_page(shown.packed, shown.title, out)
-        report = figures_report(shown.title, shown.note, shown.timelines, in_seconds=shown.in_seconds)
+        report = figures_report(shown.title, shown.note, shown.timelines, shown.rows, in_seconds=shown.in_seconds)
         report.data["remarks"] = list(shown.remarks)
         for remark in shown.remarks:
             report.line(Text(remark, "yellow"))
@@ -223,9 +226,8 @@ class View(StepOptions):
         self._refuse_step_options(f"{path} is a trace", ())
         timelines = read_trace_file(path)
         packed = trace_tables(path.stem, str(path), timelines)
-        return PageContents(
-            path.stem, str(path), packed, {each.name: each.figures for each in timelines}, in_seconds=True
-        )
+        figures, rows = {each.name: each.figures for each in timelines}, [rank.name for rank in timelines[-1].ranks]
+        return PageContents(path.stem, str(path), packed, figures, in_seconds=True, rows=rows)
 
     def _refuse_step_options(self, what: str, but: tuple[str, ...]) -> None:
         """Refuse options of a step together with a run or a trace, which already determine the step."""
@@ -237,12 +239,13 @@ class View(StepOptions):
 
 
 def _contents_of_step(step: Step) -> PageContents:
+    from shardlab.draw.rows import ranks_text
     from shardlab.draw.viewer.step_tables import step_tables
 
     figures = {each.name: found for each, found in zip(step.shown, step.figures, strict=True)}
-    return PageContents(
-        step.title, step.note, step_tables(step), figures, step.shown[0].timeline.in_seconds, step.remarks
-    )
+    in_seconds, program = step.shown[0].timeline.in_seconds, step.traced.program
+    rows = [ranks_text(stands_for(program, row)) for row in range(program.ranks)]
+    return PageContents(step.title, step.note, step_tables(step), figures, in_seconds, rows, step.remarks)
 
 
 def _schedule_of(entry: StrategyEntry, ranks: int) -> str:

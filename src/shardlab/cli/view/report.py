@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.text import Text
 
@@ -11,13 +11,19 @@ from shardlab.cli.simulate.command import units_text
 from shardlab.common.text import seconds_text
 from shardlab.simulate.timeline.figures import Figures, IdleCause
 
+UNEQUAL = 0.0005
+"""Smallest share of the mean by which a rank that computes longer than the others is named as a straggler."""
 
-def figures_report(title: str, note: str, timelines: Mapping[str, Figures], *, in_seconds: bool) -> Report:
+
+def figures_report(
+    title: str, note: str, timelines: Mapping[str, Figures], rows: Sequence[str], *, in_seconds: bool
+) -> Report:
     """Return a report of the figures of one or several timelines, and of their difference if there are two.
 
     Args:
         title, note: title of the step, and a sentence about it.
         timelines: figures by the name of the timeline.
+        rows: names of the rows.
         in_seconds: whether times are seconds, rather than units.
     """
     report = Report(title=title, unit="seconds" if in_seconds else "units")
@@ -52,7 +58,9 @@ def figures_report(title: str, note: str, timelines: Mapping[str, Figures], *, i
         add("bubble with communication", [each.bubble_with_communication for each in every])
         if every[0].closed_form is not None:
             add(f"  {every[0].formula}", [each.closed_form for each in every])
-    add(f"straggler: row {every[-1].straggler}, beyond the mean", [each.excess for each in every])
+    excess = [each.excess if each.excess >= UNEQUAL else None for each in every]
+    name = f": {rows[every[-1].straggler]}, beyond the mean" if any(excess) else ""
+    add(f"straggler{name}", excess, none="none")
     report.draw(lambda console: console.print(table))
     return report
 

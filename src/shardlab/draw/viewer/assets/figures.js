@@ -2,6 +2,9 @@
 
 import { timeText } from "./scale.js";
 
+/** Smallest share of the mean by which a rank that computes longer than the others is named as a straggler. */
+const UNEQUAL = 0.0005;
+
 /** Rows of the table: label, text for each timeline, difference between the last and the first, and explanation. */
 export function figureRows(model) {
   const all = model.timelines.map((timeline) => timeline.figures);
@@ -34,8 +37,10 @@ export function figureRows(model) {
       add("closed form", all.map((each) => each.bubble_closed_form), percent, all[0].bubble_formula, true);
     }
   }
-  const about = all.map((each) => `${model.header.rows[each.straggler.row].name}`).join("; ");
-  add("straggler", all.map((each) => each.straggler.excess), (value) => `+${percent(value)}`, `${about}: compute beyond the mean.`);
+  const excess = all.map((each) => (each.straggler.excess >= UNEQUAL ? each.straggler.excess : null));
+  const longest = model.header.rows[all.at(-1).straggler.row].name;
+  const straggler = excess.some((value) => value !== null) ? `straggler: ${longest}` : "straggler";
+  add(straggler, excess, (value) => `+${percent(value)}`, "Compute of the rank that computes longest, beyond the mean.", false, "none");
   return rows;
 }
 
