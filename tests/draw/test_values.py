@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 
+import pytest
+
 from shardlab.draw import network_svg, store_svg, value_svg
 from shardlab.draw.values import COLORS
 from shardlab.language import Holds, Kind, Rank, Spec, World
@@ -42,6 +44,14 @@ def test_a_gradient_shows_what_was_summed_and_which_slices_are_held() -> None:
         [Spec(form_of(Kind.GRAD_WEIGHT, 0, 0, Space(3), Holds(0b0110, 4)), 0b101)], layers=1, microbatches=3
     )
     assert boxes(svg, COLORS[Kind.GRAD_WEIGHT]) == 2 * 2 + LEGEND
+
+
+def test_a_long_title_fits_on_its_page() -> None:
+    title = "grad_weights[1] (microbatches 0-3, shard 1 of 4) on rank 1"
+    for text in ("", title, 2 * title):
+        svg = network_svg([], layers=2, microbatches=4, title=text)
+        (width,) = re.findall(r'width="([\d.]+)pt"', svg)
+        assert float(width) == pytest.approx(72 * max(5.2, 0.4 + 0.092 * len(text)), abs=0.1)
 
 
 def test_a_store_lays_all_its_values_over_one_network() -> None:

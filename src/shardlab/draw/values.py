@@ -40,6 +40,9 @@ MARGIN, LEFT, TOP, HEIGHT = 0.2, 0.5, 1.02, 1.1
 NAMES_WIDTH = 1.0
 """Width to the right of the network for the names of the parts of a layer's box, in inches."""
 
+LETTER = 0.092
+"""Width of a letter of the title, in inches."""
+
 NUMBERED_ROWS = 16
 """Largest number of microbatches for which rows are ruled and numbered."""
 
@@ -71,7 +74,7 @@ def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: st
     """
     specs = list(specs)
     with style():
-        net = _Network(layers, microbatches)
+        net = _Network(layers, microbatches, title)
         net.page.ink.text(MARGIN, 0.22, title, size=11, weight="bold", va="center")
         net.page.ink.text(MARGIN, 0.44, note, size=8.5, color=FAINT, va="center")
         for layer in range(layers):
@@ -89,13 +92,13 @@ def network_svg(specs: Iterable[Spec], layers: int, microbatches: int, title: st
 class _Network:
     """Page with a box for each kind of value at each layer of a network."""
 
-    def __init__(self, layers: int, microbatches: int) -> None:
+    def __init__(self, layers: int, microbatches: int, title: str) -> None:
         self.layers = layers
         self.microbatches = microbatches
         self.pitch = max(0.3, min(1.25, 12 / layers))
         self.column = 0.28 * self.pitch
-        width = layers * self.pitch + self.column
-        self.page = Page(max(LEFT + width + NAMES_WIDTH, 5.2), TOP + HEIGHT + 0.42)
+        width = max(LEFT + layers * self.pitch + self.column + NAMES_WIDTH, 2 * MARGIN + len(title) * LETTER, 5.2)
+        self.page = Page(width, TOP + HEIGHT + 0.42)
 
     def area(self, kind: Kind, layer: int) -> Box:
         """Return the box of one kind of value at one layer, in inches."""
@@ -109,7 +112,7 @@ class _Network:
 
     def empty(self, kind: Kind, layer: int) -> None:
         """Draw the empty box of one kind of value at one layer."""
-        ruled = kind in HALVES and self.microbatches <= NUMBERED_ROWS
+        ruled = (kind in HALVES or kind is Kind.GRAD_WEIGHT) and self.microbatches <= NUMBERED_ROWS
         rows = self.microbatches if ruled else 1
         cells = [_cell(self.area(kind, layer), 0, 1, row, rows) for row in range(rows)]
         fill(self.page.ink, cells, EMPTY, edge="#d0d7de", width=0.5)
