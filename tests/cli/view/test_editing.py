@@ -22,7 +22,9 @@ from shardlab.cli.view.editing import (
 )
 from shardlab.common.user_code import trace_limits
 from shardlab.language import UserError
-from shardlab.learn.course.catalogue import CourseEntry
+from shardlab.learn.course.catalogue import CourseEntry, find
+from shardlab.learn.course.folder import CourseFolder
+from shardlab.learn.course.grading import grade
 from shardlab.strategies.schedules import Schedule
 from shardlab.strategies.schedules.pytorch_csv import export_csv
 from tests.draw.viewer.test_source_lines import PROGRAM
@@ -177,3 +179,17 @@ def test_the_typical_mistakes_of_a_program_are_named_in_its_level() -> None:
     assert mistake.advice in judged.sentence
     assert "shardlab-edit-" not in judged.sentence
     level.close()
+
+
+def test_the_file_of_an_exercise_is_edited_on_the_mesh_and_sizes_on_which_it_is_graded(tmp_path: Path) -> None:
+    CourseFolder.create(tmp_path / "course")
+    for name in ("pipeline", "ring_attention"):
+        entry, file = find(name), tmp_path / "course" / f"{name}.py"
+        file.write_text(entry.solution_text)
+        found = editor(str(file))
+        judgement = found.judge(found.start)
+        figures = grade(entry.exercise, entry.solution).figures
+        assert judgement.step is not None
+        assert figures is not None
+        assert judgement.step.shown[0].timeline.end == figures.time
+        found.close()

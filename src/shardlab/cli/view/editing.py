@@ -36,6 +36,7 @@ from shardlab.strategies.load import load
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.plan.program import program_from_plan
 from shardlab.strategies.plan.rank_plan import model_layers
+from shardlab.strategies.registry import data_parallel_mesh
 from shardlab.strategies.schedules import Action, Schedule
 from shardlab.strategies.schedules.files import schedule_files
 from shardlab.strategies.schedules.pytorch_csv import ACTIONS, check_rows, export_csv, parse_cells
@@ -195,20 +196,22 @@ class ProgramEditor(FileEditor):
 
     Args:
         path, function: path of the file, and name of the strategy in it.
-        mesh: grid of the ranks.
-        layers: number of layers of the puzzles' model.
+        mesh: grid of the ranks, unless the file defines another one.
+        sizes: sizes of the model.
         microbatches: microbatches of the global batch.
         costs: times of ops.
     """
 
-    def __init__(self, path: Path, function: str, mesh: Mesh, layers: int, microbatches: int, costs: Prices) -> None:
+    def __init__(self, path: Path, function: str, mesh: Mesh, sizes: Sizes, microbatches: int, costs: Prices) -> None:
         super().__init__(f"{path}:{function}", path.name, path.read_text(encoding="utf-8"))
         self.function, self.mesh = function, mesh
-        self.layers, self.microbatches, self.costs = layers, microbatches, costs
+        self.sizes, self.microbatches, self.costs = sizes, microbatches, costs
 
     def _judged(self, text: str) -> Judgement:
-        entry = load(f"{self._path}:{self.function}")
-        proof = checked(entry, self.mesh.world, self.layers, self.microbatches)
+        entry, ranks = load(f"{self._path}:{self.function}"), self.mesh.world
+        if entry.mesh is data_parallel_mesh:
+            entry = replace(entry, mesh={ranks: self.mesh}.__getitem__)
+        proof = checked(entry, ranks, self.sizes, self.microbatches)
         return Judgement("", legal=True, step=_step(self.name, proof, self.costs), files={self._path.name: text})
 
 
@@ -240,7 +243,7 @@ def editor_of(options: StepOptions) -> Editor:
     program = step.proof.program
     path, function = file_and_name(step.entry.name)
     if path is not None:
-        return ProgramEditor(path, function, program.mesh, program.layers, program.microbatches, step.costs)
+        return ProgramEditor(path, function, program.mesh, program.sizes, program.microbatches, step.costs)
     plan = step.entry.plan(step.ranks) if step.entry.plan is not None else None
     if plan is None or plan.mesh.pp < 2:
         raise UserError(
