@@ -18,7 +18,7 @@ CODE_LINES = {
     "": 350,
     "check": 2275,
     "cli": 8255,
-    "common": 940,
+    "common": 945,
     "draw": 1740,
     "execute": 3740,
     "frameworks": 3330,
@@ -28,7 +28,7 @@ CODE_LINES = {
     "models": 4530,
     "planner": 4080,
     "simulate": 7410,
-    "strategies": 2720,
+    "strategies": 2725,
     "train": 8940,
 }
 """The most code lines of each package, and of the modules beside them (""). A commit that raises a number says why."""

@@ -525,6 +525,12 @@ def test_a_model_of_a_file_goes_to_other_processes_by_its_name(file: Path) -> No
     assert name_of(GPT) == "gpt"
 
 
+def test_the_only_model_of_a_file_needs_no_name(tmp_path: Path) -> None:
+    path = tmp_path / "only.py"
+    path.write_text("from shardlab.models import GPT, Llama\n\nclass Only(GPT):\n    pass\n")
+    assert name_of(type(find_model(str(path)))) == f"{path}:Only"
+
+
 def test_a_toml_file_says_fields_of_their_types_whether_annotations_are_text_or_not(file: Path) -> None:
     toml = file.with_suffix(".toml")
     toml.write_text(f'model = "{file}:Mine"\nmore = 3\nlayers = 2\n')

@@ -192,7 +192,7 @@ def documents_of(path: Path, function: str) -> Documents:
     Raises:
         UserError: if there is no such function.
     """
-    generator: Any = find_member(load_module(path), path, function, ("function", "functions"), inspect.isfunction)
+    _, generator = find_member(load_module(path), path, function, ("function", "functions"), inspect.isfunction)
     if not callable(generator):
         raise UserError(
             f"{function} in {path} is not a function; write one that yields documents: texts, bytes or tokens"

@@ -50,8 +50,10 @@ def file_from_here(name: str, folder: str | None) -> str:
     return path_from_here(name, folder) if is_path else name
 
 
-def find_member(module: ModuleType, path: Path, name: str, what: tuple[str, str], is_one: Callable[[Any], bool]) -> Any:
-    """Return the object with a name in a user's file.
+def find_member(
+    module: ModuleType, path: Path, name: str, what: tuple[str, str], is_one: Callable[[Any], bool]
+) -> tuple[str, Any]:
+    """Return the name of an object in a user's file, and the object.
 
     Args:
         name: name of the object. If it is empty, the file's own object with the name of the file is returned, or else
@@ -73,7 +75,7 @@ def find_member(module: ModuleType, path: Path, name: str, what: tuple[str, str]
         near = closest_name(name, have)
         hint = f"did you mean {near}?" if near else f"its {several} are: {', '.join(have) or 'none'}"
         raise UserError(f"{missing}; {hint}")
-    return found
+    return name, found
 
 
 def load_module(path: Path) -> ModuleType:

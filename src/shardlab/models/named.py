@@ -168,7 +168,7 @@ def weights_at(single: Path) -> Path | None:
 
 def _from_python(path: Path, name: str) -> Blocks:
     """Return a model of a user's file. A model of one block is built as a test, so that mistakes are reported here."""
-    found = find_member(load_module(path), path, name, ("model", "models"), _is_own)
+    name, found = find_member(load_module(path), path, name, ("model", "models"), _is_own)
     if not _is_model(found):
         raise UserError(
             f"{name} in {path} is not a model; write it as a subclass of shardlab.models.Blocks, or as an object of one"

@@ -38,9 +38,10 @@ def _from_file(name: str, path: Path, function: str) -> StrategyEntry:
     if not function and not any(map(inspect.iscoroutinefunction, vars(module).values())):
         hint = f"write the strategy as `async def f(rank): ...`, or give a schedule as --pp N --schedule {path}"
         raise UserError(f"{path} has no async function; {hint}")
-    program = find_member(module, path, function, ("function", "async functions"), inspect.iscoroutinefunction)
+    what, is_one = ("function", "async functions"), inspect.iscoroutinefunction
+    function, program = find_member(module, path, function, what, is_one)
     if not inspect.iscoroutinefunction(program):
         raise UserError(f"{function} in {path} is not a strategy; write it as `async def {function}(rank): ...`")
-    name, function = name if function else f"{path}:{program.__name__}", function or program.__name__
+    name = name if name.endswith(f":{function}") else f"{path}:{function}"
     mesh = getattr(module, f"{function}_mesh", data_parallel_mesh)
     return StrategyEntry(name, program, "as its program says", str(path), mesh)

@@ -291,7 +291,7 @@ def grade_file(entry: CourseEntry, path: Path) -> ExerciseGrade:
         if not path.is_file():
             raise UserError(f"{path} does not exist; write it again: shardlab learn reset {entry.name}")
         module = run_stepwise(lambda: load_module(path), lambda: 0, lambda: f"the end of {path.name}")
-        solution = find_member(module, path, entry.name, ("function", "functions"), inspect.isfunction)
+        _, solution = find_member(module, path, entry.name, ("function", "functions"), inspect.isfunction)
     except (Refused, UserError) as error:
         return refused(entry.exercise, error)
     return grade(entry.exercise, solution)
