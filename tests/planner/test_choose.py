@@ -65,7 +65,7 @@ def test_the_report_says_how_much_was_searched_and_what_no_plan_can_undercut() -
     least = whole.problem.workload(whole.best.candidate).mfu(1.0)
     assert searched(whole).startswith("best of 1 simulated plan, after 1 estimate, in ")
     assert searched(whole).endswith(
-        f"no plan can be faster than {seconds_text(least)}, the model's products at the peak"
+        f"no plan can be faster than {seconds_text(least)}, the model's matrix products at the peak"
     )
     assert least < whole.best.seconds
     assert "the time was up" not in searched(whole)

@@ -28,11 +28,11 @@ ADD, UPDATE = OpKind.ADD, OpKind.UPDATE
 
 
 class ComputeVerbs(Tracer):
-    """Verbs that compute passes of layers, attention between slices, the loss, sums, norms and updates.
+    """Verbs that compute passes of layers, attention to chunks of keys and values, the loss, sums, norms and updates.
 
-    A layer with one input takes and returns one value; a layer with several takes and returns a tuple.
-    Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
-    rank or that is still a handle, and for a layer that does not exist.
+    `forward` returns one value for one input, and a tuple if its inputs are a tuple. A layer with several inputs or
+    several outputs needs the tuple. Every verb raises `Refused`, with the rank, the op and the line, for a value that
+    was freed, that belongs to another rank or that is still a handle, and for a layer that does not exist.
     """
 
     @overload

@@ -1,18 +1,19 @@
 """Primitives: single steps of a model's arithmetic, on tensors with names.
 
 Each primitive declares its input and output tensors, the indices along which it may be cut, its parameters, its FLOPs
-and kernels, and the tensors that its backward pass reads. `shardlab.models.tensors` computes it on torch, and a test
-compares the two. All other properties of a model are sums over primitives: sizes, memory and rules of its layers.
+and kernels, and the tensors that its backward pass reads. `shardlab.models.tensors` computes each primitive on torch,
+and tests compare this computation with what the primitive declares. The sizes, the memory and the rules of a model's
+layers follow from their primitives.
 `Primitive` is the base, and `Step` is a primitive at its position in a model. Below them are the primitives that most
 models consist of: look-up, norm, linear map, activation, and sum with the residual stream.
 
-The tensors of a model have these names: `x`, which most primitives read and make; `s`, the residual stream; `q` and
-`kv`, queries, and keys and values; `gates`, `choices` and `slots`, the results of a router. Names are reused: a
+The tensors of a model have these names: `x`, which most primitives read and make; `s`, the residual stream; `q`, the
+queries; `kv`, the keys and values; `gates`, `choices` and `slots`, the results of a router. Names are reused: a
 primitive reads the last tensor that was made under a name.
 
-FLOPs are those of matrix products in the forward pass, an addition and a multiplication each (Narayanan et al. 2021,
-arXiv 2104.04473, appendix: 24 T C^2 + 4 T^2 C a layer, and 2 T C V for the logits, for T tokens, C features and V
-tokens of the vocabulary). As there, attention counts the whole T x T square although its upper half is masked;
+FLOPs are those of the matrix products in the forward pass; an addition and a multiplication count 1 each (Narayanan et
+al. 2021, arXiv 2104.04473, appendix: 24 T C^2 + 4 T^2 C a layer, and 2 T C V for the logits, for T tokens, C features
+and V tokens of the vocabulary). As there, attention counts the whole T x T square although its upper half is masked;
 look-ups, norms, softmax, activations and sums count 0. Kernels are the same arithmetic, as a device computes it: a
 fused attention counts only pairs that are not masked.
 """

@@ -60,8 +60,8 @@ def _batch(choice: PlanChoice) -> list[str]:
     each = problem.sequences // ranks
     lines = [
         f"{counted(problem.sequences, 'sequence')} a step are {problem.tokens:,} tokens; at most "
-        f"{counted(problem.sequences, 'data-parallel rank')} can share them, and others must cut the model or the "
-        "sequences",
+        f"{counted(problem.sequences, 'data-parallel rank')} can share them; more devices must also split the model or "
+        "the sequences",
         f"{counted(ranks, 'data-parallel rank')} get{'s' * (ranks == 1)} {counted(each, 'sequence')}"
         f"{' each' * (ranks > 1)}, in {counted(each // size, 'microbatch')} of {size}",
     ]
@@ -75,15 +75,15 @@ def _speed(choice: PlanChoice) -> list[str]:
     workload = problem.workload(best.candidate)
     least = workload.mfu(1.0)  # the MFU of a step of 1 s is the seconds of the step at peak FLOP/s
     lines = [
-        f"at the peak of {problem.cluster.size:,} {problem.cluster.device.name} the model's products would take "
+        f"at the peak of {problem.cluster.size:,} {problem.cluster.device.name} the model's matrix products would take "
         f"{seconds_text(least)}; the step takes {seconds_text(best.seconds)}, an MFU of {least / best.seconds:.1%}",
         f"its time goes to {shares}" if shares else f"what its time goes to is not known: {choice.unknown}",
     ]
     for outcome, answer in choice.families:
         if outcome.candidate != best.candidate:
             slower = outcome.seconds / best.seconds - 1
-            limit = ", {} {:.1%} of it".format(*answer.shares.limit) if answer.shares else ""
-            lines.append(f"{outcome.family} at best: step {slower:+.1%}{limit}")
+            limit = "; {} {:.1%} of its step".format(*answer.shares.limit) if answer.shares else ""
+            lines.append(f"best of {outcome.family}: step {slower:+.1%}{limit}")
     return lines
 
 

@@ -105,9 +105,11 @@ def test_idle_devices_are_told() -> None:
 
 def test_a_folded_run_says_which_ranks_stand_for_which() -> None:
     result = of(None, "gpt2", "h100x8", THREE_D)
-    assert "rank 0 for 0-3, rank 4 for 4-7" in " ".join(" ".join(printed(result)).split())
+    assert "rank 0 stands for ranks 0-3, rank 4 stands for ranks 4-7" in " ".join(" ".join(printed(result)).split())
     deep = of(None, "gpt2", "h100x32", plan_flags(pp=8, dp_shard=4))
-    assert "rank 8 for 8-11, ..., rank 28 for 28-31" in " ".join(" ".join(printed(deep)).split())
+    assert "rank 8 stands for ranks 8-11, ..., rank 28 stands for ranks 28-31" in " ".join(
+        " ".join(printed(deep)).split()
+    )
 
 
 def test_the_trace_of_a_folded_run_names_the_ranks_of_each_process(tmp_path: Path) -> None:

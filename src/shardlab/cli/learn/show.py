@@ -43,7 +43,10 @@ def print_grade(console: Console, grade: ExerciseGrade, place: str) -> None:
 
 
 def published_text(grade: ExerciseGrade) -> str:
-    """Return the figures in the puzzles' costs, the published targets, and a published solution that misses them."""
+    """Return a solution's time and memory in the costs of the puzzles, and the published targets.
+
+    If the published solution misses a target, its time and memory are added.
+    """
     assert grade.published is not None
     puzzle, steps, memory = grade.published
     text = (

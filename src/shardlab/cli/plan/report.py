@@ -205,7 +205,7 @@ class PlanReport:
 
         def slower(outcome: PlanOutcome) -> str:
             share = outcome.seconds / best - 1
-            return f"{share:.1%}{' (equal)' if share < self.choice.expected_error else ''}"
+            return f"{share:.1%}{' (tie)' if share < self.choice.expected_error else ''}"
 
         columns: dict[str, Callable[[Any], str]] = {
             "": lambda outcome: outcome.family,
@@ -282,7 +282,7 @@ def searched(choice: PlanChoice) -> str:
     return (
         f"best of {counted(len(results.outcomes), 'simulated plan')}, after {counted(results.lines, 'estimate')}, in "
         f"{results.seconds:.1f} s, of which the last {results.unimproved_seconds:.1f} s brought no improvement{ended}; "
-        f"no plan can be faster than {seconds_text(least)}, the model's products at the peak"
+        f"no plan can be faster than {seconds_text(least)}, the model's matrix products at the peak"
     )
 
 

@@ -266,7 +266,7 @@ def add_step(report: Report, result: PricedStep, written: Sequence[Path] = ()) -
     report.data["peak_memory_by_rank"] = [_peak_as_json(peak, stands_for(program, n)) for n, peak in enumerate(peaks)]
     ops = sum(map(len, program.tapes))
     if result.forecast is None:
-        report.fact("ops", f"{ops:,}, of {_ranks_text(result)}", ops=ops, ranks_simulated=program.ranks)
+        report.fact("ops", f"{ops:,}, on {_ranks_text(result)}", ops=ops, ranks_simulated=program.ranks)
     report.fact("check", _check_text(result), checked=result.checked)
     effects = switch_effects(workload, step)
     if effects:
@@ -429,11 +429,11 @@ def _ranks_text(result: PricedStep) -> str:
         return counted(ranks, "rank")
     represented = [stands_for(program, row) for row in range(program.ranks)]
     stages = [
-        f"rank {rank_of(program, row)} for {identical[0]}-{identical[-1]}" for row, identical in enumerate(represented)
+        f"rank {rank_of(program, row)} stands for ranks {same[0]}-{same[-1]}" for row, same in enumerate(represented)
     ]
     if len(stages) > NAMED_STAGES:
         stages[NAMED_STAGES - 1 : -1] = ["..."]
-    return f"{program.ranks:,} of {ranks:,} ranks, which represent identical ranks: {', '.join(stages)}"
+    return f"{program.ranks:,} of {ranks:,} ranks; {', '.join(stages)}"
 
 
 def _check_text(result: PricedStep) -> str:

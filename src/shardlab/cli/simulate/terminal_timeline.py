@@ -388,7 +388,7 @@ def legend(rows: list[Text], ranks: Sequence[Activity], width: int) -> Text:
     if IDLE in shown or max(idle, default=0) >= NAMED_SHARE:
         meanings.append(_legend_entry(IDLE, "dim", "waits", idle))
     if MIXED in shown:
-        meanings.append(Text(f"{MIXED} several, none for half of it", "dim"))
+        meanings.append(Text(f"{MIXED} mixed: nothing fills half of a cell", "dim"))
     if meanings:
         meanings[0].append(" of a rank's time", "dim")
     lines: list[Text] = []

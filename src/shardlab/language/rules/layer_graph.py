@@ -203,13 +203,13 @@ def carried_tensors(names: Sequence[str]) -> dict[Kind, tuple[str, ...]]:
 
 
 class Mismatch(Exception):
-    """Error about operands that do not fit.
+    """Error about a tensor of a layer, or its gradient, that has other pieces of an index than the computation needs.
 
     Attributes:
         tensor: name of the tensor at fault.
-        index: the index along which it does not fit.
-        wanted: the pieces of the index that it must have (None: all).
-        given: the pieces that it has (None: all).
+        index: the index.
+        wanted: the pieces of the index that it must have, as a bit mask (None: all).
+        given: the pieces that it has, as a bit mask (None: all).
         of_gradient: whether the tensor's gradient is at fault, rather than the tensor.
     """
 

@@ -12,11 +12,11 @@ from shardlab.language.rules.spec import Form, Spec, form_of, summed_text
 
 
 def loss(layers: int, logits: Spec, stats: Spec | None = None) -> Spec:
-    """Return the gradient of the logits. Slices of the logits need the statistics of all slices.
+    """Return the gradient of the logits. If these are a slice, `stats` must be the gathered `loss_stats` of all slices.
 
     Raises:
-        Refused: for another activation, for a term of a sum, and for statistics that are missing, partial or of other
-            tokens.
+        Refused: if `logits` is not the last activation or is a term of a sum; if `stats` is missing for a slice, given
+            for whole logits, not gathered completely, or of other tokens.
     """
     form = logits.form
     op = About("loss", layers)

@@ -212,7 +212,8 @@ class _Replay:
     Attributes:
         stages: the passes of each stage.
         message: largest time from the end of a stage's forward pass to the start of the next stage's.
-        beside: largest number of bytes of each rank that the search does not count.
+        beside: for each rank, the largest number of bytes at any op that the search does not count: all except the
+            activations of its stages.
         budget: bytes of a device for tensors.
     """
 

@@ -208,7 +208,7 @@ def helpful_results(found: Iterable[PassResult]) -> dict[str, PassResult]:
 
 
 def helpful_names(found: Iterable[PassResult]) -> str:
-    """Return the names of the helpful passes, with their settings, as `find_passes` reads them."""
+    """Return the passes that were kept, in the syntax that `find_passes` parses, such as `prefetch=1,bucket=4`."""
     words = [f"{each.name}={each.setting}" if PASS_NAMES[each.name] else each.name for each in found if each.setting]
     return ",".join(words) or "none"
 

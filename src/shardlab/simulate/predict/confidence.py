@@ -332,8 +332,7 @@ def _sorted(names: Iterable[str]) -> tuple[str, ...]:
 
 
 MOST_MARGIN = 0.075
-"""Largest share of a device's memory that a plan must leave free for the error of its prediction. If the error is
-larger, the report says that the plan may not fit."""
+"""Largest share of a device's memory that a plan must leave free for the error of its prediction."""
 
 
 def memory_margin(recipe: Recipe, cluster: Cluster, model: Blocks) -> float:

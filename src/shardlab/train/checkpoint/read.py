@@ -84,7 +84,7 @@ class Checkpoint:
         return cls(folder, entries, read_table(read_file(folder / STATE, "JSON"), str(folder / STATE)))
 
     def verify(self, rank: int = 0, ranks: int = 1) -> Checkpoint:
-        """Compare the checksums of all files, or of this rank's share of the files.
+        """Check that files still have the SHA-256 checksums of the manifest: all files, or this rank's share of them.
 
         Args:
             rank: number of this rank.

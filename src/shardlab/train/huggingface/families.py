@@ -222,7 +222,10 @@ class Naming:
 
 
 def run_parts(block: int, parameter: Parameter) -> list[list[Part]]:
-    """Return the parts of each matrix of a parameter in the weights of a run."""
+    """Return where the weight files of a run store each matrix of a parameter, as a list of parts.
+
+    There is always one part: a whole tensor, or one expert's matrix of a tensor.
+    """
     name, (experts, rows, columns) = f"layers.{block}.{parameter.name}", matrix_of(parameter)
     several = len(parameter.shape) == 3
     return [

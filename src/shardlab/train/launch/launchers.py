@@ -173,7 +173,7 @@ def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
         variable: name of the variable that has the list, for messages.
 
     Raises:
-        UserError: if it is not such a list, or names more than `MOST_HOSTS` hosts.
+        UserError: if `text` is not such a list, or names more than `MOST_HOSTS` hosts.
     """
     if not re.fullmatch(rf"{_HOST}(?:,{_HOST})*", text):
         raise UserError(f"{variable} is {text!r}, which is no list of hosts such as n[3-4,07]; set MASTER_ADDR")

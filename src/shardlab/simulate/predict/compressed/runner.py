@@ -311,7 +311,10 @@ class CompressedRunner(PlanRunner[SizedValue]):
         return stage_pass
 
     def passes_of(self, name: str, layers: range) -> list[tuple[MeasuredPass, int]]:
-        """Return the passes of a stage of the whole model in order, each with its layer's position in the stage.
+        """Return the passes of one stage of the whole model, in order, each with a number to add to its layers.
+
+        With this number added, the layers count from the first layer of the stage. Blocks that the short model leaves
+        out are copies of the joined passes of one block.
 
         Args:
             name: name of the passes.
@@ -368,7 +371,7 @@ def join_passes(parts: Sequence[tuple[MeasuredPass, int]]) -> MeasuredPass:
     """Return several consecutive passes as one.
 
     Args:
-        parts: the passes, each with its layer's number counted from the first layer.
+        parts: the passes, each with a number to add to the layers' numbers in its peaks.
     """
     memory, after, seconds = MemoryLedger(), 0.0, 0.0
     collectives: list[PassCollective] = []
@@ -403,7 +406,16 @@ StoredValues = frozenset[tuple[int, Hashable, ValueState]]
 
 
 class HandleState(NamedTuple):
-    """State of a `SizedHandle`, counted back from its group's latest collective. It does not depend on time."""
+    """State of a `SizedHandle` without times or absolute positions, so that the states after two steps can be equal.
+
+    Attributes:
+        kind: kind of the collective.
+        group: the ranks that take part.
+        ago: how many collectives of the group ago it was started (1: it is the latest).
+        result: state of the value that it will return (None: it stores it or returns nothing).
+        read: the value that it reads, or the place in a store (None: nothing that lives).
+        repetition: the repetition of which it is a part.
+    """
 
     kind: OpKind
     group: Group

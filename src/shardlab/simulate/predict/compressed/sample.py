@@ -351,7 +351,11 @@ class PricedSample:
         self._seconds: dict[Hashable, float] = {}
 
     def passes(self, cuts: Cuts = None) -> PassTable:
-        """Return the passes of recomputed blocks with these stage boundaries (None: of other blocks)."""
+        """Return the passes of the sample if pipeline stages cut recomputed blocks at these layers.
+
+        Args:
+            cuts: the layers (None: no block is recomputed).
+        """
         known = self._passes.get(cuts)
         if known is None:
             known = self._passes[cuts] = measure_passes(self._sample, self._step_types, cuts)
