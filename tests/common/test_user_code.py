@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from shardlab.common import user_code
 from shardlab.common.user_code import SourceLine, Stalled, Stoppable, run_stoppable, trace_limits, user_line_of
 from shardlab.language import Rank, trace
 from shardlab.learn.puzzles import Model, PuzzleRefused
@@ -120,6 +121,21 @@ def test_the_time_counts_for_each_op_and_not_for_all() -> None:
         trace(loading_after(60.0), 2, 4, 2)  # however late a busy machine looks at the clock
     with trace_limits(seconds=math.inf):
         trace(loading_after(0.05), 1, 1, 1)
+
+
+def test_a_program_that_takes_the_memory_that_is_left_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def grows(rank: Rank) -> None:
+        while True:
+            time.sleep(0.01)
+
+    peaks = iter([0])
+    monkeypatch.setattr(user_code, "available_memory", lambda: 2**30)
+    monkeypatch.setattr(user_code, "resident_memory", lambda: 0)
+    monkeypatch.setattr(user_code, "peak_memory", lambda: next(peaks, 2**30 - 2**20))
+    with refuses("stalled", error=Stalled) as refused:
+        trace(grows, 2, 2, 2)
+    assert "the program has taken 1,023.00 MiB of the 1.00 GiB of memory left" in str(refused.value)
+    assert refused.value.line.startswith(f"{Path(__file__).relative_to(Path.cwd())}:")
 
 
 def test_a_program_that_sleeps_takes_no_cpu_time() -> None:

@@ -150,6 +150,19 @@ def why_unreadable(error: OSError | UnicodeDecodeError | TooDeep) -> str:
     return "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
 
 
+def error_text(error: BaseException, message: str = "") -> str:
+    """Return the type and the message of an error of a user's program, as part of a sentence.
+
+    >>> error_text(KeyError("x")), error_text(AssertionError())
+    ("KeyError: 'x'", 'AssertionError')
+
+    Args:
+        message: text in place of the error's message.
+    """
+    memory = "this machine has less memory left than this needs" if isinstance(error, MemoryError) else ""
+    return ": ".join(filter(None, (type(error).__name__, message or str(error) or memory)))
+
+
 def closest_name(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
     """Return the known name nearest to `name`, ignoring case; None if no name is similar (see `get_close_matches`)."""
     known = {each.lower(): each for each in names}

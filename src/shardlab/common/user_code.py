@@ -27,8 +27,10 @@ from threading import TIMEOUT_MAX, Thread, current_thread, get_ident
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
-from shardlab.common.errors import Refused, UserError, closest_name
+from shardlab.common.errors import Refused, UserError, closest_name, error_text
 from shardlab.common.files import path_from_here
+from shardlab.common.memory import available_memory, peak_memory, resident_memory
+from shardlab.common.text import bytes_text
 
 
 def file_and_name(name: str) -> tuple[Path | None, str]:
@@ -115,8 +117,8 @@ def reporting_errors_of(path: Path) -> Generator[None]:
         place = f"{path}:{line}" if line else str(path)
         if isinstance(error, UserError):
             raise UserError(f"{place}: {error}") from error
-        what = error.msg if isinstance(error, SyntaxError) else error  # without the line, which is in `place`
-        raise UserError(f"{place} cannot be run: {type(error).__name__}: {what}") from error
+        what = error.msg if isinstance(error, SyntaxError) else ""  # without the line, which is in `place`
+        raise UserError(f"{place} cannot be run: {error_text(error, what)}") from error
 
 
 _PATHS = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -281,7 +283,10 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stalled(Refused):
-    """Refusal of a program that has not written an op for a long time. The message names its current line."""
+    """Refusal of a program that has been stopped: it has not written an op for a long time, or takes all memory.
+
+    The message names its current line.
+    """
 
 
 class Stoppable(Thread):
@@ -372,7 +377,7 @@ def run_stoppable(work: Callable[[], T], every: float, refusal: Callable[[Stoppa
 def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Callable[[], str]) -> T:
     """Run `work` while the user's program in it makes progress, and return its result or raise its error.
 
-    Only time in the user's lines counts, without imports and debuggers. Programs of Shardlab have no limit.
+    Only time in the user's lines counts, without imports and debuggers. Programs of Shardlab have no limit of time.
 
     Args:
         steps: function that returns a number, which grows as the program makes progress.
@@ -380,14 +385,20 @@ def run_stepwise(work: Callable[[], T], steps: Callable[[], int], next_step: Cal
 
     Raises:
         Stalled: if `steps` has not grown for `max_seconds()` of CPU time, or for `WAIT_FACTOR` times as many seconds
-            in which the program only waited. The message names the current line.
+            in which the program only waited; or if the program has taken `MOST_GROWTH` of the available memory. The
+            message names the current line.
     """
     most, seen, since, start = max_seconds(), -1, 0.0, 0.0
+    left, held = available_memory(), resident_memory()
+    most_memory = max(peak_memory(), held + MOST_GROWTH * (left or 0))
 
     def refusal(program: Stoppable) -> Stalled | None:
         nonlocal seen, since, start
         frame, computed, now, before = program.frame(), program.cpu_seconds(), time.monotonic(), seen
         seen, line = steps(), user_line_of(frame)
+        if line is not None and left is not None and (peak := peak_memory()) > most_memory:
+            given = f"the program has taken {bytes_text(peak - held)} of the {bytes_text(left)} of memory left"
+            return _stalled(line, given, "let its loops end, or keep less")
         if seen != before or line is None or is_importing(frame) or _is_debugging(frame):
             since, start = computed, now
         elif computed - since > most:
@@ -419,6 +430,9 @@ DEBUGGERS = ("bdb", "pdb", "ipdb", "IPython.core.debugger", "pydevd", "_pydevd",
 
 WAIT_FACTOR = 5
 """Limit of seconds in which a program only waits, as a multiple of its limit of CPU seconds between two ops."""
+
+MOST_GROWTH = 0.9
+"""Limit of the memory that a program takes, as a share of the memory that was available before."""
 
 IDLE_SHARE = 0.01
 """A program only waits if it uses less than this share of a core. On a busy machine, it gets more if it computes."""

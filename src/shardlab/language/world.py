@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardlab.common.errors import Refused, UserError
+from shardlab.common.errors import Refused, UserError, error_text
 from shardlab.common.user_code import MAX_OPS, OpCount, max_ops, never_awaited, run_stepwise
 from shardlab.language.mesh import Mesh
 from shardlab.language.rank import Rank
@@ -202,7 +202,7 @@ class World:
                 rank.refuse_attribute(error)
             message = VERB_CLASS.sub("rank.", str(error))
             rank.require_stores()
-            given = f"the program raised {type(error).__name__}: {ARGUMENT_COUNTS.sub(_without_self, message)}"
+            given = f"the program raised {error_text(error, ARGUMENT_COUNTS.sub(_without_self, message))}"
             refusal = Refused("the program raised", "", given, _accepted_arguments(message) or "fix it there")
             raise refusal.at(rank.index, len(rank.ops)) from error
         if not isinstance(handle, Handle) or handle.rank is not rank:

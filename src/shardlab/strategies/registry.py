@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
+from shardlab.common.errors import error_text
 from shardlab.common.text import counted
 from shardlab.common.user_code import require_ops
 from shardlab.language import Mesh, Rank, Sizes, Strategy, UserError
@@ -181,7 +182,7 @@ class StrategyEntry:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"the mesh function of {self.name} raised {type(error).__name__}: {error}") from error
+            raise UserError(f"the mesh function of {self.name} raised {error_text(error)}") from error
         if not isinstance(mesh, Mesh) or mesh.world != ranks:
             got = f"a mesh of {mesh.world} ranks" if isinstance(mesh, Mesh) else repr(mesh)
             raise UserError(f"the mesh function of {self.name} gave {got} for {ranks} ranks; give a Mesh of {ranks}")

@@ -12,11 +12,11 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardlab.check import Checked
 from shardlab.cli.plan_options import recipe_called
+from shardlab.common.memory import available_memory
 from shardlab.common.text import bytes_text
 from shardlab.language import UserError
 from shardlab.language.rules.refusals import DISK, PLACES
@@ -80,10 +80,7 @@ def free_bytes(place: str) -> tuple[int | None, str]:
     if place == DISK:
         folder = tempfile.gettempdir()
         return shutil.disk_usage(folder).free, folder
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []  # only Linux has this file
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-    return free, "this host's memory"
+    return available_memory(), "this host's memory"
 
 
 def cluster_here(ranks: int) -> Cluster | None:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from shardlab.common.errors import Refused, UserError, why_unreadable
 from shardlab.common.files import write_atomically
+from shardlab.common.memory import memory_limit
 from shardlab.common.user_code import file_and_name, find_member, load_module, run_stepwise
 from shardlab.learn.course import catalogue
 from shardlab.learn.course.catalogue import CourseEntry, all_entries
@@ -180,7 +181,9 @@ class CourseFolder:
 
         If the current exercise is passed, the next exercise that is not passed becomes the current one.
         """
-        result = grade_file(entry, self.program(entry, name))
+        program = self.program(entry, name)
+        with memory_limit():
+            result = grade_file(entry, program)
         if result.passed:
             self.record_pass(entry)
         return result

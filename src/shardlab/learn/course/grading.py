@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from shardlab.check import Checked
 from shardlab.check import check as check_program
 from shardlab.check.report import Retrace
+from shardlab.common.errors import error_text
 from shardlab.common.user_code import Endless, SourceLine, Stalled, at_line, line_of_error, never_awaited, run_stepwise
 from shardlab.language import OpKind, Refused, Spec, UserError, World, trace
 from shardlab.language.precision import find_precision
@@ -280,7 +281,7 @@ def _plan(solution: Any) -> Plan:
         raise
     except Exception as error:
         line = at_line(line_of_error(error))
-        raise UserError(f"the function raised {type(error).__name__}: {error}{line}; fix it there") from error
+        raise UserError(f"the function raised {error_text(error)}{line}; fix it there") from error
     if not isinstance(plan, Plan):
         raise UserError(f"the function returned {plan!r:.60}; return a Plan")
     return plan

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import shutil
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardlab.common.fields import SHORTEST_SECONDS
+from shardlab.common.memory import available_memory
 from shardlab.common.text import bytes_text, counted
 
 SAMPLE = 16 << 20
@@ -29,7 +29,6 @@ SAMPLE = 16 << 20
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 NVIDIA = Path("/proc/driver/nvidia/version")
-MEMORY = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def host_facts(rank: int, ranks: int, *, write: bool) -> HostFacts:
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
-        memory=_available_memory(),
+        memory=available_memory(),
         folder=os.getcwd(),
         disk=shutil.disk_usage(".").free,
         write_speed=speed,
@@ -295,13 +294,6 @@ def finding(check: str, result: CheckResult, host: str = "") -> Finding:
 def _limit(resource_kind: int) -> int | None:
     soft, _ = resource.getrlimit(resource_kind)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _available_memory() -> int | None:
-    if platform.system() != "Linux":
-        return None
-    fields = dict(line.split(":") for line in MEMORY.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _write_speed() -> tuple[float | None, str | None]:

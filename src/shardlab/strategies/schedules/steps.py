@@ -14,6 +14,7 @@ from functools import cache
 from itertools import islice, product
 from types import GeneratorType
 
+from shardlab.common.errors import error_text
 from shardlab.common.text import counted, listed, plural
 from shardlab.common.user_code import Stalled, line_of_error, require_ops, run_stepwise
 from shardlab.language import UserError
@@ -291,7 +292,7 @@ def _actions(
     except Exception as error:
         line = line_of_error(error)
         place = f"line {line.number}" if line else "called with (rank, ranks, microbatches, stages_per_rank)"
-        raise UserError(f"{name}, rank {rank}, {place}: {type(error).__name__}: {error}") from error
+        raise UserError(f"{name}, rank {rank}, {place}: {error_text(error)}") from error
     for action in results:
         if not isinstance(action, Action):
             raise UserError(f"{name} gave rank {rank} {action!r}; yield Forward, Backward, BackwardInput, ...")
