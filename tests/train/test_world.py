@@ -10,7 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardlab.language import Mesh
+from shardlab.language import Mesh, UserError
+from shardlab.train import world
 from shardlab.train.world import RankPlace, RunningWorld, ranks_without_folder
 from tests.support.ranks import Ranks
 
@@ -45,6 +46,12 @@ def test_a_folder_that_is_not_the_same_one_for_all_is_named_on_every_rank(
     assert " is not seen by rank 1 (on " in one
     assert ranks(2).call(seen, [folders[0]] * 2) == ["", ""]
     assert not [*folders[0].iterdir(), *folders[1].iterdir()]
+
+
+def test_a_folder_that_cannot_be_written_gets_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(world.dist, "get_rank", lambda: 0)
+    with pytest.raises(UserError, match=r"missing.* cannot be written \(No such file or directory\); free some space"):
+        ranks_without_folder(tmp_path / "missing", 0.2)
 
 
 def printed(places: list[RankPlace], backend: str = "nccl", *, terminal: bool = False) -> str:

@@ -30,6 +30,7 @@ from shardlab.common.text import counted, listed
 from shardlab.execute.requirements import gpu_count
 from shardlab.execute.transport.collectives import gather_objects
 from shardlab.language import Mesh
+from shardlab.train.history import writing
 from shardlab.train.launch.environment import as_ranges, launcher_of, usable_cpus
 
 VERSIONED = ("shardlab", "torch", "numpy", "safetensors")
@@ -128,11 +129,15 @@ def ranks_without_folder(folder: Path, patience: float) -> str:
 
     Returns:
         A sentence with the ranks and their hosts; empty if every rank sees the folder.
+
+    Raises:
+        UserError: on rank 0, if the folder cannot be written, as on a full disk.
     """
     token, rank = [secrets.token_hex(8)], dist.get_rank()
     mark = folder / f"seen-by-all{PART_SUFFIX}"
     if rank == 0:
-        mark.write_text(token[0])
+        with writing(mark):
+            mark.write_text(token[0])
     dist.broadcast_object_list(token, 0)  # after this, the file is written
     deadline = time.monotonic() + patience
     while not (sees := _has_text(mark, token[0])) and time.monotonic() < deadline:
