@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardlab.cli import command_of, main
-from shardlab.cli.learn.train import FEWER_RANKS, MOST_PROCESSES, comparison_report, strategy_words, train_and_verify
+from shardlab.cli.learn.train import (
+    FEWER_RANKS,
+    MOST_PROCESSES,
+    comparison_report,
+    run_command,
+    strategy_words,
+    train_and_verify,
+)
 from shardlab.language import Mesh, UserError
 from shardlab.learn.course.catalogue import CourseEntry, course, find, gallery
 from shardlab.strategies.load import load
@@ -89,6 +98,15 @@ def test_a_training_that_is_too_short_to_be_compared_is_refused(
     assert main(["learn"]) == 0
     assert main(["learn", "run", "--steps", "3"]) == 2
     assert "--steps is 3; to compare its steps with the prediction, give 15 or more" in capsys.readouterr().err
+
+
+def test_of_an_interrupt_only_the_command_that_trains_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(process: subprocess.Popen[bytes]) -> int:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    assert run_command([sys.executable, "-c", "raise SystemExit(130)"], json=False) == 130
 
 
 RUNNABLE = [entry.name for entry in (*course(), *gallery()) if entry.name not in REFUSED]

@@ -88,7 +88,7 @@ def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) 
     options = {**size, "hidden_size": HIDDEN_SIZE, "steps": steps, "out": folder}
     training = [*_with_strategy_flag(words), "--trace", *as_flags(options).split()]
     command = [sys.executable, "-m", "shardlab", "train", *training]
-    if status := _run(command, json=json):
+    if status := run_command(command, json=json):
         return status
     verification = command_from("verify", words, size)
     assert isinstance(verification, Verify)
@@ -106,16 +106,17 @@ def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) 
     return 0 if verdict.ok else 1
 
 
-def _run(command: list[str], *, json: bool) -> int:
+def run_command(command: list[str], *, json: bool) -> int:
     """Run a command, and return its exit status. With --json, its output goes to stderr.
 
-    Ctrl-C reaches the command as well. It then saves and ends, and this function waits for it.
+    Ctrl-C reaches the command as well. It then saves, says so and ends, and this function waits for it.
     """
     with subprocess.Popen(command, stdout=sys.stderr if json else None) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            process.wait()
+            if status := process.wait():
+                return status
             raise
 
 
