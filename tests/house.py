@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 350,
+    "": 360,
     "check": 2275,
     "cli": 8255,
     "common": 995,

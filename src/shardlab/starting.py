@@ -1,14 +1,25 @@
-"""Handling of Ctrl-C while the command is still being loaded, which takes half a second: it prints one line."""
+"""The time in which the command is loaded: half a second, or many on a busy machine.
+
+Ctrl-C prints one line. In a terminal, a line says after a second that the command is being loaded, and goes away.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 
 INTERRUPTED = 130
 """Exit code that a shell reports for a process that SIGINT has ended."""
+
+
+NOTICE_SECONDS = 1.0
+"""Seconds of loading after which a terminal shows the line about it."""
+
+_notice = threading.Timer(NOTICE_SECONDS, os.write, (2, b"shardlab: loading\r"))
+_notice.daemon = True
 
 
 def leave(number: int, frame: FrameType | None) -> None:
@@ -23,9 +34,14 @@ def leave_when_interrupted() -> None:
     is_command = word in ("shardlab", "-m") and "multiprocessing.spawn" not in sys.modules  # no child of it
     if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
+        if os.isatty(2) and "JPY_PARENT_PID" not in os.environ:  # a cell of a notebook is no terminal
+            _notice.start()
 
 
 def loaded() -> None:
-    """Restore Python's handler, which raises KeyboardInterrupt. From now on, the command catches it."""
+    """Restore Python's handler, which raises KeyboardInterrupt, and erase the line about loading."""
+    if _notice.finished.is_set():
+        os.write(2, b"\x1b[2K")
+    _notice.cancel()
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)

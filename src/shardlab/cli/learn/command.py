@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -263,7 +264,8 @@ def _open_folder() -> CourseFolder:
 
 def _grade(console: Console, folder: CourseFolder, entry: CourseEntry, name: str | None) -> bool:
     """Grade the file or notebook of an exercise, and print the result. If it is passed, name the next exercise."""
-    grade = folder.grade(entry, name)
+    with console.status(f"checking {folder.file(entry, name)}") if console.is_terminal else nullcontext():
+        grade = folder.grade(entry, name)
     print_grade(console, grade, str(folder.file(entry, name)))
     if not grade.passed:
         console.print(Text(f"Stuck? shardlab learn hint {entry.name}", "dim"))
