@@ -168,6 +168,50 @@ def test_wrong_arguments_name_those_that_the_verb_takes(call: Callable[[Any], ob
     assert error.remedy.startswith(remedy)
 
 
+WRONG_TYPES: list[tuple[Callable[[Any], object], str]] = [
+    (lambda rank: rank.world(), "'int' object is not callable; an attribute such as rank.index or rank.world is read "),
+    (lambda rank: rank.mesh(), "an attribute such as rank.mesh is read without parentheses"),
+    (lambda rank: rank.layers(), "an attribute such as rank.layers or rank.microbatches is read without parentheses"),
+    (lambda rank: rank.weights(0), "a store takes its key in brackets, as in rank.weights[0]"),
+    (lambda rank: rank.share[0], "a verb is called with parentheses, as in rank.share()"),
+    (lambda rank: range(rank.stage_layers), "a verb is called with parentheses, as in rank.share()"),
+    (lambda rank: rank.load_batch([0]) // 2, "verbs of the rank compute with values"),
+    (lambda rank: f"{rank.load_batch([0]):.2f}", "verbs of the rank compute with values"),
+    (lambda rank: rank.load_batch([0])[0:1], "activations[0] (microbatch 0) [slice(0, 1, None)] is no operation"),
+    (lambda rank: rank.barrier() < 1, "await the handle first: its result is the value"),
+    (lambda rank: rank.load_batch(rank.share), "rank.load_batch(rank.share) raised TypeError: 'method' object is not "),
+    (lambda rank: rank.load_batch(rank.share), "not iterable; write rank.share(), with parentheses."),
+    (lambda rank: rank.load_batch([0.0]), "rank.load_batch([0.0]) raised TypeError: "),
+    (lambda rank: rank.load_batch(rank.load_batch([0])), "rank.load_batch(activations[0] (microbatch 0)) was called; "),
+    (lambda rank: rank.tokens(0), "'int' object is not iterable; give microbatches as Iterable[int] | None."),
+    (
+        lambda rank: rank.group([0]),
+        "rank.group([0]) raised TypeError: unhashable type: 'list'; give axis as str | None.",
+    ),
+    (
+        lambda rank: rank.broadcast(rank.load_weight(0), root="0"),
+        "rank.broadcast(weights[0], root='0') raised TypeError: "
+        "'>=' not supported between instances of 'str' and 'int'; give root as int.",
+    ),
+    (lambda rank: rank.load_weight("0"), "layer '0' does not exist"),
+    (lambda rank: rank.load_weight(0, rank.share), "shard rank.share of 1 was asked for; give whole numbers"),
+    (lambda rank: rank.norm(0, rank.grad_weights), "name the key of one value, rank.grad_weights[key]"),
+    (lambda rank: rank.norm(0, rank.grad_weights.pop), "write rank.grad_weights.pop(...), with parentheses"),
+    (lambda rank: rank.norm(0, [rank.zero_gradient(0)]), "[grad_weights[0] (zero)] was given where a value is wanted"),
+    (lambda rank: rank.norm(0, rank), "<rank 0 of 1> was given where a value is wanted"),
+    (lambda rank: rank.index + "a", "unsupported operand type(s) for +: 'int' and 'str'; fix it there"),
+    (lambda rank: rank.load_batch(rank.index + "a" for _ in "a"), "the program raised TypeError: unsupported operand"),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), WRONG_TYPES)
+def test_operands_and_arguments_of_a_wrong_type_say_what_to_write(call: Callable[[Any], object], sentence: str) -> None:
+    async def strategy(rank: Rank) -> None:
+        call(rank)
+
+    assert sentence in str(refusal(strategy, 1))
+
+
 def test_a_store_is_not_replaced() -> None:
     async def replaces(rank: Rank) -> None:
         cast(Any, rank).weights = {}

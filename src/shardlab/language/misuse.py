@@ -3,11 +3,12 @@
 `ValueMisuse` is a base class of values with operators such as `gradient * 0.5`. `HandleMisuse` is the same for handles,
 which have to be awaited first. Type checkers do not see these methods, so they still report the expressions.
 `why_no_attribute` explains a missing attribute such as `value.grad`, or a missing verb or store of a rank. It lists the
-existing ones, the nearest first.
+existing ones, the nearest first. `remedy_of_type_error` is for Python's errors about operands of a wrong type.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from fractions import Fraction
@@ -41,6 +42,20 @@ NEAR = 0.6
 """Least similarity of two names, from 0 to 1, for one to be suggested in place of the other."""
 
 NUMBERS = "a program is traced once, without numbers, so it must not depend on those in its tensors"
+
+
+WRONG_TYPES = (
+    (r"'method'", "a verb is called with parentheses, as in rank.share()"),
+    (r"'Store' object is not callable", "a store takes its key in brackets, as in rank.weights[0]"),
+    (r"Handle'", "await the handle first: its result is the value"),
+    (r"\bValue\b", f"verbs of the rank compute with values: {NUMBERS}"),
+)
+"""Patterns of Python's errors about types, each with what to write instead."""
+
+ATTRIBUTES = ("index", "world", "mesh", "layers", "microbatches")
+"""Attributes of a rank that a program may call by mistake, since torch has functions for them."""
+
+NOT_CALLABLE = re.compile("'(.*)' object is not callable")
 
 
 class RefusingRank(Protocol):
@@ -77,6 +92,17 @@ def why_no_attribute(error: AttributeError, families: Mapping[str, Sequence[str]
     if near < (False, NEAR):
         first, noun, others = "the", "verbs", families["verbs"]
     return f"rank.{name} does not exist", f"{first} {noun} are {', '.join(others)}"
+
+
+def remedy_of_type_error(error: TypeError, rank: RefusingRank) -> str:
+    """Return what to write in place of an expression with operands of a wrong type ("": Shardlab has no part in it)."""
+    for pattern, remedy in WRONG_TYPES:
+        if re.search(pattern, str(error)):
+            return remedy
+    called = NOT_CALLABLE.fullmatch(str(error))
+    known = {name: type(value).__name__ for name, value in vars(rank).items() if name in ATTRIBUTES}
+    names = [f"rank.{name}" for name, type_name in known.items() if called and type_name == called[1]]
+    return f"an attribute such as {' or '.join(names)} is read without parentheses" if names else ""
 
 
 class ValueMisuse:
@@ -165,6 +191,8 @@ def _instead_of_tensors(name: str) -> str:
         return "rank.backward returns the gradients of the weight and of the input"
     if name in {"item", "tolist", "numpy", "max", "min", "mean", "isnan", "isinf", "any", "all"}:
         return NUMBERS
+    if name in {"numel", "shape", "size"}:
+        return "value.elements is the number of its elements"
     if name in NAME_OF:
         return f"rank.{NAME_OF[name]} is what a program writes for it"
     return "it has `elements`, `bytes` and `spec`, and the verbs of the rank compute with it"

@@ -75,6 +75,9 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         self.grad_keys_values = Store(self, Kind.GRAD_KEYS_VALUES)
         self._stores = {store.kind: store for store in vars(self).values() if isinstance(store, Store)}
 
+    def __repr__(self) -> str:
+        return f"<rank {self.index} of {self.world}>"
+
     def refuse_attribute(self, error: AttributeError) -> None:
         """Refuse an attribute that this rank, or one of its values or handles, does not have.
 

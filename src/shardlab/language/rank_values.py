@@ -17,7 +17,7 @@ from shardlab.language.rules.refusals import require_place
 from shardlab.language.rules.spec import Spec, form_of
 from shardlab.language.tape import TIED_HEAD, TIED_HEAD_REMEDY, Op
 from shardlab.language.tracing import Tracer
-from shardlab.language.values import Handle, Value, Wait
+from shardlab.language.values import Handle, Value, Wait, argument_text
 
 
 class CopyHandle(Handle[Value]):
@@ -142,7 +142,7 @@ class ValueVerbs(Tracer):
         """
         spec = self._read(value, "slice")
         if index.__class__ is not int or of.__class__ is not int:
-            given = f"slice {index!r} of {of!r} was asked for"
+            given = f"slice {argument_text(index)} of {argument_text(of)} was asked for"
             self.refuse("unknown slice", spec.about("slice"), given, "give whole numbers")
         try:
             made = collectives.slice_of(spec, index, of)
@@ -189,7 +189,7 @@ class ValueVerbs(Tracer):
         if by.__class__ is not Factor:
             if not isinstance(by, int | Fraction) or not by:
                 remedy = "give a Fraction that is not 0, or token counts"
-                self.refuse("wrong factor", spec.about("scale"), f"{by!r} was given", remedy)
+                self.refuse("wrong factor", spec.about("scale"), f"{argument_text(by)} was given", remedy)
             by = factor_of(by)
         assert isinstance(by, Factor)
         return self._record([value], OpKind.SCALE, partial(arithmetic.scale, spec, by), factor=by)
@@ -272,7 +272,8 @@ class ValueVerbs(Tracer):
         if self.sizes.weight_of(layer) != layer:
             self.refuse("tied weight", about, TIED_HEAD, TIED_HEAD_REMEDY)
         if not isinstance(shard, int) or not isinstance(of, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            self.refuse("unknown slice", about, f"shard {shard!r} of {of!r} was asked for", "give whole numbers")
+            given = f"shard {argument_text(shard)} of {argument_text(of)} was asked for"
+            self.refuse("unknown slice", about, given, "give whole numbers")
         if not 0 <= shard < of <= MOST_SLICES:
             given = f"shard {number_text(shard)} of {number_text(of)} does not exist"
             self.refuse("unknown slice", about, given, collectives.numbering_of_parts("shard", of, MOST_SLICES))

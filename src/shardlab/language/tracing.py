@@ -25,7 +25,7 @@ from shardlab.language.rules.layer_rules import Rules
 from shardlab.language.rules.spec import Spec
 from shardlab.language.sizes import Sizes
 from shardlab.language.tape import Op
-from shardlab.language.values import Handle, Value, new_value
+from shardlab.language.values import Handle, Store, Value, argument_text, new_value
 
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
@@ -304,7 +304,7 @@ class Tracer(ABC):
     def _check_layer(self, op: str, layer: int) -> None:
         if layer.__class__ is not int or layer not in self.layers:
             remedy = f"the model has layers 0-{len(self.layers) - 1}, name one of these"
-            self.refuse("unknown layer", op, f"layer {layer} does not exist", remedy)
+            self.refuse("unknown layer", op, f"layer {argument_text(layer)} does not exist", remedy)
 
     def _require_usable(self, value: object, about: About | str) -> None:
         """Refuse an object that is not a live value of this rank. A live value's FREE moves behind this use."""
@@ -338,9 +338,13 @@ class Tracer(ABC):
             call = f"{value.__name__}(...)"
             self.refuse("not awaited", about, f"{call} was called without `await`, so it has not run", f"await {call}")
         if not isinstance(value, Value):
-            text, hint = f"{value!r:.100}", "compute on values from the stores"
+            text, hint = argument_text(value), "compute on values from the stores"
             if isinstance(value, tuple):
                 text, hint = "a tuple", "unpack it, as in `a, b = ...`"
+            elif isinstance(value, Store):
+                hint = f"name the key of one value, {text}[key]"
+            elif inspect.ismethod(value):
+                hint = f"write {text}(...), with parentheses"
             elif value is None:
                 hint = (
                     "look for the line that made it: accumulate, send and barrier return None, gather and reduce do so "

@@ -6,6 +6,7 @@ into a sentence, and `deadlock_error` into an error.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Collection, Generator, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from operator import attrgetter
@@ -211,6 +212,20 @@ def listed_keys(keys: Collection[Hashable]) -> str:
         return listed(sorted(cast(Collection[int], keys))) if keys else ""
     rest = len(keys) - SHOWN_KEYS
     return ", ".join(map(repr, itertools.islice(keys, SHOWN_KEYS))) + (f" and {rest} more" if rest > 0 else "")
+
+
+def argument_text(argument: object) -> str:
+    """Return an argument of a verb as a program could write it, without memory addresses."""
+    if isinstance(argument, Value):
+        return str(argument.spec)
+    if isinstance(argument, Store):
+        return f"rank.{argument.name}"
+    if isinstance(argument, list):
+        return f"[{', '.join(map(argument_text, cast(list[object], argument)))}]"
+    if inspect.ismethod(argument):
+        owner = argument.__self__
+        return f"{'rank' if hasattr(owner, 'refuse') else argument_text(owner)}.{argument.__name__}"
+    return f"{argument!r:.100}"
 
 
 Result = TypeVar("Result", covariant=True)

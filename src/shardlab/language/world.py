@@ -11,20 +11,22 @@ import gc
 import inspect
 import linecache
 import re
+import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardlab.common.errors import Refused, UserError, error_text
-from shardlab.common.user_code import MAX_OPS, OpCount, max_ops, never_awaited, run_stepwise
+from shardlab.common.user_code import MAX_OPS, OpCount, is_library_frame, max_ops, never_awaited, run_stepwise
 from shardlab.language.mesh import Mesh
-from shardlab.language.rank import Rank
+from shardlab.language.misuse import remedy_of_type_error
+from shardlab.language.rank import MACHINERY, Rank
 from shardlab.language.rendezvous import Channels, OpenCollectives
 from shardlab.language.rules.layer_rules import rules_of
 from shardlab.language.sizes import Sizes
 from shardlab.language.tape import Program
-from shardlab.language.values import Handle, deadlock_error
+from shardlab.language.values import Handle, argument_text, deadlock_error
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -186,6 +188,8 @@ class World:
         except StopIteration:
             return
         except Refused as refusal:
+            if refusal.rule == "no operator":
+                _refuse_arguments(rank, refusal, "")
             raise rank.cause_of(refusal) from None
         except UserError:
             raise
@@ -202,8 +206,13 @@ class World:
                 rank.refuse_attribute(error)
             message = VERB_CLASS.sub("rank.", str(error))
             rank.require_stores()
-            given = f"the program raised {error_text(error, ARGUMENT_COUNTS.sub(_without_self, message))}"
-            refusal = Refused("the program raised", "", given, _accepted_arguments(message) or "fix it there")
+            raised = f"raised {error_text(error, ARGUMENT_COUNTS.sub(_without_self, message))}"
+            remedy = _accepted_arguments(message)
+            if isinstance(error, TypeError | ValueError | KeyError) and not remedy:
+                _refuse_arguments(rank, error, raised)
+            if isinstance(error, TypeError):
+                remedy = remedy or remedy_of_type_error(error, rank)
+            refusal = Refused("the program raised", "", f"the program {raised}", remedy or "fix it there")
             raise refusal.at(rank.index, len(rank.ops)) from error
         if not isinstance(handle, Handle) or handle.rank is not rank:
             _refuse_awaited(rank)
@@ -216,6 +225,34 @@ class World:
         if self._parked.get(place) is handle:
             del self._parked[place]
             self._runnable.append(place)
+
+
+def _refuse_arguments(rank: Rank, error: Exception, raised: str) -> None:
+    """Refuse the arguments of a verb that raised an error.
+
+    Args:
+        raised: the error in words; may be empty.
+
+    Raises:
+        Refused: with the call. Errors of other code are ignored.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in frames if is_library_frame(frames[-1]) else ():
+        name, given = frame.f_code.co_name, frame.f_locals
+        verb: Any = None if name in MACHINERY else getattr(Rank, name, None)
+        if given.get("self") is rank and getattr(verb, "__code__", None) is frame.f_code:
+            _, *parameters = inspect.signature(verb).parameters.values()
+            passed = [each for each in parameters if given[each.name] is not each.default]
+            texts = [
+                f"{each.name}=" * (each.kind is each.KEYWORD_ONLY) + argument_text(given[each.name]) for each in passed
+            ]
+            wrong = [each for each in passed if type(given[each.name]).__name__ not in each.annotation.split(" | ")]
+            uncalled = [argument_text(given[each.name]) for each in wrong if inspect.ismethod(given[each.name])]
+            remedy = f"give {', '.join(f'{each.name} as {each.annotation}' for each in wrong or passed)}"
+            if uncalled:
+                remedy = f"write {uncalled[0]}(), with parentheses"
+            called = f"rank.{name}({', '.join(texts)}) {raised or 'was called'}"
+            raise Refused("the program raised", "", called, remedy).at(rank.index, len(rank.ops)) from error
 
 
 def _accepted_arguments(error: str) -> str:
