@@ -7,6 +7,7 @@ measured profile of this machine.
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -88,6 +89,7 @@ def train_and_verify(entry: CourseEntry, file: Path, steps: int, *, json: bool) 
     options = {**size, "hidden_size": HIDDEN_SIZE, "steps": steps, "out": folder}
     training = [*_with_strategy_flag(words), "--trace", *as_flags(options).split()]
     command = [sys.executable, "-m", "shardlab", "train", *training]
+    print(f"The exercise gives the flags: shardlab train {shlex.join(training)}", file=sys.stderr, flush=True)
     if status := run_command(command, json=json):
         return status
     verification = command_from("verify", words, size)
