@@ -31,6 +31,9 @@ MISUSES: list[tuple[Callable[[Any], object], str]] = [
     (lambda gradient: gradient[0], r"rank\.slice"),
     (list, r"rank\.slice"),
     (len, "value.elements"),
+    (bool, "`value is not None` tells whether there is a value"),
+    (lambda gradient: gradient and 1, "`value is not None` tells whether there is a value"),
+    (lambda gradient: 0 in gradient, r"rank\.slice"),
     (float, "traced once, without numbers"),
     (lambda gradient: gradient > 0, "traced once, without numbers"),
     (lambda gradient: gradient.item(), "traced once, without numbers"),
@@ -51,7 +54,7 @@ def test_an_expression_of_torch_names_the_verb_to_write(misuse: Callable[[Any], 
 
 def test_sum_adds_a_list_of_gradients() -> None:
     def lines(rank: Rank) -> None:
-        assert sum([rank.zero_gradient(0), rank.zero_gradient(0)])
+        assert sum([rank.zero_gradient(0), rank.zero_gradient(0)]) is not None
 
     assert "add 0 1 -> 2" in alone(lines)
 
@@ -62,7 +65,7 @@ def test_python_and_notebooks_may_look_for_attributes_that_do_not_exist() -> Non
             assert not hasattr(thing, "_repr_png_")
             assert not hasattr(thing, "__array__")
         assert getattr(rank, "step", None) is None
-        assert copy.copy(rank.load_batch([0]))
+        assert copy.copy(rank.load_batch([0])) is not None
 
     alone(lines)
 

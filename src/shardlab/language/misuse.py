@@ -154,8 +154,9 @@ class ValueMisuse:
         def __len__(self) -> NoReturn:
             _refuse_operator(self, "in len()", "value.elements is the number of its elements")
 
-        def __bool__(self) -> bool:
-            return True
+        def __bool__(self) -> NoReturn:
+            remedy = f"`value is not None` tells whether there is a value: {NUMBERS}"
+            _refuse_operator(self, "as a condition", remedy)
 
         def __float__(self) -> NoReturn:
             _refuse_operator(self, "as a number", NUMBERS)
