@@ -100,13 +100,14 @@ def test_a_training_that_is_too_short_to_be_compared_is_refused(
     assert "--steps is 3; to compare its steps with the prediction, give 15 or more" in capsys.readouterr().err
 
 
-def test_of_an_interrupt_only_the_command_that_trains_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [0, 130])
+def test_of_an_interrupt_only_the_command_that_trains_tells(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(process: subprocess.Popen[bytes]) -> int:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    assert run_command([sys.executable, "-c", "raise SystemExit(130)"], json=False) == 130
+    assert run_command([sys.executable, "-c", f"raise SystemExit({status})"], json=False) == 130
 
 
 RUNNABLE = [entry.name for entry in (*course(), *gallery()) if entry.name not in REFUSED]

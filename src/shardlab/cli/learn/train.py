@@ -28,6 +28,7 @@ from shardlab.simulate.hardware.cluster import cores
 from shardlab.simulate.timeline import Timeline, simulate
 from shardlab.simulate.timeline.measured import Measured, Pair, compare, read_trace
 from shardlab.simulate.timeline.memory import memory_in_bytes
+from shardlab.starting import INTERRUPTED
 from shardlab.strategies.plan.plan import Plan
 from shardlab.strategies.schedules import Schedule
 
@@ -117,9 +118,7 @@ def run_command(command: list[str], *, json: bool) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            if status := process.wait():
-                return status
-            raise
+            return process.wait() or INTERRUPTED  # its status is 0 if it has saved
 
 
 def strategy_words(entry: CourseEntry, file: Path) -> tuple[list[str], int]:
