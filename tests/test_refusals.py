@@ -174,7 +174,8 @@ SENTENCES = {
     ("programs", "other order"): (
         "rank 1, op 1 all_gather(weights[0] (shard 1 of 2)) on world: rank 0 meets it with "
         "all_reduce(weights[0] (shard 0 of 2)) (its op 1); all members of a group must issue its collectives "
-        "in one order, of one kind and for one layer. Issue the same collective there."
+        "in one order, of one kind and for one layer. Issue the same collective there: look for an `if` or a loop that "
+        "differs between these ranks."
     ),
     ("programs", "other message"): (
         "rank 0, op 0 recv from rank 1: expected activations[0] of microbatch 0, but the next message on this"

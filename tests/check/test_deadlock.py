@@ -26,7 +26,10 @@ from tests.support.thorough import sampled
 
 BUFFERED, IN_ORDER, RENDEZVOUS, QUEUED_PER_PAIR, QUEUED = ChannelModel
 
-REMEDY = " Let every op come on all of its ranks, and in one order."
+REMEDY = (
+    " Let every op come on all of its ranks, and in one order: look for an `if`, a loop or an early return that "
+    "differs between these ranks."
+)
 RECEIVES_REMEDY = " Let one of them send first, or let each send and receive at once with rank.exchange."
 """How every deadlock's message ends."""
 

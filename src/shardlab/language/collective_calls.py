@@ -103,7 +103,8 @@ def disagreement(call: Call, gives: Spec | None, group: Group, rank: int, op: in
         f"rank {rank} meets it with {met} (its op {op}); all members of a group must issue its collectives in one "
         "order, of one kind and for one layer"
     )
-    return Refused("other order", about, given, "issue the same collective there")
+    remedy = "issue the same collective there: look for an `if` or a loop that differs between these ranks"
+    return Refused("other order", about, given, remedy)
 
 
 def value_counts(call: Call, rank: int) -> tuple[int, int]:

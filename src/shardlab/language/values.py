@@ -297,7 +297,10 @@ class Wait(NamedTuple):
 
 def deadlock_error(waits: Mapping[int, Wait]) -> Deadlock:
     """Return the refusal of a program whose ranks wait for one another."""
-    remedy = "let every op come on all of its ranks, and in one order"
+    remedy = (
+        "let every op come on all of its ranks, and in one order: look for an `if`, a loop or an early return that "
+        "differs between these ranks"
+    )
     if all(wait.what.startswith("recv ") and wait.blockers[0] in waits for wait in waits.values()):
         remedy = "let one of them send first, or let each send and receive at once with rank.exchange"
     return Deadlock("deadlock", "deadlock", chain_of_waits(waits), remedy)

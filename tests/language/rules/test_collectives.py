@@ -189,6 +189,10 @@ REFUSALS: Refusals = {
         lambda: meet(GATHER, *[weight(shard(1, 2))] * 2),
         told("pieces overlap", layer=1, doubled=(1,)),
     ),
+    "all_gather, whole already": (
+        lambda: meet(GATHER, *[weight()] * 2),
+        told("pieces overlap", layer=1, doubled=(0,)),
+    ),
     "all_gather, rows overlap": (
         lambda: meet(GATHER, *[activation(0b11)] * 2),
         told("pieces overlap", layer=1, doubled=(0, 1)),

@@ -120,6 +120,11 @@ SENTENCES = {
         "all_gather(weights[1]): slice 1 of 2 would come from rank 1 and from an earlier rank as well; gather "
         "pieces that do not overlap."
     ),
+    ("collectives", "all_gather, whole already"): (
+        "all_gather(weights[1]): weights[1] is whole on these ranks already, so slice 0 of 1 would come from rank 1 "
+        "and from an earlier rank as well; use it without this gather, or gather the shard: keep it under a key of "
+        "its own."
+    ),
     ("collectives", "all_gather, rows overlap"): (
         "all_gather(activations[1]): microbatches 0-1 would come from rank 1 and from an earlier rank as "
         "well; gather pieces that do not overlap."

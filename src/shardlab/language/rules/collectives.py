@@ -342,7 +342,11 @@ def _refuse_slices(op: About, specs: Sequence[Spec], names: Sequence[str]) -> No
         twice, of = united & spec.form.holds
         if twice:
             given = f"{numbered('slice', twice)} of {of} would come from {name} and from {_earlier(name)} as well"
-            raise Refused("pieces overlap", op, given, NO_OVERLAP, doubled=bits(twice))
+            remedy = NO_OVERLAP
+            if first.form.holds.complete:
+                given = f"{first} is whole on these ranks already, so {given}"
+                remedy = "use it without this gather, or gather the shard: keep it under a key of its own"
+            raise Refused("pieces overlap", op, given, remedy, doubled=bits(twice))
         united |= spec.form.holds
     raise AssertionError("slices that fit are put together")
 
