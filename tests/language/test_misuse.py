@@ -36,6 +36,8 @@ MISUSES: list[tuple[Callable[[Any], object], str]] = [
     (lambda gradient: 0 in gradient, r"rank\.slice"),
     (float, "traced once, without numbers"),
     (lambda gradient: gradient > 0, "traced once, without numbers"),
+    (lambda gradient: gradient == 0, "traced once, without numbers"),
+    (lambda gradient: gradient != 0.5, "traced once, without numbers"),
     (lambda gradient: gradient.item(), "traced once, without numbers"),
     (lambda gradient: gradient.mul_(2), r"rank\.scale"),
     (lambda gradient: gradient.cuda(), r"rank\.reload"),
@@ -57,6 +59,17 @@ def test_sum_adds_a_list_of_gradients() -> None:
         assert sum([rank.zero_gradient(0), rank.zero_gradient(0)]) is not None
 
     assert "add 0 1 -> 2" in alone(lines)
+
+
+def test_values_are_compared_by_identity() -> None:
+    def lines(rank: Rank) -> None:
+        one, other = rank.zero_gradient(0), rank.zero_gradient(0)
+        assert one in [other, one]
+        assert one != other
+        assert one != None  # noqa: E711
+        assert len({one, other}) == 2
+
+    alone(lines)
 
 
 def test_python_and_notebooks_may_look_for_attributes_that_do_not_exist() -> None:

@@ -168,6 +168,13 @@ class ValueMisuse:
 
         __le__ = __gt__ = __ge__ = __lt__
 
+        def __eq__(self, other: object) -> bool:
+            if isinstance(other, int | float):
+                _refuse_operator(self, "in a comparison", NUMBERS)
+            return self is other
+
+        __hash__ = object.__hash__
+
         def __await__(self) -> NoReturn:
             given = f"{self.spec} is a value already, and only communication is awaited"
             self.rank.refuse("awaited something else", "", given, "leave out `await`")
