@@ -242,8 +242,8 @@ SENTENCES = {
     ),
     ("collectives by call", "the mean of gradients, updated with"): (
         "update(layer 1): the gradient given is grad_weights[1] (microbatches 0-5, times 1/3), 1/3 of the "
-        "step's; each microbatch's loss is weighted by its share of the step's tokens already. Let what the "
-        "program multiplies and divides by cancel, and reduce by sum: a mean divides by the number of ranks."
+        "step's; losses are weighted by tokens, so the plain sum over microbatches and ranks is the mean already. "
+        "Reduce by sum, not by mean, and do not divide by a number of ranks or microbatches."
     ),
     ("collectives by call", "the least gradient"): (
         "reduce(grad_weights[1]) by min: rank 4 gave grad_weights[1] (microbatch 0) and rank 6 "

@@ -279,10 +279,10 @@ def _want_norm(op: About, norm: Spec, step: int, trained: Holds) -> None:
 def _want_unscaled(op: About, gradient: Spec) -> None:
     if gradient.form.factor is not ONE:
         given = (
-            f"the gradient given is {gradient}, {gradient.form.factor} of the step's; each microbatch's loss is "
-            "weighted by its share of the step's tokens already"
+            f"the gradient given is {gradient}, {gradient.form.factor} of the step's; losses are weighted by tokens, "
+            "so the plain sum over microbatches and ranks is the mean already"
         )
-        remedy = "let what the program multiplies and divides by cancel"
+        remedy = "leave out the scale, or undo it by another one before the update"
         if gradient.form.factor.ratio < 1:
-            remedy += ", and reduce by sum: a mean divides by the number of ranks"
+            remedy = "reduce by sum, not by mean, and do not divide by a number of ranks or microbatches"
         raise Refused("scaled gradient", op, given, remedy)
