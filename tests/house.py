@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardlab"
 
 CODE_LINES = {
-    "": 360,
+    "": 365,
     "check": 2275,
     "cli": 8260,
     "common": 995,

@@ -15,7 +15,7 @@ from shardlab import starting
 def test_a_terminal_shows_that_the_command_is_loaded_until_it_is(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    notice = threading.Timer(0.0, os.write, (2, b"shardlab: loading\r"))
+    notice = threading.Timer(0.0, starting.show_notice)
     monkeypatch.setattr(starting, "_notice", notice)
     monkeypatch.setattr(os, "isatty", lambda _: True)  # pyright: ignore
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
@@ -27,3 +27,5 @@ def test_a_terminal_shows_that_the_command_is_loaded_until_it_is(
     notice.join()
     starting.loaded()
     assert capfd.readouterr().err == "shardlab: loading\r\x1b[2K"
+    starting.loaded()
+    assert capfd.readouterr().err == "", "a second command of this process has no line to erase"

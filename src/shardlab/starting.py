@@ -14,11 +14,18 @@ from types import FrameType
 INTERRUPTED = 130
 """Exit code that a shell reports for a process that SIGINT has ended."""
 
-
 NOTICE_SECONDS = 1.0
 """Seconds of loading after which a terminal shows the line about it."""
 
-_notice = threading.Timer(NOTICE_SECONDS, os.write, (2, b"shardlab: loading\r"))
+
+def show_notice() -> None:
+    """Show that the command is being loaded, in a line that `loaded` erases."""
+    os.write(2, b"shardlab: loading\r")
+    _shown.set()
+
+
+_shown = threading.Event()
+_notice = threading.Timer(NOTICE_SECONDS, show_notice)
 _notice.daemon = True
 
 
@@ -40,8 +47,9 @@ def leave_when_interrupted() -> None:
 
 def loaded() -> None:
     """Restore Python's handler, which raises KeyboardInterrupt, and erase the line about loading."""
-    if _notice.finished.is_set():
-        os.write(2, b"\x1b[2K")
     _notice.cancel()
+    if _shown.is_set():
+        os.write(2, b"\x1b[2K")
+        _shown.clear()
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
