@@ -207,7 +207,7 @@ class CommunicationVerbs(Tracer):
         """Send the root's value to every member.
 
         Args:
-            value: on the root, which gets this very value back; None on the others.
+            value: on the root, whose handle returns this same value; None on the others.
             root: number of the sending rank, a member of the group.
             axis: the mesh axis along which the members lie (None: all ranks).
             expect: on the other ranks, the expected value, as in `recv`.
@@ -253,7 +253,7 @@ class CommunicationVerbs(Tracer):
         return self._collective(call, value, self.group(axis))
 
     def barrier(self, *, axis: str | None = None) -> Handle[None]:
-        """Wait, when awaited, until every member has come; no value is moved."""
+        """Synchronize the members: awaiting the handle waits until all have called `barrier`. No value is moved."""
         return self._collective(_BARRIER, None, self.group(axis))
 
     def _send(self, verb: str, value: Value, to: int, batch: int) -> SendHandle:

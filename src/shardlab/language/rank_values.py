@@ -173,9 +173,10 @@ class ValueVerbs(Tracer):
     def scale(self, value: Value, by: Factor | Fraction | int) -> Value:
         """Multiply a gradient by a rational number, or by token counts.
 
-        Gradients are shares of the step's mean: each microbatch's loss is weighted by its share of the tokens. A scaled
-        gradient can only be added to gradients with the same factor, and `update` takes it once all factors cancel. One
-        exception: scaled gradients of the same microbatches may be added, such as two halves, which give the whole.
+        Gradients are shares of the step's mean: each microbatch's loss is weighted by its share of the tokens. Two
+        scaled gradients can be added if they have the same factor. They can also be added if they sum the same
+        microbatches: their factors are then added, so that two halves give the whole. `update` accepts a gradient only
+        after all factors have cancelled.
 
         Args:
             value: a gradient.
