@@ -145,7 +145,9 @@ def test_overheads_of_two_checkouts_are_compared_in_turns(monkeypatch: pytest.Mo
     assert turns == [Path("other"), ROOT, ROOT, Path("other"), Path("other"), ROOT]
 
 
-def test_constants_are_refitted_and_errors_told_of_sources_that_a_fit_has_not_seen(run: Run, tmp_path: Path) -> None:
+def test_constants_are_refitted_and_errors_reported_for_sources_that_a_fit_has_not_seen(
+    run: Run, tmp_path: Path
+) -> None:
     rows = json.loads((ROOT / "benchmarks" / "published_runs.json").read_text())
     few = [row for row in rows if row["id"].startswith(("mpt-h100_80gb-7b-s2048", "mpt-a100_40gb-7b-s2048"))]
     assert len({row["publication"] for row in few}) == 2

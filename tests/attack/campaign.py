@@ -2,7 +2,7 @@
 
     python -m tests.attack.campaign --count 10000 --seed 1
 
-Each program is traced, checked, timed, predicted on a cluster, judged by the tests' interpreter, and trained for two
+Each program is traced, checked, timed, predicted on a cluster, run by the tests' interpreter, and trained for two
 steps in float64 on as many processes as it has ranks. A failure is: a traceback, a rank that dies or hangs, numbers
 that are not one device's, copies that differ though the check takes them for equal, a judge of another opinion, and a
 right program that is refused. Each is printed with the words that repeat it, and with its text.
@@ -59,7 +59,7 @@ class Attack:
     """How often a picture of it is drawn."""
 
     trained: bool = True
-    """Whether accepted programs are trained; else they are only checked, timed and judged."""
+    """Whether accepted programs are trained; else they are only checked, timed and interpreted."""
 
     again: tuple[str, ...] = ()
     """Words of one program, as a failure prints them: it alone is tried, and printed."""
@@ -153,7 +153,9 @@ def attack(options: Attack) -> Iterator[Outcome]:
     world, waiting = World(), dict[int, list[Outcome]]()
     try:
         for number, subject in enumerate(subjects_of(options)):
-            outcome = ask(subject, judged=number % options.judge_every == 0, drawn=number % options.draw_every == 9)
+            outcome = ask(
+                subject, interpreted=number % options.judge_every == 0, drawn=number % options.draw_every == 9
+            )
             if outcome.what != "accepted" or not options.trained:
                 yield outcome
                 continue
@@ -209,7 +211,7 @@ def main(options: Attack) -> int:
 
 def _again(subject: Subject) -> int:
     """Try one program and print all that is known of it."""
-    outcome = ask(subject, judged=True, drawn=True)
+    outcome = ask(subject, interpreted=True, drawn=True)
     if outcome.what == "accepted":
         world = World()
         (outcome,) = world.run([outcome], subject.job.ranks)

@@ -29,7 +29,7 @@ SAMPLE = Attack(count=48, seed=36)
 @pytest.fixture(scope="module")
 def accepted() -> list[Outcome]:
     """The accepted programs of the sample; none of them all failed."""
-    outcomes = [ask(subject, judged=at % 4 == 0, drawn=False) for at, subject in enumerate(subjects_of(SAMPLE))]
+    outcomes = [ask(subject, interpreted=at % 4 == 0, drawn=False) for at, subject in enumerate(subjects_of(SAMPLE))]
     failed = [f"{each.subject}: {each.what}\n{each.detail}" for each in outcomes if each.failed]
     assert not failed, "\n".join(failed)
     assert any(each.what == "refused" for each in outcomes)
@@ -97,7 +97,7 @@ def test_an_exception_within_shardlab_is_a_failure_though_tracing_blames_the_pro
 
     subject = Subject("script", 1)
     monkeypatch.setattr(LayerRules, "forward", raises_inside)
-    outcome = ask(subject, judged=False, drawn=False)
+    outcome = ask(subject, interpreted=False, drawn=False)
     assert outcome.what == "tracing raised"
     assert "raises_inside" in outcome.detail
 
@@ -109,7 +109,7 @@ def test_a_statement_that_cannot_be_done_is_the_program_s_own_mistake() -> None:
     job = replace(subject.job, script=Script(script.mesh, lines), microbatches=microbatches)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Subject, "job", job)
-        assert ask(subject, judged=False, drawn=False).rule == "no operator"
+        assert ask(subject, interpreted=False, drawn=False).rule == "no operator"
 
 
 class FakeRanks:

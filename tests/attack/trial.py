@@ -61,11 +61,11 @@ class Outcome:
         return self.what not in ("accepted", "refused")
 
 
-def ask(subject: Subject, *, judged: bool, drawn: bool) -> Outcome:
+def ask(subject: Subject, *, interpreted: bool, drawn: bool) -> Outcome:
     """Check a program, and time and draw it if it is accepted.
 
     Args:
-        judged: whether the independent judge of the tests interprets it as well.
+        interpreted: whether the independent interpreter of the tests runs it as well.
         drawn: whether a picture is made too.
     """
     try:
@@ -89,7 +89,7 @@ def ask(subject: Subject, *, judged: bool, drawn: bool) -> Outcome:
     if (why_not := checked.why_not("gloo")) is not None:  # said before any rank is started
         return Outcome(subject, "refused", str(why_not), why_not.rule)
     for name, question in QUESTIONS.items():
-        if (name == "the judge" and not judged) or (name == "the picture" and not drawn):
+        if (name == "the judge" and not interpreted) or (name == "the picture" and not drawn):
             continue
         try:
             said = question(subject, checked)

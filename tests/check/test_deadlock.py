@@ -355,9 +355,9 @@ def circle(*, met_before: bool, in_one_order: bool) -> Strategy:
             await rank.recv(source=before, expect=expect)
             await rank.send(mine, to=after)
         else:
-            told = rank.send(mine, to=after)
+            pending = rank.send(mine, to=after)
             await rank.recv(source=before, expect=expect)
-            await told
+            await pending
         await update(rank, mine)
 
     return program
@@ -401,8 +401,8 @@ async def pairs_met_in_another_order(rank: Rank) -> None:
     """0 goes to 1 then 2, 1 to 2 then 0, 2 to 0 then 1; nobody sends what it has not received first but 0."""
     mine = await one_layer_gradient(rank, [rank.index])
     if rank.index == 0:
-        told = [rank.send(mine, to=1), rank.send(mine, to=2)]
-        for each in told:
+        pending = [rank.send(mine, to=1), rank.send(mine, to=2)]
+        for each in pending:
             await each
     elif rank.index == 1:
         await rank.recv(source=2, expect=("grad_weights", 0, 2))
@@ -436,15 +436,15 @@ def message_and_collective(*, crossed: bool, met_before: bool) -> Strategy:
             await (rank.recv(source=0, expect=("grad_weights", 0, 0)) if rank.index else rank.send(mine, to=1))
             await rank.barrier()
         if rank.index == 0:
-            told = rank.send(mine, to=1)
+            pending = rank.send(mine, to=1)
             total = rank.all_reduce(mine)
         elif crossed:
             total = rank.all_reduce(mine)
-            told = rank.recv(source=0, expect=("grad_weights", 0, 0))
+            pending = rank.recv(source=0, expect=("grad_weights", 0, 0))
         else:
-            told = rank.recv(source=0, expect=("grad_weights", 0, 0))
+            pending = rank.recv(source=0, expect=("grad_weights", 0, 0))
             total = rank.all_reduce(mine)
-        await told
+        await pending
         rank.weights[0], rank.opt_states[0] = rank.update(0, await total, rank.weights[0], rank.opt_states[0])
 
     return program
@@ -479,9 +479,9 @@ async def exchange_meets_single_calls(rank: Rank) -> None:
     if rank.index == 0:
         other = await rank.exchange(mine, to=1, source=1, expect=expect)
     else:
-        told = rank.send(mine, to=0)
+        pending = rank.send(mine, to=0)
         other = await rank.recv(source=0, expect=expect)
-        await told
+        await pending
     finish(rank, other)
 
 

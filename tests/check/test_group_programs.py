@@ -21,7 +21,7 @@ from tests.check import group_programs as right
 from tests.support.interpreter import judge
 from tests.support.passing import is_right_everywhere
 from tests.support.ranks import Ranks
-from tests.support.refusing import tells
+from tests.support.refusing import require_refusal
 
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
@@ -74,7 +74,9 @@ def test_unequal_parts_are_not_dealt_to_ranks() -> None:
     program = trace(right.unequal_parts_scattered, Mesh(tp=2), 1, 4)
     assert judge(program).right
     found = check(program).not_runnable
-    tells(found, "not runnable", rank=0, remedy="put the value together from equal pieces, since it is dealt in these")
+    require_refusal(
+        found, "not runnable", rank=0, remedy="put the value together from equal pieces, since it is dealt in these"
+    )
     assert "the members receive 1/4, 3/4 of the whole" in str(found)
 
 
@@ -92,4 +94,4 @@ def test_an_exchange_of_unequal_pieces_runs_nowhere(end: str, cells: int, remedy
     (number,), specs = getattr(exchange, end), checked.specs[0]
     specs[number] = specs[number]._replace(cells=cells)
     why = why_not_runnable(checked.program, checked.specs, checked.communications, [range(len(tape)) for tape in tapes])
-    tells(why, "not runnable", rank=0, remedy=remedy)
+    require_refusal(why, "not runnable", rank=0, remedy=remedy)

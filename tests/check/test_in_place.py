@@ -18,7 +18,7 @@ from tests.check.programs import built_in
 from tests.language.tapes import refusal
 from tests.support.interpreter import Outcome, judge
 from tests.support.mutations import places, with_tape
-from tests.support.refusing import Told, refusal_of, refuses, tells, told
+from tests.support.refusing import ExpectedRefusal, refusal_by, refusal_of, refuses, require_refusal
 
 
 def refused(strategy: Strategy, microbatches: int = 2) -> tuple[Program, Refused]:
@@ -29,7 +29,7 @@ def refused(strategy: Strategy, microbatches: int = 2) -> tuple[Program, Refused
 def test_two_states_do_not_step_the_same_elements() -> None:
     program, refusal = refused(unsound.two_states_of_one_weight)
     updates = [at for at, op in enumerate(program.tapes[0]) if op.kind is OpKind.UPDATE]
-    tells(refusal, "moved twice", rank=0, op=updates[1], layer=0, doubled=(0,))
+    require_refusal(refusal, "moved twice", rank=0, op=updates[1], layer=0, doubled=(0,))
     assert judge(program).outcome is Outcome.WRONG
 
 
@@ -61,7 +61,7 @@ def test_two_states_do_not_step_the_same_elements_though_the_new_weight_is_saved
 
 def test_a_weight_that_has_arrived_is_not_updated_again() -> None:
     program, refusal = refused(unsound.stepped_after_it_arrived)
-    tells(refusal, "stepped again", layer=0, doubled=(0,))
+    require_refusal(refusal, "stepped again", layer=0, doubled=(0,))
     assert judge(program).outcome is Outcome.WRONG
 
 
@@ -73,7 +73,7 @@ def test_a_weight_that_arrives_in_other_memory_may_be_updated() -> None:
 
 def test_an_update_of_a_copy_does_not_overwrite_a_weight_in_flight() -> None:
     program, refusal = refused(unsound.sent_while_it_is_written)
-    tells(refusal, "in flight", layer=0)
+    require_refusal(refusal, "in flight", layer=0)
     assert judge(program).outcome is Outcome.BROKEN
 
 
@@ -105,9 +105,9 @@ def test_a_copy_of_a_weight_may_be_updated_in_its_place(read: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "why"), [("after", told("written over", layer=0)), ("meanwhile", told("in flight", layer=0))]
+    ("read", "why"), [("after", refusal_by("written over", layer=0)), ("meanwhile", refusal_by("in flight", layer=0))]
 )
-def test_an_overwritten_weight_is_not_read(read: str, why: Told) -> None:
+def test_an_overwritten_weight_is_not_read(read: str, why: ExpectedRefusal) -> None:
     """The specs are right, and so would the numbers be if the old slice still were somewhere."""
     with refuses(why) as refusal_:
         check(trace(updates_a_copy(read), 2, 1, 2))
@@ -165,7 +165,7 @@ def test_a_state_steps_the_first_weight_that_contains_it() -> None:
     assert check(program).backends() == ["gloo", "nccl"]
     assert judge(program).right
     _, refusal = refused(loads_both("whole"))
-    tells(refusal, "written over", layer=0)
+    require_refusal(refusal, "written over", layer=0)
 
 
 def steps_a_copy(read: str) -> Strategy:
@@ -198,9 +198,9 @@ def test_a_slice_of_a_copy_may_outlive_the_update_of_the_copy(read: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("read", "why"), [("after", told("written over", layer=0)), ("meanwhile", told("in flight", layer=0))]
+    ("read", "why"), [("after", refusal_by("written over", layer=0)), ("meanwhile", refusal_by("in flight", layer=0))]
 )
-def test_an_overwritten_copy_is_not_read(read: str, why: Told) -> None:
+def test_an_overwritten_copy_is_not_read(read: str, why: ExpectedRefusal) -> None:
     with refuses(why) as refusal:
         check(trace(steps_a_copy(read), 2, 1, 2))
     assert "weights[0] (shard 1 of 2)" in str(refusal.value)
@@ -224,7 +224,7 @@ async def reads_a_slice_in_the_next_forward(rank: Rank) -> None:
 
 def test_slices_of_a_copy_are_not_the_old_weight_after_its_update() -> None:
     _, refusal = refused(reads_a_slice_in_the_next_forward)
-    tells(refusal, "written over", layer=0)
+    require_refusal(refusal, "written over", layer=0)
 
 
 async def steps_one_memory_twice(rank: Rank) -> None:
@@ -247,7 +247,7 @@ async def steps_one_memory_twice(rank: Rank) -> None:
 
 def test_two_updates_do_not_step_one_memory_though_each_weight_is_kept_apart() -> None:
     program, refusal = refused(steps_one_memory_twice)
-    tells(refusal, "moved twice", layer=0, doubled=(0,))
+    require_refusal(refusal, "moved twice", layer=0, doubled=(0,))
     assert judge(program).outcome is Outcome.WRONG
 
 
@@ -403,19 +403,19 @@ async def state_in_two_places(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (scaled_away, told("elsewhere", layer=0)),
-        (summed_apart, told("elsewhere", layer=0)),
-        (updated_apart, told("elsewhere", layer=0)),
-        (updated_without_its_state, told("elsewhere", layer=0)),
-        (gradient_on_the_disk, told("elsewhere", layer=0)),
-        (reloaded_twice, told("elsewhere", layer=0)),
-        (to_the_attic, told("elsewhere", layer=0)),
-        (loaded_from_the_attic, told("elsewhere", layer=0)),
-        (squares_away, told("wrong kind")),
+        (scaled_away, refusal_by("elsewhere", layer=0)),
+        (summed_apart, refusal_by("elsewhere", layer=0)),
+        (updated_apart, refusal_by("elsewhere", layer=0)),
+        (updated_without_its_state, refusal_by("elsewhere", layer=0)),
+        (gradient_on_the_disk, refusal_by("elsewhere", layer=0)),
+        (reloaded_twice, refusal_by("elsewhere", layer=0)),
+        (to_the_attic, refusal_by("elsewhere", layer=0)),
+        (loaded_from_the_attic, refusal_by("elsewhere", layer=0)),
+        (squares_away, refusal_by("wrong kind")),
     ],
 )
-def test_ops_off_the_device_that_no_backend_has_are_refused(strategy: Strategy, said: Told) -> None:
-    tells(refusal(strategy, ranks=1, layers=1), said)
+def test_ops_off_the_device_that_no_backend_has_are_refused(strategy: Strategy, said: ExpectedRefusal) -> None:
+    require_refusal(refusal(strategy, ranks=1, layers=1), said)
 
 
 def test_a_step_leaves_a_weight_where_it_was_loaded() -> None:
@@ -519,7 +519,7 @@ def test_collectives_of_one_group_in_another_order_are_refused_naming_both_ranks
     a, b = tape[one], tape[other]
     tape[one] = a._replace(inputs=b.inputs, layer=b.layer)
     tape[other] = b._replace(inputs=a.inputs, layer=a.layer)
-    tells(refused_of_order(program, rank, tape), "other order", rank=1, op=5)
+    require_refusal(refused_of_order(program, rank, tape), "other order", rank=1, op=5)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

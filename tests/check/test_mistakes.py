@@ -19,7 +19,7 @@ from tests.language.tapes import Lines, refused
 from tests.support.interpreter import judge
 from tests.support.passing import is_right_everywhere
 from tests.support.random_plans import routed
-from tests.support.refusing import Told, refuses, told
+from tests.support.refusing import ExpectedRefusal, refusal_by, refuses
 
 LAYERS, MICROBATCHES = 2, 2
 
@@ -247,80 +247,80 @@ PLACES = r"rank \d, op \d+ "
         (
             dropped_microbatch,
             1,
-            told("missing microbatches", rank=0, layer=1, missing=(1,)),
+            refusal_by("missing microbatches", rank=0, layer=1, missing=(1,)),
         ),
         (
             dropped_update,
             1,
-            told("not kept", rank=0, layer=1),
+            refusal_by("not kept", rank=0, layer=1),
         ),
         (
             dropped_forward,
             1,
-            told("wrong layer", layer=2),
+            refusal_by("wrong layer", layer=2),
         ),
-        (dropped_recv, 2, told("not received", layer=0)),
-        (duplicated_gradient, 1, told("counted twice", layer=1, doubled=(0, 1))),
-        (duplicated_load, 1, told("loaded twice", rank=0, layer=0)),
+        (dropped_recv, 2, refusal_by("not received", layer=0)),
+        (duplicated_gradient, 1, refusal_by("counted twice", layer=1, doubled=(0, 1))),
+        (duplicated_load, 1, refusal_by("loaded twice", rank=0, layer=0)),
         (
             duplicated_microbatch,
             2,
-            told("counted twice", layer=0, doubled=(0,)),
+            refusal_by("counted twice", layer=0, doubled=(0,)),
         ),
-        (swapped_layers, 1, told("wrong layer", rank=0, layer=1)),
-        (swapped_backward, 1, told("wrong layer", layer=0)),
-        (wrong_layers_weight, 1, told("wrong layer", layer=0)),
-        (wrong_layers_gradient, 1, told("wrong layer", layer=0)),
-        (wrong_layers_sum, 1, told("other values", layer=0)),
-        (wrong_microbatch, 1, told("other tokens", layer=1)),
-        (early_free, 1, told("freed", layer=1)),
-        (missing_reduce, 2, told("missing microbatches", layer=1, missing=(1,))),
+        (swapped_layers, 1, refusal_by("wrong layer", rank=0, layer=1)),
+        (swapped_backward, 1, refusal_by("wrong layer", layer=0)),
+        (wrong_layers_weight, 1, refusal_by("wrong layer", layer=0)),
+        (wrong_layers_gradient, 1, refusal_by("wrong layer", layer=0)),
+        (wrong_layers_sum, 1, refusal_by("other values", layer=0)),
+        (wrong_microbatch, 1, refusal_by("other tokens", layer=1)),
+        (early_free, 1, refusal_by("freed", layer=1)),
+        (missing_reduce, 2, refusal_by("missing microbatches", layer=1, missing=(1,))),
         (
             missing_gather,
             2,
-            told("partial weight", layer=0, missing=(1,)),
+            refusal_by("partial weight", layer=0, missing=(1,)),
         ),
         (
             double_reduce,
             2,
-            told("counted twice", layer=1, doubled=(0, 1)),
+            refusal_by("counted twice", layer=1, doubled=(0, 1)),
         ),
-        (early_update, 1, told("missing microbatches", layer=0, missing=(1,))),
+        (early_update, 1, refusal_by("missing microbatches", layer=0, missing=(1,))),
         (
             update_before_the_reduction_has_come,
             2,
-            told("not awaited", layer=0),
+            refusal_by("not awaited", layer=0),
         ),
         (
             stale_weight,
             1,
-            told("stale weight", layer=1),
+            refusal_by("stale weight", layer=1),
         ),
-        (stale_weight_after_its_update, 1, told("replaced", layer=1)),
-        (second_update, 1, told("wrong step", layer=0)),
+        (stale_weight_after_its_update, 1, refusal_by("replaced", layer=1)),
+        (second_update, 1, refusal_by("wrong step", layer=0)),
         (
             shards_update_the_wrong_slice,
             2,
-            told("missing slices", layer=0, missing=(0,)),
+            refusal_by("missing slices", layer=0, missing=(0,)),
         ),
         (
             swapped_sends,
             2,
-            told("other message", rank=1, layer=1),
+            refusal_by("other message", rank=1, layer=1),
         ),
         (
             collectives_of_two_kinds,
             2,
-            told("other order", rank=1, layer=1),
+            refusal_by("other order", rank=1, layer=1),
         ),
         (
             collectives_of_two_layers,
             2,
-            told("other order", rank=1, layer=1),
+            refusal_by("other order", rank=1, layer=1),
         ),
     ],
 )
-def test_one_mistake_is_refused_by_name(program: Strategy, ranks: int, words: Told) -> None:
+def test_one_mistake_is_refused_by_name(program: Strategy, ranks: int, words: ExpectedRefusal) -> None:
     with refuses(words) as refused:
         check(trace(program, ranks, LAYERS, MICROBATCHES))
     assert re.match(PLACES, str(refused.value))
@@ -405,12 +405,12 @@ async def reducing_experts_too(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (without_reduction, told("missing microbatches", layer=0, missing=(2, 3))),
-        (reducing_experts_too, told("other slices", layer=3)),
+        (without_reduction, refusal_by("missing microbatches", layer=0, missing=(2, 3))),
+        (reducing_experts_too, refusal_by("other slices", layer=3)),
     ],
 )
 def test_a_program_that_reduces_the_wrong_gradients_is_refused(
-    strategy: Callable[[Rank], Awaitable[Any]], said: Told
+    strategy: Callable[[Rank], Awaitable[Any]], said: ExpectedRefusal
 ) -> None:
     with refuses(said):
         program_of(strategy)
@@ -444,13 +444,13 @@ def all_on_one(program: Program, rank: int, op: Op) -> Op:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (summed, told("no term", layer=1)),
-        (swapped, told("other pieces", layer=1)),
-        (all_on_one, told("pieces overlap", layer=1, doubled=(0, 1))),
+        (summed, refusal_by("no term", layer=1)),
+        (swapped, refusal_by("other pieces", layer=1)),
+        (all_on_one, refusal_by("pieces overlap", layer=1, doubled=(0, 1))),
     ],
 )
 def test_a_tape_that_exchanges_the_wrong_buffers_is_refused(
-    change: Callable[[Program, int, Op], Op], said: Told
+    change: Callable[[Program, int, Op], Op], said: ExpectedRefusal
 ) -> None:
     check(program_of())
     with refuses(said):
@@ -530,14 +530,14 @@ def unknown(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (computed_in_half, told("other dtypes", layer=0)),
-        (loss_in_half, told("other dtypes", layer=1)),
-        (unequal_sum, told("other dtypes", layer=0)),
-        (tokens, told("wrong kind", layer=0)),
-        (state, told("wrong kind", layer=0)),
-        (updated, told("wrong step", layer=0)),
-        (unknown, told("other dtypes", layer=0)),
+        (computed_in_half, refusal_by("other dtypes", layer=0)),
+        (loss_in_half, refusal_by("other dtypes", layer=1)),
+        (unequal_sum, refusal_by("other dtypes", layer=0)),
+        (tokens, refusal_by("wrong kind", layer=0)),
+        (state, refusal_by("wrong kind", layer=0)),
+        (updated, refusal_by("wrong step", layer=0)),
+        (unknown, refusal_by("other dtypes", layer=0)),
     ],
 )
-def test_casts_that_round_kept_values_or_mix_dtypes_are_refused(lines: Lines, said: Told) -> None:
+def test_casts_that_round_kept_values_or_mix_dtypes_are_refused(lines: Lines, said: ExpectedRefusal) -> None:
     refused(lines, said, layers=1)

@@ -138,7 +138,7 @@ SIZES = {  # ranks, layers or blocks, microbatches
     ("name", "size"),
     sampled([(name, size) for name in STRATEGIES for size in SIZES[name]], lambda case: case[1] in SIZES[case[0]][1:3]),
 )
-def test_every_strategy_is_judged_right(name: str, size: tuple[int, int, int]) -> None:
+def test_every_strategy_is_found_right(name: str, size: tuple[int, int, int]) -> None:
     assert judge(built_in(name, *size)).outcome is Outcome.RIGHT
 
 
@@ -362,7 +362,9 @@ def test_tracing_and_the_check_give_every_value_one_spec(shape: Shape) -> None:
     checked = check(world.run(program_of(shape)))
     for rank, specs in zip(world.ranks, checked.specs, strict=True):
         values = enumerate(rank._values)
-        believed = {number: value if isinstance(value, Spec) else value.spec for number, value in values if value}
+        believed = {
+            number: value if isinstance(value, Spec) else value.spec for number, value in values if value is not None
+        }
         assert believed == {number: specs[number] for number in believed}
 
 

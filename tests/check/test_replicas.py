@@ -28,7 +28,7 @@ from tests.support.mutating import changed, living_on, places, renamed, with_tap
 from tests.support.random_layers import random_attention, random_experts
 from tests.support.random_plans import Planned, plans
 from tests.support.random_programs import Shape, random_program, shapes
-from tests.support.refusing import refusal_of, refuses, tells
+from tests.support.refusing import refusal_of, refuses, require_refusal
 from tests.support.rounding import replicas_apart
 from tests.support.thorough import examples
 from tests.train import rooted_programs, user_programs
@@ -501,14 +501,14 @@ def test_the_check_derives_what_is_kept_between_the_halves() -> None:
 def test_the_first_half_of_another_microbatch_is_refused() -> None:
     (at, one), (_, other) = halves()[:2]
     mutant = changed(PROGRAM, 0, at, one._replace(inputs=(*one.inputs[:2], other.inputs[2])))
-    tells(refused(mutant), "no forward", op=at, layer=0)
+    require_refusal(refused(mutant), "no forward", op=at, layer=0)
 
 
 def test_saved_values_are_no_substitute_for_those_of_the_first_half() -> None:
     at, op = halves()[0]
     saved = next(first.inputs[3] for _, first in halves(OpKind.BACKWARD_INPUT) if first.outputs[1] == op.inputs[2])
     mutant = changed(PROGRAM, 0, at, op._replace(inputs=(*op.inputs[:2], saved)))
-    tells(refused(mutant), "no forward", op=at, layer=0)
+    require_refusal(refused(mutant), "no forward", op=at, layer=0)
 
 
 def test_a_second_weight_half_has_nothing_left_to_read() -> None:
@@ -516,13 +516,13 @@ def test_a_second_weight_half_has_nothing_left_to_read() -> None:
     tape = living_on(living_on(PROGRAM.tapes[0], op.inputs[0]), op.inputs[1])
     again = [op._replace(outputs=(10**6,)), Op(OpKind.FREE, -1, (10**6,))]
     mutant = with_tape(PROGRAM, 0, [*tape[: at + 1], *again, *tape[at + 1 :]])
-    tells(refused(mutant), "no forward", op=at + 1, layer=0)
+    require_refusal(refused(mutant), "no forward", op=at + 1, layer=0)
 
 
 def test_values_kept_for_the_second_half_are_hidden_from_the_program() -> None:
     at, op = halves()[0]
     mutant = changed(PROGRAM, 0, at, Op(OpKind.FREE, -1, op.inputs[2:]), op)
-    tells(refused(mutant), "the layer's own", op=at)
+    require_refusal(refused(mutant), "the layer's own", op=at)
 
 
 def test_a_microbatch_whose_weight_half_is_left_out_is_missing() -> None:
@@ -532,7 +532,7 @@ def test_a_microbatch_whose_weight_half_is_left_out_is_missing() -> None:
     frees = [Op(OpKind.FREE, -1, (number,)) for number in add.inputs]
     rest = [o for o in tape if o not in (op, add, *frees)]
     mutant = with_tape(PROGRAM, 0, renamed(rest, add.outputs[0], add.inputs[0]))
-    tells(refused(mutant), "missing microbatches", layer=0, missing=(1,))
+    require_refusal(refused(mutant), "missing microbatches", layer=0, missing=(1,))
 
 
 def plain(tape: list[Op], which: int | None = None) -> list[Op]:
@@ -544,12 +544,12 @@ def plain(tape: list[Op], which: int | None = None) -> list[Op]:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_rank_clips_all_its_updates_or_none(which: int) -> None:
-    tells(refused(with_tape(PROGRAM, 1, plain(PROGRAM.tapes[1], which))), "norm for some", rank=1, layer=1)
+    require_refusal(refused(with_tape(PROGRAM, 1, plain(PROGRAM.tapes[1], which))), "norm for some", rank=1, layer=1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_clip_or_none_does(rank: int) -> None:
-    tells(refused(with_tape(PROGRAM, rank, plain(PROGRAM.tapes[rank]))), "norm on some ranks", rank=rank)
+    require_refusal(refused(with_tape(PROGRAM, rank, plain(PROGRAM.tapes[rank]))), "norm on some ranks", rank=rank)
 
 
 def test_a_norm_may_be_computed_and_not_used() -> None:
@@ -561,10 +561,10 @@ def test_a_norm_may_be_computed_and_not_used() -> None:
 def test_an_update_has_one_norm() -> None:
     at, op = halves(OpKind.UPDATE)[0]
     mutant = changed(PROGRAM, 0, at, op._replace(inputs=(*op.inputs, op.inputs[3])))
-    tells(refused(mutant), "wrong kind", rank=0, op=at)  # the place after the norm is a direction's
+    require_refusal(refused(mutant), "wrong kind", rank=0, op=at)  # the place after the norm is a direction's
 
 
 def test_a_norm_names_its_own_layer() -> None:
     at, op = halves(OpKind.NORM)[0]
     mutant = changed(PROGRAM, 0, at, op._replace(layer=1))
-    tells(refused(mutant), "wrong layer", op=at, layer=1)
+    require_refusal(refused(mutant), "wrong layer", op=at, layer=1)

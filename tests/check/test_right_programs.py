@@ -28,7 +28,7 @@ from tests.language.tapes import alone
 from tests.support.interpreter import judge
 from tests.support.passing import is_right_everywhere
 from tests.support.ranks import Ranks
-from tests.support.refusing import Told, refusal, refuses, tells, told
+from tests.support.refusing import ExpectedRefusal, refusal, refusal_by, refuses, require_refusal
 
 World = Callable[[int], Ranks]
 CPU = torch.device("cpu")
@@ -164,23 +164,23 @@ async def trained_squares_not_in_the_norm(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (half_of_a_layer_frozen, told("not kept", layer=0)),
-        (frozen_on_one_rank_alone, told("not kept", layer=0)),
-        (all_frozen, told("not kept", layer=0)),
+        (half_of_a_layer_frozen, refusal_by("not kept", layer=0)),
+        (frozen_on_one_rank_alone, refusal_by("not kept", layer=0)),
+        (all_frozen, refusal_by("not kept", layer=0)),
         (
             frozen_and_not_kept,
-            told("frozen and not kept", layer=0),
+            refusal_by("frozen and not kept", layer=0),
         ),
         (
             frozen_squares_in_the_norm,
-            told("frozen in the norm", layer=1),
+            refusal_by("frozen in the norm", layer=1),
         ),
-        (trained_squares_not_in_the_norm, told("partial norm", layer=0, missing=(1,))),
+        (trained_squares_not_in_the_norm, refusal_by("partial norm", layer=0, missing=(1,))),
     ],
 )
-def test_mistakes_about_freezing_are_refused(strategy: Strategy, said: Told) -> None:
+def test_mistakes_about_freezing_are_refused(strategy: Strategy, said: ExpectedRefusal) -> None:
     program = trace(strategy, 2, 2, 4)
-    tells(refusal(program), said)
+    require_refusal(refusal(program), said)
     assert not judge(program).right
 
 
@@ -234,22 +234,24 @@ def test_a_sum_of_gradients_is_what_each_contribution_adds_up_to(shares: list[tu
 @pytest.mark.parametrize(
     ("program_of", "ranks", "words"),
     [
-        (programs.never_divided, 2, told("scaled gradient", layer=0)),
-        (programs.divided_twice, 2, told("scaled gradient", layer=0)),
-        (programs.a_mean_of_shares, 2, told("scaled gradient", layer=0)),
-        (programs.means_of_means, 2, told("other factors", layer=0)),
-        (programs.divided_at_each_step, 1, told("other factors", layer=0)),
-        (programs.halves_of_different_microbatches, 2, told("scaled gradient", layer=0)),
-        (programs.shares_of_less_than_all, 2, told("scaled gradient", layer=0)),
-        (programs.shares_that_vanish, 2, told("other factors", layer=0)),
-        (programs.shares_of_some_microbatches, 2, told("counted twice", layer=0, doubled=(0,))),
-        (programs.one_share_is_all, 2, told("other factors", layer=0)),
+        (programs.never_divided, 2, refusal_by("scaled gradient", layer=0)),
+        (programs.divided_twice, 2, refusal_by("scaled gradient", layer=0)),
+        (programs.a_mean_of_shares, 2, refusal_by("scaled gradient", layer=0)),
+        (programs.means_of_means, 2, refusal_by("other factors", layer=0)),
+        (programs.divided_at_each_step, 1, refusal_by("other factors", layer=0)),
+        (programs.halves_of_different_microbatches, 2, refusal_by("scaled gradient", layer=0)),
+        (programs.shares_of_less_than_all, 2, refusal_by("scaled gradient", layer=0)),
+        (programs.shares_that_vanish, 2, refusal_by("other factors", layer=0)),
+        (programs.shares_of_some_microbatches, 2, refusal_by("counted twice", layer=0, doubled=(0,))),
+        (programs.one_share_is_all, 2, refusal_by("other factors", layer=0)),
     ],
 )
-def test_factors_that_do_not_cancel_are_refused_with_the_factor(program_of: Strategy, ranks: int, words: Told) -> None:
+def test_factors_that_do_not_cancel_are_refused_with_the_factor(
+    program_of: Strategy, ranks: int, words: ExpectedRefusal
+) -> None:
     with pytest.raises(Refused) as refusal:
         trace(program_of, ranks, 1, 4)
-    tells(refusal.value, words)
+    require_refusal(refusal.value, words)
 
 
 def test_factors_are_one_object_each_and_cancel() -> None:
@@ -268,13 +270,13 @@ def test_only_gradients_are_scaled_and_by_what_is_not_zero() -> None:
         alone(scale)
 
     for by, words in (
-        (2, told("wrong kind", layer=0)),
-        (0, told("wrong factor", layer=0)),
-        (0.5, told("wrong factor", layer=0)),
+        (2, refusal_by("wrong kind", layer=0)),
+        (0, refusal_by("wrong factor", layer=0)),
+        (0.5, refusal_by("wrong factor", layer=0)),
     ):
         with pytest.raises(Refused) as refusal:
             lines(by)
-        tells(refusal.value, words)
+        require_refusal(refusal.value, words)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +302,7 @@ def test_a_factor_by_which_gradients_would_overflow_or_be_lost_is_refused(
 
     with pytest.raises(Refused) as refusal:
         alone(scale)
-    tells(refusal.value, told("wrong factor", layer=0))
+    require_refusal(refusal.value, refusal_by("wrong factor", layer=0))
     assert len(str(refusal.value)) < 300
 
 

@@ -26,7 +26,15 @@ from tests.support.mutations import MUTATIONS, changed
 from tests.support.random_plans import Plan as Plan_imported
 from tests.support.random_programs import Shape, random_program
 from tests.support.refused_tapes import TAPES
-from tests.support.refusing import Told, refusal, refusal_of, says, sentence_of, tells, told
+from tests.support.refusing import (
+    ExpectedRefusal,
+    matches,
+    refusal,
+    refusal_by,
+    refusal_of,
+    require_refusal,
+    sentence_of,
+)
 from tests.support.thorough import sampled
 from tests.train.rooted_programs import by_root, by_root_mesh, parameter_server, replicas
 
@@ -74,7 +82,7 @@ def test_a_state_that_is_stepped_in_other_slices_than_its_direction_s_runs_nowhe
     program = trace(turns_as_a_whole_and_steps_in_halves, 1, replace(Sizes.puzzle(1), whole_matrices=True), 1)
     assert judge(program).right
     found = check(program).not_runnable
-    tells(found, "not runnable", layer=0)
+    require_refusal(found, "not runnable", layer=0)
     assert "no update steps opt_states[0] as it is" in str(found)
 
 
@@ -95,7 +103,7 @@ def test_values_that_cannot_be_communicated_run_on_no_backend(strategy: Strategy
     checked = check(trace(strategy, 2, 1, 4))
     assert checked.backends() == []
     for backend in ("gloo", "nccl"):
-        tells(checked.why_not(backend), "not runnable", rank=0, remedy=remedy)
+        require_refusal(checked.why_not(backend), "not runnable", rank=0, remedy=remedy)
 
 
 def test_values_that_can_be_communicated_run_on_both_backends() -> None:
@@ -113,7 +121,7 @@ def test_a_device_computes_one_slice_of_a_layer_at_a_time() -> None:
     program = sliced(gathered_matrices, 2)
     assert judge(program).right
     remedy = "compute with one slice on each rank"
-    tells(check(program).not_runnable, "not runnable", rank=0, op=23, layer=0, remedy=remedy)
+    require_refusal(check(program).not_runnable, "not runnable", rank=0, op=23, layer=0, remedy=remedy)
 
 
 def test_microbatches_that_were_gathered_are_dealt_back() -> None:
@@ -126,7 +134,7 @@ def test_slices_of_other_microbatches_are_not_gathered_at_once() -> None:
     program = sliced(gathers([([0], [0, 1]), ([0], [2, 3]), ([1], [0, 1]), ([1], [2, 3])]), 4)
     assert judge(program).right
     remedy = "gather those of one kind, then those of the other"
-    tells(check(program).not_runnable, "not runnable", layer=0, remedy=remedy)
+    require_refusal(check(program).not_runnable, "not runnable", layer=0, remedy=remedy)
 
 
 def test_a_batch_has_the_same_slices_of_each_microbatch() -> None:
@@ -136,7 +144,7 @@ def test_a_batch_has_the_same_slices_of_each_microbatch() -> None:
         load = next(op for op in program.tapes[rank] if op.kind is OpKind.LOAD_BATCH)
         program = changed(program, rank, program.tapes[rank].index(load), load._replace(holds=holds))
     remedy = "load and compute them apart"
-    tells(check(program).not_runnable, "not runnable", rank=0, op=0, layer=0, remedy=remedy)
+    require_refusal(check(program).not_runnable, "not runnable", rank=0, op=0, layer=0, remedy=remedy)
 
 
 def test_the_loss_is_of_one_slice_of_the_logits_or_of_all() -> None:
@@ -146,7 +154,7 @@ def test_the_loss_is_of_one_slice_of_the_logits_or_of_all() -> None:
     logits = checked.specs[0][loss.inputs[0]]
     checked.specs[0][loss.inputs[0]] = logits._replace(form=logits.form.but(slices=(("vocab", 0b11),)))
     why = why_not_runnable(checked.program, checked.specs, checked.communications, [range(len(tape)) for tape in tapes])
-    tells(why, "not runnable", remedy="compute the loss of one slice, or of all")
+    require_refusal(why, "not runnable", remedy="compute the loss of one slice, or of all")
 
 
 def cuts_into(*numbers: int) -> Strategy:
@@ -168,7 +176,7 @@ def cuts_into(*numbers: int) -> Strategy:
 @pytest.mark.parametrize("numbers", [(1021, 1019, 1013), (999_983, 999_979)])
 def test_slices_of_which_a_buffer_is_mostly_padding_run_nowhere(numbers: tuple[int, ...]) -> None:
     found = check(trace(cuts_into(*numbers), 1, 1, 1)).not_runnable
-    tells(found, "not runnable", layer=0)
+    require_refusal(found, "not runnable", layer=0)
     assert "cut by numbers of which one divides the other" in str(found)
 
 
@@ -342,23 +350,23 @@ def test_each_mistake_that_matters_is_refused_and_the_place_is_named(kind: str) 
 @pytest.mark.parametrize(
     ("kind", "name", "said"),
     [
-        ("another root", "by root", told("malformed tape", layer=0)),
-        ("another root", "by root", told("wrong root")),
-        ("another root", "replicas", told("wrong root")),
-        ("another reduction", "parameter server", told("scaled gradient", layer=1)),
-        ("another reduction", "parameter server", told("replicas differ", layer=1)),
-        ("another reduction", "parameter server", told("no reduction")),
-        ("another reduction", "by root", told("no sum of squares", layer=0)),
-        ("another reduction", "replicas", told("counted twice", layer=0, doubled=(0, 1, 2, 3))),
-        ("another value from the root", "parameter server", told("other message", layer=1)),
-        ("root left out", "parameter server", told("other order", layer=1)),
-        ("reduced on the root again", "replicas", told("counted twice", layer=0, doubled=(0, 1, 2, 3))),
-        ("malformed op", "parameter server", told("malformed tape", layer=0)),
+        ("another root", "by root", refusal_by("malformed tape", layer=0)),
+        ("another root", "by root", refusal_by("wrong root")),
+        ("another root", "replicas", refusal_by("wrong root")),
+        ("another reduction", "parameter server", refusal_by("scaled gradient", layer=1)),
+        ("another reduction", "parameter server", refusal_by("replicas differ", layer=1)),
+        ("another reduction", "parameter server", refusal_by("no reduction")),
+        ("another reduction", "by root", refusal_by("no sum of squares", layer=0)),
+        ("another reduction", "replicas", refusal_by("counted twice", layer=0, doubled=(0, 1, 2, 3))),
+        ("another value from the root", "parameter server", refusal_by("other message", layer=1)),
+        ("root left out", "parameter server", refusal_by("other order", layer=1)),
+        ("reduced on the root again", "replicas", refusal_by("counted twice", layer=0, doubled=(0, 1, 2, 3))),
+        ("malformed op", "parameter server", refusal_by("malformed tape", layer=0)),
     ],
 )
-def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, said: Told) -> None:
+def test_the_refusal_says_what_the_mistake_is(kind: str, name: str, said: ExpectedRefusal) -> None:
     found = [refusal(mutant) for mutant in MUTATIONS[kind](subjects()[name])]
-    assert any(each and says(each, said) for each in found), sorted({str(each) for each in found})
+    assert any(each and matches(each, said) for each in found), sorted({str(each) for each in found})
 
 
 # Each sentence of the check about a tape, once; all other tests ask for a refusal's fields.

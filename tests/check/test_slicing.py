@@ -9,7 +9,7 @@ from shardlab.common.errors import Rule
 from shardlab.language import Op, OpKind, Program, Rank, Sizes, Strategy, trace
 from tests.check import slicing_programs as right
 from tests.support.interpreter import Outcome, judge
-from tests.support.refusing import refusal, refuses, tells
+from tests.support.refusing import refusal, refuses, require_refusal
 
 
 @pytest.mark.parametrize("program_of", right.PROGRAMS)
@@ -96,4 +96,4 @@ def test_a_tape_says_which_slice_is_meant() -> None:
     ]
     for wrong, rule in cases:
         program.tapes[0][at] = wrong
-        tells(refusal(program), rule, rank=0, op=at)
+        require_refusal(refusal(program), rule, rank=0, op=at)

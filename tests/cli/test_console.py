@@ -585,9 +585,9 @@ def test_a_refused_program_names_the_line_at_fault_and_exits_with_1(
 def test_json_has_the_fields_of_a_refusal(folder: Path, capsys: Captured) -> None:
     assert main(["simulate", "user.py:reduces_twice", "--json"]) == 1
     captured = capsys.readouterr()
-    told = json.loads(captured.out)["refused"]
-    assert captured.err == f"shardlab: {told['text']}\n"
-    assert (told["layer"], told["doubled"], told["line"]) == (3, [0, 1, 2, 3], f"user.py:{line_of('again')}")
+    output = json.loads(captured.out)["refused"]
+    assert captured.err == f"shardlab: {output['text']}\n"
+    assert (output["layer"], output["doubled"], output["line"]) == (3, [0, 1, 2, 3], f"user.py:{line_of('again')}")
 
 
 def test_a_deadlock_names_the_whole_cycle_and_the_lines_where_ranks_wait(folder: Path, capsys: Captured) -> None:

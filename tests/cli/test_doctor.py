@@ -20,14 +20,14 @@ Captured = pytest.CaptureFixture[str]
 
 def test_this_machine_is_examined_with_two_ranks_that_meet(capsys: Captured) -> None:
     status = main(["doctor", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert status == (0 if told["ok"] else 1)
-    states = {finding["check"]: finding["state"] for finding in told["findings"]}
+    output = json.loads(capsys.readouterr().out)
+    assert status == (0 if output["ok"] else 1)
+    states = {finding["check"]: finding["state"] for finding in output["findings"]}
     assert states["python"] == states["torch"] == states["backend"] == states["messages"] == states["versions"] == "ok"
-    (link,) = told["links"]
+    (link,) = output["links"]
     assert link["bandwidth"] > 0 < link["latency"]
-    assert told["clocks"][0] == 0
-    assert abs(told["clocks"][1]) < 1
+    assert output["clocks"][0] == 0
+    assert abs(output["clocks"][1]) < 1
 
 
 def test_too_few_open_files_are_an_error_with_a_remedy() -> None:

@@ -30,39 +30,39 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def judged(capsys: Captured, *arguments: str, data: str = "text") -> dict[str, float]:
+def evaluated(capsys: Captured, *arguments: str, data: str = "text") -> dict[str, float]:
     assert main(["eval", *arguments, "--data", *data.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.usefixtures("folder")
-def test_every_byte_but_the_first_is_predicted_once_and_alike_under_every_strategy(capsys: Captured) -> None:
-    found = judged(capsys, "run")
+def test_every_byte_but_the_first_is_predicted_once_and_equally_under_every_strategy(capsys: Captured) -> None:
+    found = evaluated(capsys, "run")
     assert found["tokens"] == len(TEXT) - 1
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
     assert main(["convert", "run", "hf"]) == 0
     capsys.readouterr()
     for words in (["hf"], ["run", "--strategy", "fsdp", "--ranks", "2"], ["run", "--pp", "2"], ["run", "--cp", "2"]):
-        other = judged(capsys, *words)
+        other = evaluated(capsys, *words)
         assert other["loss"] == pytest.approx(found["loss"], rel=1e-6)
         assert other["tokens"] == found["tokens"]
 
 
 @pytest.mark.usefixtures("folder")
-def test_some_batches_and_shorter_sequences_are_judged_on_request(capsys: Captured) -> None:
-    assert judged(capsys, "run", "--batches", "3", "--seq-len", "8")["tokens"] == 3 * 4 * 8
+def test_some_batches_and_shorter_sequences_are_evaluated_on_request(capsys: Captured) -> None:
+    assert evaluated(capsys, "run", "--batches", "3", "--seq-len", "8")["tokens"] == 3 * 4 * 8
     assert main(["eval", "run", "--data", "text"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:14].strip() for line in lines] == ["loss", "perplexity", "bits per byte"]
 
 
-def test_documents_are_judged_apart_and_by_the_tokenizer_of_the_weights(folder: Path, capsys: Captured) -> None:
+def test_documents_are_evaluated_separately_and_by_the_tokenizer_of_the_weights(folder: Path, capsys: Captured) -> None:
     documents = [TEXT.decode()[:40], TEXT.decode()[60:75]]
     (folder / "two.jsonl").write_text("".join(json.dumps({"body": each}) + "\n" for each in documents))
     for name, document in zip("ab", documents, strict=True):
         (folder / name).write_text(document)
-    both, *each = (judged(capsys, "run", data=data) for data in ("two.jsonl --field body", "a", "b"))
+    both, *each = (evaluated(capsys, "run", data=data) for data in ("two.jsonl --field body", "a", "b"))
     assert both["tokens"] == both["bytes"] == 39 + 14
     assert both["total"] == pytest.approx(each[0]["total"] + each[1]["total"], rel=1e-6)
 
@@ -76,7 +76,7 @@ def test_a_prepared_folder_gives_what_its_text_does(folder: Path, capsys: Captur
     random_run(folder / "bytes", GPT(layers=1, hidden_size=16, heads=2, seq_len=16), tokenizer=ByteTokenizer())
     (folder / "part").write_bytes(TEXT[-prepared.manifest.validation.tokens :])
     capsys.readouterr()
-    assert judged(capsys, "chars", data="data") == judged(capsys, "chars", data="part")
+    assert evaluated(capsys, "chars", data="data") == evaluated(capsys, "chars", data="part")
     assert main(["eval", "bytes", "--data", "data"]) == 2
     assert "data has another tokenizer (chars, " in capsys.readouterr().err
 
@@ -86,7 +86,7 @@ def unchanged(job: TextJob, text: EvaluationText) -> TextJob:
 
 
 @pytest.mark.parametrize("model", [GPT, Llama])
-def test_documents_of_many_lengths_are_judged_as_if_all_were_filled_up(
+def test_documents_of_many_lengths_are_evaluated_as_if_all_were_padded(
     folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, model: type[GPT]
 ) -> None:
     random_run(folder / "long", model(layers=1, hidden_size=16, heads=2, seq_len=256))
@@ -94,9 +94,9 @@ def test_documents_of_many_lengths_are_judged_as_if_all_were_filled_up(
     lines = [json.dumps({"text": TEXT.decode()[:length]}) + "\n" for length in lengths]
     (folder / "a.jsonl").write_text("".join(lines))
     options = ("long", "--micro-batch-size", "1", "--microbatches", "2")
-    found = [judged(capsys, *options, *more, data="a.jsonl") for more in ((), ("--cp", "2", "--ranks", "2"))]
+    found = [evaluated(capsys, *options, *more, data="a.jsonl") for more in ((), ("--cp", "2", "--ranks", "2"))]
     monkeypatch.setattr(TextJob, "with_widths", unchanged)
-    whole = judged(capsys, *options, data="a.jsonl")
+    whole = evaluated(capsys, *options, data="a.jsonl")
     for each in found:
         assert each["tokens"] == each["bytes"] == whole["tokens"] == sum(lengths) - len(lengths)
         assert each["loss"] == pytest.approx(whole["loss"], rel=1e-6)
@@ -113,9 +113,9 @@ def test_what_the_tokenizer_drops_is_said(folder: Path, capsys: Captured) -> Non
     assert "a.txt: the tokenizer has no token for 7 characters of the text, which are dropped" in err
 
 
-def test_a_tied_model_is_judged_on_one_device(folder: Path, capsys: Captured) -> None:
+def test_a_tied_model_is_evaluated_on_one_device(folder: Path, capsys: Captured) -> None:
     random_run(folder / "tied", GPT(layers=2, hidden_size=16, heads=2, seq_len=16, tied=True))
-    assert judged(capsys, "tied")["loss"] > 0
+    assert evaluated(capsys, "tied")["loss"] > 0
 
 
 @pytest.mark.parametrize(

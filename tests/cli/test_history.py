@@ -66,14 +66,14 @@ def test_only_a_complete_checkpoint_can_be_resumed_from(tmp_path: Path, capsys: 
         (whole / "manifest.json").write_text("{}")
     assert read_run(folder).resume == f"shardlab train --resume {folder}"
     assert main(["history", str(tmp_path)]) == 0
-    told = "".join(capsys.readouterr().out.split())  # the folder may be too long for a line
-    assert f"goonafterstep2:shardlabtrain--resume{folder}" in told
+    output = "".join(capsys.readouterr().out.split())  # the folder may be too long for a line
+    assert f"goonafterstep2:shardlabtrain--resume{folder}" in output
     (folder / "run.json").write_text(json.dumps({"ended": {"how": "finished"}}))
     assert read_run(folder).resume is None
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"ended": 3}', "\x00"])
-def test_a_torn_record_is_told_and_hides_no_other_run(text: str, tmp_path: Path, capsys: Captured) -> None:
+def test_a_torn_record_is_reported_and_hides_no_other_run(text: str, tmp_path: Path, capsys: Captured) -> None:
     (made(tmp_path / "torn") / "run.json").write_text(text)
     made(tmp_path / "whole")
     assert main(["history", str(tmp_path), "--json"]) == 0
@@ -98,15 +98,15 @@ def test_the_end_is_noted_only_of_a_run_that_this_process_began(tmp_path: Path) 
 def test_a_run_is_shown_with_its_configuration_and_files(tmp_path: Path, capsys: Captured) -> None:
     folder = made(tmp_path / "a", ended={"how": "failed", "why": "the loss is not finite"})
     assert main(["show", str(folder)]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in (
         "train    steps  5",
         "steps           3 of 5",
         "failed: the loss is not finite",
         "loss 3.000, 0.1 s/step",
     ):
-        assert line in told
-    assert "metrics.jsonl" in told
+        assert line in output
+    assert "metrics.jsonl" in output
 
 
 LONG = "a-run-whose-name-is-so-long-that-a-table-of-eighty-columns-has-no-room-for-it"

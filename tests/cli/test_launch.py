@@ -150,9 +150,9 @@ def test_under_a_launcher_this_process_becomes_the_command(variables: Mapping[st
 )
 def test_what_cannot_be_launched_is_one_sentence(words: str, said: str, capsys: Captured) -> None:
     assert main(words.split()) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert said in output
+    assert output.count("\n") == 1
 
 
 def test_a_launchers_world_has_its_own_size(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

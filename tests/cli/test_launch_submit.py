@@ -39,7 +39,7 @@ def bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_slurm_job_is_told_before_its_end_requeued_and_resumed(capsys: Captured) -> None:
+def test_a_slurm_job_is_warned_before_its_end_requeued_and_resumed(capsys: Captured) -> None:
     asked = (
         "--scheduler slurm --nodes 2 --ranks-per-node 4 --cpus-per-rank 8 --time 2:00:00 --partition big --account me"
     )
@@ -224,7 +224,7 @@ def test_a_pbs_job_that_fails_starts_again_three_times(failures: int, status: in
     assert (bin / "started").read_text().split() == ["first"] * min(failures + 1, 4)
 
 
-def test_a_pbs_job_whose_time_is_nearly_over_is_told(bin: Path, capsys: Captured) -> None:
+def test_a_pbs_job_is_warned_before_its_end(bin: Path, capsys: Captured) -> None:
     program(bin, "mpiexec", "trap 'echo told > told; exit 0' USR1; while :; do sleep 0.1; done")
     (bin / "nodes").write_text("first\n")
     script = printed(f"--scheduler pbs --time 0:02:02 {TRAIN}", capsys)
@@ -250,8 +250,8 @@ def test_the_scheduler_that_is_there_gets_the_script(
 def test_a_scheduler_that_refuses_is_quoted(bin: Path, capsys: Captured) -> None:
     program(bin, "sbatch", 'echo "sbatch: error: invalid partition" >&2; exit 1')
     assert main(["submit", "--scheduler", "slurm", *TRAIN.split()]) == 2
-    told = capsys.readouterr().err
-    assert told == "shardlab: sbatch has refused the job: sbatch: error: invalid partition\n"
+    output = capsys.readouterr().err
+    assert output == "shardlab: sbatch has refused the job: sbatch: error: invalid partition\n"
 
 
 @pytest.mark.parametrize(
@@ -282,6 +282,6 @@ def test_what_cannot_be_submitted_is_one_sentence(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["submit", *words.split()]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert said in output
+    assert output.count("\n") == 1

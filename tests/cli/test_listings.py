@@ -87,7 +87,7 @@ def test_without_a_command_the_commands_are_named(capsys: Captured) -> None:
 STEP = ["simulate", "--pp", "2", "--dp-shard", "4", "--model", "gpt2", "--cluster", "h100x8", "--microbatches", "16"]
 
 
-def told(captured: Captured, *arguments: str) -> Any:
+def output(captured: Captured, *arguments: str) -> Any:
     assert main([*arguments, "--json"]) == 0
     return json.loads(captured.readouterr().out)
 
@@ -97,17 +97,17 @@ def test_every_recipe_is_listed_with_its_source(capsys: Captured) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines if line[:1].isalpha()} >= recipes().keys()
     assert all(len(line) <= 80 or len(line.split()) == 1 for line in lines), "addresses stay whole"
-    assert [each["name"] for each in told(capsys, "recipes")] == list(recipes())
+    assert [each["name"] for each in output(capsys, "recipes")] == list(recipes())
 
 
-def test_of_one_recipe_every_figure_is_told_with_where_it_is_from(capsys: Captured) -> None:
+def test_of_one_recipe_every_figure_is_printed_with_its_source(capsys: Captured) -> None:
     assert main(["recipes", "megatron-core-tuned"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "; fitted to: the allocator's peak of two recipes" in said
     assert "tp_overlap: off, on (default)" in said
     assert "share = tp 0.7, dp_shard 0.9, cp 0.7 assumed: round figures" in said
     assert "layer_norm 1 and 1.333" in said
-    recipe = told(capsys, "recipes", "megatron-core-tuned")
+    recipe = output(capsys, "recipes", "megatron-core-tuned")
     assert recipe["kernels"]["attention"] == "cudnn"
     figure = recipe["figures"]["memory.kept_when_full"]
     assert (figure["value"], figure["assumed"]) == (0.5, True)
@@ -127,7 +127,7 @@ def test_every_device_and_link_is_listed_with_its_source(capsys: Captured) -> No
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 or len(line.split()) == 1 for line in lines), "addresses stay whole"
     assert {line.split()[0] for line in lines if line[:1].strip()} >= {*DEVICES, *LINKS}
-    tables = told(capsys, "clusters")
+    tables = output(capsys, "clusters")
     assert (tables["devices"].keys(), tables["links"].keys()) == (DEVICES.keys(), LINKS.keys())
     assert tables["nodes"].keys() == DEVICES.keys()
     rows = [row for table in tables.values() for row in table.values()]
@@ -137,17 +137,17 @@ def test_every_device_and_link_is_listed_with_its_source(capsys: Captured) -> No
 
 @pytest.mark.parametrize("name", [*DEVICES, *LINKS])
 def test_of_one_device_or_link_every_figure_has_a_source(name: str, capsys: Captured) -> None:
-    shown = told(capsys, "clusters", name)
+    shown = output(capsys, "clusters", name)
     assert shown["source"]
     figures = shown["efficiency"]["figures"] if name in DEVICES else shown["figures"]
     assert all(figure["source"] or figure["fitted_to"] for figure in figures.values())
 
 
 def test_a_cluster_says_what_of_its_network_is_assumed(capsys: Captured, tmp_path: Path) -> None:
-    assert told(capsys, "clusters", "a100x16")["assumed"] == ["intra_node", "inter_node", "nics"]
+    assert output(capsys, "clusters", "a100x16")["assumed"] == ["intra_node", "inter_node", "nics"]
     file = tmp_path / "ours.toml"
     file.write_text('device = "a100"\nnodes = 2\nnics = 2\n')
-    assert told(capsys, "clusters", str(file))["assumed"] == ["intra_node", "inter_node"]
+    assert output(capsys, "clusters", str(file))["assumed"] == ["intra_node", "inter_node"]
     assert main(["clusters", str(file)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "2 nodes of 8 a100-80gb 2 NICs a node; assumed, as in a usual node: intra_node, inter_node" in said
@@ -166,21 +166,21 @@ def test_a_recipe_without_a_cluster_is_refused(capsys: Captured) -> None:
 
 def test_a_step_is_timed_as_its_recipe_runs_it(capsys: Captured, tmp_path: Path) -> None:
     """With the framework's precision and sharding, where nobody says; a file may change any figure."""
-    own, core = told(capsys, *STEP), told(capsys, *STEP, "--recipe", "megatron-core-tuned")
+    own, core = output(capsys, *STEP), output(capsys, *STEP, "--recipe", "megatron-core-tuned")
     assert (own["recipe"], core["recipe"]) == ("shardlab", "megatron-core-tuned")
     assert own["step_seconds"] != core["step_seconds"]
     assert core["plan"]["shard_optimizer"] == ["dp_shard"]
     assert own["plan"].get("shard_optimizer", []) == []
-    assert told(capsys, *STEP, "--recipe", "fsdp2")["precision"] == "bf16-fp32-grads"
+    assert output(capsys, *STEP, "--recipe", "fsdp2")["precision"] == "bf16-fp32-grads"
     slow = tmp_path / "slow.toml"
     slow.write_text('base = "megatron-core-tuned"\nsource = "ours"\noverlap.blocking_p2p = 1.0\n')
-    ours = told(capsys, *STEP, "--recipe", str(slow))
+    ours = output(capsys, *STEP, "--recipe", str(slow))
     assert ours["step_seconds"] > core["step_seconds"]
     assert ours["recipe"] == "slow"
 
 
-def test_what_is_held_beyond_tensors_is_told_and_counts_for_room(capsys: Captured) -> None:
-    step = told(capsys, *STEP)
+def test_memory_beyond_tensors_is_reported_and_counts_for_the_limit(capsys: Captured) -> None:
+    step = output(capsys, *STEP)
     parts = step["memory_held_by_part"]
     assert parts["tensors and standing buffers"] == step["peak_memory"]
     assert parts["context and communicators"] == pytest.approx(2**30)
@@ -197,19 +197,19 @@ def test_published_runs_are_predicted_as_any_recipe_runs_them(
     runs = tmp_path / "runs.json"
     row = ROWS["titan-t1-8B-8gpu-eager"]
     runs.write_text(json.dumps([row, row | {"id": "ours", "framework": "ours"}]))
-    usual, unknown = told(capsys, "validate", str(runs))
+    usual, unknown = output(capsys, "validate", str(runs))
     assert unknown["predicted_s"] is None
-    first, second = told(capsys, "validate", str(runs), "--recipe", "torchtitan")
+    first, second = output(capsys, "validate", str(runs), "--recipe", "torchtitan")
     assert first["predicted_s"] == second["predicted_s"] != usual["predicted_s"]
 
 
 def test_a_report_names_the_assumed_figures_that_it_rests_on(capsys: Captured) -> None:
     """Only of what the step uses: no network where there is one node, no recipe but its own."""
-    assumed = told(capsys, *STEP)["assumed"]
+    assumed = output(capsys, *STEP)["assumed"]
     assert assumed["shardlab memory.context_bytes"]["value"] == 2**30
     assert {"nvlink4 efficiency", "h100 attention.flash2"} <= assumed.keys()
     assert not any("infiniband" in name or "float64" in name for name in assumed)
-    core = told(capsys, *STEP, "--recipe", "megatron-core-tuned")["assumed"]
+    core = output(capsys, *STEP, "--recipe", "megatron-core-tuned")["assumed"]
     assert "megatron-core-tuned overlap.share" in core
     assert not any(name.startswith(("shardlab", "h100")) for name in core), "cudnn's attention was fitted"
     assert main([*STEP]) == 0

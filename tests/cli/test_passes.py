@@ -125,7 +125,7 @@ def test_without_passes_nothing_is_said_of_them(capsys: Captured) -> None:
     assert "prefetch" not in said(capsys, "fsdp")
 
 
-def test_a_program_in_a_file_and_a_plan_by_flags_are_rewritten_alike(capsys: Captured) -> None:
+def test_a_program_in_a_file_and_a_plan_by_flags_are_rewritten_equally(capsys: Captured) -> None:
     by_hand = f"{EXAMPLES / 'my_strategy.py'}:my_ddp"
     assert [json_of(capsys, by_hand, "--passes", names)["end"] for names in ("none", "defer")] == [15.44, 12.86]
     facts = json_of(

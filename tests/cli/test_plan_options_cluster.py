@@ -38,9 +38,9 @@ def profile_of(machine: Machine) -> Profile:
 def refused(capsys: Captured, *arguments: str) -> str:
     """The one line that a mistake is told in."""
     assert main([*arguments]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    (line,) = told.err.splitlines()
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
     return line
 
 

@@ -295,7 +295,7 @@ def test_a_record_of_no_model_is_one_sentence_and_harms_no_checkpoint(
     assert not capsys.readouterr().err, "no checkpoint is passed over"
 
 
-def test_a_checkpoint_that_is_passed_over_is_told(run: Path, capsys: Captured) -> None:
+def test_a_skipped_checkpoint_is_reported(run: Path, capsys: Captured) -> None:
     cut_off(run / "checkpoints" / "step-000005" / "state.json")
     found = ResumedRun.find(run, auto=True)
     assert found is not None
@@ -333,9 +333,9 @@ def test_what_one_rank_reads_and_finds_harmed_no_rank_goes_on_from(harmed: int, 
     path = run / "checkpoints" / "step-000005" / f"rank-000{harmed}.safetensors"
     flip(path)
     assert [said for said, _ in ranks(2).call(partial(looked, run=run, port=free_port(), auto=True))] == ["step 4"] * 2
-    told = [said for said, _ in ranks(2).call(partial(looked, run=run, port=free_port(), auto=False))]
-    assert told[0] == told[1]
-    assert told[0].startswith(f"{path} has changed")
+    output = [said for said, _ in ranks(2).call(partial(looked, run=run, port=free_port(), auto=False))]
+    assert output[0] == output[1]
+    assert output[0].startswith(f"{path} has changed")
 
 
 def test_auto_says_that_a_run_has_ended(run: Path, capsys: Captured) -> None:

@@ -295,7 +295,7 @@ def test_a_batch_that_does_not_divide_is_refused_in_a_sentence(request_: BatchCo
         request_.cut(16, 3)
 
 
-def test_every_plan_on_a_cluster_takes_as_many_tokens_unless_told(capsys: Captured) -> None:
+def test_every_plan_on_a_cluster_takes_as_many_tokens_by_default(capsys: Captured) -> None:
     """Plans of any axes, and programs of their own."""
     for layout in ("ddp", "zero-3", "--pp 4 --dp-shard 2", "--tp 4 --dp-shard 2", "--pp 8", "--dp-shard 4", "single"):
         command = ["simulate", *layout.split(), "--model", "gpt2", "--layers", "8", "--cluster", "h100x8", "--json"]

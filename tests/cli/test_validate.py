@@ -69,7 +69,7 @@ def test_a_file_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("one_process")
-def test_what_was_assumed_is_told_on_demand_and_in_json(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_assumed_is_reported_on_demand_and_in_json(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = (row for row in json.loads(few.read_text()) if row["id"] == "titan-t1-8B-8gpu-eager")
     row["model"]["kv_heads"] = row["parallelism"]["cp"] = None
     few.write_text(json.dumps([row]))
@@ -79,17 +79,17 @@ def test_what_was_assumed_is_told_on_demand_and_in_json(few: Path, capsys: pytes
     said = capsys.readouterr().out
     assert f"key and value heads: as many as heads ({row['id']})" in said
     assert main(["validate", str(few), "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert "context parallelism: none" in told["assumed"]
+    (output,) = json.loads(capsys.readouterr().out)
+    assert "context parallelism: none" in output["assumed"]
 
 
 @pytest.mark.usefixtures("one_process")
-def test_runs_whose_room_was_misjudged_are_named(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_whose_memory_was_mispredicted_are_named(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (titan,) = (row for row in json.loads(few.read_text()) if row["id"] == "titan-t1-8B-8gpu-eager")
     ended = titan | {"id": "said to have ended", "measured": {"iteration_s": "OOM"}}
     crowded = titan | {"id": "said to have run", "recompute": "none"}
-    told = ended | {"id": "ended", "recompute": "none"}
-    few.write_text(json.dumps([ended, crowded, told]))
+    output = ended | {"id": "ended", "recompute": "none"}
+    few.write_text(json.dumps([ended, crowded, output]))
     assert main(["validate", str(few)]) == 0
     said = capsys.readouterr().out
     assert "1 of 2 runs that ran out of memory are predicted not to fit." in said

@@ -173,7 +173,7 @@ def test_dark_rules_keep_white_text_and_concern_pictures_only() -> None:
     }
 
 
-def test_lines_of_ranks_can_be_told_from_both_grounds() -> None:
+def test_lines_of_ranks_are_visible_on_both_backgrounds() -> None:
     for place in range(8):
         assert contrast(rank_color(place, 8), GROUND) > 1.8
         assert contrast(rank_color(place, 8), DARK_GROUND) > 3

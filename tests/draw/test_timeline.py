@@ -269,10 +269,10 @@ def words(svg: str) -> list[str]:
 
 
 def test_both_are_named_with_their_lengths_in_milliseconds() -> None:
-    told = simulate(CHECKED)
-    said = words(comparison_svg({"predicted": told, "measured": SLOW}, "fsdp"))
+    predicted = simulate(CHECKED)
+    said = words(comparison_svg({"predicted": predicted, "measured": SLOW}, "fsdp"))
     assert {"predicted", "measured", "fsdp", "milliseconds since the first rank began"} <= set(said)
-    assert f"predicted {1000 * told.end:.4g} ms  ·  measured {1000 * SLOW.end:.4g} ms" in said
+    assert f"predicted {1000 * predicted.end:.4g} ms  ·  measured {1000 * SLOW.end:.4g} ms" in said
     assert said.count("rank 0") == said.count("rank 1") == 2
 
 

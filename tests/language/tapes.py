@@ -9,7 +9,7 @@ import pytest
 
 from shardlab.common.errors import Rule
 from shardlab.language import Mesh, Op, OpKind, Program, Rank, Refused, Sizes, Strategy, trace
-from tests.support.refusing import Told, tells
+from tests.support.refusing import ExpectedRefusal, require_refusal
 
 Lines = Callable[[Rank], object]
 
@@ -51,14 +51,16 @@ def refusal(strategy: Strategy, ranks: Mesh | int = 2, layers: Sizes | int = 2, 
     return caught.value
 
 
-def refused(lines: Lines, rule: Rule | Told, layers: int = 2, microbatches: int = 2, **fields: object) -> Refused:
+def refused(
+    lines: Lines, rule: Rule | ExpectedRefusal, layers: int = 2, microbatches: int = 2, **fields: object
+) -> Refused:
     """Plain lines on a world of one rank are refused by this rule, with these fields."""
 
     async def strategy(rank: Rank) -> None:
         lines(rank)
 
     error = refusal(strategy, 1, layers, microbatches)
-    tells(error, rule, **fields)
+    require_refusal(error, rule, **fields)
     return error
 
 

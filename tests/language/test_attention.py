@@ -11,7 +11,7 @@ from shardlab.language.rules.kinds import mask_of
 from shardlab.language.rules.spec import Space, form_of
 from shardlab.strategies.plan.context_parallel import slices_of_rank
 from tests.language.tapes import refusal
-from tests.support.refusing import Told, tells, told
+from tests.support.refusing import ExpectedRefusal, refusal_by, require_refusal
 
 # Programs with one mistake each, on two ranks that have slices (0, 3) and (1, 2).
 
@@ -66,38 +66,40 @@ def the_same_slice_twice(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (met_twice, told("counted twice", layer=3, doubled=(0, 3))),
+        (met_twice, refusal_by("counted twice", layer=3, doubled=(0, 3))),
         (
             not_all_met,
-            told("missing terms", layer=3, missing=(1, 2)),
+            refusal_by("missing terms", layer=3, missing=(1, 2)),
         ),
-        (added_to_what_is_complete, told("wrong store")),
+        (added_to_what_is_complete, refusal_by("wrong store")),
         (
             queries_for_keys,
-            told("wrong kind", layer=2),
+            refusal_by("wrong kind", layer=2),
         ),
         (
             another_layer,
-            told("wrong layer", layer=3),
+            refusal_by("wrong layer", layer=3),
         ),
-        (forward_of_a_projection, told("wrong number", layer=2)),
-        (no_such_slice, told("unknown slice")),
-        (the_same_slice_twice, told("unknown slice")),
+        (forward_of_a_projection, refusal_by("wrong number", layer=2)),
+        (no_such_slice, refusal_by("unknown slice")),
+        (the_same_slice_twice, refusal_by("unknown slice")),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )
-def test_mistakes_with_attention_are_refused_at_their_line(lines: Callable[[Rank], None], said: Told) -> None:
+def test_mistakes_with_attention_are_refused_at_their_line(
+    lines: Callable[[Rank], None], said: ExpectedRefusal
+) -> None:
     async def strategy(rank: Rank) -> None:
         lines(rank)
 
-    tells(refusal(strategy, Mesh(cp=2), 1, 1), said)
+    require_refusal(refusal(strategy, Mesh(cp=2), 1, 1), said)
 
 
 def test_partial_attention_is_not_summed_over_ranks() -> None:
     async def strategy(rank: Rank) -> None:
         await rank.all_reduce(rank.attend(2, *start(rank)), axis="cp")
 
-    tells(refusal(strategy, Mesh(cp=2), 1, 1), "merged terms", layer=3)
+    require_refusal(refusal(strategy, Mesh(cp=2), 1, 1), "merged terms", layer=3)
 
 
 async def met_again(rank: Rank) -> list[tuple[Value, Value]]:
@@ -142,14 +144,14 @@ async def forgotten_on_the_way(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (came_home_early, told("missing terms", layer=2, missing=(3,))),
-        (one_block_left_out, told("missing terms", layer=2, missing=(1, 2))),
-        (another_blocks_gradient, told("other values", layer=2)),
-        (forgotten_on_the_way, told("missing terms", layer=2, missing=(0, 3))),
+        (came_home_early, refusal_by("missing terms", layer=2, missing=(3,))),
+        (one_block_left_out, refusal_by("missing terms", layer=2, missing=(1, 2))),
+        (another_blocks_gradient, refusal_by("other values", layer=2)),
+        (forgotten_on_the_way, refusal_by("missing terms", layer=2, missing=(0, 3))),
     ],
 )
-def test_gradients_that_lack_something_are_refused(strategy: Strategy, said: Told) -> None:
-    tells(refusal(strategy, Mesh(cp=2), 1, 1), said)
+def test_gradients_that_lack_something_are_refused(strategy: Strategy, said: ExpectedRefusal) -> None:
+    require_refusal(refusal(strategy, Mesh(cp=2), 1, 1), said)
 
 
 def test_other_tokens_are_refused() -> None:
@@ -160,7 +162,7 @@ def test_other_tokens_are_refused() -> None:
         x, _ = rank.forward(1, (rank.activations["other"],), rank.weights[1])
         rank.attend(2, queries, rank.forward(2, (x,), rank.weights[2])[1])
 
-    tells(refusal(strategy, Mesh(cp=2), 1, 2), "other tokens", layer=2)
+    require_refusal(refusal(strategy, Mesh(cp=2), 1, 2), "other tokens", layer=2)
 
 
 def test_a_loaded_batch_names_its_slices() -> None:

@@ -33,7 +33,7 @@ from shardlab.language.rules.spec import Space, form_of
 from tests.language.tapes import refusal, together
 from tests.support.channel_judge import hangs
 from tests.support.interpreter import judge
-from tests.support.refusing import Told, refuses, tells, told
+from tests.support.refusing import ExpectedRefusal, refusal_by, refuses, require_refusal
 
 RANKS = (4, 5, 6)
 SIX = 0b111111
@@ -146,7 +146,7 @@ def test_a_mean_of_different_scalars_covers_all_their_parts_and_is_no_norm() -> 
     assert collective_results(by(Reduction.MAX), [largest, scalar(0b1), largest], RANKS, RULES) == [largest] * 3
 
 
-REFUSALS: dict[str, tuple[Callable[[], object], Told]] = {
+REFUSALS: dict[str, tuple[Callable[[], object], ExpectedRefusal]] = {
     "the mean of gradients, updated with": (
         lambda: optimizer_step.update(
             1,
@@ -155,60 +155,60 @@ REFUSALS: dict[str, tuple[Callable[[], object], Told]] = {
             Spec(form_of(Kind.WEIGHT, 1, 0, RULES.space)),
             Spec(form_of(Kind.OPT_STATE, 1, 0, RULES.space)),
         ),
-        told("scaled gradient", layer=1),
+        refusal_by("scaled gradient", layer=1),
     ),
     "the least gradient": (
         lambda: collective_results(
             by(Reduction.MIN, OpKind.REDUCE), [gradient(1), gradient(1), gradient(4)], RANKS, RULES
         ),
-        told("replicas differ", layer=1),
+        refusal_by("replicas differ", layer=1),
     ),
     "the mean of other weights": (
         lambda: collective_results(by(Reduction.MEAN), [weight(), weight(), weight(step=1)], RANKS, RULES),
-        told("replicas differ", layer=1),
+        refusal_by("replicas differ", layer=1),
     ),
     "the mean of activations": (
         lambda: collective_results(by(Reduction.MEAN), [rows(1)] * 3, RANKS, RULES),
-        told("wrong kind", layer=0),
+        refusal_by("wrong kind", layer=0),
     ),
     "the mean of means": (
         lambda: collective_results(
             by(Reduction.MEAN), [scalar(1, Reduction.MEAN), scalar(2, Reduction.MEAN), scalar(4)], RANKS, RULES
         ),
-        told("other values"),
+        refusal_by("other values"),
     ),
     "the max of minima": (
         lambda: collective_results(by(Reduction.MAX), [scalar(1, Reduction.MIN), scalar(2), scalar(4)], RANKS, RULES),
-        told("other values"),
+        refusal_by("other values"),
     ),
     "overlapping pieces": (
         lambda: collective_results(GATHER, [weight(shard(0)), weight(shard(0)), weight(shard(1))], RANKS, RULES),
-        told("pieces overlap", layer=1, doubled=(0,)),
+        refusal_by("pieces overlap", layer=1, doubled=(0,)),
     ),
     "microbatches twice": (
         lambda: collective_results(REDUCE, [gradient(1), gradient(2), gradient(2)], RANKS, RULES),
-        told("counted twice", layer=1, doubled=(1,)),
+        refusal_by("counted twice", layer=1, doubled=(1,)),
     ),
     "a scalar gathered": (
         lambda: collective_results(GATHER, [scalar(1), scalar(2), scalar(4)], RANKS, RULES),
-        told("wrong kind"),
+        refusal_by("wrong kind"),
     ),
     "a scalar scattered": (
         lambda: collective_results(SCATTER, [None, scalar(1), None], RANKS, RULES),
-        told("wrong kind"),
+        refusal_by("wrong kind"),
     ),
     "four microbatches among three": (
         lambda: collective_results(SCATTER, [None, rows(0b1111), None], RANKS, RULES),
-        told("does not divide", layer=0),
+        refusal_by("does not divide", layer=0),
     ),
     "a root outside": (
         lambda: require_valid_call(Call(OpKind.REDUCE, 3), RANKS),
-        told("wrong root"),
+        refusal_by("wrong root"),
     ),
-    "a root too many": (lambda: require_valid_call(Call(OpKind.BARRIER, 4), RANKS), told("wrong root")),
+    "a root too many": (lambda: require_valid_call(Call(OpKind.BARRIER, 4), RANKS), refusal_by("wrong root")),
     "a gather by max": (
         lambda: require_valid_call(Call(OpKind.GATHER, 4, Reduction.MAX), RANKS),
-        told("no reduction"),
+        refusal_by("no reduction"),
     ),
 }
 
@@ -279,34 +279,34 @@ def test_a_value_from_the_root_gets_its_spec_on_arrival() -> None:
 @pytest.mark.parametrize(
     ("value", "verb", "options", "words"),
     [
-        ("all", "broadcast", {"root": 0}, told("wrong root")),
-        ("none", "scatter", {"root": 0}, told("wrong root")),
-        ("all", "gather", {"root": 2}, told("wrong root")),
-        ("none", "reduce", {"root": 0}, told("no value")),
+        ("all", "broadcast", {"root": 0}, refusal_by("wrong root")),
+        ("none", "scatter", {"root": 0}, refusal_by("wrong root")),
+        ("all", "gather", {"root": 2}, refusal_by("wrong root")),
+        ("none", "reduce", {"root": 0}, refusal_by("no value")),
         (
             "all",
             "reduce",
             {"root": 0, "reduction": "avg"},
-            told("no reduction"),
+            refusal_by("no reduction"),
         ),
-        ("all", "all_reduce", {"reduction": "median"}, told("no reduction")),
+        ("all", "all_reduce", {"reduction": "median"}, refusal_by("no reduction")),
         (
             "root",
             "broadcast",
             {"root": 0, "expect": ("weights", 1, None)},
-            told("other message", layer=1),
+            refusal_by("other message", layer=1),
         ),
-        ("root", "broadcast", {"root": 0, "expect": ("fish", 1, None)}, told("wrong expectation")),
+        ("root", "broadcast", {"root": 0, "expect": ("fish", 1, None)}, refusal_by("wrong expectation")),
     ],
 )
 def test_a_call_that_is_wrong_is_refused_at_its_line(
-    value: str, verb: str, options: dict[str, object], words: Told
+    value: str, verb: str, options: dict[str, object], words: ExpectedRefusal
 ) -> None:
     async def program(rank: Rank) -> None:
         gives = value == "all" or (value == "root" and rank.index == 0)
         await getattr(rank, verb)(rank.load_weight(0) if gives else None, **options)
 
-    tells(refusal(program), words)
+    require_refusal(refusal(program), words)
 
 
 def test_members_must_agree_on_root_and_reduction() -> None:
@@ -316,8 +316,8 @@ def test_members_must_agree_on_root_and_reduction() -> None:
     async def reductions(rank: Rank) -> None:
         await rank.all_reduce(rank.load_weight(0), reduction="min" if rank.index else "max")
 
-    tells(refusal(roots), "other order", layer=0)
-    tells(refusal(reductions), "other order", layer=0)
+    require_refusal(refusal(roots), "other order", layer=0)
+    require_refusal(refusal(reductions), "other order", layer=0)
 
 
 def test_a_barrier_that_one_rank_leaves_out_is_a_deadlock_that_names_it() -> None:
@@ -374,19 +374,19 @@ def swallow(rank: Rank) -> None:
     del rank.grad_weights[0]
 
 
-REFUSED: list[tuple[Callable[[Rank], object], Told]] = [
-    (swallow, told("batch of messages")),
-    (lambda rank: rank.all_reduce(rank.grad_weights[0]), told("batch of messages")),
-    (lambda rank: rank.batch_p2p().__enter__(), told("batch of messages")),
-    (lambda rank: rank.exchange(rank.weights[0], to=1, source=1), told("batch of messages")),
+REFUSED: list[tuple[Callable[[Rank], object], ExpectedRefusal]] = [
+    (swallow, refusal_by("batch of messages")),
+    (lambda rank: rank.all_reduce(rank.grad_weights[0]), refusal_by("batch of messages")),
+    (lambda rank: rank.batch_p2p().__enter__(), refusal_by("batch of messages")),
+    (lambda rank: rank.exchange(rank.weights[0], to=1, source=1), refusal_by("batch of messages")),
 ]
 
 
 @pytest.mark.parametrize(("between", "words"), REFUSED)
-def test_a_batch_has_sends_and_receives_alone(between: Callable[[Rank], object], words: Told) -> None:
+def test_a_batch_has_sends_and_receives_alone(between: Callable[[Rank], object], words: ExpectedRefusal) -> None:
     with pytest.raises(Refused) as refusal:
         trace(swap(between), 2, 1, 2)
-    tells(refusal.value, words)
+    require_refusal(refusal.value, words)
 
 
 def waits_for_one_half() -> Program:

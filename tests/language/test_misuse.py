@@ -146,7 +146,7 @@ def test_wrong_arguments_are_those_of_the_ranks_verb() -> None:
     assert error.remedy == "write rank.forward(layer, inputs, weight), and it also takes save=..., part=..."
 
 
-def test_arguments_that_must_be_named_are_told_their_names() -> None:
+def test_arguments_that_must_be_named_are_refused_with_their_names() -> None:
     error = refused(lambda rank: cast(Any, rank).recv(0), "the program raised")
     assert error.remedy == "write rank.recv(source=...), and it also takes expect=..."
     error = refused(lambda rank: cast(Any, rank).send(rank.load_batch([0]), 1), "the program raised")

@@ -16,7 +16,7 @@ from shardlab.language.ops import BOOKKEEPING, COLLECTIVES, COMMUNICATION, HUES,
 from shardlab.language.rules.kinds import AUTOGRAD_KINDS
 from shardlab.simulate.timeline import Costs
 from shardlab.strategies import STRATEGIES
-from tests.support.refusing import tells
+from tests.support.refusing import require_refusal
 
 
 def test_every_op_has_a_rule_and_a_function_that_runs_it() -> None:
@@ -67,4 +67,4 @@ def test_an_op_that_computes_has_no_handle(kind: OpKind) -> None:
     tape[at] = tape[at]._replace(handle=99)
     with pytest.raises(Refused) as caught:
         check(replace(program, tapes=[tape, *program.tapes[1:]]))
-    tells(caught.value, "malformed tape")
+    require_refusal(caught.value, "malformed tape")

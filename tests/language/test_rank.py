@@ -17,7 +17,7 @@ from shardlab.language import ExpectedValue, Holds, Kind, Mesh, OpKind, Rank, Si
 from shardlab.language.values import Value
 from shardlab.strategies import STRATEGIES
 from tests.language.tapes import alone, refusal, refused, sentence, together
-from tests.support.refusing import Told, refuses, tells, told
+from tests.support.refusing import ExpectedRefusal, refusal_by, refuses, require_refusal
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 7])
@@ -74,9 +74,9 @@ def test_a_peer_outside_the_world_is_refused(peer: int) -> None:
     async def exchanges(rank: Rank) -> None:
         rank.exchange(rank.load_batch([0]), to=1 - rank.index, source=peer)
 
-    tells(refusal(sends), "unknown rank")
-    tells(refusal(receives), "unknown rank")
-    tells(refusal(exchanges), "unknown rank")
+    require_refusal(refusal(sends), "unknown rank")
+    require_refusal(refusal(receives), "unknown rank")
+    require_refusal(refusal(exchanges), "unknown rank")
 
 
 def test_a_rank_is_not_its_own_peer() -> None:
@@ -86,24 +86,24 @@ def test_a_rank_is_not_its_own_peer() -> None:
     async def receives(rank: Rank) -> None:
         rank.recv(source=rank.index)
 
-    tells(refusal(sends), "unknown rank", rank=0, op=1)
-    tells(refusal(receives), "unknown rank", rank=0, op=0)
+    require_refusal(refusal(sends), "unknown rank", rank=0, op=1)
+    require_refusal(refusal(receives), "unknown rank", rank=0, op=0)
 
 
 @pytest.mark.parametrize(
     ("expect", "said"),
     [
-        (("weight", 0, 0), told("wrong expectation")),
-        (("saved", 0, 0), told("wrong expectation")),
-        (("activations", 0, 2), told("unknown microbatch", layer=0)),
-        (("activations", 0, [0, -1]), told("unknown microbatch", layer=0)),
+        (("weight", 0, 0), refusal_by("wrong expectation")),
+        (("saved", 0, 0), refusal_by("wrong expectation")),
+        (("activations", 0, 2), refusal_by("unknown microbatch", layer=0)),
+        (("activations", 0, [0, -1]), refusal_by("unknown microbatch", layer=0)),
     ],
 )
-def test_a_receive_cannot_expect_what_does_not_exist(expect: tuple[str, int, int], said: Told) -> None:
+def test_a_receive_cannot_expect_what_does_not_exist(expect: tuple[str, int, int], said: ExpectedRefusal) -> None:
     async def strategy(rank: Rank) -> None:
         rank.recv(source=1 - rank.index, expect=expect)
 
-    tells(refusal(strategy), said)
+    require_refusal(refusal(strategy), said)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_another_message_than_the_one_meant_is_refused_by_name(expect: tuple[str
             await rank.recv(source=0, expect=expect)
 
     error = refusal(strategy)
-    tells(error, "other message")
+    require_refusal(error, "other message")
     assert (error.rank, error.op) == (1, 0)
 
 
@@ -162,7 +162,7 @@ def test_shares_and_stages_are_dealt_evenly_in_order() -> None:
     assert world.ranks[4].group().ranks == tuple(range(6))
 
 
-def test_a_share_among_all_ranks_that_does_not_divide_is_told_the_axes_and_its_line() -> None:
+def test_a_share_among_all_ranks_that_does_not_divide_is_refused_with_the_axes_and_its_line() -> None:
     world = World(Mesh(pp=2, dp_shard=3), 4, 3)
     with pytest.raises(
         UserError, match=r"among 6 ranks; .*, or name one of the axes pp, dp_shard \(.*test_rank\.py:\d+\)$"
@@ -278,8 +278,8 @@ def test_members_that_issue_other_collectives_are_refused_with_both() -> None:
         await rank.all_gather(rank.load_weights(rank.index)[0])
 
     error = refusal(kinds)
-    tells(error, "other order", rank=1, op=2, layer=0)
-    tells(refusal(layers), "other order", layer=1)
+    require_refusal(error, "other order", rank=1, op=2, layer=0)
+    require_refusal(refusal(layers), "other order", layer=1)
 
 
 def test_collectives_of_one_group_meet_in_the_order_of_issue() -> None:
@@ -300,7 +300,7 @@ def test_a_refusal_of_the_rules_carries_rank_and_op() -> None:
 
     error = refusal(strategy)
     assert (error.rank, error.op) == (1, 3)
-    tells(error, "partial weight", rank=1, op=3, layer=0, missing=(0,))
+    require_refusal(error, "partial weight", rank=1, op=3, layer=0, missing=(0,))
 
 
 CALLS: dict[str, Callable[[Rank, Value, Value], object]] = {
@@ -333,7 +333,7 @@ def test_a_verb_that_is_given_a_handle_is_named_with_its_layer(verb: str) -> Non
         handle = cast("Value", rank.all_gather(rank.weights[0]))
         CALLS[verb](rank, handle, rank.activations[0])
 
-    tells(refusal(strategy), "not awaited", rank=0, op=3)
+    require_refusal(refusal(strategy), "not awaited", rank=0, op=3)
 
 
 # Each sentence about a request that cannot be met, once: of worlds, bounds and users' files.

@@ -10,7 +10,7 @@ from shardlab.language import Mesh, OpKind, Rank, Refused, Sizes, Strategy, Valu
 from shardlab.language.rules.spec import Space
 from tests.language.tapes import alone, live_at_end, refusal, refused, sentence, together, words
 from tests.support.passing import gradients
-from tests.support.refusing import Told, refuses, tells, told
+from tests.support.refusing import ExpectedRefusal, refusal_by, refuses, require_refusal
 
 
 def prepare_gradient(rank: Rank, *, save: bool = True) -> None:
@@ -256,22 +256,24 @@ def loss_with_something_more(rank: Rank) -> None:
     rank.loss(rank.forward(6, rank.activations[6], rank.weights[6]), rank.activations[6])
 
 
-REFUSED: list[tuple[Callable[[Rank], None], Told]] = [
-    (forward_of_a_norm, told("wrong number", layer=1)),
-    (norm_of_a_body, told("wrong number", layer=0)),
-    (backward_of_a_norm, told("wrong number", layer=5)),
-    (backward_norm_of_a_body, told("wrong number", layer=4)),
-    (half_of_a_norm, told("wrong number", layer=5)),
-    (backward_without_forward, told("no forward", layer=5)),
-    (no_residual, told("wrong number", layer=3)),
-    (no_such_layer, told("unknown layer")),
-    (stats_of_whole_logits, told("other pieces", layer=7)),
-    (loss_with_something_more, told("wrong number", layer=7)),
+REFUSED: list[tuple[Callable[[Rank], None], ExpectedRefusal]] = [
+    (forward_of_a_norm, refusal_by("wrong number", layer=1)),
+    (norm_of_a_body, refusal_by("wrong number", layer=0)),
+    (backward_of_a_norm, refusal_by("wrong number", layer=5)),
+    (backward_norm_of_a_body, refusal_by("wrong number", layer=4)),
+    (half_of_a_norm, refusal_by("wrong number", layer=5)),
+    (backward_without_forward, refusal_by("no forward", layer=5)),
+    (no_residual, refusal_by("wrong number", layer=3)),
+    (no_such_layer, refusal_by("unknown layer")),
+    (stats_of_whole_logits, refusal_by("other pieces", layer=7)),
+    (loss_with_something_more, refusal_by("wrong number", layer=7)),
 ]
 
 
 @pytest.mark.parametrize(("lines", "words"), REFUSED)
-def test_values_that_do_not_fit_a_layers_kind_are_refused(lines: Callable[[Rank], None], words: Told) -> None:
+def test_values_that_do_not_fit_a_layers_kind_are_refused(
+    lines: Callable[[Rank], None], words: ExpectedRefusal
+) -> None:
     with refuses(words):
         alone(lines, HALVES, 1)
 
@@ -299,7 +301,7 @@ def test_a_backward_pass_by_another_slice_than_the_forward_pass_is_refused() -> 
 
     with pytest.raises(Refused) as caught:
         trace(swapped, Mesh(tp=2), HALVES, 1)
-    tells(caught.value, "other forward", layer=4)
+    require_refusal(caught.value, "other forward", layer=4)
 
 
 # The norm of the gradient: each layer's part, their sum over layers and ranks, and the update that takes it.
@@ -391,7 +393,7 @@ def test_the_norm_of_an_unfinished_gradient_is_refused() -> None:
 
     error = refusal(strategy)
     assert sentence(error)
-    tells(error, "missing microbatches", layer=0, missing=(1,))
+    require_refusal(error, "missing microbatches", layer=0, missing=(1,))
 
 
 def test_a_norm_that_lacks_a_layer_is_refused() -> None:
@@ -399,7 +401,7 @@ def test_a_norm_that_lacks_a_layer_is_refused() -> None:
         await reduced(rank)
         update(rank, rank.norm(1, rank.grad_weights[1]))
 
-    tells(refusal(strategy), "partial norm", layer=0, missing=(0,))
+    require_refusal(refusal(strategy), "partial norm", layer=0, missing=(0,))
 
 
 def test_a_norm_that_lacks_the_other_ranks_slices_is_refused() -> None:
@@ -408,7 +410,7 @@ def test_a_norm_that_lacks_the_other_ranks_slices_is_refused() -> None:
         rank.grad_weights["slice"] = await rank.reduce_scatter(rank.grad_weights[0])
         update(rank, rank.norm(0, rank.grad_weights["slice"]))
 
-    tells(refusal(strategy, layers=1), "partial norm", layer=0, missing=(0,))
+    require_refusal(refusal(strategy, layers=1), "partial norm", layer=0, missing=(0,))
 
 
 def test_replicas_squares_must_not_be_added_up() -> None:
@@ -416,7 +418,7 @@ def test_replicas_squares_must_not_be_added_up() -> None:
         await reduced(rank)
         await rank.all_reduce(rank.norm(0, rank.grad_weights[0]))
 
-    tells(refusal(strategy), "counted twice", doubled=(0,))
+    require_refusal(refusal(strategy), "counted twice", doubled=(0,))
 
 
 def test_a_layers_squares_count_once() -> None:
@@ -425,7 +427,7 @@ def test_a_layers_squares_count_once() -> None:
         part = rank.scalars[0] = rank.norm(0, rank.grad_weights[0])
         part + rank.norm(0, rank.grad_weights[0])
 
-    tells(refusal(strategy), "counted twice", doubled=(0,))
+    require_refusal(refusal(strategy), "counted twice", doubled=(0,))
 
 
 @pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter"])
@@ -436,7 +438,7 @@ def test_scalars_are_reduced_and_nothing_else(verb: str, ranks: int) -> None:
         rank.grad_weights["slice"] = await rank.reduce_scatter(rank.grad_weights[0])
         await getattr(rank, verb)(rank.norm(0, rank.grad_weights["slice"]))
 
-    tells(refusal(strategy, ranks), "wrong kind")
+    require_refusal(refusal(strategy, ranks), "wrong kind")
 
 
 def test_a_scalar_belongs_into_its_own_store() -> None:
@@ -444,7 +446,7 @@ def test_a_scalar_belongs_into_its_own_store() -> None:
         await reduced(rank)
         rank.grad_weights["norm"] = rank.norm(0, rank.grad_weights[0])
 
-    tells(refusal(strategy), "wrong store")
+    require_refusal(refusal(strategy), "wrong store")
 
 
 def test_a_gradient_is_no_norm() -> None:
@@ -517,24 +519,24 @@ async def with_a_sum(rank: Rank) -> None:
     [
         (
             with_anothers_experts,
-            told("other pieces", layer=1),
+            refusal_by("other pieces", layer=1),
         ),
-        (without_exchange, told("other pieces", layer=1)),
+        (without_exchange, refusal_by("other pieces", layer=1)),
         (
             without_return,
-            told("missing pieces", layer=2, missing=(0,)),
+            refusal_by("missing pieces", layer=2, missing=(0,)),
         ),
-        (without_residual, told("wrong number", layer=2)),
-        (with_the_wrong_verb, told("wrong number", layer=0)),
+        (without_residual, refusal_by("wrong number", layer=2)),
+        (with_the_wrong_verb, refusal_by("wrong number", layer=0)),
         (
             backward_with_the_wrong_verb,
-            told("wrong number", layer=2),
+            refusal_by("wrong number", layer=2),
         ),
-        (with_a_sum, told("no term", layer=2)),
+        (with_a_sum, refusal_by("no term", layer=2)),
     ],
 )
 def test_mistakes_of_programs_are_refused_at_their_line(
-    program: Callable[[Rank], Awaitable[object]], said: Told
+    program: Callable[[Rank], Awaitable[object]], said: ExpectedRefusal
 ) -> None:
     with refuses(said):
         traced(program)

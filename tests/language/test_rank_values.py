@@ -9,7 +9,7 @@ import pytest
 
 from shardlab.language import OpKind, Rank, Value, trace
 from tests.language.tapes import alone
-from tests.support.refusing import Told, refuses, told
+from tests.support.refusing import ExpectedRefusal, refusal_by, refuses
 
 
 def load(rank: Rank) -> None:
@@ -50,32 +50,32 @@ def test_batches_are_cut_into_microbatches() -> None:
     alone(lines, 2, 4)
 
 
-REFUSED: list[tuple[Callable[[Rank], Value], Told]] = [
-    (lambda rank: rank.slice(rank.weights[0], 2, 2), told("unknown slice", layer=0)),
-    (lambda rank: rank.slice(rank.weights[0], 0, 10**9), told("unknown slice", layer=0)),
-    (lambda rank: rank.slice(rank.weights[0], 0, 10**5000), told("unknown slice", layer=0)),
-    (lambda rank: rank.load_weight(0, 0, 10**12), told("unknown slice", layer=0)),
-    (lambda rank: rank.load_weight(0, 10**5000, 10**5000 + 1), told("unknown slice", layer=0)),
-    (lambda rank: rank.slice(rank.weights[0], 0, 0), told("unknown slice", layer=0)),
-    (lambda rank: rank.slice(rank.weights[0], cast(int, 0.5), 2), told("unknown slice", layer=0)),
+REFUSED: list[tuple[Callable[[Rank], Value], ExpectedRefusal]] = [
+    (lambda rank: rank.slice(rank.weights[0], 2, 2), refusal_by("unknown slice", layer=0)),
+    (lambda rank: rank.slice(rank.weights[0], 0, 10**9), refusal_by("unknown slice", layer=0)),
+    (lambda rank: rank.slice(rank.weights[0], 0, 10**5000), refusal_by("unknown slice", layer=0)),
+    (lambda rank: rank.load_weight(0, 0, 10**12), refusal_by("unknown slice", layer=0)),
+    (lambda rank: rank.load_weight(0, 10**5000, 10**5000 + 1), refusal_by("unknown slice", layer=0)),
+    (lambda rank: rank.slice(rank.weights[0], 0, 0), refusal_by("unknown slice", layer=0)),
+    (lambda rank: rank.slice(rank.weights[0], cast(int, 0.5), 2), refusal_by("unknown slice", layer=0)),
     (
         lambda rank: rank.slice(rank.load_batch([0, 1]), 0, 3),
-        told("does not divide", layer=0),
+        refusal_by("does not divide", layer=0),
     ),
-    (lambda rank: rank.concatenate([]), told("wrong number")),
+    (lambda rank: rank.concatenate([]), refusal_by("wrong number")),
     (
         lambda rank: rank.concatenate([rank.weights[0], rank.weights[0]]),
-        told("pieces overlap", layer=0, doubled=(0,)),
+        refusal_by("pieces overlap", layer=0, doubled=(0,)),
     ),
     (
         lambda rank: rank.concatenate([rank.weights[0], rank.load_weight(1)]),
-        told("other values", layer=0),
+        refusal_by("other values", layer=0),
     ),
 ]
 
 
 @pytest.mark.parametrize(("lines", "words"), REFUSED)
-def test_invalid_slices_are_refused(lines: Callable[[Rank], Value], words: Told) -> None:
+def test_invalid_slices_are_refused(lines: Callable[[Rank], Value], words: ExpectedRefusal) -> None:
     async def strategy(rank: Rank) -> None:
         load(rank)
         lines(rank)

@@ -34,7 +34,7 @@ from shardlab.strategies.plan.program import program_from_plan
 from tests.language.rules.toys import matrices
 from tests.language.tapes import refusal as refusal_imported
 from tests.support.mutating import changed, places, renamed, with_tape
-from tests.support.refusing import Told, refusal, refuses, tells, told
+from tests.support.refusing import ExpectedRefusal, refusal, refusal_by, refuses, require_refusal
 
 SQUARE, ROW = 512 * 512, 512 * 256
 
@@ -196,28 +196,28 @@ def test_one_rank_adds_both_gradients_and_updates_the_weight_once() -> None:
     assert not [op for op in program.tapes[0] if op.kind is OpKind.UPDATE and op.layer == LAST]
 
 
-MISTAKES: list[tuple[Verbs, Told]] = [
-        (lambda r: update(r, "embedding"), told("missing microbatches", layer=0, missing=(1,))),
-        (lambda r: update(r, "head"), told("missing microbatches", layer=0, missing=(0,))),
-        (lambda r: r.norm(0, r.grad_weights["embedding"]), told("missing microbatches", layer=0, missing=(1,))),
-        (lambda r: r.grad_weights["head"] + r.grad_weights["head"], told("counted twice", layer=0, doubled=(1,))),
-        (lambda r: r.load_weight(LAST), told("tied weight", layer=LAST)),
-        (lambda r: r.load_opt_state(LAST), told("tied weight", layer=LAST)),
-        (lambda r: r.forward(LAST, r.activations[LAST], r.weights[2]), told("wrong layer", layer=LAST)),
-        (lambda r: r.forward(0, r.activations[0], r.weights[2]), told("wrong layer", layer=0)),
+MISTAKES: list[tuple[Verbs, ExpectedRefusal]] = [
+        (lambda r: update(r, "embedding"), refusal_by("missing microbatches", layer=0, missing=(1,))),
+        (lambda r: update(r, "head"), refusal_by("missing microbatches", layer=0, missing=(0,))),
+        (lambda r: r.norm(0, r.grad_weights["embedding"]), refusal_by("missing microbatches", layer=0, missing=(1,))),
+        (lambda r: r.grad_weights["head"] + r.grad_weights["head"], refusal_by("counted twice", layer=0, doubled=(1,))),
+        (lambda r: r.load_weight(LAST), refusal_by("tied weight", layer=LAST)),
+        (lambda r: r.load_opt_state(LAST), refusal_by("tied weight", layer=LAST)),
+        (lambda r: r.forward(LAST, r.activations[LAST], r.weights[2]), refusal_by("wrong layer", layer=LAST)),
+        (lambda r: r.forward(0, r.activations[0], r.weights[2]), refusal_by("wrong layer", layer=0)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("verbs", "said"), MISTAKES)
-def test_missing_and_doubled_contributions_are_named_by_their_use(verbs: Verbs, said: Told) -> None:
+def test_missing_and_doubled_contributions_are_named_by_their_use(verbs: Verbs, said: ExpectedRefusal) -> None:
     with pytest.raises(Refused) as refused:
         alone(verbs)
-    tells(refused.value, said)
+    require_refusal(refused.value, said)
 
 
 def test_a_tape_that_loads_a_weight_for_the_head_is_refused() -> None:
     load = Op(OpKind.LOAD_WEIGHT, LAST, (), (10**6,), holds=Holds(1, 1))
-    tells(refusal(with_tape(PROGRAM, 0, [load, *PROGRAM.tapes[0]])), "tied weight", rank=0, op=0, layer=LAST)
+    require_refusal(refusal(with_tape(PROGRAM, 0, [load, *PROGRAM.tapes[0]])), "tied weight", rank=0, op=0, layer=LAST)
 
 
 def test_the_two_gradients_meet_once_in_a_group_of_the_first_and_the_last_stage() -> None:
@@ -273,7 +273,7 @@ def test_a_norm_without_the_tied_weight_is_not_the_models() -> None:
     tape = [o for i, o in enumerate(program.tapes[0]) if i not in (at, add_at) and o.inputs != op.outputs]
     tape.remove(Op(OpKind.FREE, -1, (other,)))
     mutant = with_tape(program, 0, renamed(tape, add.outputs[0], other))
-    tells(refusal(mutant), "partial norm", rank=0, missing=(0, LAST))
+    require_refusal(refusal(mutant), "partial norm", rank=0, missing=(0, LAST))
 
 
 def test_a_gradient_that_meets_nobody_is_refused() -> None:
@@ -283,7 +283,7 @@ def test_a_gradient_that_meets_nobody_is_refused() -> None:
     tape = [o for i, o in enumerate(PROGRAM.tapes[rank]) if i not in (at, wait)]
     tape = [o for o in tape if o != Op(OpKind.FREE, -1, op.inputs)]
     mutant = with_tape(PROGRAM, rank, renamed(tape, op.outputs[0], op.inputs[0]))
-    tells(refusal(mutant), "missing microbatches", rank=rank, layer=0, missing=(2, 3))
+    require_refusal(refusal(mutant), "missing microbatches", rank=rank, layer=0, missing=(2, 3))
 
 
 def test_members_that_name_other_ranks_never_meet() -> None:
@@ -319,7 +319,7 @@ def test_ranks_named_beside_an_axis_lie_along_it() -> None:
 def test_a_changed_use_on_the_tape_is_noticed() -> None:
     """The head's backward pass with another layer's number reads what is not for it."""
     rank, at, op = next(p for p in places(PROGRAM, OpKind.BACKWARD) if p[2].layer == LAST)
-    tells(refusal(changed(PROGRAM, rank, at, op._replace(layer=0))), "wrong layer", rank=rank, op=at, layer=0)
+    require_refusal(refusal(changed(PROGRAM, rank, at, op._replace(layer=0))), "wrong layer", rank=rank, op=at, layer=0)
 
 
 # Column and row layers: what lies side by side is gathered, what is a term is summed, and the other way is refused.
@@ -416,35 +416,35 @@ async def summed_a_rows_gradients(rank: Rank) -> None:
     await rank.all_reduce(slices, axis="tp")
 
 
-COLUMNS_MISTAKES: dict[Strategy, Told] = {
-    forgot_to_gather: told("missing pieces", layer=1, missing=(1,)),
-    summed_slices: told("no term", layer=1),
-    scattered_slices: told("no term", layer=1),
-    gathered_terms: told("a term", layer=3),
-    gathered_twice: told("pieces overlap", layer=1, doubled=(0, 1)),
-    a_row_given_all: told("other pieces", layer=2),
-    a_row_given_other_slices: told("other pieces", layer=2),
-    row_terms_unreduced: told("missing terms", layer=3, missing=(0,)),
-    reduced_twice: told("no term", layer=3),
-    gradient_unreduced: told("missing terms", layer=2, missing=(0,)),
-    gradient_unreduced_below_a_column: told("missing terms", layer=0, missing=(1,)),
-    summed_a_rows_gradients: told("no term", layer=2),
+COLUMNS_MISTAKES: dict[Strategy, ExpectedRefusal] = {
+    forgot_to_gather: refusal_by("missing pieces", layer=1, missing=(1,)),
+    summed_slices: refusal_by("no term", layer=1),
+    scattered_slices: refusal_by("no term", layer=1),
+    gathered_terms: refusal_by("a term", layer=3),
+    gathered_twice: refusal_by("pieces overlap", layer=1, doubled=(0, 1)),
+    a_row_given_all: refusal_by("other pieces", layer=2),
+    a_row_given_other_slices: refusal_by("other pieces", layer=2),
+    row_terms_unreduced: refusal_by("missing terms", layer=3, missing=(0,)),
+    reduced_twice: refusal_by("no term", layer=3),
+    gradient_unreduced: refusal_by("missing terms", layer=2, missing=(0,)),
+    gradient_unreduced_below_a_column: refusal_by("missing terms", layer=0, missing=(1,)),
+    summed_a_rows_gradients: refusal_by("no term", layer=2),
 }
 
 
 @pytest.mark.parametrize("strategy", COLUMNS_MISTAKES, ids=[mistake.__name__ for mistake in COLUMNS_MISTAKES])
 def test_a_mistake_with_slices_is_refused_at_its_line(strategy: Strategy) -> None:
-    tells(refusal_imported(strategy, Mesh(tp=2), COLUMNS, 1), COLUMNS_MISTAKES[strategy])
+    require_refusal(refusal_imported(strategy, Mesh(tp=2), COLUMNS, 1), COLUMNS_MISTAKES[strategy])
 
 
 @pytest.mark.parametrize(
     ("reduced", "words"),
     [
-        (False, told("missing terms", layer=1, missing=(1,))),
-        (True, told("other pieces", layer=1)),
+        (False, refusal_by("missing terms", layer=1, missing=(1,))),
+        (True, refusal_by("other pieces", layer=1)),
     ],
 )
-def test_a_row_after_what_makes_no_slices_is_refused(reduced: bool, words: Told) -> None:
+def test_a_row_after_what_makes_no_slices_is_refused(reduced: bool, words: ExpectedRefusal) -> None:
     """Neither its terms nor their sum are slices of it."""
     up = Node("up", {"x": "width"}, {"x": "ffn"}, {"w1": "ffn width"})
     down = Node("down", {"x": "ffn"}, {"x": "width"}, {"w2": "width ffn"})
@@ -457,7 +457,7 @@ def test_a_row_after_what_makes_no_slices_is_refused(reduced: bool, words: Told)
         given = await rank.all_reduce(terms, axis="tp") if reduced else terms
         rank.forward(1, given, rank.weights[1])
 
-    tells(refusal_imported(strategy, Mesh(tp=2), sizes, 1), words)
+    require_refusal(refusal_imported(strategy, Mesh(tp=2), sizes, 1), words)
 
 
 def test_whole_weights_make_what_is_complete() -> None:

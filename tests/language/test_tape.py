@@ -41,7 +41,7 @@ from shardlab.language.tape import (
     queue_key,
 )
 from shardlab.strategies import STRATEGIES
-from tests.support.refusing import tells
+from tests.support.refusing import require_refusal
 
 PROGRAM = trace(STRATEGIES["pipeline-fsdp"].program, Mesh(pp=2, dp_shard=2), 2, 4)
 
@@ -160,7 +160,7 @@ def test_another_message_than_the_one_expected_is_refused_with_both() -> None:
         require_expected_message(
             3, ExpectedValue(Kind.ACTIVATION, 1, 0b1), Spec(form_of(Kind.ACTIVATION, 1, 0, Space(4)), 0b10)
         )
-    tells(caught.value, "other message", layer=1)
+    require_refusal(caught.value, "other message", layer=1)
 
 
 def test_ops_that_are_made_without_a_constructor_have_all_fields() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardlab.language import OpKind, Rank, Value, World, trace
 from shardlab.language.values import Wait, deadlock_sentence
 from tests.language.tapes import alone, live_at_end, refusal, refused
-from tests.support.refusing import tells
+from tests.support.refusing import require_refusal
 
 LOAD = "load_batch -> 0"
 
@@ -107,7 +107,7 @@ def test_pop_gives_a_value_for_one_last_use() -> None:
     assert alone(lines)[2:5] == ["load_batch -> 2", "forward 2 0 -> 3 4", "free 2"]
 
 
-def test_pop_of_a_key_of_several_parts_without_parentheses_is_told_to_write_a_tuple() -> None:
+def test_pop_of_a_key_of_several_parts_without_parentheses_asks_for_a_tuple() -> None:
     def lines(rank: Rank) -> None:
         rank.activations[0, 1] = rank.load_batch([1])
         rank.activations.pop(0, 1)
@@ -278,7 +278,7 @@ def test_a_handle_cannot_be_stored_unawaited() -> None:
         rank.weights[0] = rank.load_weights(0, shard=rank.index, of=2)[0]
         rank.weights["full"] = rank.all_gather(rank.weights[0])  # pyright: ignore[reportArgumentType]
 
-    tells(refusal(strategy), "not awaited", op=3)
+    require_refusal(refusal(strategy), "not awaited", op=3)
 
 
 @pytest.mark.parametrize("thing", [None, 3, "weights", [1]])
@@ -304,8 +304,8 @@ def test_a_value_of_another_rank_can_be_neither_stored_nor_used() -> None:
         rank.weights[0] = rank.load_weights(0)[0]
         rank.forward(0, shared[0], rank.weights[0])
 
-    tells(refusal(storing), "another rank's value", rank=1, op=1)
-    tells(refusal(computing), "another rank's value", rank=0, op=2, layer=0)
+    require_refusal(refusal(storing), "another rank's value", rank=1, op=1)
+    require_refusal(refusal(computing), "another rank's value", rank=0, op=2, layer=0)
 
 
 def test_a_missing_key_names_the_keys_there_are() -> None:

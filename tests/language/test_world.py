@@ -13,7 +13,7 @@ from shardlab.language import Deadlock, Handle, Mesh, Rank, Strategy, UserError,
 from shardlab.strategies.ddp import ddp
 from tests.language.tapes import refusal, says
 from tests.support.random_programs import Shape, program_of, shapes
-from tests.support.refusing import tells
+from tests.support.refusing import require_refusal
 
 # Invalid strategies and worlds.
 
@@ -69,13 +69,13 @@ async def gathers(rank: Rank) -> None:
 
 @pytest.mark.parametrize("strategy", [sleeps, yields])
 def test_only_communications_are_awaited(strategy: Strategy) -> None:
-    tells(refusal(strategy), "awaited something else")
+    require_refusal(refusal(strategy), "awaited something else")
 
 
 @pytest.mark.parametrize("strategy", [sleeps, yields, gathers])
 def test_only_communications_are_awaited_also_when_a_loop_runs_around_the_trace(strategy: Strategy) -> None:
     async def notebook() -> None:
-        tells(refusal(strategy), "awaited something else")
+        require_refusal(refusal(strategy), "awaited something else")
 
     asyncio.run(notebook())
 
@@ -88,7 +88,7 @@ def test_the_handle_of_another_rank_is_not_awaited() -> None:
         if rank.index:
             await handles[0]
 
-    tells(refusal(strategy, 3), "awaited something else", rank=1, op=1)
+    require_refusal(refusal(strategy, 3), "awaited something else", rank=1, op=1)
 
 
 def test_an_exception_of_the_program_is_a_refusal_with_its_cause() -> None:
@@ -98,7 +98,7 @@ def test_an_exception_of_the_program_is_a_refusal_with_its_cause() -> None:
             raise KeyError("absent")
 
     error = refusal(strategy)
-    tells(error, "the program raised", rank=1, op=1)
+    require_refusal(error, "the program raised", rank=1, op=1)
     assert isinstance(error.__cause__, KeyError)
 
 
@@ -145,7 +145,7 @@ def test_errors_while_programs_are_closed_do_not_hide_the_first_error() -> None:
             rank.load_weights(8)
 
     says(refusal(awaits), "deadlock: rank 0 waits in recv from rank 1; rank 1 waits in recv from rank 0.")
-    tells(refusal(computes), "unknown layer", rank=1, op=0)
+    require_refusal(refusal(computes), "unknown layer", rank=1, op=0)
     gc.collect(1)
 
 

@@ -68,7 +68,7 @@ def test_a_padded_buffer_splits_into_equal_aligned_slices(layout: LayerLayout, o
     assert 0 <= padded - layout.numel < of * ALIGNMENT
 
 
-def test_a_layout_with_the_same_parameters_is_equal_and_hashes_alike() -> None:
+def test_a_layout_with_the_same_parameters_is_equal_and_has_the_same_hash() -> None:
     parameters = [Parameter("a", (2, 3), True, ("out", "in")), Parameter("b", (2,), False, ("out",))]
     assert LayerLayout(parameters) == LayerLayout(reversed(parameters))
     assert hash(LayerLayout(parameters)) == hash(LayerLayout(reversed(parameters)))
@@ -549,8 +549,8 @@ def test_half_blocks_are_named_by_block_and_part() -> None:
 
 
 def test_an_attention_that_is_cut_in_two_has_two_places() -> None:
-    told = places(cut(GPT(layers=1), attention_apart=True))
-    assert told[2:4] == ["block 0, attention's queries, keys and values", "block 0, attention's output"]
+    output = places(cut(GPT(layers=1), attention_apart=True))
+    assert output[2:4] == ["block 0, attention's queries, keys and values", "block 0, attention's output"]
 
 
 def test_experts_lie_between_what_is_dense() -> None:

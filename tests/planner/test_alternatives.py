@@ -40,7 +40,7 @@ def test_blocks_that_are_computed_again_stay_the_same_on_another_mesh() -> None:
     assert differing(plan, others["pp 2 instead of 1"]) == {"mesh"}
 
 
-def test_what_must_follow_a_choice_is_told() -> None:
+def test_what_must_follow_a_choice_is_reported() -> None:
     pipeline = Plan(Mesh(pp=2, dp_shard=4), schedule="zb-h1", recompute=(0,))
     assert near(pipeline)["pp 1 instead of 2 (--schedule 1f1b)"].recompute == (0,)
     assert "interleaved-1f1b instead of zb-h1 (--stages-per-rank 2)" in near(pipeline)
@@ -104,8 +104,8 @@ def test_a_plan_found_with_as_many_ranks_along_an_axis_is_named_where_it_is_fast
     assert better == found[1]
     assert better_than(with_more, chosen, found) is None
     assert better_than(replace(chosen, micro_batch_size=2), chosen, found) is None, "it names no axis"
-    told = alternative_text(Alternative("speed", "", alone, Answer(slow, None), better), made, asked)
-    assert told == "as much memory, step +80.0%; with others changed too, step +1.2%: replicate 2, tp 2, mb 4"
+    text = alternative_text(Alternative("speed", "", alone, Answer(slow, None), better), made, asked)
+    assert text == "as much memory, step +80.0%; with others changed too, step +1.2%: replicate 2, tp 2, mb 4"
     assert "others changed" not in alternative_text(
         Alternative("speed", "", alone, Answer(fast, None), better), made, asked
     )

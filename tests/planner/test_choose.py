@@ -53,10 +53,10 @@ def test_what_there_was_no_time_for_is_said_to_be_left_out() -> None:
     assert (late.alternatives, late.path, late.answer.shares) == ([], {}, None)
     console = Console(record=True, width=80)
     PlanReport(late, "small", "h100x4", {}, 1).report(explain=True).print(console)
-    told = " ".join(console.export_text().split())
-    assert "critical path the time was up" in told
-    assert "the time was up: more --seconds may find a faster one" in told
-    assert re.search(r"left out as time was up: an alternative \(\d+\), what the step.s time goes to \(1\)", told)
+    output = " ".join(console.export_text().split())
+    assert "critical path the time was up" in output
+    assert "the time was up: more --seconds may find a faster one" in output
+    assert re.search(r"left out as time was up: an alternative \(\d+\), what the step.s time goes to \(1\)", output)
     assert PlanReport(late, "small", "h100x4", {}, 1).fields()["searched"]["left_out"] == late.missed
 
 
@@ -102,11 +102,13 @@ def test_what_would_help_says_what_stays_as_it_is() -> None:
     console = Console(record=True, width=80)
     for helps in ({"links": 0.023, "batch": 0.001, "memory": 0.082}, {"batch": 0.1, "memory": 0.001}, {}):
         PlanReport(replace(chosen(), helps=helps), "small", "h100x4", {}, 1).report(explain=True).print(console)
-    told = " ".join(console.export_text().split())
+    output = " ".join(console.export_text().split())
     links = "twice the bandwidth between nodes +2.3% and twice the batch +0.1% tokens/s with this very plan"
-    assert f"{links}; twice the memory, planned anew, +8.2%" in told
-    assert "twice the batch +10.0% tokens/s with this very plan; twice the memory, planned anew, less than +2%" in told
-    assert "would help twice the memory, planned anew, was not searched to the end" in told
+    assert f"{links}; twice the memory, planned anew, +8.2%" in output
+    assert (
+        "twice the batch +10.0% tokens/s with this very plan; twice the memory, planned anew, less than +2%" in output
+    )
+    assert "would help twice the memory, planned anew, was not searched to the end" in output
 
 
 # Contenders: what may be faster than the plan that is predicted fastest, as far as time and memory allow.

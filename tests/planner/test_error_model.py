@@ -180,10 +180,10 @@ def test_a_time_that_is_written_in_another_unit_is_refused(times: float) -> None
     step = MeasuredStep(best.candidate, times * best.seconds, "results.json, experiment 1", by_hand=True)
     with pytest.raises(UserError) as refused:
         chosen(PROBLEM, [step])
-    told = str(refused.value)
-    assert told.startswith(f"results.json, experiment 1: {best.family}, ")
-    assert f"is said to take {step.seconds:g} s, and {best.seconds:.3g} s are predicted" in told
-    assert "more than 10 times off; is it in seconds?" in told
+    output = str(refused.value)
+    assert output.startswith(f"results.json, experiment 1: {best.family}, ")
+    assert f"is said to take {step.seconds:g} s, and {best.seconds:.3g} s are predicted" in output
+    assert "more than 10 times off; is it in seconds?" in output
     assert chosen(PROBLEM, [replace(step, seconds=9 * best.seconds)]).best.seconds == pytest.approx(9 * best.seconds)
 
 
@@ -195,7 +195,7 @@ def test_a_run_of_whatever_length_is_taken_at_its_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("candidate", "told"),
+    ("candidate", "output"),
     [
         (Candidate(Plan(Mesh(tp=4)), 1, PRECISIONS["bf16"]), "on 4 ranks, and the plan is for 2"),
         (Candidate(DDP, 4, PRECISIONS["bf16"]), "cannot share 4 sequences"),
@@ -204,13 +204,13 @@ def test_a_run_of_whatever_length_is_taken_at_its_word() -> None:
         (Candidate(Plan(Mesh(pp=2), layers_per_stage=(1, 1)), 1, PRECISIONS["bf16"]), "cannot run this plan on"),
     ],
 )
-def test_what_is_no_plan_of_the_problem_is_refused(candidate: Candidate, told: str) -> None:
+def test_what_is_no_plan_of_the_problem_is_refused(candidate: Candidate, output: str) -> None:
     with pytest.raises(UserError, match=r"^runs/x") as refused:
         chosen(PROBLEM, [MeasuredStep(candidate, 1.0, "runs/x")])
-    assert told in str(refused.value)
+    assert output in str(refused.value)
 
 
-def test_what_is_to_be_measured_is_told_in_the_time_that_there_is() -> None:
+def test_what_is_to_be_measured_is_named_in_the_time_that_there_is() -> None:
     """When it is up, it is not known what plans' time goes to; that is said, and plans are told all the same."""
     choice = choose(PROBLEM, Workers(PROBLEM), budget=Budget(seconds=1e-9), measured=())
     assert choice.answer.shares is None

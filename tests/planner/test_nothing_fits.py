@@ -34,7 +34,7 @@ def has_plan(asked: Problem) -> bool:
     return any(True for shape in shapes(asked) for _ in candidates(asked, shape))
 
 
-def told(asked: Problem) -> str:
+def refusal_of(asked: Problem) -> str:
     assert not has_plan(asked)
     return explain_empty_space(asked)
 
@@ -78,19 +78,19 @@ def told(asked: Problem) -> str:
 def test_an_axis_that_cannot_be_is_the_reason(
     model: str, cluster: str, sequences: int, fixed: dict[str, Any], said: str
 ) -> None:
-    assert told(problem(model, cluster, sequences, **fixed)).startswith(said)
+    assert refusal_of(problem(model, cluster, sequences, **fixed)).startswith(said)
 
 
 def test_limits_that_leave_devices_over_are_the_reason() -> None:
     asked = problem("llama3-8b", "h100x32", 512, most={"tp": 1, "pp": 1, "cp": 1}, dp_shard=2, dp_replicate=2)
-    assert told(asked) == (
+    assert refusal_of(asked) == (
         "no mesh of 32 devices, which are all used, has --dp-shard 2 --dp-replicate 2 --max-tp 1 --max-pp 1 --max-cp "
         "1; the sizes of its axes multiply to 32: give others, or another number of devices"
     )
 
 
 def test_microbatches_that_do_not_divide_the_batch_are_the_reason() -> None:
-    assert told(problem("llama3-8b", "h100x32", 512, size=3)) == (
+    assert refusal_of(problem("llama3-8b", "h100x32", 512, size=3)) == (
         "no plan divides 32 devices and 512 sequences under the limits --micro-batch-size 3: every plan has at least 1 "
         "data-parallel rank, and ranks share a batch evenly in microbatches of 3; give a --global-batch that is a "
         "multiple of 3, or other limits"
@@ -99,7 +99,7 @@ def test_microbatches_that_do_not_divide_the_batch_are_the_reason() -> None:
 
 def test_microbatches_larger_than_a_ranks_share_are_the_reason() -> None:
     asked = problem("llama3-8b", "h100x32", 512, size=32, dp_shard=32)
-    assert told(asked) == (
+    assert refusal_of(asked) == (
         "no plan divides 32 devices and 512 sequences under the limits --dp-shard 32 --micro-batch-size 32: every plan "
         "has at least 32 data-parallel ranks, and ranks share a batch evenly in microbatches of 32; give a "
         "--global-batch that is a multiple of 1024, or other limits"
@@ -115,7 +115,7 @@ def test_microbatches_larger_than_a_ranks_share_are_the_reason() -> None:
 def test_a_batch_that_is_too_small_is_the_reason_and_the_advice_helps(devices: int, sequences: int, least: int) -> None:
     """gpt2 has 12 heads and 12 layers, of 1,024 tokens: tensor and pipeline parallelism cut it no further."""
     asked = problem("gpt2", f"h100x{devices}", sequences)
-    assert told(asked) == (
+    assert refusal_of(asked) == (
         f"no plan divides {devices:,} devices and {sequences} sequences: every plan has at least {least} data-parallel "
         f"ranks, and ranks share a batch evenly; give a --global-batch that is a multiple of {least}, or fewer devices"
     )
@@ -125,4 +125,4 @@ def test_a_batch_that_is_too_small_is_the_reason_and_the_advice_helps(devices: i
 def test_too_few_microbatches_for_the_framework_are_the_reason() -> None:
     asked = replace(problem("llama3-8b", "h100x32", 8, pp=8, schedule="1f1b"), recipe=find_recipe("nanotron"))
     asked = replace(asked, limits=replace(asked.limits, fixed={**asked.limits.fixed, "dp_shard": 4}))
-    assert told(asked).endswith("with pp 8 give at least 7 to each data-parallel rank, not 2")
+    assert refusal_of(asked).endswith("with pp 8 give at least 7 to each data-parallel rank, not 2")

@@ -97,7 +97,7 @@ def test_what_a_framework_does_not_have_is_not_in_its_space() -> None:
 
 
 @pytest.mark.parametrize(("fixed", "said"), [({"cp": 2}, "context parallelism"), ({"dp_replicate": 2}, "replicas of")])
-def test_who_asks_for_what_a_framework_does_not_have_is_told_so(fixed: dict[str, int], said: str) -> None:
+def test_what_a_framework_does_not_have_is_refused_with_the_reason(fixed: dict[str, int], said: str) -> None:
     given: dict[str, Any] = {**fixed, **({"shard_optimizer": ("dp_shard",)} if "dp_replicate" in fixed else {})}
     asked = replace(fixing(recompute="none", tp=1, pp=1, **given), recipe=find_recipe("nanotron"))
     assert plans(asked) == []

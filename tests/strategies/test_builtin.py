@@ -478,5 +478,5 @@ def axes_of(case: Verified) -> str:
 
 def test_the_table_names_the_combinations_that_are_run_on_processes() -> None:
     run = {axes_of(case) for case in TABLE}
-    told = {line for line in re.findall(r"^\| `([a-z ]+)` \|", PAGE.read_text("utf-8"), re.M) if " " in line}
-    assert told == {axes for axes in run if " " in axes}
+    documented = {line for line in re.findall(r"^\| `([a-z ]+)` \|", PAGE.read_text("utf-8"), re.M) if " " in line}
+    assert documented == {axes for axes in run if " " in axes}

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardlab.language import OpKind, Program
-from tests.support.judged_collectives import Links, scale_made
+from tests.support.interpreter_collectives import Links, scale_made
+from tests.support.interpreter_rank import JudgedRank
 from tests.support.judged_compute import COMPUTE, PLACE, dtype_made, place_made
-from tests.support.judged_rank import JudgedRank
 from tests.support.one_device import one_device
 from tests.support.pieces import ELEMENTS, BrokenTape
 from tests.support.toy_network import network_of

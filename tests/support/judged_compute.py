@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardlab.language import Op, OpKind
-from tests.support.judged_collectives import combined, number_of, scattered_columns, scattered_rows
-from tests.support.judged_rank import JudgedRank, elements_of
+from tests.support.interpreter_collectives import combined, number_of, scattered_columns, scattered_rows
+from tests.support.interpreter_rank import JudgedRank, elements_of
 from tests.support.one_device import direction as direction_of
 from tests.support.one_device import initial, squares, update_slice, way_of_whole
 from tests.support.pieces import PRIME, Array, BrokenTape, Piece, owned, summed

@@ -287,7 +287,7 @@ def an_arrival_beside_a_slice(program: Program) -> Iterator[Program]:
     """A rank is told what a weight becomes, and then steps a slice of the old one, which had to stay."""
     for rank, at, op in places(program, OpKind.UPDATE):
         tape = program.tapes[rank]
-        view, told = range(fresh_number(tape), fresh_number(tape) + 2)
+        view, output = range(fresh_number(tape), fresh_number(tape) + 2)
         handle = 1 + max(o.handle for o in tape)
         for other, there, same in places(program, OpKind.UPDATE):
             if other == rank or same.layer != op.layer:
@@ -299,7 +299,7 @@ def an_arrival_beside_a_slice(program: Program) -> Iterator[Program]:
                     OpKind.RECV,
                     op.layer,
                     (),
-                    (told,),
+                    (output,),
                     handle,
                     peer=other,
                     expect=ExpectedValue(Kind.WEIGHT, op.layer, 0),
@@ -307,7 +307,7 @@ def an_arrival_beside_a_slice(program: Program) -> Iterator[Program]:
                 Op(OpKind.WAIT, -1, handle=handle),
             ]
             late = op._replace(inputs=(op.inputs[0], view, *op.inputs[2:]))
-            rest = renamed(tape[at + 1 :], op.outputs[0], told)
+            rest = renamed(tape[at + 1 :], op.outputs[0], output)
             mine = [*tape[:at], *arrival, late, Op(OpKind.FREE, -1, op.outputs[:1]), *rest]
             theirs = program.tapes[other]
             number = 1 + max(o.handle for o in theirs)
@@ -395,7 +395,7 @@ def an_update_after_an_arrival(program: Program) -> Iterator[Program]:
     """A rank is told by another one what a weight becomes, lets the old one go, and then steps a copy of it."""
     for rank, at, op in places(program, OpKind.UPDATE):
         tape = program.tapes[rank]
-        copy, told = range(fresh_number(tape), fresh_number(tape) + 2)
+        copy, output = range(fresh_number(tape), fresh_number(tape) + 2)
         copying = copied(tape, rank, op, copy)
         handle = copying[0].handle + 1
         for other, there, same in places(program, OpKind.UPDATE):
@@ -404,11 +404,11 @@ def an_update_after_an_arrival(program: Program) -> Iterator[Program]:
             expect = ExpectedValue(Kind.WEIGHT, op.layer, 0)
             arrival = [
                 Op(OpKind.FREE, -1, op.inputs[1:2]),
-                Op(OpKind.RECV, op.layer, (), (told,), handle, peer=other, expect=expect),
+                Op(OpKind.RECV, op.layer, (), (output,), handle, peer=other, expect=expect),
                 Op(OpKind.WAIT, -1, handle=handle),
             ]
             late = op._replace(inputs=(op.inputs[0], copy, *op.inputs[2:]))
-            rest = renamed(tape[at + 1 :], op.outputs[0], told)
+            rest = renamed(tape[at + 1 :], op.outputs[0], output)
             mine = [*tape[:at], *copying, *arrival, late, Op(OpKind.FREE, -1, op.outputs[:1]), *rest]
             theirs = program.tapes[other]
             number = 1 + max(o.handle for o in theirs)

@@ -13,41 +13,41 @@ from shardlab.common.errors import Refused, Rule
 from shardlab.language import Program
 
 
-class Told(NamedTuple):
+class ExpectedRefusal(NamedTuple):
     """Expected fields of a refusal: its rule, and others by name."""
 
     rule: Rule
     fields: Mapping[str, object]
 
 
-def told(rule: Rule, **fields: object) -> Told:
-    return Told(rule, fields)
+def refusal_by(rule: Rule, **fields: object) -> ExpectedRefusal:
+    return ExpectedRefusal(rule, fields)
 
 
-def tells(refused: BaseException | None, rule: Rule | Told, **fields: object) -> None:
+def require_refusal(refused: BaseException | None, rule: Rule | ExpectedRefusal, **fields: object) -> None:
     """Expect a refusal by this rule with these fields; fields for doubled or missing things are required."""
     assert isinstance(refused, Refused), f"not refused: {refused!r}"
-    wanted = _wanted(Told(rule, fields) if isinstance(rule, str) else rule)
+    wanted = _wanted(ExpectedRefusal(rule, fields) if isinstance(rule, str) else rule)
     assert {name: getattr(refused, name) for name in wanted} == wanted, str(refused)
 
 
-def says(refused: Refused, said: Told) -> bool:
+def matches(refused: Refused, said: ExpectedRefusal) -> bool:
     """Whether a refusal is the expected one."""
     return all(getattr(refused, name) == value for name, value in _wanted(said).items())
 
 
-def _wanted(said: Told) -> dict[str, object]:
+def _wanted(said: ExpectedRefusal) -> dict[str, object]:
     return {"rule": said.rule, "missing": (), "doubled": (), **said.fields}
 
 
 @contextmanager
 def refuses(
-    rule: Rule | Told, *, error: type[Refused] = Refused, **fields: object
+    rule: Rule | ExpectedRefusal, *, error: type[Refused] = Refused, **fields: object
 ) -> Generator[pytest.ExceptionInfo[Refused], None, None]:
     """Expect this refusal in the block."""
     with pytest.raises(error) as caught:
         yield caught
-    tells(caught.value, rule, **fields)
+    require_refusal(caught.value, rule, **fields)
 
 
 def refusal_of(call: Callable[[], object]) -> Refused:

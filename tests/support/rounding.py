@@ -12,10 +12,10 @@ from unittest.mock import patch
 from shardlab.check import Checked
 from shardlab.check.in_place import InPlace
 from shardlab.language import Kind, Op, OpKind
-from tests.support import judged_collectives, judged_compute
-from tests.support import judged_collectives as judged_roots
+from tests.support import interpreter_collectives, judged_compute
+from tests.support import interpreter_collectives as judged_roots
 from tests.support.interpreter import Interpreter
-from tests.support.judged_rank import JudgedRank
+from tests.support.interpreter_rank import JudgedRank
 from tests.support.pieces import PRIME, Array, Piece
 from tests.support.toy_network import Network
 
@@ -59,7 +59,7 @@ def _rounding(fused: Sequence[Mapping[int, tuple[int, int]]]) -> Generator[None,
         rank.write(op.outputs[0], made)
 
     with ExitStack() as patches:
-        for user in (judged_collectives, judged_roots):
+        for user in (interpreter_collectives, judged_roots):
             patches.enter_context(patch.object(user, "summed", _summed))
         patches.enter_context(patch.dict(judged_compute.COMPUTE, {OpKind.ADD: add}))
         yield

@@ -143,7 +143,7 @@ def test_a_target_that_begins_a_document_does_not_count_and_the_count_is_exact(s
     assert batches.counted(step, 4) == max(1, counted)
 
 
-def judged(batches: Batches) -> list[tuple[list[int], list[int]]]:
+def evaluated(batches: Batches) -> list[tuple[list[int], list[int]]]:
     """Tokens and targets of the sequences that a validation counts, in their order."""
     found = [batches.validation(number) for number in range(batches.validation_microbatches)]
     rows = [
@@ -157,16 +157,16 @@ def test_validation_counts_the_same_sequences_however_a_batch_is_cut(micro_batch
     batches = replace(BATCHES, micro_batch_size=micro_batch_size, microbatches=microbatches)
     held_out = BATCHES.corpus.validation.runs[0].tokens.tolist()
     starts = range(0, len(held_out) - 16, 16)
-    assert judged(batches) == [(held_out[at : at + 16], held_out[at + 1 : at + 17]) for at in starts]
+    assert evaluated(batches) == [(held_out[at : at + 16], held_out[at + 1 : at + 17]) for at in starts]
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 7, 64, 100])
 def test_of_a_long_text_validation_takes_as_many_sequences(micro_batch_size: int) -> None:
     batches = Batches(corpus_of(5000, []), 8, micro_batch_size, 1, 0)
-    assert [row[0] for row, _ in judged(batches)] == [8 * number for number in range(VALIDATION_SEQUENCES)]
+    assert [row[0] for row, _ in evaluated(batches)] == [8 * number for number in range(VALIDATION_SEQUENCES)]
 
 
 def test_a_short_text_still_gives_each_part_a_sequence() -> None:
     batches = Batches(Corpus.from_text(TEXT[:34], seq_len=16), 16, 4, 1, 0)
     assert batches.microbatch(0, 0)[1].tolist() == [list(TEXT[1:17])] * 4
-    assert judged(batches) == [(list(TEXT[17:33]), list(TEXT[18:34]))]
+    assert evaluated(batches) == [(list(TEXT[17:33]), list(TEXT[18:34]))]

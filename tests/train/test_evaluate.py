@@ -112,7 +112,7 @@ def trained(rank: int, job: Job) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero-1", "tp of a tied head", "pp of dropout"])
-def test_a_training_is_judged_by_the_weights_that_it_has(ranks: World, name: str) -> None:
+def test_a_training_is_evaluated_by_the_weights_that_it_has(ranks: World, name: str) -> None:
     job = JOBS[name]
     before, after = ranks(job.ranks).call(trained, job)[0]
     assert before == pytest.approx(alone(job), rel=1e-6)

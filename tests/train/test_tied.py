@@ -72,7 +72,7 @@ def test_stages_without_embedding_and_head_keep_no_copy(ranks: World) -> None:
     assert torch.equal(copies[0], copies[3])
 
 
-def test_the_trained_blocks_are_put_together_judged_and_sampled(ranks: World) -> None:
+def test_the_trained_blocks_are_put_together_evaluated_and_sampled(ranks: World) -> None:
     whole = model()
     (embedding, blocks), _ = ranks(2).call(trained, ENDS, 2, whole)
     matrix = named_views(whole.layout(0), blocks[0])["wte.weight"]

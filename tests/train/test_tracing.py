@@ -262,9 +262,9 @@ def test_of_a_run_whose_rank_was_killed_what_there_is_is_shown(
     assert len(measured.steps) == 1, "the step before was recorded on both ranks"
     assert "memory was not measured on rank 0, 1" in measured.missing
     assert main(["compare", str(tmp_path), "--svg", str(tmp_path / "c.svg")]) == 0
-    told = capsys.readouterr().out
-    assert "incomplete: memory was not measured on rank 0, 1" in told
-    assert "1     backward        2" in told
+    output = capsys.readouterr().out
+    assert "incomplete: memory was not measured on rank 0, 1" in output
+    assert "1     backward        2" in output
     assert "measured" in (tmp_path / "c.svg").read_text()
 
 

@@ -46,40 +46,40 @@ TINY = ["--min", "64", "--max", "256", "--seconds", "0.0001"]
 )
 def test_bad_requests_are_one_sentence(options: list[str], sentence: str, capsys: Captured) -> None:
     assert main(["bench", *options]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert sentence in told.err
-    assert told.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert sentence in output.err
+    assert output.err.count("\n") == 1
 
 
-def test_collectives_are_told_in_json_drawn_and_kept(tmp_path: Path, capsys: Captured) -> None:
+def test_collectives_are_reported_in_json_drawn_and_kept(tmp_path: Path, capsys: Captured) -> None:
     profile, plot = tmp_path / "profile.json", tmp_path / "bench.svg"
     kinds = ["--kinds", "all_reduce", "barrier", "send_recv"]
     files = ["--profile", str(profile), "--plot", str(plot)]
     assert main(["bench", "collectives", "--ranks", "2", *TINY, *kinds, *files, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert set(told) == {
+    output = json.loads(capsys.readouterr().out)
+    assert set(output) == {
         *("machine", "collectives", "overlap", "fits", "peaks", "layers", "kernels", "profile", "failure"),
     }
-    points = [(each["kind"], each["bytes"]) for each in told["collectives"]]
+    points = [(each["kind"], each["bytes"]) for each in output["collectives"]]
     assert points == [*(("all_reduce", 64), ("all_reduce", 256), ("barrier", 0), ("send_recv", 64), ("send_recv", 256))]
-    assert not any(each["wrong"] for each in told["collectives"])
+    assert not any(each["wrong"] for each in output["collectives"])
     bandwidths = {"algorithm_bandwidth", "bus_bandwidth", "cs336_bandwidth"}
-    assert {"seconds", "iterations", "ranks", *bandwidths} < set(told["collectives"][0])
-    assert {"compute", "communication", "together", "overlap"} < set(told["overlap"][0])
-    assert {"kind", "ranks", "alpha", "beta", "errors", "doubt"} == set(told["fits"][0])
-    assert told["failure"] is None
+    assert {"seconds", "iterations", "ranks", *bandwidths} < set(output["collectives"][0])
+    assert {"compute", "communication", "together", "overlap"} < set(output["overlap"][0])
+    assert {"kind", "ranks", "alpha", "beta", "errors", "doubt"} == set(output["fits"][0])
+    assert output["failure"] is None
     kept = Profile.read(profile)
-    assert {(fit["kind"], fit["ranks"]) for fit in told["fits"]} == {*kept.collectives, ("send_recv", 2)}
+    assert {(fit["kind"], fit["ranks"]) for fit in output["fits"]} == {*kept.collectives, ("send_recv", 2)}
     assert kept.messages is not None
     assert "all_reduce" in plot.read_text()
 
 
-def test_layers_are_told_in_tables_and_nothing_is_kept_unasked(tmp_path: Path, capsys: Captured) -> None:
+def test_layers_are_reported_in_tables_and_nothing_is_stored_unasked(tmp_path: Path, capsys: Captured) -> None:
     plot = tmp_path / "bench.png"
     sizes = ["--widths", "16", "--batches", "1x8", "2x8", "--vocab-size", "32", "--seconds", "0.0001"]
     assert main(["bench", "compute", "--ranks", "1", *sizes, "--no-save", "--plot", str(plot), "--verbose"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "share of the peak",
         "each, 1 at once, in float32",
@@ -87,10 +87,10 @@ def test_layers_are_told_in_tables_and_nothing_is_kept_unasked(tmp_path: Path, c
         "fit, 1 at once",
         "matmul_backward",
     ):
-        assert words in told
-    assert "\nbatch " not in told.split("launch us")[0], "drawing one has no forward pass"
+        assert words in output
+    assert "\nbatch " not in output.split("launch us")[0], "drawing one has no forward pass"
     assert plot.stat().st_size > 0
-    assert "profile " not in told
+    assert "profile " not in output
 
 
 POINTS: list[Point] = [
@@ -106,18 +106,18 @@ def measures_some(rank: int, device: object, bench: object, file: Path) -> bool:
     raise ValueError("the cable is a fish")
 
 
-def test_what_was_measured_before_a_failure_is_told_and_kept(
+def test_what_was_measured_before_a_failure_is_reported_and_kept(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardlab.measure.collectives.measure_collectives", measures_some)
     options = ["--ranks", "2", "--profile", str(tmp_path / "profile.json")]
     assert main(["bench", "collectives", *options]) == 1
-    told = capsys.readouterr()
-    assert "all_reduce" in told.out
-    assert "50%" in told.out
-    assert "doubtful        all_reduce: a single size does not separate" in told.out
-    assert "wrong           3 elements of all_reduce among 2 ranks at 1 KB" in told.out
-    assert "the cable is a fish" in told.err
+    output = capsys.readouterr()
+    assert "all_reduce" in output.out
+    assert "50%" in output.out
+    assert "doubtful        all_reduce: a single size does not separate" in output.out
+    assert "wrong           3 elements of all_reduce among 2 ranks at 1 KB" in output.out
+    assert "the cable is a fish" in output.err
     assert ("all_reduce", 2) in Profile.read(tmp_path / "profile.json").collectives
 
 
@@ -134,9 +134,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, warm: WarmStarts) -> Non
         bench.send_signal(signal.SIGINT)
         out, err = bench.communicate(timeout=PATIENCE)
     assert bench.returncode == 130, err
-    told = json.loads(out)
-    assert told["failure"] == "interrupted"
-    assert 1 <= len(told["collectives"]) < 9
+    output = json.loads(out)
+    assert output["failure"] == "interrupted"
+    assert 1 <= len(output["collectives"]) < 9
     assert ("all_reduce", 2) in Profile.read(tmp_path / "profile.json").collectives
     assert err.splitlines()[-1].startswith("shardlab: interrupted")
 
@@ -163,7 +163,7 @@ def printed(show: Callable[..., None], points: list[Point], verbose: bool = Fals
     return text.getvalue().splitlines()
 
 
-def test_collectives_are_told_on_one_screen_and_at_every_size_on_demand() -> None:
+def test_collectives_are_reported_on_one_screen_and_at_every_size_on_demand() -> None:
     lines = printed(add_collectives, collectives())
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
@@ -174,7 +174,7 @@ def test_collectives_are_told_on_one_screen_and_at_every_size_on_demand() -> Non
     assert not [line for line in [*lines, *every] if "CS336" in line]
 
 
-def test_layers_are_told_at_their_largest_size() -> None:
+def test_layers_are_reported_at_their_largest_size() -> None:
     points: list[Point] = [
         LayerPoint(layer, op, width, 4, 64, 100, "float32", processes, 1e-3, 1e-3, (("matmul", 1e6, 1e4),))
         for layer in ("attention", "mlp", "norm", "head", "embedding")

@@ -38,10 +38,10 @@ def test_bad_requests_are_one_sentence(
     monkeypatch.chdir(tmp_path)
     Path("a-file").touch()
     assert main(["bench", "strategies", *options]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert sentence in told.err
-    assert told.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert sentence in output.err
+    assert output.err.count("\n") == 1
 
 
 def test_a_pair_is_compared_in_a_table_and_files(
@@ -50,16 +50,16 @@ def test_a_pair_is_compared_in_a_table_and_files(
     monkeypatch.setitem(results.SIZES, "overhead", TINY)
     options = ["--only", "ddp", "hsdp", "--sizes", "overhead", "--turns", "2", "--out", str(tmp_path / "out")]
     assert main(["bench", "strategies", *options]) == 0
-    told = capsys.readouterr().out
-    assert "tiny: 16 wide, 64 tokens a step, 2 ranks" in told
-    assert "ddp after" in " ".join(told.split()), "as train runs it, what helps rewrites it"
-    assert "two replicas of two shards need 4 ranks" in " ".join(told.split()), "what is not run is said"
+    output = capsys.readouterr().out
+    assert "tiny: 16 wide, 64 tokens a step, 2 ranks" in output
+    assert "ddp after" in " ".join(output.split()), "as train runs it, what helps rewrites it"
+    assert "two replicas of two shards need 4 ranks" in " ".join(output.split()), "what is not run is said"
     written = json.loads((tmp_path / "out" / "strategies.json").read_text())
     assert {"date", "machine", "python", "torch", "command", "load_before", "rows"} <= set(written)
     ddp, hsdp = written["rows"]
     assert ddp["loss_error"] < 1e-6
     assert ddp["transport"] == "shared"
-    assert "both sides communicate by shared" in told
+    assert "both sides communicate by shared" in output
     assert ddp["pytorch"] == "torch.nn.parallel.DistributedDataParallel"
     assert len(ddp["ours"]["turns"]) == len(ddp["theirs"]["turns"]) == 2
     assert set(ddp["ours"]["parts"]) == {"compute", "overhead", "waiting"}
@@ -86,11 +86,11 @@ def test_each_pass_has_its_predicted_gain_beside_the_measured_one(
     monkeypatch.setitem(results.SIZES, "overhead", TINY)
     options = ["--each-pass", "--only", "zero-1", "1f1b", "--sizes", "overhead", "--turns", "2"]
     assert main(["bench", "strategies", *options, "--passes", "prefetch,bucket=1", "--out", str(tmp_path)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "zero-1 bucket=1" in told
-    assert "zero-1 nothing to do, or to gain: prefetch (no weights are gathered for a pass" in told
-    assert "1f1b none" in told
-    assert "of unmeasured cores" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "zero-1 bucket=1" in output
+    assert "zero-1 nothing to do, or to gain: prefetch (no weights are gathered for a pass" in output
+    assert "1f1b none" in output
+    assert "of unmeasured cores" in output
     written = json.loads((tmp_path / "passes.json").read_text())
     assert written["command"].endswith("--passes prefetch,bucket=1 --each-pass")
     sums, alone = written["rows"]
@@ -117,7 +117,7 @@ def test_what_torch_cannot_run_is_said_with_its_reason(capsys: Captured, monkeyp
     assert "not compared: NotImplementedError: torch cannot do this here" in " ".join(capsys.readouterr().out.split())
 
 
-def test_pairs_compared_before_an_interruption_are_told(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_compared_before_an_interruption_are_reported(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     row = BenchStrategies._row
 
     def interrupted_at_ddp(bench: BenchStrategies, pair: StrategyPair, size: Size) -> PairRow:
@@ -128,9 +128,9 @@ def test_pairs_compared_before_an_interruption_are_told(capsys: Captured, monkey
     # Not `run_ranks`: a module that is first imported meanwhile would keep the one that is interrupted for ever.
     monkeypatch.setattr(BenchStrategies, "_row", interrupted_at_ddp)
     assert main(["bench", "strategies", "--only", "hsdp", "ddp", "--sizes", "overhead", "--json"]) == 130
-    told = capsys.readouterr()
-    assert [row["strategy"] for row in json.loads(told.out)["rows"]] == ["hsdp"]
-    assert told.err.splitlines()[-1] == "shardlab: interrupted after 1 pair"
+    output = capsys.readouterr()
+    assert [row["strategy"] for row in json.loads(output.out)["rows"]] == ["hsdp"]
+    assert output.err.splitlines()[-1] == "shardlab: interrupted after 1 pair"
 
 
 def test_no_time_counts_where_losses_differ(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

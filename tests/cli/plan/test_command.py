@@ -115,34 +115,36 @@ def test_limits_that_contradict_each_other_are_refused(capsys: pytest.CaptureFix
         assert refused(capsys, *SMALL, *words).startswith(f"{words[0]} rewrites the program of a plan, but this")
     assert "more than h100 has" in refused(capsys, *SMALL, "--memory", "90GiB")
     assert "give bytes above 0 with their unit" in refused(capsys, *SMALL, "--memory", "much")
-    told = refused(capsys, *SMALL, "--memory", "72")
-    assert told == "--memory 72 has no unit; write 72GiB, 72GB, or 72B for bytes"
+    output = refused(capsys, *SMALL, "--memory", "72")
+    assert output == "--memory 72 has no unit; write 72GiB, 72GB, or 72B for bytes"
 
 
 def test_a_batch_that_does_not_divide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     limits = ("--max-tp", "1", "--max-pp", "1")
-    told = refused(capsys, *SMALL[:4], "--global-batch", "3", *limits)
-    assert told == (
+    output = refused(capsys, *SMALL[:4], "--global-batch", "3", *limits)
+    assert output == (
         "no plan divides 2 devices and 3 sequences under the limits --max-tp 1 --max-pp 1: every plan has at least 2 "
         "data-parallel ranks, and ranks share a batch evenly; give a --global-batch that is a multiple of 2, or other "
         "limits"
     )
-    told = refused(capsys, *SMALL[:4], "--tokens-per-step", "1000")
-    assert told == (
+    output = refused(capsys, *SMALL[:4], "--tokens-per-step", "1000")
+    assert output == (
         "1,000 tokens are not a whole number of sequences of 512 tokens; give --global-batch 1 or 2 (512 tokens)"
     )
 
 
 def test_where_nothing_fits_it_is_said_what_comes_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(capsys, *SMALL, "--memory", "0.2GiB")
-    assert told.startswith("no plan fits into 204.8 MiB a device and leaves a margin of 15.4 MiB for the error of the ")
-    assert "too many; weights and adamw's state, shared over all devices, and CUDA's context, alone take" in told
+    output = refused(capsys, *SMALL, "--memory", "0.2GiB")
+    assert output.startswith(
+        "no plan fits into 204.8 MiB a device and leaves a margin of 15.4 MiB for the error of the "
+    )
+    assert "too many; weights and adamw's state, shared over all devices, and CUDA's context, alone take" in output
 
 
 def test_a_search_without_time_gives_the_best_so_far_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--seconds", "1e-9"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "the time was up: more --seconds may find a faster one" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "the time was up: more --seconds may find a faster one" in output
     for seconds in ("0", "-1", "nan"):
         assert f"--seconds {seconds} is not a time; give a number above 0" in refused(
             capsys, *SMALL, "--seconds", seconds
@@ -226,11 +228,11 @@ def test_where_a_margin_is_missing_it_is_said_how_much_and_that_limits_could_go(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--recipe", "nanotron", "--memory", "12.12GiB", "--recompute", "none", "--pp", "1", "--tp", "1"]
-    told = refused(capsys, *SMALL, *words, "--shard-optimizer", "dp_shard")
-    assert "ZeRO-1 comes nearest (shard 2, mb 1)" in told
-    assert "leaves a margin of 10.0 GiB for" in told
-    assert " -" not in told.split("and takes")[1].split("too many")[0]
-    assert told.endswith("or fewer limits")
+    output = refused(capsys, *SMALL, *words, "--shard-optimizer", "dp_shard")
+    assert "ZeRO-1 comes nearest (shard 2, mb 1)" in output
+    assert "leaves a margin of 10.0 GiB for" in output
+    assert " -" not in output.split("and takes")[1].split("too many")[0]
+    assert output.endswith("or fewer limits")
 
 
 def test_a_plan_leaves_as_much_memory_free_as_predictions_of_memory_err(capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,7 +250,7 @@ def test_a_plan_leaves_as_much_memory_free_as_predictions_of_memory_err(capsys: 
 
 def test_where_the_state_alone_is_too_much_the_fewest_devices_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the sentence's own figures: beside 1 GiB of CUDA's context, all devices together hold the state."""
-    told = refused(
+    output = refused(
         capsys,
         "--model",
         "llama3-8b",
@@ -261,7 +263,7 @@ def test_where_the_state_alone_is_too_much_the_fewest_devices_are_said(capsys: p
         "--recompute",
         "full",
     )
-    found = re.search(r"alone take ([\d.]+) GiB; take at least (\d+) devices", told)
+    found = re.search(r"alone take ([\d.]+) GiB; take at least (\d+) devices", output)
     assert found
     assert int(found[2]) == math.ceil(2 * (float(found[1]) - 1) / (8 * (1 - MOST_MARGIN) - 1))
 
@@ -270,8 +272,8 @@ def test_how_a_sequence_is_shared_is_not_asked_of_no_context_parallel_ranks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for words in (["--max-cp", "1"], ["--cp", "1"]):
-        told = refused(capsys, *SMALL, "--context", "ulysses", *words)
-        assert told.endswith(f"and {' '.join(words)} leaves none; give one of them")
+        output = refused(capsys, *SMALL, "--context", "ulysses", *words)
+        assert output.endswith(f"and {' '.join(words)} leaves none; give one of them")
 
 
 def test_as_many_runners_up_are_listed_as_were_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,8 +288,8 @@ def test_as_many_runners_up_are_listed_as_were_asked_for(capsys: pytest.CaptureF
 
 def test_a_value_that_no_plan_can_have_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, *SMALL, "--schedule", "1f1bb") == "there is no schedule '1f1bb'; did you mean 1f1b?"
-    told = refused(capsys, *SMALL, "--recompute", "0,50")
-    assert told.startswith(
+    output = refused(capsys, *SMALL, "--recompute", "0,50")
+    assert output.startswith(
         "recompute is '0,50'; give one of none, selective, full, per-op, every-N, first-N, uniform-N,"
     )
 
@@ -319,8 +321,10 @@ def test_where_the_limits_leave_nothing_it_is_said_why(capsys: pytest.CaptureFix
     ],
 )
 def test_grades_take_no_flag_of_a_search(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(capsys, "--grade", "runs.json", *flags)
-    assert told == f"--grade predicts the runs in its file and does not search for a plan; leave out {' '.join(flags)}"
+    output = refused(capsys, "--grade", "runs.json", *flags)
+    assert (
+        output == f"--grade predicts the runs in its file and does not search for a plan; leave out {' '.join(flags)}"
+    )
 
 
 def test_force_replaces_a_file_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,9 +334,11 @@ def test_force_replaces_a_file_and_nothing_else(capsys: pytest.CaptureFixture[st
 
 
 def test_where_the_state_alone_is_too_large_no_limit_is_blamed(capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(capsys, *SMALL, "--memory", "1.15GiB", "--max-pp", "1", "--layers", "40")
-    assert "; weights and adamw's state, shared over all devices, and CUDA's context, alone take 1.8 GiB; take" in told
-    assert "leave out" not in told
+    output = refused(capsys, *SMALL, "--memory", "1.15GiB", "--max-pp", "1", "--layers", "40")
+    assert (
+        "; weights and adamw's state, shared over all devices, and CUDA's context, alone take 1.8 GiB; take" in output
+    )
+    assert "leave out" not in output
     assert refused(capsys, *SMALL, "--memory", "1.2GiB", "--max-pp", "1").endswith("or fewer limits")
 
 

@@ -28,7 +28,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_what_was_assumed_is_told_with_how_many_runs_and_one_of_them(runs: Path, capsys: Captured) -> None:
+def test_what_was_assumed_is_reported_with_how_many_runs_and_one_of_them(runs: Path, capsys: Captured) -> None:
     assert main(["plan", "--grade", str(runs)]) == 0
     lines = capsys.readouterr().out.splitlines()
     said = "  network: 8 x infiniband-ndr a node, since a fast network [of our own] is unknown (open)"
@@ -37,7 +37,7 @@ def test_what_was_assumed_is_told_with_how_many_runs_and_one_of_them(runs: Path,
     assert "3 of 4 runs do not state all details. Assumptions:" in lines
 
 
-def test_a_frameworks_limit_and_a_mistake_are_told_apart(runs: Path, capsys: Captured) -> None:
+def test_a_frameworks_limit_and_a_mistake_are_distinguished(runs: Path, capsys: Captured) -> None:
     assert main(["plan", "--grade", str(runs)]) == 0
     lines = capsys.readouterr().out.splitlines()
     limit = lines.index("1 of 4 runs break a limit of their framework, such as:")
@@ -63,6 +63,6 @@ def test_a_name_that_is_unknown_is_one_sentence(runs: Path, capsys: Captured) ->
     rows[1]["hardware"]["network"] = "carrier-pigeon"
     runs.write_text(json.dumps(rows))
     assert main(["plan", "--grade", str(runs)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("shardlab: run open has an unknown name: there is no link 'carrier-pigeon'; there are")
-    assert len(told.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert output.startswith("shardlab: run open has an unknown name: there is no link 'carrier-pigeon'; there are")
+    assert len(output.splitlines()) == 1

@@ -64,8 +64,8 @@ def test_a_command_runs_and_its_folder_is_taken_in(capsys: pytest.CaptureFixture
     assert after["chosen"]["step_seconds"] < first["predicted_seconds"]  # which the profile says takes seconds
     assert "and h100x2 is 1 x 2 h100; leave it out" in refused(capsys, *H100, "--measured", "runs")
     other = ["--layers", "4", *HERE]
-    told = refused(capsys, *other, "--measured", "runs")
-    assert told == "runs/measure-1 trained another model than small.toml: its layers is 2, not 4; leave it out"
+    output = refused(capsys, *other, "--measured", "runs")
+    assert output == "runs/measure-1 trained another model than small.toml: its layers is 2, not 4; leave it out"
     other = [*HERE[:-3], "8", *HERE[-2:]]
     assert "sequences a step 4 there, and 8 here" in refused(capsys, *other, "--measured", "runs/measure-1")
 
@@ -95,9 +95,9 @@ def test_milliseconds_in_the_place_of_seconds_are_refused(capsys: pytest.Capture
     (first,) = todo["experiments"]
     first["measured_seconds"] = 1000 * first["predicted_seconds"]
     Path("results.json").write_text(json.dumps(todo))
-    told = refused(capsys, *H100, "--measured", "results.json")
-    assert told.startswith(f"results.json, experiment 1: {first['family']}, ")
-    assert told.endswith("more than 10 times off; is it in seconds? give those of one step, or leave it out")
+    output = refused(capsys, *H100, "--measured", "results.json")
+    assert output.startswith(f"results.json, experiment 1: {first['family']}, ")
+    assert output.endswith("more than 10 times off; is it in seconds? give those of one step, or leave it out")
 
 
 def test_a_run_that_ended_out_of_memory_is_a_result(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +133,7 @@ def test_a_cluster_of_several_nodes_gets_jobs(capsys: pytest.CaptureFixture[str]
     assert "#SBATCH --nodes=2" in capsys.readouterr().out
 
 
-def test_another_frameworks_plans_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_frameworks_plans_are_described_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *H100, "--recipe", "megatron-core", "--measure", "1"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "shardlab train" not in shown
@@ -141,20 +141,22 @@ def test_another_frameworks_plans_are_told_in_words(capsys: pytest.CaptureFixtur
 
 
 def test_what_is_no_result_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    def told(text: str) -> str:
+    def output(text: str) -> str:
         (folder / "results.json").write_text(text)
         return refused(capsys, *H100, "--measured", "results.json")
 
     assert "no such file or folder" in refused(capsys, *H100, "--measured", "none.json")
     (folder / "empty").mkdir()
     assert "this folder contains no run" in refused(capsys, *H100, "--measured", "empty")
-    assert "results.json" in told("not JSON")
-    assert "holds no results: take what shardlab plan --measure 3 --json prints" in told("[1, 2]")
+    assert "results.json" in output("not JSON")
+    assert "holds no results: take what shardlab plan --measure 3 --json prints" in output("[1, 2]")
     head = {"model": "small.toml", "cluster": "h100x2", "global_batch": 4, "tokens": 64}
     row = {"plan": {"mesh": {"dp_shard": 2}}, "micro_batch_size": 1, "precision": "bf16", "measured_seconds": 1.0}
-    assert "model gpt2 there, and small.toml here" in told(json.dumps({**head, "model": "gpt2", "experiments": [row]}))
-    assert "cluster h100x4 there" in told(json.dumps({**head, "cluster": "h100x4", "experiments": [row]}))
-    assert "no experiment in results.json has measured_seconds" in told(json.dumps({**head, "experiments": []}))
+    assert "model gpt2 there, and small.toml here" in output(
+        json.dumps({**head, "model": "gpt2", "experiments": [row]})
+    )
+    assert "cluster h100x4 there" in output(json.dumps({**head, "cluster": "h100x4", "experiments": [row]}))
+    assert "no experiment in results.json has measured_seconds" in output(json.dumps({**head, "experiments": []}))
     wrong = {
         "measured_seconds is 'fast'": {"measured_seconds": "fast"},
         "measured_seconds is 0": {"measured_seconds": 0},
@@ -163,4 +165,4 @@ def test_what_is_no_result_is_refused_in_one_sentence(capsys: pytest.CaptureFixt
         "on 4 ranks, and the plan is for 2": {"plan": {"mesh": {"dp_shard": 4}}},
     }
     for what, change in wrong.items():
-        assert what in told(json.dumps({**head, "experiments": [{**row, **change}]}))
+        assert what in output(json.dumps({**head, "experiments": [{**row, **change}]}))

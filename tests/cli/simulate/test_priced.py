@@ -89,16 +89,16 @@ def test_a_step_with_more_ops_than_are_traced_is_predicted(monkeypatch: pytest.M
     whole = json.loads(capsys.readouterr().out)
     monkeypatch.setattr(forecast, "MAX_FOLDED_OPS", 5000)
     assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     for figure in ("step_seconds", "peak_memory", "memory_held", "mfu"):
-        assert told[figure] == pytest.approx(whole[figure], rel=1e-3)
-    assert "bubble" in whole.keys() - told.keys()
-    assert "has more than" in told["notes"][-1]
+        assert output[figure] == pytest.approx(whole[figure], rel=1e-3)
+    assert "bubble" in whole.keys() - output.keys()
+    assert "has more than" in output["notes"][-1]
     assert main([*words, "--path"]) == 2
     assert "--path needs all ops of the step" in capsys.readouterr().err
 
 
-def test_idle_devices_are_told() -> None:
+def test_idle_devices_are_reported() -> None:
     assert any("7 of the 8 devices of v100x8 are idle" in line for line in printed(of("grad-accum", "gpt2", "v100x8")))
     assert not any("idle" in note for note in of("ddp", "gpt2", "v100x8").notes)
 

@@ -57,7 +57,7 @@ def test_json_has_the_figures_of_the_step(arguments: tuple[str, ...], capsys: Ca
     assert (facts["precision"], facts["model"], facts["cluster"]) == ("bf16", "gpt2", "h100x8")
 
 
-def test_alike_ranks_are_simulated_once(capsys: Captured) -> None:
+def test_identical_ranks_are_simulated_once(capsys: Captured) -> None:
     facts = json_of(capsys, *TP, *GPT2, "--layers", "4")
     assert (facts["ranks"], facts["ranks_simulated"]) == (8, 2)
 
@@ -132,7 +132,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), MISTAKES)
-def test_a_mistake_is_told_in_one_sentence(arguments: tuple[str, ...], said: str, capsys: Captured) -> None:
+def test_a_mistake_is_reported_in_one_sentence(arguments: tuple[str, ...], said: str, capsys: Captured) -> None:
     assert said in refused(capsys, *arguments)
 
 
@@ -166,7 +166,7 @@ def test_selective_recomputation_that_saves_nothing_says_so(
     assert any("selective saves no memory" in note for note in notes) == useless
 
 
-def test_seconds_are_told_in_a_fitting_unit() -> None:
+def test_seconds_are_printed_in_a_fitting_unit() -> None:
     assert [seconds_text(s) for s in (3.456, 0.1258, 9.31e-5, 4000)] == ["3.46 s", "125.8 ms", "93.1 us", "4,000 s"]
 
 
@@ -182,7 +182,7 @@ def test_seconds_are_told_in_a_fitting_unit() -> None:
         (("fsdp", *GPT2, "--layers", "2"), "block 1"),
     ],
 )
-def test_what_causes_the_peak_is_told_in_the_models_terms(
+def test_what_causes_the_peak_is_reported_in_the_models_terms(
     arguments: tuple[str, ...], part: str, capsys: Captured
 ) -> None:
     peaks = json_of(capsys, *arguments)["peak_memory_by_rank"]

@@ -268,7 +268,7 @@ def test_small_letters_are_compute_that_hides_communication() -> None:
     assert {"f", "F", "+"} <= set(row)
 
 
-def test_a_rank_that_computes_a_little_in_every_cell_is_told_by_its_share() -> None:
+def test_a_rank_that_computes_a_little_in_every_cell_shows_its_share() -> None:
     events = [event(OpKind.FORWARD, at, at + 0.1) for at in range(10)]
     activity = Activity(events, 10.0)
     assert rank_row(activity, 0, 10.0, 10).plain == IDLE * 10

@@ -53,7 +53,7 @@ def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host of another rank was not measured, or would choose another plan."""
-    told: list[str] = []
+    output: list[str] = []
 
     class Meeting:
         rank = 0
@@ -65,8 +65,8 @@ def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
             return act()
 
         def exchange(self, word: str) -> list[str]:
-            told.append(word)
-            return [word or told[0], ""]
+            output.append(word)
+            return [word or output[0], ""]
 
     monkeypatch.setattr("shardlab.train.launch.commands.RankExchange", Meeting)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
@@ -77,7 +77,7 @@ def test_a_launchers_ranks_take_the_plan_that_the_first_of_them_has_chosen(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
     planned = plan_for_this_machine(NO_FLAGS, [preset_source("default")], 2, measure=True, tell=False)
-    assert told[-1] == "", "only the first chooses"
+    assert output[-1] == "", "only the first chooses"
     assert planned.runs[0].config.plan.as_dict()["mesh"] == first["plan"]["mesh"] == {"tp": 2}
 
 
@@ -118,9 +118,9 @@ def test_of_plans_that_may_be_the_fastest_the_one_is_taken_whose_steps_are_short
         assert isinstance(job.strategy, Plan)
         assert job.strategy.passes is not None
         assert replace(job.strategy, passes=None) == run.config.plan.strategy
-    told = capsys.readouterr().err
-    assert f"{len(raced)} plans that may be the fastest are measured in turns" in told
-    assert f"--plan auto chooses {found.runs[-1].name}" in told
+    output = capsys.readouterr().err
+    assert f"{len(raced)} plans that may be the fastest are measured in turns" in output
+    assert f"--plan auto chooses {found.runs[-1].name}" in output
 
     def prove(entry: StrategyEntry, run: TrainingRun) -> None:
         if run.config.plan.as_dict()["schedule"] == found.runs[0].config.plan.as_dict()["schedule"]:
@@ -155,9 +155,9 @@ def test_a_run_whose_plans_took_turns_is_trained_and_goes_on_with_its_plan_and_m
     words = ["train", "--plan", "auto", "--ranks", "2", *model.split(), "--save-every", "2"]
     words += ["--out", str(tmp_path / "run")]
     assert main([*words, "--steps", "2"]) == 0
-    told = capsys.readouterr()
-    assert "--plan auto predicts to be the fastest" in told.err
-    assert "measured a step" in told.err
+    output = capsys.readouterr()
+    assert "--plan auto predicts to be the fastest" in output.err
+    assert "measured a step" in output.err
     ran = tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))
     assert ran["batch"]["microbatches"] < 16, "it is cheaper to take sequences together"
     assert main([*words, "--pp", "2", "--resume", "auto", "--steps", "4", "--print-config", "--json"]) == 0

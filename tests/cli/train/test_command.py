@@ -250,9 +250,9 @@ def test_a_run_that_cannot_write_its_weights_says_so_and_gives_the_rest(
     assert record["command"] == shlex.join(["shardlab", *OPTIONS.split(), str(out)])
 
 
-@pytest.mark.parametrize(("words", "told"), [([], True), (["--model", "gpt"], False)])
+@pytest.mark.parametrize(("words", "reported"), [([], True), (["--model", "gpt"], False)])
 def test_a_plan_in_a_file_does_not_say_which_model_is_trained_so_train_does(
-    words: list[str], told: bool, warm: WarmStarts, tmp_path: Path
+    words: list[str], reported: bool, warm: WarmStarts, tmp_path: Path
 ) -> None:
     plan = tmp_path / "p.toml"
     plan.write_text("mesh = { dp_shard = 1 }\n")
@@ -260,7 +260,7 @@ def test_a_plan_in_a_file_does_not_say_which_model_is_trained_so_train_does(
     done = warm.run(["-m", "shardlab", "train", "--plan", str(plan), *words, *small])
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(f"{plan} does not name a model")]
-    assert bool(lines) is told
+    assert bool(lines) is reported
     if lines:
         assert re.search(r"so gpt is trained, with [\d,]+ parameters in 2 layers; --model chooses another$", lines[0])
 

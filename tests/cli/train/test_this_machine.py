@@ -17,15 +17,15 @@ OFFLOADED = ["verify", "fsdp", "--ranks", "2", "--layers", "2", "--offload"]
         ("disk", "has only 0.00 KiB free; set TMPDIR to another folder, or offload less"),
     ],
 )
-def test_a_place_without_room_is_told_with_bytes(
+def test_a_full_disk_is_reported_with_bytes(
     place: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = this_machine.free_bytes(place)[1]
     monkeypatch.setattr(this_machine, "free_bytes", lambda asked: (0 if asked == place else None, where))  # pyright: ignore
     assert main([*OFFLOADED, f"optimizer={place}"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("shardlab: 2 ranks need ")
-    assert says in told
+    output = capsys.readouterr().err
+    assert output.startswith("shardlab: 2 ranks need ")
+    assert says in output
 
 
 def test_every_place_says_what_is_free() -> None:

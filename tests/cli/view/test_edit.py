@@ -34,7 +34,7 @@ def request(server: EditServer, method: str, path: str, content: str = "", **hea
     return response.status, response.read().decode()
 
 
-def judged(server: EditServer, **body: Any) -> dict[str, Any]:
+def answer_to(server: EditServer, **body: Any) -> dict[str, Any]:
     status, text = request(server, "POST", f"/{server.token}/judge", json.dumps(body))
     assert status == 200, text
     return json.loads(text)
@@ -79,23 +79,23 @@ def test_the_page_may_ask_only_this_server(server: EditServer) -> None:
     assert EDIT_SCRIPTS[-1] == "edit"
 
 
-def test_the_starting_point_and_another_version_are_judged(server: EditServer) -> None:
-    start = judged(server)
+def test_the_starting_point_and_another_version_are_checked(server: EditServer) -> None:
+    start = answer_to(server)
     assert start["legal"]
     assert start["schedule"]
     header, _ = decode(start["data"])
     assert len(header["rows"]) == 4
     words = start["start"].splitlines()[0].split(",")
     text = start["start"].replace(",".join(words), ",".join(reversed(words)), 1)
-    found = judged(server, text=text)
+    found = answer_to(server, text=text)
     assert not found["legal"]
     assert found["sentence"].startswith("row 1 (rank 0), column 1")
-    assert judged(server)["start"] == start["start"], "the server keeps nothing of a page"
+    assert answer_to(server)["start"] == start["start"], "the server keeps nothing of a page"
 
 
 def test_a_level_of_the_course_has_its_goals(server: EditServer) -> None:
-    (level,) = [each for each in judged(server)["levels"] if each["title"].startswith("15:")]
-    found = judged(server, level=level["name"])
+    (level,) = [each for each in answer_to(server)["levels"] if each["title"].startswith("15:")]
+    found = answer_to(server, level=level["name"])
     assert found["legal"]
     assert "goal" in found["sentence"]
     status, text = request(server, "POST", f"/{server.token}/judge", '{"level": "none"}')

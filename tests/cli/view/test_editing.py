@@ -1,4 +1,4 @@
-"""Editors: every version is judged as the command line would judge it, and files to save give the same step."""
+"""Editors: every version gets the verdict of the command line, and files to save give the same step."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def test_the_starting_point_is_legal_and_as_fast_as_simulate_says(
 ) -> None:
     words = ["--pp", "4", "--schedule", schedule, "--microbatches", "8"]
     found = editor(*words)
-    judged = found.judge(found.start)
-    assert judged.legal
-    assert judged.sentence == ""
+    verdict = found.judge(found.start)
+    assert verdict.legal
+    assert verdict.sentence == ""
     assert main(["simulate", *words, "--json"]) == 0
     simulated = json.loads(capsys.readouterr().out)
-    figures = judged.as_dict()["figures"]
+    figures = verdict.as_dict()["figures"]
     assert figures == {"time": simulated["end"], "memory": simulated["peak_memory"], "bubble": simulated["bubble"]}
 
 
 def test_a_move_that_is_illegal_is_refused_with_its_cell() -> None:
     found = editor("gpipe")
-    judged = found.judge(swapped(found.start, 0, "0F0", "0B0"))
-    assert not judged.legal
-    assert judged.step is None
-    assert judged.sentence.startswith("row 1 (rank 0), column 1, 0B0: it needs 0F0")
-    assert "data" not in judged.as_dict()
+    verdict = found.judge(swapped(found.start, 0, "0F0", "0B0"))
+    assert not verdict.legal
+    assert verdict.step is None
+    assert verdict.sentence.startswith("row 1 (rank 0), column 1, 0B0: it needs 0F0")
+    assert "data" not in verdict.as_dict()
 
 
 def test_a_legal_move_changes_the_figures() -> None:
@@ -78,11 +78,11 @@ def test_a_legal_move_changes_the_figures() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "0F0,0B0\n", "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", "(", "0F0\n" * 4])
-def test_any_text_is_judged_in_a_sentence(text: str) -> None:
-    judged = editor("gpipe").judge(text)
-    assert not judged.legal
-    assert judged.sentence
-    assert "Traceback" not in judged.sentence
+def test_any_text_is_answered_in_a_sentence(text: str) -> None:
+    verdict = editor("gpipe").judge(text)
+    assert not verdict.legal
+    assert verdict.sentence
+    assert "Traceback" not in verdict.sentence
 
 
 def test_a_schedule_of_another_size_is_refused() -> None:
@@ -97,15 +97,15 @@ def test_a_saved_file_gives_the_same_step(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = editor("zb-h1", "--microbatches", "6")
-    judged = found.judge(swapped(found.start, 0, "0W0", "0F5"))
-    assert judged.legal, judged.sentence
+    verdict = found.judge(swapped(found.start, 0, "0W0", "0F5"))
+    assert verdict.legal, verdict.sentence
     file = name.partition(":")[0]
-    Path(file).write_text(judged.files[file])
+    Path(file).write_text(verdict.files[file])
     assert main(["simulate", "--pp", "4", "--microbatches", "6", "--schedule", name, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["end"] == judged.as_dict()["figures"]["time"]
+    assert json.loads(capsys.readouterr().out)["end"] == verdict.as_dict()["figures"]["time"]
 
 
-def test_a_program_is_judged_without_changing_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_is_checked_without_changing_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(PROGRAM)
     found = editor("mine.py:alone", "--ranks", "1")
@@ -154,9 +154,9 @@ def test_the_levels_are_the_exercises_about_pipelines() -> None:
 def test_each_level_has_a_start_and_its_solution_passes(entry: CourseEntry) -> None:
     level = level_editor(entry)
     assert not level.judge(level.start).sentence.startswith("Passed.")
-    judged = level.judge(entry.solution_text if isinstance(level, ProgramLevel) else solution_rows(level, entry))
-    assert judged.sentence.startswith("Passed."), judged.sentence
-    assert judged.step is not None
+    verdict = level.judge(entry.solution_text if isinstance(level, ProgramLevel) else solution_rows(level, entry))
+    assert verdict.sentence.startswith("Passed."), verdict.sentence
+    assert verdict.step is not None
     level.close()
 
 
@@ -175,9 +175,9 @@ def test_the_typical_mistakes_of_a_program_are_named_in_its_level() -> None:
     (entry,) = [entry for entry in levels() if entry.name == "gpipe"]
     level = level_editor(entry)
     mistake = entry.exercise.mistakes[0]
-    judged = level.judge(entry.solution_text.replace(*mistake.edit))
-    assert mistake.advice in judged.sentence
-    assert "shardlab-edit-" not in judged.sentence
+    verdict = level.judge(entry.solution_text.replace(*mistake.edit))
+    assert mistake.advice in verdict.sentence
+    assert "shardlab-edit-" not in verdict.sentence
     level.close()
 
 

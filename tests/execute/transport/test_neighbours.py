@@ -550,7 +550,7 @@ def late(rank: int) -> None:
         connect_neighbours(LIMIT)
 
 
-def test_what_does_not_come_in_time_is_told(ranks: World) -> None:
+def test_what_does_not_come_in_time_is_reported(ranks: World) -> None:
     ranks(2).call(late)
 
 

@@ -23,7 +23,7 @@ from shardlab.language.rules.layer_graph import Node, build_layers
 from shardlab.language.rules.layer_rules import Rules, rules_of
 from shardlab.language.rules.spec import KEY, Space, Term, form_of
 from tests.language.rules.toys import Refusals, Toy, is_refused, shard
-from tests.support.refusing import Told, refuses, told
+from tests.support.refusing import ExpectedRefusal, refusal_by, refuses
 
 TOY = Toy(Sizes.puzzle(2))
 ALL = 0b1111
@@ -159,51 +159,51 @@ def test_rows_put_together_and_dealt_again_are_each_ones_own(order: list[int], m
 REFUSALS: Refusals = {
     "all_reduce, replicas' squares": (
         lambda: meet(REDUCE, *[scalar(0b1, 2)] * 2, ranks=[4, 6]),
-        told("counted twice", doubled=(0,)),
+        refusal_by("counted twice", doubled=(0,)),
     ),
     "all_gather, scalars": (
         lambda: meet(GATHER, scalar(0b01, 2), scalar(0b10, 2)),
-        told("wrong kind"),
+        refusal_by("wrong kind"),
     ),
     "reduce_scatter, scalars": (
         lambda: meet(SCATTER, scalar(0b01, 2)),
-        told("wrong kind"),
+        refusal_by("wrong kind"),
     ),
     "all_reduce, twice": (
         lambda: meet(REDUCE, gradient(0b1), gradient(2), gradient(3), ranks=[0, 2, 4]),
-        told("counted twice", layer=1, doubled=(0, 1)),
+        refusal_by("counted twice", layer=1, doubled=(0, 1)),
     ),
     "all_reduce, kind": (
         lambda: meet(REDUCE, activation(1), activation(2)),
-        told("no term", layer=1),
+        refusal_by("no term", layer=1),
     ),
     "all_reduce, weights": (
         lambda: meet(REDUCE, weight(), weight()),
-        told("no term", layer=1),
+        refusal_by("no term", layer=1),
     ),
     "reduce_scatter, twice": (
         lambda: meet(SCATTER, gradient(), gradient(), ranks=[3, 5]),
-        told("counted twice", layer=1, doubled=(0, 1, 2, 3)),
+        refusal_by("counted twice", layer=1, doubled=(0, 1, 2, 3)),
     ),
     "all_gather, slices overlap": (
         lambda: meet(GATHER, *[weight(shard(1, 2))] * 2),
-        told("pieces overlap", layer=1, doubled=(1,)),
+        refusal_by("pieces overlap", layer=1, doubled=(1,)),
     ),
     "all_gather, whole already": (
         lambda: meet(GATHER, *[weight()] * 2),
-        told("pieces overlap", layer=1, doubled=(0,)),
+        refusal_by("pieces overlap", layer=1, doubled=(0,)),
     ),
     "all_gather, rows overlap": (
         lambda: meet(GATHER, *[activation(0b11)] * 2),
-        told("pieces overlap", layer=1, doubled=(0, 1)),
+        refusal_by("pieces overlap", layer=1, doubled=(0, 1)),
     ),
     "all_gather, steps": (
         lambda: meet(GATHER, weight(shard(0, 2)), weight(shard(1, 2), step=1)),
-        told("other values", layer=1),
+        refusal_by("other values", layer=1),
     ),
     "all_gather, sums": (
         lambda: meet(GATHER, gradient(0b1, shard(0, 2)), gradient(0b10, shard(1, 2))),
-        told("other sums", layer=1),
+        refusal_by("other sums", layer=1),
     ),
 }
 
@@ -289,20 +289,20 @@ def test_experts_make_the_slices_that_they_were_given() -> None:
 @pytest.mark.parametrize(
     ("given_", "said"),
     [
-        ([buffers({0}), buffers({0})], told("pieces overlap", layer=1, doubled=(0,))),
-        ([buffers({0}), buffers({1, 2})], told("other tokens", layer=1)),
-        ([buffers({0}), buffers({0}, 1)], told("other values", layer=1)),
-        ([buffers({0}), buffers({1}, layer=2)], told("other values", layer=1)),
-        ([buffers({0, 1}, 2), buffers({0, 1}, 1)], told("other order", layer=1)),
-        ([buffers({0, 1}, 1), buffers({2, 3}, 2)], told("other tokens", layer=1)),
-        ([buffers({0}, 1), buffers({0}, 2)], told("does not divide", layer=1)),
-        ([buffers({0}), buffers({1}), buffers({2})], told("does not divide", layer=1)),
-        ([buffers({0}, layer=0), buffers({1}, layer=0)], told("not exchanged")),
-        ([buffers({0}, layer=5), buffers({1}, layer=5)], told("not exchanged")),
-        ([buffers({0}, kind=Kind.RESIDUAL, layer=2)] * 2, told("not exchanged")),
+        ([buffers({0}), buffers({0})], refusal_by("pieces overlap", layer=1, doubled=(0,))),
+        ([buffers({0}), buffers({1, 2})], refusal_by("other tokens", layer=1)),
+        ([buffers({0}), buffers({0}, 1)], refusal_by("other values", layer=1)),
+        ([buffers({0}), buffers({1}, layer=2)], refusal_by("other values", layer=1)),
+        ([buffers({0, 1}, 2), buffers({0, 1}, 1)], refusal_by("other order", layer=1)),
+        ([buffers({0, 1}, 1), buffers({2, 3}, 2)], refusal_by("other tokens", layer=1)),
+        ([buffers({0}, 1), buffers({0}, 2)], refusal_by("does not divide", layer=1)),
+        ([buffers({0}), buffers({1}), buffers({2})], refusal_by("does not divide", layer=1)),
+        ([buffers({0}, layer=0), buffers({1}, layer=0)], refusal_by("not exchanged")),
+        ([buffers({0}, layer=5), buffers({1}, layer=5)], refusal_by("not exchanged")),
+        ([buffers({0}, kind=Kind.RESIDUAL, layer=2)] * 2, refusal_by("not exchanged")),
     ],
 )
-def test_values_that_no_all_to_all_can_exchange_are_refused(given_: list[Spec], said: Told) -> None:
+def test_values_that_no_all_to_all_can_exchange_are_refused(given_: list[Spec], said: ExpectedRefusal) -> None:
     with refuses(said):
         exchanged(given_)
 

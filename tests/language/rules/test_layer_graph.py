@@ -18,7 +18,7 @@ from shardlab.language.rules.layer_rules import GRADIENT_OF, LayerRules
 from shardlab.language.rules.spec import Space, Term, form_of
 from shardlab.models import GPT, MLP, MoE, cut
 from tests.language.rules.toys import Refusals, Toy, is_refused, matrices
-from tests.support.refusing import refuses, told
+from tests.support.refusing import refusal_by, refuses
 
 MODELS: Sequence[Sequence[Layer]] = (
     Sizes.puzzle(1).signatures,
@@ -304,188 +304,191 @@ def test_stats_of_other_tokens_are_put_together_before_those_of_other_slices_or_
 REFUSED: Refusals = {
     "forward, kind": (
         lambda: forward(2, weight(2), dx(2)),
-        told("wrong kind", layer=2),
+        refusal_by("wrong kind", layer=2),
     ),
-    "forward, layer": (lambda: forward(2, weight(2), x(4)), told("wrong layer", layer=2)),
+    "forward, layer": (lambda: forward(2, weight(2), x(4)), refusal_by("wrong layer", layer=2)),
     "forward, terms": (
         lambda: forward(2, weight(2), x(2, term=0b01)),
-        told("missing terms", layer=2, missing=(1,)),
+        refusal_by("missing terms", layer=2, missing=(1,)),
     ),
     "forward, slices": (
         lambda: forward(2, weight(2), x(2, slices=0b01)),
-        told("missing pieces", layer=2, missing=(1,)),
+        refusal_by("missing pieces", layer=2, missing=(1,)),
     ),
     "forward, sequence": (
         lambda: forward(2, weight(2), x(2, SECOND)),
-        told("cut sequences", layer=2),
+        refusal_by("cut sequences", layer=2),
     ),
     "forward, weight cut finer": (
         lambda: forward(2, weight(2, Holds(0b1, 4)), x(2)),
-        told("part of a slice", layer=2),
+        refusal_by("part of a slice", layer=2),
     ),
     "forward, weight across slices": (
         lambda: forward(2, weight(2, Holds(0b0110, 4)), x(2)),
-        told("part of a slice", layer=2),
+        refusal_by("part of a slice", layer=2),
     ),
-    "forward, weight's layer": (lambda: forward(2, weight(4), x(2)), told("wrong layer", layer=2)),
-    "forward, weight's step": (lambda: forward(2, weight(2, step=1), x(2)), told("stale weight", layer=2)),
+    "forward, weight's layer": (lambda: forward(2, weight(4), x(2)), refusal_by("wrong layer", layer=2)),
+    "forward, weight's step": (lambda: forward(2, weight(2, step=1), x(2)), refusal_by("stale weight", layer=2)),
     "backward, gradient's kind": (
         lambda: backward(2, weight(2), x(2), x(3)),
-        told("wrong kind", layer=2),
+        refusal_by("wrong kind", layer=2),
     ),
     "backward, gradient's layer": (
         lambda: backward(2, weight(2), x(2), dx(2)),
-        told("wrong layer", layer=2),
+        refusal_by("wrong layer", layer=2),
     ),
     "backward, gradient's terms": (
         lambda: backward(2, weight(2, ONE_SLICE), x(2), dx(3, term=0b10)),
-        told("missing terms", layer=2, missing=(0,)),
+        refusal_by("missing terms", layer=2, missing=(0,)),
     ),
     "backward, gradient's slices": (
         lambda: backward(2, weight(2, ONE_SLICE), x(2), dx(3, slices=0b01)),
-        told("missing pieces", layer=2, missing=(1,)),
+        refusal_by("missing pieces", layer=2, missing=(1,)),
     ),
     "backward, head's gradient of another slice": (
         lambda: backward(6, weight(6, ONE_SLICE), x(6), dx(7, slices=0b10)),
-        told("other pieces", layer=6),
+        refusal_by("other pieces", layer=6),
     ),
     "backward, whole head's gradient of a slice": (
         lambda: backward(6, weight(6), x(6), dx(7, slices=0b01)),
-        told("missing pieces", layer=6, missing=(1,)),
+        refusal_by("missing pieces", layer=6, missing=(1,)),
     ),
     "backward, gradient's tokens": (
         lambda: backward(2, weight(2), x(2), dx(3, BOTH)),
-        told("other tokens", layer=2),
+        refusal_by("other tokens", layer=2),
     ),
     "backward, sequence": (
         lambda: backward(2, weight(2), x(2, FIRST), dx(3, FIRST)),
-        told("cut sequences", layer=2),
+        refusal_by("cut sequences", layer=2),
     ),
     "backward_weight, other slices": (
         lambda: backward_weight(6, weight(6, ONE_SLICE), x(6), dx(7, slices=0b10)),
-        told("other pieces", layer=6),
+        refusal_by("other pieces", layer=6),
     ),
     "norm, terms of a branch": (
         lambda: forward(3, weight(3), x(3, term=0b01), r(3)),
-        told("missing terms", layer=3, missing=(1,)),
+        refusal_by("missing terms", layer=3, missing=(1,)),
     ),
     "norm, no residual": (
         lambda: forward(3, weight(3), x(3)),
-        told("wrong number", layer=3),
+        refusal_by("wrong number", layer=3),
     ),
     "norm, a residual too many": (
         lambda: forward(1, weight(1), x(1), r(1)),
-        told("wrong number", layer=1),
+        refusal_by("wrong number", layer=1),
     ),
     "norm, another norm's residual": (
         lambda: forward(3, weight(3), x(3), r(5)),
-        told("wrong layer", layer=3),
+        refusal_by("wrong layer", layer=3),
     ),
     "norm, the branch as residual": (
         lambda: forward(3, weight(3), x(3), x(3)),
-        told("wrong kind", layer=3),
+        refusal_by("wrong kind", layer=3),
     ),
     "norm, other tokens": (
         lambda: forward(3, weight(3), x(3, FIRST), r(3, SECOND)),
-        told("other tokens", layer=3),
+        refusal_by("other tokens", layer=3),
     ),
     "norm, sliced weight": (
         lambda: forward(3, weight(3, ONE_SLICE), x(3), r(3)),
-        told("partial weight", layer=3, missing=(1,)),
+        refusal_by("partial weight", layer=3, missing=(1,)),
     ),
     "norm backward, no gradient of the residual": (
         lambda: backward(3, weight(3), x(3), dx(4)),
-        told("wrong number", layer=3),
+        refusal_by("wrong number", layer=3),
     ),
     "norm backward, a gradient too many": (
         lambda: backward(5, weight(5), x(5), dx(6), dr(7)),
-        told("wrong number", layer=5),
+        refusal_by("wrong number", layer=5),
     ),
     "norm backward, the branch's gradient for the residual's": (
         lambda: backward(3, weight(3), x(3), dx(4), dx(5)),
-        told("wrong kind", layer=3),
+        refusal_by("wrong kind", layer=3),
     ),
     "norm backward, other tokens": (
         lambda: backward(3, weight(3), x(3, FIRST), dx(4, FIRST), dr(5, SECOND)),
-        told("other tokens", layer=3),
+        refusal_by("other tokens", layer=3),
     ),
     "norm backward, terms": (
         lambda: backward(3, weight(3), x(3), dx(4, term=0b10), dr(5)),
-        told("missing terms", layer=3, missing=(0,)),
+        refusal_by("missing terms", layer=3, missing=(0,)),
     ),
     "loss_stats, all logits": (
         lambda: optimizer_step.loss_stats(HALF_BLOCKS_LAYERS, x(7)),
-        told("other pieces", layer=7),
+        refusal_by("other pieces", layer=7),
     ),
     "loss_stats, another activation": (
         lambda: optimizer_step.loss_stats(HALF_BLOCKS_LAYERS, x(6, slices=0b01)),
-        told("wrong layer", layer=7),
+        refusal_by("wrong layer", layer=7),
     ),
-    "loss, no logits": (lambda: optimizer_step.loss(HALF_BLOCKS_LAYERS, x(6)), told("wrong layer", layer=7)),
-    "loss, a term": (lambda: optimizer_step.loss(HALF_BLOCKS_LAYERS, x(7, term=0b1)), told("missing terms", layer=7)),
+    "loss, no logits": (lambda: optimizer_step.loss(HALF_BLOCKS_LAYERS, x(6)), refusal_by("wrong layer", layer=7)),
+    "loss, a term": (
+        lambda: optimizer_step.loss(HALF_BLOCKS_LAYERS, x(7, term=0b1)),
+        refusal_by("missing terms", layer=7),
+    ),
     "loss, no stats": (
         lambda: optimizer_step.loss(HALF_BLOCKS_LAYERS, x(7, slices=0b01)),
-        told("wrong number", layer=7),
+        refusal_by("wrong number", layer=7),
     ),
     "loss, needless stats": (
         lambda: optimizer_step.loss(HALF_BLOCKS_LAYERS, x(7), stats()),
-        told("wrong number", layer=7),
+        refusal_by("wrong number", layer=7),
     ),
     "loss, no stats at all": (
         lambda: optimizer_step.loss(HALF_BLOCKS_LAYERS, x(7, slices=0b01), x(7)),
-        told("missing pieces", layer=7),
+        refusal_by("missing pieces", layer=7),
     ),
     "loss, own stats": (
         lambda: optimizer_step.loss(HALF_BLOCKS_LAYERS, x(7, slices=0b01), stats(0b01)),
-        told("missing pieces", layer=7),
+        refusal_by("missing pieces", layer=7),
     ),
     "loss, other tokens": (
         lambda: optimizer_step.loss(HALF_BLOCKS_LAYERS, x(7, slices=0b01), stats(0, BOTH)),
-        told("other tokens", layer=7),
+        refusal_by("other tokens", layer=7),
     ),
     "reduce, logits": (
         lambda: meet(OpKind.ALL_REDUCE, x(7, slices=0b01), x(7, slices=0b10)),
-        told("no term", layer=7),
+        refusal_by("no term", layer=7),
     ),
     "reduce, other tokens": (
         lambda: meet(OpKind.ALL_REDUCE, x(3, term=0b01), x(3, BOTH, term=0b10)),
-        told("other values", layer=3),
+        refusal_by("other values", layer=3),
     ),
     "reduce, complete": (
         lambda: meet(OpKind.ALL_REDUCE, x(3), x(3)),
-        told("no term", layer=3),
+        refusal_by("no term", layer=3),
     ),
     "reduce, a term and what is complete": (
         lambda: meet(OpKind.ALL_REDUCE, x(3, term=0b01), x(3)),
-        told("no term", layer=3),
+        refusal_by("no term", layer=3),
     ),
     "reduce, twice": (
         lambda: meet(OpKind.REDUCE_SCATTER, x(3, term=0b01), x(3, term=0b01)),
-        told("counted twice", layer=3, doubled=(0,)),
+        refusal_by("counted twice", layer=3, doubled=(0,)),
     ),
     "reduce, a residual": (
         lambda: meet(OpKind.ALL_REDUCE, r(3, FIRST), r(3, FIRST)),
-        told("no term", layer=3),
+        refusal_by("no term", layer=3),
     ),
     "scatter, sequences that do not divide": (
         lambda: meet(OpKind.REDUCE_SCATTER, x(3, FIRST, term=0b01), x(3, FIRST, term=0b10)),
-        told("does not divide", layer=3),
+        refusal_by("does not divide", layer=3),
     ),
     "gather, terms": (
         lambda: meet(OpKind.ALL_GATHER, x(3, FIRST, term=0b01), x(3, SECOND, term=0b10)),
-        told("a term", layer=3),
+        refusal_by("a term", layer=3),
     ),
     "gather, one sequence slice twice": (
         lambda: meet(OpKind.ALL_GATHER, x(3, FIRST), x(3, FIRST)),
-        told("pieces overlap", layer=3, doubled=(0,)),
+        refusal_by("pieces overlap", layer=3, doubled=(0,)),
     ),
     "gather, stats of other slices and other tokens": (
         lambda: meet(OpKind.ALL_GATHER, stats(0b01), stats(0b10, OTHER_MICROBATCH)),
-        told("other values", layer=HALF_BLOCKS_LAYERS),
+        refusal_by("other values", layer=HALF_BLOCKS_LAYERS),
     ),
     "gather, one slice's stats twice": (
         lambda: meet(OpKind.ALL_GATHER, stats(0b01), stats(0b01)),
-        told("pieces overlap", layer=7, doubled=(0,)),
+        refusal_by("pieces overlap", layer=7, doubled=(0,)),
     ),
 }
 

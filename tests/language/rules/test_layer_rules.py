@@ -8,7 +8,7 @@ from shardlab.language import Holds, Kind, Sizes, Spec
 from shardlab.language.rules.arithmetic import scale
 from shardlab.language.rules.kinds import WHOLE, factor_of
 from tests.language.rules.toys import Refusals, Toy, is_refused
-from tests.support.refusing import told
+from tests.support.refusing import refusal_by
 
 TOY = Toy(Sizes.puzzle(2))
 LAYER = TOY.layer(1)
@@ -69,87 +69,87 @@ PARTIAL = weight(holds=Holds(0b0101, 4))
 REFUSALS: Refusals = {
     "forward, kind": (
         lambda: LAYER.forward([gradient(1)], weight()),
-        told("wrong kind", layer=1),
+        refusal_by("wrong kind", layer=1),
     ),
     "forward, layer": (
         lambda: LAYER.forward([activation(2)], weight()),
-        told("wrong layer", layer=1),
+        refusal_by("wrong layer", layer=1),
     ),
     "forward, weight's kind": (
         lambda: LAYER.forward([activation()], TOY.spec_of(Kind.OPT_STATE, 1)),
-        told("wrong kind", layer=1),
+        refusal_by("wrong kind", layer=1),
     ),
     "forward, weight's layer": (
         lambda: LAYER.forward([activation()], weight(0)),
-        told("wrong layer", layer=1),
+        refusal_by("wrong layer", layer=1),
     ),
     "forward, partial weight": (
         lambda: LAYER.forward([activation()], PARTIAL),
-        told("partial weight", layer=1, missing=(1, 3)),
+        refusal_by("partial weight", layer=1, missing=(1, 3)),
     ),
     "forward, updated weight": (
         lambda: LAYER.forward([activation()], weight(step=1)),
-        told("stale weight", layer=1),
+        refusal_by("stale weight", layer=1),
     ),
     "forward, too many values": (
         lambda: LAYER.forward([activation()] * 2, weight()),
-        told("wrong number", layer=1),
+        refusal_by("wrong number", layer=1),
     ),
     "backward, activation's kind": (
         lambda: LAYER.backward(gradient(1), [gradient()], weight()),
-        told("wrong kind", layer=1),
+        refusal_by("wrong kind", layer=1),
     ),
     "backward, gradient's kind": (
         lambda: LAYER.backward(activation(), [activation(2)], weight()),
-        told("wrong kind", layer=1),
+        refusal_by("wrong kind", layer=1),
     ),
     "backward, activation's layer": (
         lambda: LAYER.backward(activation(2), [gradient()], weight()),
-        told("wrong layer", layer=1),
+        refusal_by("wrong layer", layer=1),
     ),
     "backward, gradient's layer": (
         lambda: LAYER.backward(activation(), [gradient(1)], weight()),
-        told("wrong layer", layer=1),
+        refusal_by("wrong layer", layer=1),
     ),
     "backward, gradient's step": (
         lambda: LAYER.backward(activation(), [gradient(step=1)], weight()),
-        told("wrong step", layer=1),
+        refusal_by("wrong step", layer=1),
     ),
     "backward, microbatches": (
         lambda: LAYER.backward(activation(cells=0b1), [gradient(cells=0b110)], weight()),
-        told("other tokens", layer=1),
+        refusal_by("other tokens", layer=1),
     ),
     "backward, partial weight": (
         lambda: LAYER.backward(activation(), [gradient()], PARTIAL),
-        told("partial weight", layer=1, missing=(1, 3)),
+        refusal_by("partial weight", layer=1, missing=(1, 3)),
     ),
     "backward, updated weight": (
         lambda: LAYER.backward(activation(), [gradient()], weight(step=1)),
-        told("stale weight", layer=1),
+        refusal_by("stale weight", layer=1),
     ),
     "backward, no gradient": (
         lambda: LAYER.backward(activation(), [], weight()),
-        told("wrong number", layer=1),
+        refusal_by("wrong number", layer=1),
     ),
     "backward_weight, activation's layer": (
         lambda: LAYER.backward_weight(activation(2), [gradient()], half()),
-        told("wrong layer", layer=1),
+        refusal_by("wrong layer", layer=1),
     ),
     "backward_weight, gradient's kind": (
         lambda: LAYER.backward_weight(activation(), [grad_weight()], half()),
-        told("wrong kind", layer=1),
+        refusal_by("wrong kind", layer=1),
     ),
     "backward_weight, gradient's layer": (
         lambda: LAYER.backward_weight(activation(), [gradient(1)], half()),
-        told("wrong layer", layer=1),
+        refusal_by("wrong layer", layer=1),
     ),
     "backward_weight, gradient's factor": (
         lambda: LAYER.backward_weight(activation(), [scale(gradient(), factor_of(2))], half()),
-        told("other factors", layer=1),
+        refusal_by("other factors", layer=1),
     ),
     "backward_weight, microbatches": (
         lambda: LAYER.backward_weight(activation(cells=0b1), [gradient(cells=0b10)], half()),
-        told("other tokens", layer=1),
+        refusal_by("other tokens", layer=1),
     ),
 }
 

@@ -11,7 +11,7 @@ from shardlab.language.rules import arithmetic, optimizer_step
 from shardlab.language.rules.kinds import WHOLE
 from shardlab.language.rules.spec import Space, form_of
 from tests.language.rules.toys import Refusals, Toy, is_refused, shard
-from tests.support.refusing import told
+from tests.support.refusing import refusal_by
 
 TOY = Toy(Sizes.puzzle(2))
 ALL = 0b1111
@@ -107,10 +107,10 @@ def test_a_program_asks_for_every_microbatch_in_every_update() -> None:
     is_refused(
         (
             lambda: TOY.rules.update(1, (grad_weight(0b111), *given), 0b11),
-            told("missing microbatches", layer=1, missing=(3,)),
+            refusal_by("missing microbatches", layer=1, missing=(3,)),
         )
     )
-    is_refused((lambda: TOY.rules.update(0, (grad_weight(), *given), 0b11), told("wrong layer", layer=0)))
+    is_refused((lambda: TOY.rules.update(0, (grad_weight(), *given), 0b11), refusal_by("wrong layer", layer=0)))
 
 
 def test_the_new_slices_gathered_are_the_weight_that_was_loaded() -> None:
@@ -137,7 +137,10 @@ def test_the_norm_of_a_tied_weight_stands_for_both_layers() -> None:
     form = form_of(Kind.GRAD_WEIGHT, 0, 0, Space(2, uses=2))
     assert optimizer_step.norm(3, 0, Spec(form, 0b1111)).holds == Holds(0b101, 3)
     is_refused(
-        (lambda: optimizer_step.norm(3, 0, Spec(form, 0b0011)), told("missing microbatches", layer=0, missing=(2, 3)))
+        (
+            lambda: optimizer_step.norm(3, 0, Spec(form, 0b0011)),
+            refusal_by("missing microbatches", layer=0, missing=(2, 3)),
+        )
     )
 
 
@@ -165,149 +168,149 @@ def test_the_norms_of_all_slices_of_all_layers_are_the_whole_models(layers: int,
 REFUSALS: Refusals = {
     "loss, kind": (
         lambda: optimizer_step.loss(2, grad_activation(2)),
-        told("wrong kind", layer=2),
+        refusal_by("wrong kind", layer=2),
     ),
     "loss, layer": (
         lambda: optimizer_step.loss(2, activation(1)),
-        told("wrong layer", layer=2),
+        refusal_by("wrong layer", layer=2),
     ),
     "add, kind": (
         lambda: add(grad_weight(), weight()),
-        told("other values"),
+        refusal_by("other values"),
     ),
     "add, weights": (
         lambda: add(weight(), weight()),
-        told("no term"),
+        refusal_by("no term"),
     ),
     "add, layer": (
         lambda: add(grad_weight(0b1), grad_weight(0b10, layer=0)),
-        told("other values"),
+        refusal_by("other values"),
     ),
     "add, slices": (
         lambda: add(grad_weight(0b1, shard(0, 2)), grad_weight(0b10, shard(1, 2))),
-        told("other slices"),
+        refusal_by("other slices"),
     ),
     "add, twice": (
         lambda: add(grad_weight(0b11), grad_weight(0b110)),
-        told("counted twice", doubled=(1,)),
+        refusal_by("counted twice", doubled=(1,)),
     ),
     "update, gradient's kind": (
         lambda: optimizer_step.update(1, weight(), weight(), state()),
-        told("wrong kind", layer=1),
+        refusal_by("wrong kind", layer=1),
     ),
     "update, weight's kind": (
         lambda: optimizer_step.update(1, grad_weight(), state(), state()),
-        told("wrong kind", layer=1),
+        refusal_by("wrong kind", layer=1),
     ),
     "update, state's kind": (
         lambda: optimizer_step.update(1, grad_weight(), weight(), weight()),
-        told("wrong kind", layer=1),
+        refusal_by("wrong kind", layer=1),
     ),
     "update, layer": (
         lambda: optimizer_step.update(1, grad_weight(), weight(), state(0)),
-        told("wrong layer", layer=1),
+        refusal_by("wrong layer", layer=1),
     ),
     "update, twice": (
         lambda: optimizer_step.update(1, grad_weight(), weight(step=1), state(step=1)),
-        told("wrong step", layer=1),
+        refusal_by("wrong step", layer=1),
     ),
     "update, stale state": (
         lambda: optimizer_step.update(1, grad_weight(step=1), weight(step=1), state()),
-        told("wrong step", layer=1),
+        refusal_by("wrong step", layer=1),
     ),
     "update, microbatches": (
         lambda: optimizer_step.update(1, grad_weight(0b0101), weight(), state()),
-        told("missing microbatches", layer=1, missing=(1, 3)),
+        refusal_by("missing microbatches", layer=1, missing=(1, 3)),
     ),
     "update, one microbatch": (
         lambda: optimizer_step.update(1, grad_weight(0b0111), weight(), state()),
-        told("missing microbatches", layer=1, missing=(3,)),
+        refusal_by("missing microbatches", layer=1, missing=(3,)),
     ),
     "update, gradient's slices": (
         lambda: optimizer_step.update(1, grad_weight(holds=shard(0, 2)), weight(), state()),
-        told("missing slices", layer=1, missing=(1,)),
+        refusal_by("missing slices", layer=1, missing=(1,)),
     ),
     "update, state's slices": (
         lambda: optimizer_step.update(1, grad_weight(), weight(holds=shard(0, 2)), state(holds=shard(1, 2))),
-        told("missing slices", layer=1, missing=(1,)),
+        refusal_by("missing slices", layer=1, missing=(1,)),
     ),
     "update, a slice that the weight lacks": (
         lambda: optimizer_step.update(1, grad_weight(), weight(holds=shard(0, 2)), state()),
-        told("missing slices", layer=1, missing=(1,)),
+        refusal_by("missing slices", layer=1, missing=(1,)),
     ),
     "update, part of the norm": (
         lambda: optimizer_step.update(1, grad_weight(), weight(), state(), scalar(0b0110)),
-        told("partial norm", layer=1, missing=(0, 3)),
+        refusal_by("partial norm", layer=1, missing=(0, 3)),
     ),
     "update, norm's kind": (
         lambda: optimizer_step.update(1, grad_weight(), weight(), state(), grad_weight()),
-        told("wrong kind", layer=1),
+        refusal_by("wrong kind", layer=1),
     ),
     "update, norm's step": (
         lambda: optimizer_step.update(1, grad_weight(), weight(), state(), scalar(0b1111, step=1)),
-        told("wrong step", layer=1),
+        refusal_by("wrong step", layer=1),
     ),
     "update, the largest of norms": (
         lambda: optimizer_step.update(1, grad_weight(), weight(), state(), scalar(0b1111, reduction=Reduction.MAX)),
-        told("no sum of squares", layer=1),
+        refusal_by("no sum of squares", layer=1),
     ),
     "update, a part of a matrix": (
         lambda: optimizer_step.update(1, grad_weight(), weight(), state(holds=shard(0, 2)), pieces=1),
-        told("cut matrices", layer=1, missing=(1,)),
+        refusal_by("cut matrices", layer=1, missing=(1,)),
     ),
     "update, a direction of a part": (
         lambda: optimizer_step.update(
             1, grad_weight(), weight(), state(holds=shard(0, 4)), None, way(holds=Holds(0b0011, 4)), pieces=1
         ),
-        told("cut matrices", layer=1, missing=(2, 3)),
+        refusal_by("cut matrices", layer=1, missing=(2, 3)),
     ),
     "update, another layer's direction": (
         lambda: optimizer_step.update(1, grad_weight(), weight(), state(), None, way(0), pieces=1),
-        told("wrong layer", layer=1),
+        refusal_by("wrong layer", layer=1),
     ),
     "update, an old direction": (
         lambda: optimizer_step.update(1, grad_weight(), weight(), state(), None, way(step=1), pieces=1),
-        told("wrong step", layer=1),
+        refusal_by("wrong step", layer=1),
     ),
     "direction, elements": (
         lambda: optimizer_step.direction(1, grad_weight(), state(), pieces=None),
-        told("cut matrices", layer=1),
+        refusal_by("cut matrices", layer=1),
     ),
     "direction, microbatches": (
         lambda: optimizer_step.direction(1, grad_weight(0b0101), state()),
-        told("missing microbatches", layer=1, missing=(1, 3)),
+        refusal_by("missing microbatches", layer=1, missing=(1, 3)),
     ),
     "direction, stale state": (
         lambda: optimizer_step.direction(1, grad_weight(), state(step=1)),
-        told("wrong step", layer=1),
+        refusal_by("wrong step", layer=1),
     ),
     "direction, slices": (
         lambda: optimizer_step.direction(1, grad_weight(holds=shard(0, 2)), state()),
-        told("missing slices", layer=1, missing=(1,)),
+        refusal_by("missing slices", layer=1, missing=(1,)),
     ),
     "norm, kind": (
         lambda: norm(1, weight()),
-        told("wrong kind", layer=1),
+        refusal_by("wrong kind", layer=1),
     ),
     "norm, layer": (
         lambda: norm(0, grad_weight()),
-        told("wrong layer", layer=0),
+        refusal_by("wrong layer", layer=0),
     ),
     "norm, microbatches": (
         lambda: norm(1, grad_weight(0b0101)),
-        told("missing microbatches", layer=1, missing=(1, 3)),
+        refusal_by("missing microbatches", layer=1, missing=(1, 3)),
     ),
     "add, a scalar and a gradient": (
         lambda: add(scalar(0b1), grad_weight()),
-        told("other values"),
+        refusal_by("other values"),
     ),
     "add, a replica's squares": (
         lambda: add(scalar(0b0011), scalar(0b0110)),
-        told("counted twice", doubled=(1,)),
+        refusal_by("counted twice", doubled=(1,)),
     ),
     "add, the mean of norms": (
         lambda: add(scalar(0b1), scalar(0b10, reduction=Reduction.MEAN)),
-        told("no sum of squares"),
+        refusal_by("no sum of squares"),
     ),
 }
 

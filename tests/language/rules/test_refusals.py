@@ -9,9 +9,9 @@ import pytest
 from tests.language import test_collective_calls
 from tests.language.rules import test_collectives, test_layer_graph, test_layer_rules, test_optimizer_step
 from tests.support.refused_tapes import RULES
-from tests.support.refusing import Told, refusal_of, sentence_of
+from tests.support.refusing import ExpectedRefusal, refusal_of, sentence_of
 
-Table = Mapping[str, tuple[Callable[[], object], Told]]
+Table = Mapping[str, tuple[Callable[[], object], ExpectedRefusal]]
 
 TABLES: dict[str, Table] = {
     "update": test_optimizer_step.REFUSALS,

@@ -32,7 +32,7 @@ from shardlab.language.rules.spec import (
     whole_sequences,
 )
 from tests.language.rules.toys import Toy, matrices, shard
-from tests.support.refusing import refuses, told
+from tests.support.refusing import refusal_by, refuses
 
 SPACE = Space(4, 1, (("expert", 2), ("ffn", 2), ("head", 2)))
 SEQUENCES = Space(2, 2, (("ffn", 2), ("head", 2)))
@@ -332,7 +332,7 @@ def test_heads_are_neither_gathered_nor_mixed_with_others() -> None:
 def test_a_row_takes_its_own_slices_and_a_column_its_own_of_a_complete_gradient() -> None:
     toy = Toy(sizes_of([COLUMN, ROW, COLUMN]), Mesh(tp=2), 1)
     weight = toy.spec_of(Kind.WEIGHT, 1, 0, shard(0, 2))
-    said = told("other pieces", layer=1)
+    said = refusal_by("other pieces", layer=1)
     for held in ({}, {"ffn": 0b10}):
         with refuses(said):
             toy.layer(1).forward([toy.spec_of(Kind.ACTIVATION, 1, 0b11, slices=held)], weight)

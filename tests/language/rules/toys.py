@@ -13,9 +13,9 @@ from shardlab.language.rules.kinds import WHOLE
 from shardlab.language.rules.layer_graph import Layer, LayerDefinition, Node, build_layers
 from shardlab.language.rules.layer_rules import LayerRules, Rules, rules_of
 from shardlab.language.rules.spec import Space, Term, form_of
-from tests.support.refusing import Told, refusal_of, tells
+from tests.support.refusing import ExpectedRefusal, refusal_of, require_refusal
 
-Refusals = Mapping[str, tuple[Callable[[], object], Told]]
+Refusals = Mapping[str, tuple[Callable[[], object], ExpectedRefusal]]
 """By a name of what is wrong: a call, and how it is refused."""
 
 
@@ -94,9 +94,9 @@ def shard(n: int, of: int) -> Holds:
     return Holds(1 << n, of)
 
 
-def is_refused(case: tuple[Callable[[], object], Told]) -> Refused:
+def is_refused(case: tuple[Callable[[], object], ExpectedRefusal]) -> Refused:
     """A call is refused so."""
     call, expected = case
     refused = refusal_of(call)
-    tells(refused, expected)
+    require_refusal(refused, expected)
     return refused

@@ -40,7 +40,7 @@ def test_an_unknown_exercise_is_refused() -> None:
         check("fsdq", find_strategy("fsdp").program)
 
 
-def test_a_slow_program_is_told_where_it_stands_still_longest() -> None:
+def test_a_slow_program_gets_advice_on_its_longest_wait() -> None:
     slow = grade(bare("fsdp_prefetch", goals=Goals("a test", time=1.0)), find("fsdp").solution)
     assert slow.stage == "goals"
     assert slow.finding == "too slow: time 24.24, goal 1"
@@ -48,12 +48,12 @@ def test_a_slow_program_is_told_where_it_stands_still_longest() -> None:
     assert re.match(where, slow.advice)
 
 
-def test_a_slow_program_without_waits_is_told_that_it_computes_too_much() -> None:
+def test_a_slow_program_without_waits_gets_advice_on_its_compute() -> None:
     slow = grade(bare("one_rank", goals=Goals("a test", time=1.0)), find("one_rank").solution)
     assert slow.advice.startswith("no rank waits for communication.")
 
 
-def test_a_large_program_is_told_where_its_memory_is_fullest() -> None:
+def test_a_large_program_gets_advice_on_its_memory_peak() -> None:
     large = grade(bare("one_rank", goals=Goals("a test", memory=1)), find("one_rank").solution)
     assert large.finding == "too much memory: 2,621,440, goal 1"
     assert re.match(r"rank 0 holds most when loss\(layer 2\) \(.*one_rank\.py:\d+\) starts\.", large.advice)
@@ -121,7 +121,7 @@ def test_what_is_sent_in_surplus_is_named_with_its_line(tmp_path: Path) -> None:
     assert re.match(r"rank 0 sends more than it has to in reduce_scatter\(layer 0\) on tp \(.*:\d+\)", result.advice)
 
 
-def test_ranks_that_would_hang_are_told_with_their_lines(tmp_path: Path) -> None:
+def test_ranks_that_would_hang_are_reported_with_their_lines(tmp_path: Path) -> None:
     start = find("rendezvous").start_text
     result = grade_text(find("rendezvous"), start, tmp_path)
     sends = [n for n, line in enumerate(start.splitlines(), 1) if line.startswith("        await rank.send(")]

@@ -8,7 +8,7 @@ import pytest
 from shardlab.language import UserError
 from shardlab.learn.puzzles import Activation, Dist, Model, OptState, PuzzleRefused, Weight, WeightGrad
 from tests.learn.puzzles.drive import results, run
-from tests.support.refusing import Told, refuses, told
+from tests.support.refusing import ExpectedRefusal, refusal_by, refuses
 
 
 def forward_and_loss(model: Model) -> None:
@@ -142,17 +142,17 @@ def arguments(model: Model) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"weight": Weight(1, 2, 0)}, told("wrong layer", layer=0)),
-        ({"weight": Weight(0, 2, 0, {1, 2}, 4)}, told("partial weight", layer=0, missing=(0, 3))),
-        ({"weight": None}, told("no value", layer=0)),
-        ({"weight": OptState(0, 2, 0)}, told("wrong kind", layer=0)),
-        ({"inp": Activation(1, 2, {0}, 2)}, told("wrong layer", layer=0)),
-        ({"inp": Activation(0, 2, {0}, 2)}, told("other tokens", layer=0)),
-        ({"grad": Activation(1, 2, {0, 1}, 2)}, told("wrong kind", layer=0)),
-        ({"grad": "pizza"}, told("no value", layer=0)),
+        ({"weight": Weight(1, 2, 0)}, refusal_by("wrong layer", layer=0)),
+        ({"weight": Weight(0, 2, 0, {1, 2}, 4)}, refusal_by("partial weight", layer=0, missing=(0, 3))),
+        ({"weight": None}, refusal_by("no value", layer=0)),
+        ({"weight": OptState(0, 2, 0)}, refusal_by("wrong kind", layer=0)),
+        ({"inp": Activation(1, 2, {0}, 2)}, refusal_by("wrong layer", layer=0)),
+        ({"inp": Activation(0, 2, {0}, 2)}, refusal_by("other tokens", layer=0)),
+        ({"grad": Activation(1, 2, {0, 1}, 2)}, refusal_by("wrong kind", layer=0)),
+        ({"grad": "pizza"}, refusal_by("no value", layer=0)),
     ],
 )
-def test_a_backward_pass_with_a_wrong_argument_is_refused(wrong: dict[str, Any], said: Told) -> None:
+def test_a_backward_pass_with_a_wrong_argument_is_refused(wrong: dict[str, Any], said: ExpectedRefusal) -> None:
     model = Model(rank=0, layers=1, batches=2)
     forward_and_loss(model)
     with refuses(said, error=PuzzleRefused):
@@ -179,14 +179,14 @@ def test_the_loss_reads_the_last_activation() -> None:
 @pytest.mark.parametrize(
     ("gradient", "said"),
     [
-        (WeightGrad(0, 1, {2, 3}, 4), told("missing microbatches", layer=0, missing=(0, 1))),
-        (WeightGrad(0, 1, set(range(5)), 5), told("unknown microbatch", layer=0)),
-        (WeightGrad(1, 2, set(range(4)), 4), told("wrong layer", layer=0)),
-        (WeightGrad(0, 1, set(range(4)), 4, {0}, 4), told("missing slices", layer=0, missing=(1,))),
-        (None, told("no value", layer=0)),
+        (WeightGrad(0, 1, {2, 3}, 4), refusal_by("missing microbatches", layer=0, missing=(0, 1))),
+        (WeightGrad(0, 1, set(range(5)), 5), refusal_by("unknown microbatch", layer=0)),
+        (WeightGrad(1, 2, set(range(4)), 4), refusal_by("wrong layer", layer=0)),
+        (WeightGrad(0, 1, set(range(4)), 4, {0}, 4), refusal_by("missing slices", layer=0, missing=(1,))),
+        (None, refusal_by("no value", layer=0)),
     ],
 )
-def test_an_update_wants_the_gradient_of_the_whole_batch(gradient: WeightGrad, said: Told) -> None:
+def test_an_update_wants_the_gradient_of_the_whole_batch(gradient: WeightGrad, said: ExpectedRefusal) -> None:
     model = Model(rank=0, layers=1, batches=4)
     with refuses(said, error=PuzzleRefused):
         model.update(0, gradient, *model.load_weights(0, 1, 4))
@@ -216,12 +216,12 @@ def test_only_gradients_of_one_layer_are_reduced(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("allreduce", Weight(0, 1, 0), told("no term", layer=0)),
-        ("allgather", Activation(0, 1, {0}, 1), told("wrong kind", layer=0)),
-        ("scatterreduce", WeightGrad(0, 1, set(), 1, {0}, 2), told("partial", layer=0)),
+        ("allreduce", Weight(0, 1, 0), refusal_by("no term", layer=0)),
+        ("allgather", Activation(0, 1, {0}, 1), refusal_by("wrong kind", layer=0)),
+        ("scatterreduce", WeightGrad(0, 1, set(), 1, {0}, 2), refusal_by("partial", layer=0)),
     ],
 )
-def test_a_collective_of_the_wrong_thing_is_refused(name: str, value: object, said: Told) -> None:
+def test_a_collective_of_the_wrong_thing_is_refused(name: str, value: object, said: ExpectedRefusal) -> None:
     with refuses(said, error=PuzzleRefused):
         results(lambda model: getattr(model, name)(value, 0), 2)
 
@@ -267,19 +267,19 @@ def finals(*weights: Weight | None) -> list[Model]:
 @pytest.mark.parametrize(
     ("models", "said"),
     [
-        (list[Model], told("wrong number")),
-        (lambda: finals(None, None), told("not kept", layer=0)),
-        (lambda: finals(Weight(0, 1, 0)), told("wrong step", layer=0)),
-        (lambda: finals(None, Weight(0, 1, 2)), told("wrong step", layer=0)),
-        (lambda: finals(Weight(1, 2, 1)), told("wrong step", layer=0)),
+        (list[Model], refusal_by("wrong number")),
+        (lambda: finals(None, None), refusal_by("not kept", layer=0)),
+        (lambda: finals(Weight(0, 1, 0)), refusal_by("wrong step", layer=0)),
+        (lambda: finals(None, Weight(0, 1, 2)), refusal_by("wrong step", layer=0)),
+        (lambda: finals(Weight(1, 2, 1)), refusal_by("wrong step", layer=0)),
         (
             lambda: finals(Weight(0, 1, 1, {0}, 4), Weight(0, 1, 1, {2}, 4)),
-            told("missing slices", layer=0, missing=(1, 3)),
+            refusal_by("missing slices", layer=0, missing=(1, 3)),
         ),
-        (lambda: finals(cast(Any, "pizza")), told("no value", layer=0)),
+        (lambda: finals(cast(Any, "pizza")), refusal_by("no value", layer=0)),
     ],
 )
-def test_the_check_refuses_what_is_not_updated_once(models: Callable[[], list[Model]], said: Told) -> None:
+def test_the_check_refuses_what_is_not_updated_once(models: Callable[[], list[Model]], said: ExpectedRefusal) -> None:
     with refuses(said, error=PuzzleRefused):
         Model.check(models())
 

@@ -112,7 +112,7 @@ def test_a_bad_world_is_found(check: str, change: dict[str, Any], state: str, pr
     assert finding.remedy
 
 
-def test_each_host_is_judged_once_by_its_first_rank() -> None:
+def test_each_host_is_checked_once_by_its_first_rank() -> None:
     findings = list(check_world(WORLD))
     assert [finding.host for finding in findings if finding.check == "disk"] == ["a", "b"]
     assert {finding.state for finding in findings} == {"ok"}

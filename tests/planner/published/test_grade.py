@@ -129,7 +129,7 @@ def test_a_row_that_breaks_a_limit_says_what_it_leaves_open_all_the_same() -> No
 
 
 @pytest.mark.parametrize(
-    ("section", "fields", "told"),
+    ("section", "fields", "output"),
     [
         ("hardware", {"device": "h1000"}, "there is no device 'h1000'; did you mean h100?"),
         ("hardware", {"gpu": "H1000"}, "ran on an unknown GPU, H1000; did you mean h100?"),
@@ -144,12 +144,12 @@ def test_a_row_that_breaks_a_limit_says_what_it_leaves_open_all_the_same() -> No
         ("measured", {"iteration_s": float("nan")}, "gives nan as measured iteration_s; give a number above 0"),
     ],
 )
-def test_a_name_or_a_speed_that_is_none_is_refused(section: str, fields: dict[str, Any], told: str) -> None:
+def test_a_name_or_a_speed_that_is_none_is_refused(section: str, fields: dict[str, Any], output: str) -> None:
     wrong = row(pp=2, dp=8)
     (wrong[section] if section else wrong).update(fields)
     with pytest.raises(UserError, match=r"^run playbook-small ") as refused:
         predict_plan(wrong)
-    assert told in str(refused.value)
+    assert output in str(refused.value)
 
 
 def test_a_run_out_of_memory_is_one_that_has_no_speed() -> None:

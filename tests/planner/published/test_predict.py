@@ -54,7 +54,7 @@ def test_a_run_that_says_too_little_is_listed_with_its_reason() -> None:
     assert "neither the seconds of a step nor memory" in outcome.reason
 
 
-def test_many_microbatches_are_told_by_fewer() -> None:
+def test_many_microbatches_are_predicted_from_fewer() -> None:
     row = ROWS["zb-t12-6.2B-p8-m8-1f1b"]
     run = read_run(row | {"batch": row["batch"] | {"global_sequences": 192}})
     assert predict(run).seconds == pytest.approx(run.workload.estimate().step, rel=1e-3)
@@ -124,7 +124,7 @@ def test_sources_are_grouped_and_signs_kept() -> None:
     assert [run.id for _, run in worst_errors(runs, "seconds", 2)] == ["b", "a"]
 
 
-def test_a_run_whose_room_was_misjudged_is_named() -> None:
+def test_a_run_whose_memory_was_mispredicted_is_named() -> None:
     runs = [
         outcome("ran", "", 1.0),
         outcome("ended", "", 1.0, fits=False, out=True),
@@ -157,7 +157,7 @@ def is_short(row: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("row", sampled(CHRONICLES, is_short), ids=[row["id"] for row in CHRONICLES])
-def test_runs_that_ran_out_of_memory_are_told_from_those_that_did_not(row: dict[str, Any]) -> None:
+def test_runs_that_ran_out_of_memory_are_distinguished_from_those_that_did_not(row: dict[str, Any]) -> None:
     run = read_run(row)
     bytes, fits = held(run)
     assert fits is not run.measured.out_of_memory
@@ -222,7 +222,7 @@ TITAN = {
 
 
 @pytest.mark.parametrize("name", sampled(TITAN, lambda name: name != "table 5, interleaved"))
-def test_what_torchtitan_reserves_is_told_within_a_tenth(name: str) -> None:
+def test_what_torchtitan_reserves_is_predicted_within_a_tenth(name: str) -> None:
     run = read_run(TITAN[name])
     bytes, fits = held(run)
     assert fits
@@ -256,7 +256,7 @@ def test_what_torchtitan_reserves_is_told_within_a_tenth(name: str) -> None:
         ),
     ],
 )
-def test_what_nemos_recipes_reserve_is_told_within_three_percent(gibibytes: float, row: dict[str, Any]) -> None:
+def test_what_nemos_recipes_reserve_is_predicted_within_three_percent(gibibytes: float, row: dict[str, Any]) -> None:
     said = {"id": "a recipe", "source": "its README", "framework": "megatron-core-tuned", "precision": "fp8"}
     run = read_run(row | said | {"measured": {"peak_memory_GiB": gibibytes}})
     bytes, fits = held(run)

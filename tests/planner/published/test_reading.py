@@ -168,7 +168,7 @@ OLDER = {
 """How older files write what has fields of its own now."""
 
 
-def test_names_that_stand_in_texts_are_assumed_and_every_one_is_told() -> None:
+def test_names_that_stand_in_texts_are_assumed_and_every_one_is_reported() -> None:
     base: dict[str, Any] = ROWS["titan-t1-8B-8gpu-eager"]
     row = base | {"framework": None} | OLDER
     run = read_run(
@@ -231,8 +231,8 @@ INSIDE = [
 def test_a_network_between_nodes_is_never_a_link_inside_them(
     name: str, inside: list[str], count: int, first: bool
 ) -> None:
-    told = f"{count}x {' '.join(name.split('-')).upper()}"
-    text = "; ".join([told, *inside] if first else [*inside, told])
+    output = f"{count}x {' '.join(name.split('-')).upper()}"
+    text = "; ".join([output, *inside] if first else [*inside, output])
     found = network_in(text)
     assert found is not None
     assert found[0] == name or found[0].startswith("efa")

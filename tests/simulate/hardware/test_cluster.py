@@ -124,7 +124,7 @@ def test_a_link_without_latency_is_one(tmp_path: Path) -> None:
     assert find_cluster(str(path)).intra_node.latency == 0
 
 
-def test_the_network_is_told_with_what_nobody_gave(tmp_path: Path) -> None:
+def test_the_network_is_reported_with_what_was_assumed(tmp_path: Path) -> None:
     text = "8 NICs of infiniband-ndr a node, nvlink4 inside a node; assumed, as in the usual node of h100"
     assert find_cluster("h100x16").network_text == text
     assert find_cluster("h100x8").network_text == "nvlink4 inside a node; assumed, as in the usual node of h100"

@@ -193,9 +193,9 @@ FIGURES = {
 
 def test_every_share_of_a_device_and_every_speed_of_a_link_says_where_it_is_from() -> None:
     for device in DEVICES.values():
-        told = device.efficiency.figures
-        assert {f"matmul.{dtype}" for dtype in device.flops} <= told.keys(), device.name
-        assert {"memory", "launch", "k_half", "bytes_half", f"attention.{device.attention}"} <= told.keys()
+        output = device.efficiency.figures
+        assert {f"matmul.{dtype}" for dtype in device.flops} <= output.keys(), device.name
+        assert {"memory", "launch", "k_half", "bytes_half", f"attention.{device.attention}"} <= output.keys()
     for link in LINKS.values():
         known = {name for name in ("net_step", "half_speed_ranks") if getattr(link, name)}
         assert link.figures.keys() == {"latency", "efficiency"} | known
@@ -225,7 +225,7 @@ def test_no_figure_rests_on_fewer_runs_than_were_fitted_together() -> None:
         assert found >= sum(counts.values()), (owner, counts)
 
 
-def test_what_a_row_changes_of_its_base_is_not_told_as_the_bases() -> None:
+def test_what_a_row_changes_of_its_base_is_not_reported_as_the_bases() -> None:
     """H100s of 500 W reach shares of their own, of which some are fitted and others assumed."""
     full, less = (find_device(name).efficiency.figures for name in ("h100", "h100-96gb"))
     assert full["attention.cudnn"].fitted_to

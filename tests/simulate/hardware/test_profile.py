@@ -99,7 +99,7 @@ def test_sums_that_go_around_a_ring_have_a_line_of_their_own() -> None:
     assert without == pytest.approx(1e-4 + 1e-9 * 2**22)
 
 
-def test_it_lies_in_the_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_lies_in_the_cache_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert PROFILE.write() == tmp_path / "shardlab" / "profile.json"
     cluster = find_cluster("local", here=MACHINE)

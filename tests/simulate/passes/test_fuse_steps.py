@@ -19,7 +19,7 @@ from shardlab.simulate.timeline import PUZZLE_COSTS
 from shardlab.strategies.fsdp import fsdp
 from tests.simulate.passes.late_programs import checked
 from tests.simulate.passes.test_run import checked_plan
-from tests.support import judged_compute, judged_rank, one_device
+from tests.support import interpreter_rank, judged_compute, one_device
 from tests.support.interpreter import judge
 from tests.support.one_device import one_device as stepped
 from tests.support.passing import is_right
@@ -83,7 +83,7 @@ def test_a_second_step_goes_on_from_what_the_first_has_left(count: int, monkeypa
         assert judge(two).right
         left = stepped(network_of(two), two.microbatches, program.clips)
         with monkeypatch.context() as patch:
-            for module in (one_device, judged_compute, judged_rank):
+            for module in (one_device, judged_compute, interpreter_rank):
                 patch.setattr(module, "initial", left.__getitem__)
             stepped.cache_clear()
             again = judge(two)
@@ -104,7 +104,7 @@ def test_the_step_begins_with_what_was_gathered_and_ends_with_nothing_in_flight(
         assert [op.layer for op in wholes] == [0, 1]
 
 
-def test_the_weights_are_judged_and_sampled_from_as_they_are_carried() -> None:
+def test_the_weights_are_evaluated_and_sampled_from_as_they_are_carried() -> None:
     half = check_forward(forward_only(check(fused(checked(fsdp, 4), 2))))
     gathers = [op.layer for op in half.program.tapes[0] if op.kind is OpKind.ALL_GATHER]
     assert gathers == [2, 3]

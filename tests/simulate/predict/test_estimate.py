@@ -82,7 +82,7 @@ def test_waiting_for_others_is_idle_time_and_not_exposed() -> None:
     assert found.idle_share > 0.2
 
 
-def test_messages_are_told_by_the_axis_along_which_they_go() -> None:
+def test_messages_are_named_by_the_axis_along_which_they_go() -> None:
     found = estimate(fold(Plan(Mesh(pp=2, dp_shard=4)), Sizes.puzzle(4), 16), FakePrices())
     assert ("message", "pp") in found.exposed
 
@@ -186,7 +186,7 @@ def test_a_peak_is_put_down_to_the_op_that_reaches_it() -> None:
     }
 
 
-def test_gathered_weights_are_told_from_those_that_are_kept() -> None:
+def test_gathered_weights_are_distinguished_from_those_that_are_kept() -> None:
     for memory in memory_of("fsdp", 4, 4, 4):
         shares = categories(memory.by_category)
         assert shares["parameters"] == 4 * 4 * SQUARE // 4

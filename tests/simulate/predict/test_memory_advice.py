@@ -55,7 +55,7 @@ def test_the_sentence_says_by_how_much_and_what_dominates() -> None:
     assert "most of it is optimizer" in sentence
 
 
-def test_amounts_that_are_nearly_equal_are_told_apart() -> None:
+def test_amounts_that_are_nearly_equal_are_distinguished() -> None:
     peak = workload(Plan(Mesh(dp_shard=8)), 2**28).estimate().peak
     sentence = refusal(Plan(Mesh(dp_shard=8)), peak.bytes - 2**12)
     found = re.search(r"would need ([\d.]+ \w+) but has ([\d.]+ \w+)", sentence)
@@ -95,7 +95,7 @@ def flags_of(step: Workload) -> list[str]:
     return [change.flags for change in changes(step)]
 
 
-def test_a_program_of_its_own_is_told_of_plans() -> None:
+def test_a_program_of_its_own_gets_advice_on_plans() -> None:
     flags = flags_of(workload(Mesh(dp_shard=8), 2**30))
     assert flags[:2] == ["a plan, --dp-shard 8,", "a plan, --dp-shard 8 --shard-optimizer dp_shard,"]
     assert flags_of(workload(Mesh(pp=8), 2**30))[0] == "a plan, --pp 8,"
@@ -106,7 +106,7 @@ def test_every_axis_whose_ranks_see_other_tokens_is_tried_for_sharding(axis: str
     assert f"--shard-optimizer {axis}" in flags_of(workload(Plan(Mesh(**{axis: 8})), 2**30))
 
 
-def test_a_schedule_that_holds_all_microbatches_is_told_of_one_that_does_not() -> None:
+def test_a_schedule_that_holds_all_microbatches_gets_advice_on_one_that_does_not() -> None:
     assert flags_of(workload(Plan(Mesh(pp=8), "gpipe"), 2**30))[0] == "--schedule 1f1b"
     assert flags_of(workload(Plan(Mesh(pp=4), "breadth-first"), 2**30))[0] == "--schedule interleaved-1f1b"
 
@@ -135,7 +135,7 @@ def test_a_batch_is_never_cut_into_absurdly_many_microbatches(micro_batch_size: 
     st.sampled_from([1, 6]),
     st.integers(0, 40),
 )
-def test_a_change_is_judged_by_the_peak_that_it_really_has(
+def test_a_change_is_accepted_by_the_peak_that_it_really_has(
     mesh: Mesh, schedule: str, micro_batch_size: int, which: int
 ) -> None:
     """To half a percent, though fewer microbatches are traced for it."""

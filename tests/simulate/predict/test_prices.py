@@ -106,7 +106,7 @@ def test_the_loss_of_slices_is_found_out_first_and_then_taken_back() -> None:
     assert price(checked, stats) == price(checked, loss) == 2 * 3 * 16
 
 
-def test_attention_of_blocks_is_told_how_much_of_it_is_seen() -> None:
+def test_attention_of_blocks_knows_how_much_of_it_is_seen() -> None:
     checked = traced(Plan(Mesh(cp=2)), 1, 1)
     own, other = ops(checked, OpKind.ATTEND)
     # The first rank has slices 0 and 3 of 4. Among themselves 0 and 3 are half seen, 0 by 3 whole, 3 by 0 not at all;

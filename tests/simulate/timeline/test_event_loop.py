@@ -57,7 +57,7 @@ def test_a_message_starts_when_its_last_member_has_arrived() -> None:
     assert loop.clocks == [5.0, 4.0, 5.0]
 
 
-def test_rows_that_wait_for_each_other_are_told() -> None:
+def test_rows_that_wait_for_each_other_are_reported() -> None:
     assert Messages([("a", 0.0), ("b", 0.0)], [("b", 0.0), ("a", 0.0)]).run_rows() == [0, 1]
 
 

@@ -64,27 +64,27 @@ def records(
 @pytest.mark.parametrize("checked", [DDP, FSDP])
 @given(lead=st.floats(-1e6, 1e6))
 def test_a_step_that_goes_as_simulated_is_measured_as_it_was_simulated(checked: Checked, lead: float) -> None:
-    seen, told = measured(checked, records(checked, 1.0, lead=lead)).timeline, simulate(checked)
-    for ours, theirs in zip(seen.events, told.events, strict=True):
+    seen, output = measured(checked, records(checked, 1.0, lead=lead)).timeline, simulate(checked)
+    for ours, theirs in zip(seen.events, output.events, strict=True):
         assert [event[:5] for event in ours] == [event[:5] for event in theirs]
         assert [event.end for event in ours] == pytest.approx([event.end for event in theirs], abs=1e-6)
         assert [event.start for event in ours] == pytest.approx([event.start for event in theirs], abs=1e-6)
 
 
 def test_of_several_steps_the_median_one_is_shown_and_ops_take_the_mean_of_the_middle_half() -> None:
-    seen, told = measured(DDP, records(DDP, 4.0, 1.0, 2.0, 9.0, 3.0)), simulate(DDP)
-    assert seen.timeline.end == pytest.approx(3 * told.end)
-    assert seen.steps == pytest.approx([times * told.end for times in (4, 1, 2, 9, 3)])
-    for event in told.events[0]:
+    seen, output = measured(DDP, records(DDP, 4.0, 1.0, 2.0, 9.0, 3.0)), simulate(DDP)
+    assert seen.timeline.end == pytest.approx(3 * output.end)
+    assert seen.steps == pytest.approx([times * output.end for times in (4, 1, 2, 9, 3)])
+    for event in output.events[0]:
         assert seen.seconds[0][event.op] == pytest.approx(3 * (event.end - event.start))
     assert seen.live == [{"parameters": 8, "activations": 6}] * 2
     assert (seen.peaks, seen.bound) == ([20, 20], 1e-6)
 
 
 def test_what_takes_twice_as_long_as_predicted_has_a_ratio_of_a_half_everywhere() -> None:
-    told = simulate(DDP)
-    comparison = compare(measured(DDP, records(DDP, 2.0, 2.0)), told, [28, 28])
-    assert (comparison.step.predicted, comparison.step.measured) == pytest.approx((told.end, 2 * told.end))
+    output = simulate(DDP)
+    comparison = compare(measured(DDP, records(DDP, 2.0, 2.0)), output, [28, 28])
+    assert (comparison.step.predicted, comparison.step.measured) == pytest.approx((output.end, 2 * output.end))
     ratios = [row.seconds.ratio for row in comparison.kinds if row.seconds.measured]
     pairs = [pair for row in comparison.ranks for pair in (row.computing, row.exposed)]
     ratios += [pair.ratio for pair in pairs if pair.measured and pair.measured > 1e-6]

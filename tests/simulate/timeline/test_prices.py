@@ -93,7 +93,7 @@ def test_the_whole_value_is_priced_whichever_way_it_is_cut() -> None:
     assert bytes_of == {OpKind.ALL_GATHER: 4 * SQUARE, OpKind.REDUCE_SCATTER: 4 * SQUARE}
 
 
-def test_alike_work_is_priced_once() -> None:
+def test_identical_work_is_priced_once() -> None:
     asked: list[OpKind] = []
 
     class Counting(FakePrices):

@@ -155,7 +155,7 @@ def test_a_wrong_schedule_is_one_sentence(kind: str, sentence: str) -> None:
         traced(Plan(Mesh(pp=2), failing(kind)), 4, 2)
 
 
-def test_a_schedule_with_other_arguments_is_told_which_it_gets() -> None:
+def test_a_schedule_with_other_arguments_is_refused_with_those_that_it_gets() -> None:
     def actions(rank: int) -> Iterator[Action]:
         yield Forward(rank, 0)
 

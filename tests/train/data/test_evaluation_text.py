@@ -68,7 +68,7 @@ def test_the_end_of_a_document_is_predicted_but_is_no_text(tmp_path: Path) -> No
     assert text.bytes(len(text)) == 2 * (len(words) - len(tokenizer.decode(first[:1])))
 
 
-def test_a_prepared_folder_is_judged_by_its_validation_part(tmp_path: Path) -> None:
+def test_a_prepared_folder_is_evaluated_by_its_validation_part(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", ["some words", "other words", "the last words"])
     prepare([Input.from_path(source, None, "text")], tmp_path / "data", "chars", validation=0.3)
     characters = Characters.from_texts(["some words", "other words", "the last words"])

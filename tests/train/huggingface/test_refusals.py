@@ -36,10 +36,10 @@ def hf_folder(folder: Path, model: Blocks) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         open_source(folder)
-    assert "\n" not in str(told.value)
-    return str(told.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_every_field_without_a_default_is_wanted(family: str, tmp_path: Path) ->
 )
 def test_a_model_that_transformers_has_not_is_refused(model: Blocks, said: str, tmp_path: Path) -> None:
     source = open_source(random_run(tmp_path / "run", model))
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         convert_weights(source, tmp_path / "hf", "hf")
-    assert said in str(told.value)
+    assert said in str(caught.value)
     assert not (tmp_path / "hf").exists()
 
 

@@ -117,9 +117,9 @@ def test_a_rank_of_tensor_parallelism_reads_its_slice(tmp_path: Path, monkeypatc
 )
 def test_another_model_is_refused_with_what_differs(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     run = random_run(tmp_path / "run", GPT(**SIZES))
-    with pytest.raises(UserError, match="has the weights of another model") as told:
+    with pytest.raises(UserError, match="has the weights of another model") as caught:
         initial_from(run, GPT(**(SIZES | changes)))
-    assert str(told.value).endswith(said)
+    assert str(caught.value).endswith(said)
 
 
 CHANGED: dict[str, Any] = {"seq_len": 5, "dropout": 0.1}

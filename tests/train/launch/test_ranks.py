@@ -301,14 +301,14 @@ def test_a_full_temporary_folder_is_reported_in_one_sentence(folder: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    told = r"cannot be written \(.*: No space left on device\); free some space there, or name another folder"
-    with pytest.raises(UserError, match=told), rendezvous_file():
+    output = r"cannot be written \(.*: No space left on device\); free some space there, or name another folder"
+    with pytest.raises(UserError, match=output), rendezvous_file():
         pass
     assert left(folder) == 0
 
 
 def test_a_missing_temporary_folder_is_reported_in_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "gone"))
-    told = r"cannot be written \(.*gone.*: No such file or directory\)"
-    with pytest.raises(UserError, match=told), rendezvous_file():
+    output = r"cannot be written \(.*gone.*: No such file or directory\)"
+    with pytest.raises(UserError, match=output), rendezvous_file():
         pass

@@ -1,4 +1,4 @@
-"""Weights are judged by sequences that are filled up to little more than they have, with the same result."""
+"""Evaluation pads sequences only as far as a batch needs, with the same result as if all were padded to the end."""
 
 # pyright: reportUnknownMemberType=false
 # torch leaves some of its annotations out.

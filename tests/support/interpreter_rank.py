@@ -1,4 +1,4 @@
-"""One rank's memory while its tape is judged, and its position on the tape."""
+"""One rank's memory while its tape is interpreted, and its position on the tape."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class JudgedRank:
         return True
 
 
-# The weights that a judged rank keeps from step to step: buffers that its loaded weights are views of.
+# The weights that an interpreted rank keeps from step to step: buffers that its loaded weights are views of.
 #
 # An update writes the first loaded weight that contains its state's slice, whatever copy of the weight it was given
 # in that place; if it is given a copy in another place, it writes that, and so all its slices. So does a new weight

@@ -1,4 +1,4 @@
-"""Results of each member of a collective, for the judge."""
+"""Results of each member of a collective, for the interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardlab.language import Op, OpKind
-from tests.support.judged_rank import JudgedRank
+from tests.support.interpreter_rank import JudgedRank
 from tests.support.pieces import PRIME, BrokenTape, Owner, Piece, numbers_of, summed
 
 
@@ -215,7 +215,7 @@ def number_of(op: Op, microbatches: int) -> int:
     return number % PRIME
 
 
-# What passes between judged ranks: sends are buffered, and messages between two ranks stay in order.
+# What passes between interpreted ranks: sends are buffered, and messages between two ranks stay in order.
 
 
 class Links:
