@@ -28,6 +28,11 @@ def test_an_unknown_command_is_answered_with_what_was_meant(word: str, meaning: 
     assert capsys.readouterr().err == f"shardlab: there is no command {word!r}; {meaning} {lists}\n"
 
 
+def test_an_unknown_command_of_the_course_is_answered_with_what_was_meant(capsys: Captured) -> None:
+    assert main(["learn", "check"]) == 2
+    assert "there is no command 'check'; did you mean watch? (shardlab learn --help lists" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

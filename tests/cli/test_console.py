@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.text import Text
 
 from shardlab.cli import COMMANDS, main
-from shardlab.cli.console import ONE_LIST, Report, help_tables, meant_by, print_fact, print_line
+from shardlab.cli.console import ONE_LIST, Report, help_tables, meant_by, print_fact, print_line, subcommand_names
 from shardlab.cli.launch import Submit
+from shardlab.cli.learn.command import Learn
 from shardlab.cli.options import option_names
 from shardlab.cli.plan.command import PlanCommand
 from shardlab.cli.sample import Sample
@@ -120,12 +121,16 @@ def test_an_unknown_option_is_answered_with_what_was_meant(
 
 
 def test_every_command_that_is_suggested_exists_and_no_name_for_it_is_a_command() -> None:
-    for meaning, names in help_tables()["peer_commands"].items():
+    for meaning, names in help_tables()["peer commands of shardlab"].items():
         command, *options = meaning.split(" --")
         assert command in COMMANDS or command.split()[0] in COMMANDS
         assert not set(names.split()) & set(COMMANDS)
         kind = next((each for each in EMPTY if command == type(each).__name__.lower()), None)
         assert not options or (kind is not None and options[0] in option_names(kind)), meaning
+    own = subcommand_names(Learn)
+    for meaning, names in help_tables()["peer commands of shardlab learn"].items():
+        assert meaning in own
+        assert not set(names.split()) & set(own)
 
 
 def test_every_meaning_is_an_option_or_speaks_of_options_and_no_peer_is_answered_with_itself() -> None:

@@ -420,7 +420,7 @@ def unknown_command(word: str, commands: Collection[str], program: str) -> UserE
         commands: commands that exist.
         program: `shardlab`, or the command of which these are the subcommands.
     """
-    peers = help_tables()["peer_commands"] if program == "shardlab" else {}
+    peers = help_tables().get(f"peer commands of {program}", {})
     meaning = next((each for each, names in peers.items() if word.lower().replace("_", "-") in names.split()), None)
     close = meaning or closest_name(word, commands)
     lists = f"{program} --help lists all commands"
