@@ -33,7 +33,7 @@ from shardlab.planner.workers import Answer, Change, Query, TimedQueries, Worker
 from shardlab.simulate.predict.confidence import Confidence, Kind, confidences, may_not_fit, step_confidence
 
 NOTABLE = 0.02
-"""Smallest share of the step time by which a plan with more memory must be faster to be reported."""
+"""A plan for twice the memory is reported only if its step time is shorter by at least this share."""
 
 SEARCHED = 0.75
 """Share of the budget for the search; the rest is for the reasons."""
@@ -56,8 +56,8 @@ class PlanChoice:
         families: the best plan of each family, with the parts of its step time.
         path: seconds of each part of the critical path (empty: unknown).
         alternatives: the nearest alternative of each choice.
-        helps: gain in tokens/s if a resource is doubled, with this plan; for memory, with the best plan of a second
-            search.
+        helps: relative gain in tokens/s if a resource is doubled (0.1: 10% more), by resource. The plan stays the same,
+            except for memory: its gain is that of the best plan of a second search.
         missed: questions that were left out because the time was up, as text ("": none).
         error_model: model of the prediction errors (None: no measurements are planned).
     """
@@ -89,7 +89,7 @@ class PlanChoice:
 
     @property
     def expected_error(self) -> float:
-        """Expected relative error of the chosen plan's time, given measured steps."""
+        """Expected relative error of the chosen plan's time, given the measured steps if there are any."""
         model = self.error_model
         return model.expected_error_of(self.best.candidate) if model and model.measured else self.confidence[0].error
 

@@ -259,10 +259,10 @@ def _same(model: ErrorModel, one: int, other: int) -> bool:
 
 
 def _improvement(model: ErrorModel, best: int, at: int, left: Array) -> tuple[float, float]:
-    """Return the expected improvement of a plan over the best one, as a share of the step, and its probability.
+    """Return the expected improvement of a plan over the best one, as a share of the step, and the chance of any.
 
     Args:
-        left: covariance of the errors that remains.
+        left: covariance of the errors, given the plans that are measured or chosen so far: (plans, plans).
     """
     slower = model.seconds[at] / model.seconds[best] - 1
     spread = sqrt(max(1e-12, float(left[at, at] + left[best, best] - 2 * left[at, best])))
@@ -390,6 +390,8 @@ LOOKED_AT = 24
 
 def slack(measured: Sequence[MeasuredOutcome], error: float) -> float:
     """Return the share by which a plan may be predicted to be slower than the fastest plan and still be faster.
+
+    It is `error`, or the spread of measured / predicted seconds among the measured plans if that is larger.
 
     Args:
         error: mean relative size of the error of a prediction.

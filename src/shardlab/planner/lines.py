@@ -93,7 +93,8 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
 
     Args:
         problem: the problem.
-        mesh: the mesh. If nothing is sharded, replicas are merged into `dp_shard`.
+        mesh: the mesh. Replicas are merged into `dp_shard` if they do not matter for the sharding (below ZeRO-2 without
+            `wide`, or with `dp_shard` 1), unless the user fixes the split.
         size: sequences of a microbatch.
         precision: precision of the step.
         words: fields of the plan; also `zero` for the stage of ZeRO, `along` for sharding over cp too, and `wide` for
@@ -183,7 +184,7 @@ def change_line(problem: Problem, line: Candidate, **words: Any) -> Candidate | 
 
 
 def nearest_stages(problem: Problem, pp: int, stages: int) -> dict[str, Any]:
-    """Return the schedule and stages per rank with about `stages` stages in total on `pp` pipeline ranks."""
+    """Return the fields of a plan with about `stages` stages on `pp` ranks in total (1f1b if no number is possible)."""
     counts = stage_counts(problem.model.layers, pp)
     if not counts:
         return {"schedule": "1f1b", "stages_per_rank": None}
@@ -217,7 +218,7 @@ def _is_usual(problem: Problem, mesh: Mesh) -> bool:
 
 
 def _least_pp(problem: Problem) -> int:
-    """Return the number of pipeline ranks with a node each on which 16-bit weights and gradients fit."""
+    """Return the smallest power of two of pipeline ranks, with a node each, that hold 16-bit weights and gradients."""
     needed = 4 * problem.model.parameter_count / (problem.cluster.device.memory * problem.cluster.per_node)
     return 1 << max(0, ceil(needed) - 1).bit_length()
 

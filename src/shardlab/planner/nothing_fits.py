@@ -1,8 +1,9 @@
 """Error messages for problems without a solution.
 
 `explain_no_fit` is for a search in which no plan fits: it names the nearest plan and the missing memory.
-`explain_empty_space` is for a problem without any plan: it names an axis that does not divide the devices, or the batch
-if another batch would have a plan, or else the first reason why the code that runs plans refuses one.
+`explain_empty_space` is for a problem without any plan: it names an axis whose size does not divide the devices. If
+there is none, it names the batch if there is a plan for another batch, or else the first reason why the code that runs
+plans refuses one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def explain_no_fit(problem: Problem, results: Results) -> str:
 
 
 def _advice(problem: Problem, candidate: Candidate) -> str:
-    """Return the advice if no plan fits: fewer limits, more devices, or the smallest number of devices."""
+    """Return the advice if no plan fits: fewer limits, or more devices (how many, if weights and state do not fit)."""
     sharded = zero_plan(problem.cluster.size, 3)
     state = model_state(sharded, problem.model.parameter_count, candidate.precision, problem.recipe, problem.optimizer)
     context = 0.0 if problem.cluster.on_cpu else problem.recipe.memory.context_bytes
@@ -94,7 +95,7 @@ def explain_empty_space(problem: Problem) -> str:
 
 
 def _refusals(problem: Problem) -> Iterator[str]:
-    """Yield the reasons why plans that have the fixed values and defaults otherwise cannot be run."""
+    """Yield the reasons why plans with the user's fixed values, and defaults for all else, cannot be run."""
     limits = problem.limits
     for mesh in meshes(problem):
         replicas, shards = next(splits(problem, mesh.dp_shard), (1, mesh.dp_shard))

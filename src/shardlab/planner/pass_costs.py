@@ -29,10 +29,10 @@ class LayerCosts(NamedTuple):
     Attributes:
         seconds: seconds of the forward and backward pass, with awaited collectives and recomputation.
         kept: bytes that are kept from the forward pass to the backward pass.
-        block: largest number of bytes that recomputing a block adds temporarily (0: no block is recomputed).
+        block: largest number of bytes that recomputing a block adds temporarily (0: no whole block is recomputed).
         head: seconds of the last layer and the loss, which are not divided among the ranks of a pipeline.
         logits: bytes of the logits and their gradient while the loss is computed.
-        weights: elements of the parameters, cut by tensor and expert parallelism.
+        weights: number of parameters of one rank after the split by tensor and expert parallelism.
     """
 
     seconds: float
@@ -126,7 +126,7 @@ class PassCosts:
 
 
 GATHER = Completion("all_gather", "tp")
-"""Completion of a sequence of which tensor-parallel ranks have slices."""
+"""All-gather of a sequence of which each tensor-parallel rank has a slice."""
 
 
 class LayerPrices:

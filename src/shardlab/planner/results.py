@@ -16,7 +16,7 @@ class PlanOutcome:
         candidate: the plan, microbatch and precision.
         forecast: predicted time and memory.
         corrected: seconds of a step, corrected by measured steps (None: nothing was measured).
-        ran_out: whether it ran out of memory when it was run.
+        ran_out: whether the plan ran out of memory in a measured run.
     """
 
     candidate: Candidate
@@ -68,8 +68,9 @@ class Results:
         lines: number of lines that were guessed (see `shardlab.planner.lines`).
         refused: candidates that cannot be run.
         improvements: improvements of the best plan, in order.
-        searched: families whose best plan was searched until no neighbour was better.
-        complete: whether the search ended because no known line promises to be faster.
+        searched: families whose search ended before the budget was used up.
+        complete: whether the search for the fastest plan ended before the budget was used up: no known line promises to
+            be faster, or no plan fits and enough lines were tried.
         seconds: duration of the search.
     """
 
@@ -97,14 +98,14 @@ class Results:
         return self.seconds - (self.improvements[-1].after if self.improvements else 0.0)
 
     def families(self) -> dict[str, PlanOutcome]:
-        """Return the fastest outcome of each family that fits."""
+        """Return the fastest outcome that fits of each family. A family without one is left out."""
         best: dict[str, PlanOutcome] = {}
         for each in self.fitting:
             best.setdefault(each.family, each)
         return best
 
     def misses(self) -> dict[str, tuple[float, Candidate]]:
-        """Return the smallest simulated plan, with its bytes, of each family of which no plan fits."""
+        """Return the simulated plan with the fewest bytes, and its bytes, for each family of which no plan fits."""
         fitting, nearest = self.families(), dict[str, tuple[float, Candidate]]()
         for each in sorted(self.outcomes, key=lambda each: (each.forecast.memory.unlimited, repr(each.candidate))):
             if each.family not in fitting:

@@ -42,17 +42,18 @@ GUESSED_AT_A_TIME = 6
 """Number of lines in a question for guesses."""
 
 TOLERANCE = 1.03
-"""A guess up to this multiple of the memory counts as fitting. A forecast decides."""
+"""A line counts as fitting if its guessed bytes are at most this multiple of the memory. Its forecasts then decide."""
 
 PROMISING = 0.02
 """Lines are explored if their corrected guess is slower than the best plan by at most this share."""
 
 FAMILY_PROMISING = -0.02
-"""Value of `PROMISING` for the best plan of a family, which need not be exact."""
+"""Value of `PROMISING` in the search for the best plan of a family, which need not be exact: a line must promise to be
+faster by this share."""
 
 EXPANDED = 0.05
-"""Neighbours of plans are guessed if the plan is slower than the best one by at most this share. In the search for a
-family's best plan, only neighbours of the best plan are."""
+"""Neighbours of a plan are guessed if the plan is slower than the best one by at most this share. In the search for a
+family's best plan, only neighbours of the best plan are guessed."""
 
 MAIN_SHARE = 0.75
 """Share of the budget for the best plan. The rest is for the best plan of each family."""
@@ -64,7 +65,8 @@ FAMILY_MISSES = 3
 """Largest number of lines of one family that are explored if none of them fits."""
 
 SLOW_PASSES = 2**14
-"""Number of passes to simulate at which a line is ranked as if it were twice as slow."""
+"""A line whose forecast replays this many passes is ranked as if its step took twice as long, so that plans that take
+long to simulate come later."""
 
 RECENT = 8
 """Number of the most recent forecasts of a kind by which its guesses are corrected."""
@@ -98,7 +100,8 @@ def guess_lines(lines: Sequence[Candidate], costs: PassCosts) -> list[Guess | No
 def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> dict[str, PlanOutcome]:
     """Simulate plans of a line until the smallest share of recomputed blocks that fits is known.
 
-    Bytes are assumed to be linear in the share: with the slope of the guess after one forecast, through both after two.
+    Bytes are assumed to be linear in the share. After one forecast, the slope is that of the guess. After more, it is
+    the slope between the forecasts with the smallest and the largest share.
 
     Args:
         line: the line.
@@ -155,7 +158,11 @@ class Corrections:
             self._known[kind].append(correction)
 
     def expect(self, kinds: Sequence[Hashable]) -> float:
-        """Return the mean correction of a kind, or if none is known, the smallest correction of similar kinds."""
+        """Return the mean correction of the first kind, or if none is known, the smallest one of the second kind.
+
+        Args:
+            kinds: the kind of a guess, and a broader kind that includes it.
+        """
         kind, similar = kinds
         known = self._known.get(kind) or [min(self._known.get(similar) or [self._unknown])]
         return sum(known) / len(known)
@@ -181,7 +188,8 @@ class Goal:
         family: the family (None: all).
         best: seconds of the fastest plan that fits.
         missed: number of explored lines without a plan that fits.
-        fitting: heap of plans that fit and whose neighbours are not guessed yet, as (seconds, serial number, plan).
+        fitting: heap of plans that fit, or ran out of memory when they were run, and whose neighbours are not guessed
+            yet, as (seconds, serial number, plan).
         misses: heap of plans that do not fit and whose neighbours are not guessed yet, as (bytes, serial number, plan).
     """
 
@@ -204,7 +212,10 @@ class Goal:
             heappush(self.misses, (outcome.forecast.memory.unlimited, serial, outcome.candidate))
 
     def expand(self, slack: float) -> Candidate | None:
-        """Pop the plan whose neighbours are guessed next: the fastest, or if none fits the smallest (None: none)."""
+        """Pop the plan whose neighbours are guessed next (None: there is none).
+
+        It is the fastest plan, unless that is too slow. If no plan fits, it is the plan with the fewest bytes.
+        """
         if self.best == inf:
             return heappop(self.misses)[2] if self.misses else None
         near = self.best * (1 + (max(EXPANDED, slack) if self.family is None else 0.0))
@@ -224,7 +235,7 @@ class Search:
         workers: processes that guess and simulate plans.
         budget: limits of the search.
         on_progress: callback for progress reports.
-        change: resource of the problem that is doubled for the search.
+        change: resource of the problem that is doubled for the search ("": none).
         best: seconds of a known plan. Only faster plans are searched.
         slack: share by which a plan may be slower than the fastest one and is still simulated.
         families: whether to search for the fastest plan of each family too.
@@ -293,7 +304,9 @@ class Search:
             self.results.searched.add(name)
 
     def _reach(self, goal: Goal, budget: Budget) -> bool:
-        """Search until no line promises to be better. Return False if the budget is used up before.
+        """Search until no line promises to be better, or the goal gives up.
+
+        Returns False if the budget is used up before.
 
         The budget applies only after a plan that fits is known.
         """

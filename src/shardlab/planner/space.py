@@ -49,7 +49,7 @@ LEAST_SEQUENCE = 1024
 
 
 def meshes(problem: Problem) -> Iterator[Mesh]:
-    """Yield all meshes of all devices whose data-parallel ranks divide the batch. These ranks are all on `dp_shard`."""
+    """Yield all meshes of all devices whose data-parallel ranks divide the batch. `dp_replicate` is always 1."""
     limits, model, devices = problem.limits, problem.model, problem.cluster.size
     mixes = isinstance(model, MoE) or "ep" in limits.fixed  # the code that runs plans refuses the latter
     data_fixed = {"dp_shard", "dp_replicate"} & set(limits.fixed)
@@ -111,7 +111,10 @@ def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
 
 
 def stage_counts(layers: int, pp: int) -> tuple[int, ...]:
-    """Return the numbers of stages of each rank for which stages divide the layers; if `pp` does not, all up to 8."""
+    """Return the possible numbers of stages per rank, from 2.
+
+    With these, all stages have equally many layers. If `pp` does not divide the layers, they are all numbers up to 8.
+    """
     counts = range(2, layers // pp + 1)
     return tuple(each for each in counts if layers % (pp * each) == 0 or (layers % pp and each <= 8))
 
@@ -129,7 +132,7 @@ def recomputed_blocks(
             blocks.
 
     Raises:
-        UserError: if the model lacks a block, or the share of few blocks is all of them.
+        UserError: if the model lacks a block, or the share, rounded up to whole blocks, is all blocks.
     """
     if isinstance(recompute, tuple):
         named_blocks(recompute, model)

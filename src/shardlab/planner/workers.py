@@ -150,7 +150,7 @@ def workers(problem: Problem, count: int | None = None) -> Generator[Workers]:
 
 
 _in_worker: list[Workers] = []
-"""State of a worker process."""
+"""The `Workers` of a worker process, which answer in the process itself. The list is empty in other processes."""
 
 
 def _begin(problem: Problem) -> None:
@@ -165,7 +165,7 @@ def _answer_in_worker(question: Question[T], change: Change) -> T:
 
 
 class TimedQueries:
-    """Queries to workers, and waits for their answers, until a deadline.
+    """Sender of queries to workers, which waits for answers until a deadline.
 
     Args:
         problem: the problem.
