@@ -52,7 +52,7 @@ class Goal:
         prices: times of ops.
         memory: largest number of bytes on a rank; if the program already needs more, passes must not add to it.
         kept: sizes of values in memory (None: those of the program).
-        most: largest number of ops of replayed candidates; passes share them evenly.
+        most: largest number of ops of all replayed candidates together. Each pass has an equal share.
         least: smallest share of a step that a pass must gain, if its setting is not given and it saves no memory.
     """
 
@@ -75,10 +75,10 @@ class PassResult:
     Attributes:
         name: name of the pass ("": the program before the first).
         checked: the program after the pass.
-        end: end of the step.
+        end: end of the step, in the unit of the goal's prices.
         peak: bytes of the fullest rank.
         setting: the setting with which the pass has improved the program (None: it has not).
-        why_not: a clause with the reason why it has not.
+        why_not: a clause with the reason why the pass has not improved the program.
         applies: whether the pass had anything to do.
     """
 

@@ -20,17 +20,19 @@ class CanRun:
     Attributes:
         axes: supported axes of the mesh. Without dp_replicate, shards have no replicas.
         zero_stages: supported stages of ZeRO, 0 for data-parallel ranks without shards.
-        zero_stages_with_pp: the same with several pipeline ranks (empty: as without).
+        zero_stages_with_pp: supported stages of ZeRO with several pipeline ranks (empty: `zero_stages`).
         replicated_zero_stages: stages whose shards may have replicas over dp_replicate.
-        state_over_replicas: "never" if the optimizer's state is cut over the axes of parameters (or else gradients),
-            and "with gradients" if the state and gradients of ZeRO-3 may be cut over more axes together.
+        state_over_replicas: "never" if the optimizer's state must be cut over the same axes as the parameters (or
+            gradients, if parameters are whole). "with gradients" if it may be cut over more axes than the parameters,
+            as long as the gradients are cut over the same ones.
         shards_over_cp: whether shards of data-parallel ranks are also cut over cp.
-        gradients_with_pp: "whole" if a pipeline's ranks reduce sharded parameters' gradients once a step.
+        gradients_with_pp: "whole" if the ranks of a pipeline keep the gradients of sharded parameters whole, and reduce
+            them once a step.
         reshard_after, reshard_after_with_pp: times at which gathered parameters are freed (see `Plan.reshard_after`).
         sequence_parallel: whether tensor-parallel ranks cut sequences.
         schedules: pipeline schedules, by Shardlab's names.
         microbatches: by schedule, conditions on the microbatches of a data-parallel rank: "at least pp - 1", "at least
-            pp", "at least stages", "multiple of pp", and "multiple of rounds", of which there is one for each whole pp.
+            pp", "at least stages", "multiple of pp", and "multiple of rounds" (of `microbatches // pp`).
         pipeline_ranks: by schedule, the smallest number of pipeline ranks.
         stages: "even" if all stages must have the same number of blocks.
         recompute: supported recomputation: none, selective, full; first, uniform and every for first-N, uniform-N and

@@ -152,7 +152,7 @@ def _read(name: str) -> tuple[RunErrors, ...]:
 
 
 NAMED = 3
-"""Largest number of recipes or devices that a text names; of more, it gives the number."""
+"""Largest number of recipes or devices that a text names. If there are more, the text gives their number."""
 
 
 @dataclass(frozen=True)

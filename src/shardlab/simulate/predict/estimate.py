@@ -65,7 +65,8 @@ class Estimate:
     Attributes:
         traced: the program.
         times: start and end of every op.
-        memory: memory of each row.
+        memory: memory of each row of the program: of a rank, or in a folded program, of the rank that represents its
+            stage.
         place: function from a layer to its position in the model as text (None: layers only have numbers).
         beside: seconds of the step that belong to no op, in which no rank computes.
     """

@@ -1,9 +1,10 @@
 """Forecast of a step's time and memory for a plan, from as short a replay as possible.
 
 Two methods shorten the replay. `CompressedReplay` computes equal steps of a schedule once (see
-`shardlab.simulate.predict.compressed`). And only some of many microbatches are replayed: once the pipeline is full, a
-schedule is periodic, so `extrapolate` extends the time of a short step to that of the whole step. `forecast` returns
-time and memory, and `step_parts` divides the time into compute, waits for communication and idle time.
+`shardlab.simulate.predict.compressed`). If a step has many microbatches, only some of them are replayed: once the
+pipeline is full, a schedule is periodic, so `extrapolate` extends the time of a short step to that of the whole step.
+`forecast` returns time and memory, and `step_parts` divides the time into compute, waits for communication and idle
+time.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ LEAST_EFFECT = 0.01
 
 
 def switch_effects(workload: Workload, seconds: float) -> list[SwitchEffect]:
-    """Return the switches with an effect on a step's time, largest first; none for a program without a plan.
+    """Return the switches of the recipe with an effect on a step's time, the largest effect first.
+
+    A program without a plan, or with passes, has none.
 
     Args:
         workload: the step of a plan.

@@ -72,8 +72,8 @@ class DeviceMemory:
             it fails.
         capacity: memory of the device.
         safe: whether `unlimited` leaves the margin free that a chosen plan must leave (`memory_margin`).
-        logged_allocated, logged: the allocated and the reserved bytes that the framework logs, for the fullest device
-            or the first rank.
+        logged_allocated, logged: the allocated and the reserved bytes that the framework logs: those of the first rank
+            if the recipe has `logs_first_rank`, or else those of the fullest device.
     """
 
     allocated: float

@@ -1,4 +1,4 @@
-"""Seconds: the kernels of a model's layers on a cluster's device, and communication on its links."""
+"""Prices in seconds: kernels of a model's layers on a cluster's device, and communication on the cluster's links."""
 
 from __future__ import annotations
 
@@ -130,9 +130,10 @@ class ClusterPrices(Prices):
     def again_seconds(self, layer: int, sequences: int, tokens: int, slices: int) -> float:
         """Return the seconds in which the backward pass of a layer recomputes values inside blocks.
 
-        Per op, torchtitan keeps every second product. Shardlab's model fuses queries, keys and values, and gate and up,
-        so half of each is run again. Modules and policies run their primitives again, with their communication: sums
-        over tensor-parallel ranks, and exchanges between experts' ranks. Sums of experts' slices are left out.
+        With per-op recomputation, torchtitan keeps every second product. Shardlab's model fuses queries, keys and
+        values, and gate and up, so half of each is run again. Modules and policies run their primitives again, with
+        their communication: sums over tensor-parallel ranks, and exchanges between experts' ranks. Sums of experts'
+        slices are left out.
 
         Args:
             layer, sequences, tokens, slices: as in `Model.kernels`.

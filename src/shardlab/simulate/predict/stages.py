@@ -10,7 +10,8 @@ def modules_of_stages(model: Blocks, stages: int) -> list[list[str]] | None:
 
     The result is None if the last stage would have no module.
 
-    A module goes to the current stage, which ends with the module whose cost brings the sum above the stage's share.
+    A module goes to the current stage. The stage ends with the module that brings the cost of all modules so far above
+    the share of all stages so far.
     Costs are those of `get_block_compute_costs`: the parameters of a block's matrices, and of the head's.
     """
     block = 4 * model.hidden_size**2 + 3 * model.hidden_size * _ffn_of(model)

@@ -62,10 +62,10 @@ class Workload:
         precision: dtypes and bytes of weights, gradients and optimizer state.
         trace: function that traces and checks the program of all ranks (None: trace the plan, with its identical ranks
             folded).
-        columns: whether that program needs every matrix cut by columns.
+        columns: whether the program of `trace` needs every matrix cut by columns.
         recipe: how the framework runs the step.
         optimizer: the optimizer, which sets the size of the state.
-        ema: whether that state includes an exponential moving average of the weights.
+        ema: whether the optimizer state includes an exponential moving average of the weights.
         passes: names of the tape passes (None: those of the plan, if it names any).
         tiles: number of tiles of a layer, for the pass `tile`.
         clips: whether programs that can clip compute the gradient's norm, unless `passes` exclude it.
@@ -219,7 +219,7 @@ class Workload:
         """Seconds of the step that belong to no op, from the recipe.
 
         Every step takes the recipe's `step_seconds`. If parameters are gathered after the optimizer's step, the host
-        copies each rank's slice of each parameter; each rank of a pipeline counts with the mean of the parameters.
+        copies each rank's slice of each parameter. The parameters count as evenly distributed over pipeline ranks.
         """
         kernels, plan = self.recipe.kernels, self.plan
         if not isinstance(plan, Plan) or not kernels.gathered_copy_seconds:

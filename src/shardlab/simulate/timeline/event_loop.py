@@ -165,7 +165,8 @@ class IdleLog:
     def __init__(self) -> None:
         self.until = 0.0
         self._starts, self._totals = list[float](), [0.0]
-        self._patterns: list[tuple[float, IdlePattern | None]] = []  # end of an interval, or a pass and its start
+        # (end of an interval, None) or (start of a pass, its pattern)
+        self._patterns: list[tuple[float, IdlePattern | None]] = []
 
     def append(self, since: float, until: float) -> None:
         """Add an interval."""
