@@ -32,8 +32,8 @@ class Passes:
         needs: for each pass, the passes that it needs, each with the smallest time from its end to the start of the
             pass.
         readers: for each pass, the passes that need it.
-        memory: change of the rank's memory by each pass: positive for a forward pass, negative for the halves of a
-            backward pass.
+        memory: change of the rank's memory by each pass: `activation` for a forward pass, `kept_memory - activation`
+            for an input half, and `-kept_memory` for a weight half (see `StageCosts`).
     """
 
     def __init__(self, problem: ScheduleProblem) -> None:

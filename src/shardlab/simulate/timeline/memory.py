@@ -4,7 +4,7 @@ A `MemoryLedger` counts the bytes that a rank holds, by purpose, and their peak.
 
 - `TapeMemory` follows a tape op by op. It first adds the outputs of an op, then compares the sum with the peak, and
   then frees the values that are not needed any more. Like the executor, it knows which values lie in the memory of
-  others.
+  other values, and so take none of their own.
 - A compressed rank (`shardlab.simulate.predict.compressed.rank`) has no tape. Its verbs add and free values in the same
   order, and the passes of layers are `MemoryChange`s that were measured on the tape of a sample. So every compressed
   step is a `MemoryChange` as well, and the ledger of a whole schedule is the sum of its steps.
