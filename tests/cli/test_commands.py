@@ -28,6 +28,12 @@ def test_an_unknown_command_is_answered_with_what_was_meant(word: str, meaning: 
     assert capsys.readouterr().err == f"shardlab: there is no command {word!r}; {meaning} {lists}\n"
 
 
+@pytest.mark.parametrize(("command", "says"), [("learn", "(default: watch)"), ("data", "(required)")])
+def test_the_help_says_whether_a_subcommand_is_required(command: str, says: str, capsys: Captured) -> None:
+    assert main([command, "--help"]) == 0
+    assert says in capsys.readouterr().out
+
+
 def test_an_unknown_command_of_the_course_is_answered_with_what_was_meant(capsys: Captured) -> None:
     assert main(["learn", "check"]) == 2
     assert "there is no command 'check'; did you mean watch? (shardlab learn --help lists" in capsys.readouterr().err

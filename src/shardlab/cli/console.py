@@ -327,11 +327,12 @@ def help_view(name: str, kind: type[Any]) -> type[Any]:
     """
     if "what" in (hints := get_type_hints(kind, include_extras=True)):  # a command of several commands
         union, *about = get_args(hints["what"])
-        views = tuple(
-            Annotated[help_view(subcommand.name, command), subcommand]
-            for command, subcommand in map(get_args, get_args(union))
-        )
-        return _dataclass_like(kind, [("what", Annotated[(Union[views], *about)], field())])  # noqa: UP007
+        commands = dict(map(get_args, get_args(union)))
+        views = {command: help_view(subcommand.name, command) for command, subcommand in commands.items()}
+        choices = tuple(Annotated[views[command], subcommand] for command, subcommand in commands.items())
+        (what,) = [each for each in fields(kind) if each.name == "what"]
+        default = field() if what.default_factory is MISSING else field(default_factory=views[what.default_factory])
+        return _dataclass_like(kind, [("what", Annotated[(Union[choices], *about)], default)])  # noqa: UP007
     options = list(_options(kind))
     positional = [option for option in options if option.is_positional]
     named = {option.name: option for option in options if not option.is_positional}
