@@ -328,7 +328,8 @@ class Train:
         if prompt is not None and not corpus.tokenizer.encode([prompt.encode(errors="surrogateescape")])[0].size:
             raise UserError(f"--prompt {prompt!r} has no tokens in the data's vocabulary; give another")
         timeout = config.train.timeout
-        joining = Rendezvous(self.bind, torch_limit(timeout), start_limit(timeout), config.train.compile)
+        dynamo = config.train.compile or config.logging.trace
+        joining = Rendezvous(self.bind, torch_limit(timeout), start_limit(timeout), dynamo)
         if planned is not None and len(planned.runs) > 1:
             heartbeat.doing = "plans in turns"
             fast = measure_fastest(planned, run, self._check_run, joining, tell=tell)

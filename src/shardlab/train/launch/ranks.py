@@ -82,8 +82,8 @@ class Rendezvous:
         bound: bind each rank to separate CPUs.
         timeout: time after which a rank that waits for another fails.
         start: the same limit while the ranks of a launcher connect.
-        dynamo: import torch._dynamo once for all ranks that are started here; torch.compile and the classes of
-            torch.optim need it.
+        dynamo: import torch._dynamo once for all ranks that are started here; torch.compile, the classes of torch.optim
+            and the tracker of a trace's memory need it. Imported by each rank in a step, it takes seconds.
     """
 
     bound: bool = False
