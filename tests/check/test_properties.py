@@ -362,9 +362,7 @@ def test_tracing_and_the_check_give_every_value_one_spec(shape: Shape) -> None:
     checked = check(world.run(program_of(shape)))
     for rank, specs in zip(world.ranks, checked.specs, strict=True):
         values = enumerate(rank._values)
-        believed = {
-            number: value if isinstance(value, Spec) else value.spec for number, value in values if value is not None
-        }
+        believed = {number: value if isinstance(value, Spec) else value.spec for number, value in values}
         assert believed == {number: specs[number] for number in believed}
 
 

@@ -268,7 +268,10 @@ MISSING: list[tuple[Callable[[Rank], object], str]] = [
     (lambda rank: rank.activations[7, 1], "the store has the keys (0, 0), (0, 1), use one of these"),
     (lambda rank: rank.opt_states["s"], "the store is empty, first write rank.opt_states['s'] = value"),
     (lambda rank: rank.grad_weights[0], "begin the sum with rank.accumulate(gradient)"),
-    (lambda rank: rank.activations[1, 0], "activations[1] (microbatch 0) was freed on this rank, keep it in the store"),
+    (
+        lambda rank: rank.activations[1, 0],
+        "activations[1] (microbatch 0) was freed on this rank, keep it under this key",
+    ),
     (lambda rank: rank.activations[1, 1], "the store has the keys (0, 0), (0, 1), use one of these"),
 ]
 

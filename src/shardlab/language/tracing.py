@@ -20,7 +20,7 @@ from shardlab.common.user_code import VALUES_PER_COUNT, OpCount
 from shardlab.language.mesh import AXES, WORLD, Group, Mesh, group_of
 from shardlab.language.ops import COLLECTIVES, OpKind
 from shardlab.language.rendezvous import Channels, OpenCollectives
-from shardlab.language.rules.kinds import ROW_KINDS, Holds, Kind, bits, mask_of
+from shardlab.language.rules.kinds import ROW_KINDS, WHOLE, Holds, Kind, bits, mask_of
 from shardlab.language.rules.layer_rules import Rules
 from shardlab.language.rules.spec import Spec
 from shardlab.language.sizes import Sizes
@@ -160,9 +160,9 @@ class Tracer(ABC):
             if (
                 isinstance(spec, Spec)
                 and (spec.kind, spec.layer) == (kind, layer)
-                and (not more or more[0] in bits(spec.microbatches))
+                and (not more or (spec.holds is WHOLE and more[0] in bits(spec.microbatches)))
             ):
-                return f"{spec} was freed on this rank, keep it in the store until its last use"
+                return f"{spec} was freed on this rank, keep it under this key until its last use"
         return ""
 
     def require_storable(self, kind: Kind, key: Hashable, value: object) -> None:

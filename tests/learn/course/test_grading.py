@@ -133,7 +133,7 @@ def test_ranks_that_would_hang_are_reported_with_their_lines(tmp_path: Path) -> 
 def test_an_error_that_is_no_typical_mistake_gets_no_advice_of_one(entry: CourseEntry) -> None:
     for sentence in (
         f"{entry.name}.py:35: rank 0, op 14: the program raised NameError: name 'x' is not defined; fix it there.",
-        f"{entry.name}.py:35: rank 0, op 9: weights[77] does not exist; the store has the keys 0, use one of these.",
+        f"{entry.name}.py:35: rank 0, op 9: weights[77] does not exist; the store has only the key 0, use it.",
         f"{entry.name}.py:35: rank 0, op 14 has not come within 2 s of CPU time; let the loop end.",
         f"{entry.name}.py:35 cannot be run: SyntaxError: expected ':'",
         f"the schedule {entry.name}, rank 0, line 35: TypeError: unsupported operand.",
