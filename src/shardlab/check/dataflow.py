@@ -172,9 +172,10 @@ def check_rank_ending(state: RankState) -> None:
             state.refuse("frozen and not kept", given, "keep the weight that is loaded in a store", loaded)
         if final not in left:
             made = final in state.specs.values()
-            why = "which was made and not kept" if made else "which an update of what is loaded here makes"
-            given = f"the step ends without {final}, {why}"
+            given = f"the step ends without {final}, which was made and not kept"
             remedy = "keep the slice in its store" if made else "update every slice that is loaded, once"
+            if not made:
+                given = f"what is loaded here is never updated: the step ends without {final}"
             state.refuse("not kept", given, remedy, loaded)
     end = len(state.ops)
     for number, spec in state.live.items():

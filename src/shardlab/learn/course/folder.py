@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from shardlab.common.calls import public
 from shardlab.common.errors import Refused, UserError, why_unreadable
 from shardlab.common.files import write_atomically
 from shardlab.common.memory import memory_limit
@@ -263,6 +264,7 @@ class CourseFolder:
         self.starts[entry.name] = _hash(entry.start_text.encode())
 
 
+@public
 def check(exercise: int | str, solution: Any) -> ExerciseGrade:
     """Grade a solution of the exercise with a number or name, and record in the course folder if it is passed.
 
@@ -270,7 +272,7 @@ def check(exercise: int | str, solution: Any) -> ExerciseGrade:
     shows the result as text with a picture.
 
     Raises:
-        UserError: for an exercise that does not exist.
+        UserError: for an exercise that does not exist, and for wrong arguments.
     """
     entry = catalogue.find(exercise)
     result = grade(entry.exercise, solution)

@@ -408,7 +408,9 @@ def _never_awaited(checked: Checked) -> str:
 
 
 def _general_advice(result: ExerciseGrade) -> str:
-    """Return the advice for a missed goal that matches no mistake; empty for refusals and techniques."""
+    """Return the advice for a missed goal, or an update that is missing, that matches no mistake; otherwise ""."""
+    if "is never updated" in result.finding:
+        return "which part of the step is still missing? Every layer that is loaded is updated at the end."
     if result.stage != "goals" or result.checked is None or result.timeline is None:
         return ""
     exercise, checked = result.exercise, result.checked

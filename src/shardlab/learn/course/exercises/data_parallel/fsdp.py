@@ -144,7 +144,7 @@ EXERCISE = Exercise(
         ),
     ),
     hints=(
-        "The backward loop is that of exercise 8, with one more line. The updates come after it.",
+        "The backward loop is that of exercise 8, with one more line. A layer can be updated in it, or after it.",
         "Gather, backward, then reduce-scatter the new gradient, in every turn of the loop. An update takes shards of "
         "gradient, weight and state.",
         "`grad_weight, rank.grad_activations[l] = rank.backward(...)`, then `rank.grad_weights[l] = await "

@@ -124,6 +124,15 @@ EXERCISE = Exercise(
             "away?",
         ),
         Mistake(
+            "ranks receive from the neighbour to which they send",
+            (
+                "chunks.pop((l, give)), to=(me + 1) % n, source=(me - 1) % n)",
+                "chunks.pop((l, give)), to=(me + 1) % n, source=(me + 1) % n)",
+            ),
+            r"deadlock.*waits in recv",
+            "on a ring, a rank sends to one neighbour and receives from the other. To whom does its source send?",
+        ),
+        Mistake(
             "the wrong chunk is added",
             ("give, add = (me - hop) % n, (me - hop - 1) % n", "give, add = (me - hop) % n, (me - hop - 2) % n"),
             r"add\(.*gave slice ",
