@@ -145,6 +145,7 @@ def test_all_goals_that_are_missed_are_named() -> None:
     missed = grade(bare("ddp", goals=Goals("a test", time=1, memory=1, sent=1)), DDP.solution)
     assert missed.finding.count(";") == 2
     assert "too much is sent: 786,432, goal 1" in missed.finding
+    assert repr(missed).count("   missed\n") == 3
     assert [row.name for row in missed.rows() if row.missed] == ["time", "peak memory", "elements sent"]
 
 

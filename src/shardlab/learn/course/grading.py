@@ -160,7 +160,10 @@ class ExerciseGrade:
         return grade_html(self.title, self.verdict, self.rows(), picture)
 
     def __repr__(self) -> str:
-        rows = [f"  {row.name:<15}{row.value:>14}   goal {row.goal or '-':>14}" for row in self.rows()]
+        rows = [
+            f"  {row.name:<15}{row.value:>14}   goal {row.goal or '-':>14}{'   missed' * row.missed}"
+            for row in self.rows()
+        ]
         return "\n".join([self.title, *rows, self.verdict])
 
 
