@@ -171,11 +171,10 @@ def check_rank_ending(state: RankState) -> None:
             given = f"the step ends without {final}; no rank loads an optimizer state of layer {layer}, so it is frozen"
             state.refuse("frozen and not kept", given, "keep the weight that is loaded in a store", loaded)
         if final not in left:
-            made = final in state.specs.values()
-            given = f"the step ends without {final}, which was made and not kept"
-            remedy = "keep the slice in its store" if made else "update every slice that is loaded, once"
-            if not made:
+            given, remedy = f"the step ends without {final}, which was made and not kept", "keep the slice in its store"
+            if final not in state.specs.values():
                 given = f"what is loaded here is never updated: the step ends without {final}"
+                remedy = "update every slice that is loaded, once"
             state.refuse("not kept", given, remedy, loaded)
     end = len(state.ops)
     for number, spec in state.live.items():

@@ -191,15 +191,16 @@ class Store(MutableMapping[Hashable, Value]):
 
     def _missing(self, key: Hashable) -> Refused:
         keys = listed_keys(self._values)
-        has = f"the store has the keys {keys}, use one of these"
-        if len(self._values) == 1:
-            has = f"the store has only the key {keys}, use it"
         if reason := self._rank.why_missing(self.kind, key):
             has = reason
         elif self.kind is Kind.GRAD_WEIGHT and not isinstance(key, tuple):
             has = "begin the sum with rank.accumulate(gradient)"
         elif not keys:
             has = f"the store is empty, first write rank.{self.name}[{key!r}] = value"
+        elif len(self._values) == 1:
+            has = f"the store has only the key {keys}, use it"
+        else:
+            has = f"the store has the keys {keys}, use one of these"
         missing = MissingKey("unknown key", "", f"{self.name}[{key!r}] does not exist", has)
         return missing.at(self._rank.index, len(self._rank.ops))
 

@@ -262,8 +262,9 @@ def _accepted_arguments(error: str) -> str:
     if found is None or not inspect.isfunction(verb):
         return ""
     _, *parameters = inspect.signature(verb).parameters.values()
-    words = {each: each.name if each.kind is not each.KEYWORD_ONLY else f"{each.name}=..." for each in parameters}
-    required = [word for each, word in words.items() if each.default is each.empty]
+    required = [
+        f"{each.name}{'=...' * (each.kind is each.KEYWORD_ONLY)}" for each in parameters if each.default is each.empty
+    ]
     optional = [each.name for each in parameters if each.default is not each.empty]
     others = f", and it also takes {', '.join(optional)}" if optional else ""
     near = TORCH_ARGUMENTS.get(found[2] or "")

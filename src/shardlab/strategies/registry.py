@@ -124,6 +124,10 @@ class StrategyEntry:
             return replace(self, passes=passes)
         return entry_from_plan(replace(self.plan(ranks), passes=passes), self.name)
 
+    def on_mesh(self, mesh: Mesh) -> StrategyEntry:
+        """Return the strategy for the ranks of one mesh."""
+        return replace(self, mesh={mesh.world: mesh}.__getitem__)
+
     def for_job(self, ranks: int) -> str | Plan:
         """Return the name or the plan from which another process can load this strategy."""
         return self.name if self.plan is None else self.plan(ranks)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.common.errors import suggest_name
+from shardlab.common.errors import error_text, suggest_name
 from shardlab.common.fields import SHORTEST_SECONDS
 from shardlab.common.text import listed
 from shardlab.common.user_code import at_line, line_of_error
@@ -192,7 +192,7 @@ class UserCallback(Callback):
             if isinstance(error, KeyError) and keys is not None and error.args[0] not in keys:
                 hint = f"; {suggest_name(str(error.args[0]), keys)}"
             where = f"the callback {self._name} failed in {method}{at_line(line_of_error(error))}"
-            raise UserError(f"{where}: {type(error).__name__}: {error}{hint}") from error
+            raise UserError(f"{where}: {error_text(error)}{hint}") from error
 
 
 class Display(Protocol):

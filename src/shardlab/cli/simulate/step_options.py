@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
@@ -176,8 +176,7 @@ class StepOptions:
         layers, microbatches = entry.default_layers(ranks, at_least=1 if self.costs else 4), 4
         if exercise is not None:
             layers, microbatches = exercise.layers, exercise.microbatches
-            meshes = {size: exercise.mesh}
-            entry = replace(entry, mesh=meshes.__getitem__) if ranks == size else entry
+            entry = entry.on_mesh(exercise.mesh) if ranks == size else entry
         if "layers" in request.model_fields:
             layers = request.model_fields["layers"]
             check_field("layers", layers, COUNT, None)

@@ -210,7 +210,7 @@ class ProgramEditor(FileEditor):
     def _judged(self, text: str) -> Judgement:
         entry, ranks = load(f"{self._path}:{self.function}"), self.mesh.world
         if entry.mesh is data_parallel_mesh:
-            entry = replace(entry, mesh={ranks: self.mesh}.__getitem__)
+            entry = entry.on_mesh(self.mesh)
         proof = checked(entry, ranks, self.sizes, self.microbatches)
         return Judgement("", legal=True, step=_step(self.name, proof, self.costs), files={self._path.name: text})
 
