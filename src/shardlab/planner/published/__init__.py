@@ -1,5 +1,5 @@
-"""Published runs: errors of predictions, and of the choices that they make, relative to published measurements.
+"""Comparison of predictions with published runs: their time, memory, and the configurations that predictions choose.
 
 Read `records` (the fields of a run in a file), `reading` (conversion of a run to model, plan, cluster and recipe),
-`predict` (predictions and their errors) and `grade` (how fast the configurations that predictions choose are).
+`predict` (predictions and their errors) and `grade` (measured speed of the configuration with the best prediction).
 """

@@ -1,8 +1,8 @@
-"""Grades of the planner: how fast is the configuration that predictions choose among measured configurations?
+"""Grades of the planner: how fast is the configuration that predictions choose, compared with the fastest one?
 
-A cell is a model on a number of devices, with all of its configurations that were tried. Configurations that crashed
-can be chosen, but have no speed. `predict_plan` predicts one configuration, `group_cells` groups them into cells, and
-`Grades.of` computes the figures.
+A cell is a model on a number of devices, with all configurations that a source has tried for it. Configurations that
+crashed are ranked too, but have no measured speed. `predict_plan` predicts one configuration, `group_cells` groups
+configurations into cells, and `Grades.of` computes the figures.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GradedCell:
 
     @property
     def ranking(self) -> list[TriedPlan]:
-        """Configurations in predicted order: the safe ones; if there are none, those that fit; else all legal ones."""
+        """Configurations with a prediction, fastest first: the safe ones; if none is safe, those that fit; else all."""
         legal = [each for each in self.candidates if each.predicted]
         some = [each for each in legal if each.safe] or [each for each in legal if each.fits] or legal
         return sorted(some, key=lambda each: -(each.predicted or 0.0))
@@ -68,24 +68,24 @@ class GradedCell:
 
     @property
     def regret(self) -> float:
-        """Share of the best speed by which the chosen configuration is slower."""
+        """Difference of the best speed and that of the chosen configuration, as a share of the best speed."""
         return self._lost(self._ran[:1])
 
     @property
     def regret_of_first(self) -> float:
-        """Share of the best speed by which the best of the first few configurations is slower."""
+        """Regret of the fastest of the first `FIRST` configurations of the ranking that ran."""
         return self._lost(self._ran[:FIRST])
 
     @property
     def rank_correlation(self) -> float | None:
-        """Spearman correlation of predicted and measured speeds (None: fewer than two ran)."""
+        """Spearman correlation of predicted and measured speeds (None: fewer than two ran, or all are equally fast)."""
         ran = [(each.predicted, each.measured) for each in self.candidates if each.predicted and each.measured]
         with suppress(StatisticsError):  # all ranks are equal
             return correlation(_ranks([one for one, _ in ran]), _ranks([other for _, other in ran]))
 
     @property
     def good(self) -> list[TriedPlan]:
-        """Configurations with a prediction whose speed is at least `GOOD` times the best speed."""
+        """Configurations that have a prediction, and a measured speed of at least `GOOD` times the best speed."""
         least = GOOD * (self.best.measured or 0.0)
         return [each for each in self.candidates if each.measured and each.predicted and each.measured >= least]
 
@@ -112,12 +112,12 @@ class Grades:
 
     Attributes:
         cells: number of cells.
-        regret, regret_of_first: mean regret of the chosen configuration, and of the best of the first few.
-        first_runs: number of cells in which the first choice ran.
-        time, memory: mean sizes of the errors of good configurations.
-        time_bias, memory_bias: mean signed errors.
-        refused: share of the configurations that ran although they are predicted not to fit.
-        seconds: mean duration of a prediction.
+        regret, regret_of_first: mean of `GradedCell.regret`, and of `GradedCell.regret_of_first`.
+        first_runs: number of cells in which the first configuration of the ranking ran.
+        time, memory: mean sizes of the relative errors of the predicted time and memory of good configurations.
+        time_bias, memory_bias: means of the same errors with their signs, positive if predictions are too large.
+        refused: share of the configurations that ran which are predicted not to fit.
+        seconds: mean CPU seconds of a prediction.
     """
 
     cells: int
@@ -177,12 +177,12 @@ class TriedPlan:
         predicted: predicted tokens/s of each device (None: there is no prediction).
         bytes: predicted bytes of the fullest device, counted in the same way as the measured ones.
         fits: whether the prediction fits into memory.
-        safe: whether the prediction leaves the margin free.
+        safe: whether the prediction leaves the margin of memory free that a plan must leave to be chosen.
         assumed: assumptions of the prediction about values that the row does not have.
         reason: why there is no prediction.
         breaks_limit: whether the reason is a limit of the framework. Otherwise, the numbers of the row do not form a
             plan.
-        seconds: duration of the prediction.
+        seconds: CPU seconds of the prediction.
     """
 
     id: str

@@ -33,10 +33,10 @@ class Prediction:
     """Predicted figures of a run.
 
     Attributes:
-        seconds: seconds of a step (None: not predicted).
-        bytes: bytes on the fullest GPU, counted as they were measured (with or without allocator and CUDA).
-        fits: whether everything fits into the GPU's memory.
-        held: memory of that GPU, by each way of counting (None: only the memory of the model's state is predicted).
+        seconds: seconds of a step, or of one block if the run measured a block (None: not predicted).
+        bytes: bytes on the fullest GPU, counted in the same way as the measured bytes (see `records.Memory`).
+        fits: whether the step fits into the GPU's memory.
+        held: memory of the fullest GPU, by each way of counting (None: only the model state's memory is predicted).
     """
 
     seconds: float | None
@@ -46,7 +46,7 @@ class Prediction:
 
 
 def predict(run: PublishedRun) -> Prediction:
-    """Predict a step of a run."""
+    """Predict a step of a run, or one block if the run measured a block."""
     if run.measured.of_block:
         alone = forecast(with_microbatches(run.workload, 1)).memory
         return Prediction(_block_seconds(run), measured_as(run.measured.memory, alone), True, alone)
@@ -56,14 +56,14 @@ def predict(run: PublishedRun) -> Prediction:
 
 
 def measured_as(memory: Memory, held: DeviceMemory) -> float:
-    """Return the bytes on the fullest GPU, counted as in a run's measurement."""
+    """Return the predicted bytes on the fullest GPU, counted as a measurement with this content counts them."""
     return {"allocated": held.logged_allocated, "reserved": held.logged}.get(memory, held.total)
 
 
 def _block_seconds(run: PublishedRun) -> float:
     """Return the seconds that one more block adds to a step of one microbatch, without its update."""
     recipe = run.workload.recipe
-    recipe = replace(recipe, kernels=replace(recipe.kernels, update_bytes=1e-9))  # such a kernel is still launched
+    recipe = replace(recipe, kernels=replace(recipe.kernels, update_bytes=1e-9))  # its kernels are still launched
 
     def step(blocks: int) -> float:
         model = replace(run.workload.model, layers=blocks)
@@ -126,7 +126,7 @@ def _short(source: str) -> str:
 
 
 def _state(row: dict[str, Any]) -> Prediction:
-    """Predict the memory of a row that only has the model state of a number of parameters."""
+    """Predict the memory of the model state for a row that measured only that (see `StateRecord`)."""
     state = records.parse(StateRecord, records.section(row, "model") | records.section(row, "parallelism"))
     bytes = sum(model_state(zero_plan(state.dp, state.zero_stage), state.params, find_precision("fp16")))
     return Prediction(None, bytes, True)
@@ -183,7 +183,7 @@ class ErrorSummary:
 
 
 def errors_by_source(outcomes: Sequence[Outcome], figure: Figure) -> dict[str, ErrorSummary]:
-    """Return the errors of each source in the order of the file, and of all sources together."""
+    """Return the summary of the errors of each source, in the order of the file, and of all sources as "all"."""
     grouped: dict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
         if (error := outcome.error(figure)) is not None:
@@ -194,7 +194,7 @@ def errors_by_source(outcomes: Sequence[Outcome], figure: Figure) -> dict[str, E
 
 
 def worst_errors(outcomes: Sequence[Outcome], figure: Figure, count: int) -> list[tuple[float, Outcome]]:
-    """Return the runs with the largest errors, largest first."""
+    """Return the `count` largest errors, each with its run, largest first."""
     errors = [(error, outcome) for outcome in outcomes if (error := outcome.error(figure)) is not None]
     return sorted(errors, key=lambda each: -abs(each[0]))[:count]
 
@@ -209,7 +209,7 @@ def wrong_fits(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def group_assumptions(runs: Iterable[tuple[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Return the assumptions of predictions, each with the ids of its runs, from ids with their assumptions."""
+    """Return the ids of the runs that make each assumption. `runs` has the id and the assumptions of each run."""
     grouped: dict[str, list[str]] = {}
     for run, assumed in runs:
         for phrase in assumed:

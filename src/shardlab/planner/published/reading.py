@@ -1,7 +1,8 @@
 """Conversion of a published run to a workload of the simulator: model, plan, cluster, batch and recipe.
 
-`read_run` converts a row of a file. `find_name` finds names inside of texts of a row. Values that a row does not have
-are assumed, and `assumptions` lists these assumptions.
+A row is the JSON object of one run in a file (see `records`). `read_run` converts a row, and `find_name` finds known
+names, such as that of a GPU, in a row's texts. Values that a row does not have are assumed, and `assumptions` lists
+these assumptions.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ DTYPES = {name: name for name in ("fp8", "mxfp8", "bf16", "bf16-params", "fp16",
     "float16": "fp16",
     "float32": "fp32",
 }
-"""Names of precisions without the dtype of gradients, by their names in files."""
+"""Shardlab's names of precisions, without the dtype of gradients, by their names in files."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ def workload_of(record: RunRecord, recipe: Recipe) -> Workload:
 
     Raises:
         Unknown: if a name is unknown.
-        Incomplete: if its numbers do not fit together.
-        UserError: if no plan or model has such sizes.
+        Incomplete: if the run's numbers do not fit together.
+        UserError: if no plan or model can have the run's sizes.
     """
     recompute = _recompute_of(record, recipe)
     zero = max(recipe.defaults.zero_stage, record.parallelism.zero_stage or 0)
@@ -144,7 +145,10 @@ def _recompute_of(record: RunRecord, recipe: Recipe) -> Any:
 
 
 def recipe_of(record: RunRecord) -> Recipe:
-    """Return the recipe of the run's framework, or of a framework that its source names, or else a usual one.
+    """Return the recipe of the run's framework.
+
+    If the run has no framework, the text `source` is searched for one. If it names none either, the framework is the
+    usual one for the device and the ZeRO stage.
 
     Raises:
         Unknown: if the framework or the device is unknown. The message suggests the nearest name.
@@ -156,7 +160,7 @@ def recipe_of(record: RunRecord) -> Recipe:
 
 
 def _known(find: Callable[[str], T], name: str) -> T:
-    """Return the recipe, device or link with a name that a run has."""
+    """Return the recipe, device or link that `find` returns for a name in a run, or raise `Unknown`."""
     try:
         return find(name)
     except UserError as error:
@@ -171,7 +175,7 @@ def _find_word(text: str, names: Iterable[str], unknown: str) -> str:
 
 
 def _usual(record: RunRecord) -> str:
-    """Return the usual recipe for the device's generation, for FSDP or for Megatron."""
+    """Return the name of the usual recipe: of FSDP or DeepSpeed for ZeRO-3, else of Megatron; newer with FP8 units."""
     sharded, recent = record.parallelism.zero_stage == 3, "float8" in device_of(record.hardware).flops
     if sharded:
         return "fsdp2" if recent else "deepspeed"
@@ -221,7 +225,7 @@ def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
     written, parallelism = record.model, record.parallelism
     vocabulary, to = written.vocab or recipe.defaults.vocab_size, 128 * parallelism.tp
     tied = bool(written.tied_embeddings) and zero < 3
-    if written.tied_embeddings is None and parallelism.pp > 1:  # stages of half a block need half-blocks
+    if written.tied_embeddings is None and parallelism.pp > 1:  # a tied model has half-blocks, as stages of half a block need
         each = 2 if _schedule(record) == "zb-v" else parallelism.interleave_v or 1
         tied = written.layers + 2 == parallelism.pp * each
     common: dict[str, Any] = {
@@ -288,8 +292,8 @@ def plan_of(record: RunRecord, mesh: Mesh, zero: int, recipe: Recipe, model: Blo
 
 
 BY_HAND = {"zb-1p": "zb-h1", "zb-2p": "zb-h2"}
-"""Handcrafted schedules in place of those that the Zero Bubble paper searches within the same memory (Qi et al. 2023,
-arXiv 2401.10241, sections 3 and 5). A prediction lists this as an assumption."""
+"""Handcrafted schedules that stand in for ZB-1p and ZB-2p, which the Zero Bubble paper finds by a search within the
+same memory (Qi et al. 2023, arXiv 2401.10241, sections 3 and 5). A prediction lists this as an assumption."""
 
 
 def _schedule(record: RunRecord) -> str | None:
@@ -321,8 +325,9 @@ def precision_of(record: RunRecord, recipe: Recipe) -> Precision:
 def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool) -> tuple[int, ...]:
     """Return the `layers_per_stage` of a plan.
 
-    If the blocks do not divide, but two more would, the first and the last stage have one block fewer, since embedding
-    and head take time as well (Megatron's standalone embedding; Llama 3, arXiv 2407.21783, section 3.3.2).
+    If the number of stages divides the number of blocks plus two, but not the number of blocks, the first and the last
+    stage have one block fewer, since embedding and head take time as well (Megatron's standalone embedding; Llama 3,
+    arXiv 2407.21783, section 3.3.2).
 
     >>> layers_per_stage(10, 4, fewer_at_ends=True, halves=False)
     (2, 3, 3, 2)
@@ -334,7 +339,7 @@ def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool
         halves: whether the plan counts half-blocks: two for each block, and one for the head.
     """
     each, rest = divmod(blocks + 2, stages)
-    if each == 1 and not rest and halves:  # the ends have no block, so they get half of a block of their neighbours
+    if each == 1 and not rest and halves:  # no block is left for the ends: half of one to the first, the head to the last
         pairs = 2 * blocks - 1
         return (1, *_even(pairs, stages - 2), 1)
     if each > 1 and not rest and (fewer_at_ends or blocks % stages):
@@ -362,7 +367,7 @@ NETWORKS = {"efa": ("efa-100", 4)}
 _INSIDE = {re.split(r"[^a-z]", name)[0] for node in NODES.values() for name in (node.intra_node, node.host, "nvme")}
 
 BETWEEN = [name for name in LINKS if re.split(r"[^a-z]", name)[0] not in _INSIDE]
-"""Links between nodes. Other links in a text are within nodes."""
+"""Names of links of kinds that connect only nodes. In a text, names of other kinds usually mean links inside nodes."""
 
 
 def network_in(text: str | None) -> tuple[str, int] | None:
@@ -398,9 +403,10 @@ def nics_in(text: str | None) -> int | None:
 
 
 def find_name(text: str | None, names: Iterable[str]) -> str | None:
-    """Find a known name whose words are all in a text: the first one, or of names with the same beginning the longest.
+    """Find a known name whose words are all in a text (None: there is none).
 
-    The second part of a compound is not a name: Megatron-DeepSpeed is not DeepSpeed.
+    If there are several, the one that begins first in the text is returned, and the longest of those that begin with
+    the same word. A name does not begin after a hyphen: Megatron-DeepSpeed is not DeepSpeed.
 
     >>> find_name("A100-SXM4-40GB (Polaris)", ["a100", "a100-40gb", "h100"])
     'a100-40gb'
@@ -422,7 +428,7 @@ def assumptions(record: RunRecord, workload: Workload, *, told: bool = False) ->
     """Return a short phrase for each value that the record does not have and that its prediction assumes.
 
     Args:
-        told: whether the user has named the framework that ran it.
+        told: whether the user has chosen the recipe, so that it is no assumption.
     """
     assert isinstance(workload.plan, Plan)
     computes = workload.precision.name.removesuffix(WIDE)

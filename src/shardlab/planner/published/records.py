@@ -17,7 +17,10 @@ T = TypeVar("T")
 
 
 class Incomplete(Exception):
-    """Error for a run that cannot be predicted because a value is missing. The message names it."""
+    """Error for a run that cannot be predicted because a value is missing or wrong.
+
+    The message names the value, in a clause whose subject is the run, such as "does not say device".
+    """
 
 
 class Unknown(Incomplete):
@@ -109,9 +112,10 @@ class ParallelismRecord:
     """Parallelism of a run.
 
     Attributes:
-        dp: number of data-parallel ranks over which the state is sharded as the ZeRO stage says.
-        dp_replicate: replicas of these ranks, as in FSDP's hybrid sharding.
+        dp: number of data-parallel ranks of one replica. The ZeRO stage says what is sharded over them.
+        dp_replicate: number of replicas, as in FSDP's hybrid sharding.
         offload: offloaded values with their place, as in "activations=host".
+        interleave_v: number of stages of each pipeline rank in an interleaved schedule.
     """
 
     tp: Ranks
@@ -131,7 +135,7 @@ class ParallelismRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord:
-    """Sequences of a step and of a microbatch."""
+    """Number of sequences of a step on all ranks, and of a microbatch on one data-parallel rank."""
 
     global_sequences: Count
     micro_batch: Count
@@ -151,7 +155,7 @@ class RunRecord:
     """Run in a file, without its measured figures.
 
     Attributes:
-        framework: name of the recipe that describes it.
+        framework: name of the recipe that describes the run's framework.
         switches: values of the recipe's switches by name.
         precision: dtype of matrix products: fp32, bf16, fp16 or fp8.
         gradients: dtype in which gradients are reduced. Any value other than fp32 means 16 bits.
@@ -223,7 +227,7 @@ MEMORY_FIELDS: tuple[tuple[str, Memory, float], ...] = (
 nvidia-smi in 2^30."""
 
 DENIED = {"no", "not", "never", "without", "close", "near", "nearly", "almost"}
-"""Words that show that a text about memory does not mean that the run ran out of it."""
+"""A text with "out of memory" or "OOM" and one of these words does not say that the run ran out of memory."""
 
 STATUS = ("status", "result", "outcome", "error")
 """Fields of a row that may say how a run ended."""
@@ -234,8 +238,8 @@ class Measurement:
     """Measured figures of a run.
 
     Attributes:
-        seconds: seconds of a step (None: unknown).
-        bytes: bytes of one GPU's memory (None: unknown).
+        seconds: seconds of a step, or of one block if `of_block` (None: unknown).
+        bytes: bytes in the memory of the fullest GPU (None: unknown).
         memory: content of these bytes.
         out_of_memory: whether the run ran out of memory.
         of_block: whether the seconds are those of one block's forward and backward pass on one microbatch.
@@ -289,11 +293,11 @@ TIMES = {
     ),
     "derived": ("iteration_s",),
 }
-"""Fields with the time or speed of a step, by section."""
+"""Fields with the time or speed of a step, or with the time of one block, by section."""
 
 
 def wrong_measurement(row: dict[str, Any]) -> str:
-    """Describe a time or speed that is no number above 0 and does not say that memory ran out ("": there is none)."""
+    """Describe the first time or speed of a row that is neither above 0 nor says that memory ran out ("": none)."""
     for part, names in TIMES.items():
         for name in names:
             value = section(row, part).get(name)
@@ -307,8 +311,8 @@ def wrong_measurement(row: dict[str, Any]) -> str:
 def ran_out_of_memory(row: dict[str, Any]) -> bool:
     """Return whether a row says that the run ran out of memory.
 
-    The row says so by a true field `out_of_memory` or `oom`, in the row or in `measured`; by these words in place of a
-    measured value; or by its status.
+    The row says so by a true field `out_of_memory` or `oom` in the row or in `measured`, or by a text "out of memory"
+    or "OOM" in place of a measured value or in one of the fields of `STATUS`.
     """
     fields = section(row, "measured")
     named = [value for key, value in (*row.items(), *fields.items()) if _says_so(key)]
@@ -336,7 +340,7 @@ def _from_tokens(row: dict[str, Any], measured: dict[str, Any]) -> float | None:
 
 
 def _of_block(measured: dict[str, Any]) -> float | None:
-    """Return the seconds of one transformer layer, which are recorded in milliseconds."""
+    """Return the seconds of one block, whose fields are in milliseconds."""
     total, parts = measured.get("layer_total_ms"), ("layer_forward_ms", "layer_backward_ms")
     forward, backward = (number(measured.get(part)) for part in parts)
     milliseconds = number(total) or (forward + backward if forward and backward else None)
