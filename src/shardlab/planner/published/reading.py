@@ -225,7 +225,7 @@ def model_of(record: RunRecord, recipe: Recipe, zero: int) -> Blocks:
     written, parallelism = record.model, record.parallelism
     vocabulary, to = written.vocab or recipe.defaults.vocab_size, 128 * parallelism.tp
     tied = bool(written.tied_embeddings) and zero < 3
-    if written.tied_embeddings is None and parallelism.pp > 1:  # a tied model has half-blocks, as stages of half a block need
+    if written.tied_embeddings is None and parallelism.pp > 1:  # if stages have half a block, the model is tied
         each = 2 if _schedule(record) == "zb-v" else parallelism.interleave_v or 1
         tied = written.layers + 2 == parallelism.pp * each
     common: dict[str, Any] = {
@@ -339,7 +339,7 @@ def layers_per_stage(blocks: int, stages: int, fewer_at_ends: bool, halves: bool
         halves: whether the plan counts half-blocks: two for each block, and one for the head.
     """
     each, rest = divmod(blocks + 2, stages)
-    if each == 1 and not rest and halves:  # no block is left for the ends: half of one to the first, the head to the last
+    if each == 1 and not rest and halves:  # no block is left for the ends: the first has half of one, the last the head
         pairs = 2 * blocks - 1
         return (1, *_even(pairs, stages - 2), 1)
     if each > 1 and not rest and (fewer_at_ends or blocks % stages):
