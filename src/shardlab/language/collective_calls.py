@@ -1,9 +1,9 @@
 """Collectives as their members call them: the properties on which members must agree, and each member's result.
 
 `collective_results` derives the members' results from their inputs. A broadcast gives the root's value to all members.
-A scatter cuts parameters as reduce_scatter does, and a batch into runs of whole microbatches. A gather concatenates
-pieces as all_gather does, and a reduce sums values as all_reduce does; only the root gets the result. A barrier moves
-nothing. Tracing and the check both use these functions.
+A scatter cuts parameters into equal slices, and a batch into equal runs of whole microbatches. A gather concatenates
+the members' pieces, and a reduce sums their values; only the root gets the result. A barrier moves nothing. Tracing and
+the check both use these functions.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ _REDUCES = frozenset({OpKind.REDUCE, OpKind.ALL_REDUCE})
 
 
 class Call(NamedTuple):
-    """Properties of a collective on which its members must agree, besides the value.
+    """Properties of a collective, apart from its values, on which all members must agree.
 
     Attributes:
         kind: the kind of op.
-        root: the only rank that gives or receives (-1: no root).
+        root: number of the only rank that gives a value (BROADCAST, SCATTER) or receives the result (GATHER, REDUCE);
+            -1: no root.
         reduction: how the members' values are combined.
     """
 
@@ -84,7 +85,14 @@ def require_valid_call(call: Call, ranks: Sequence[int]) -> None:
 
 
 def calls_match(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -> bool:
-    """Return whether two members issue the same call with values of the same kind and layer."""
+    """Return whether two members issue the same call with values of the same kind and layer.
+
+    A member without a value (None) matches every value.
+
+    Args:
+        one, gave: the call and the value of the first member.
+        other, gives: the call and the value of the second member.
+    """
     if one != other:
         return False
     if gave is None or gives is None or gave[0] is gives[0]:
@@ -93,10 +101,11 @@ def calls_match(one: Call, gave: Spec | None, other: Call, gives: Spec | None) -
 
 
 def disagreement(call: Call, gives: Spec | None, group: Group, rank: int, op: int, met: str) -> Refused:
-    """Return the refusal of a call that differs from the first member's.
+    """Return the refusal of a member's call that differs from the call of the first member to arrive.
 
     Args:
-        rank, op, met: the first member, the index of its op, and the text of its call.
+        call, gives: the refused call, and the value of its member.
+        rank, op, met: the first member's number, the index of its op, and the text of its call.
     """
     about = About(f"{call_text(call, gives)} on {group}", -1 if gives is None else gives.layer)
     given = (
@@ -147,7 +156,7 @@ def collective_results(call: Call, given: Specs, ranks: Sequence[int], rules: Ru
 
 
 def unite_members(call: Call, specs: Sequence[Spec], ranks: Sequence[int]) -> Spec:
-    """Derive the united value of all members, before a REDUCE_SCATTER cuts it.
+    """Derive the sum or the concatenation of the members' values. For a REDUCE_SCATTER this is the uncut sum.
 
     Raises:
         Refused: as `collective_results` does.

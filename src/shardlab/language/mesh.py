@@ -16,7 +16,7 @@ WORLD = "world"
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Ranks that meet in collectives, in group order.
+    """Ranks that issue collectives together. The order of `ranks` is the group's order, by which slices are assigned.
 
     Only `group_of` makes groups, so equal groups are one object, and it is cheap to compare and hash them.
     """

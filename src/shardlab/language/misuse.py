@@ -2,8 +2,9 @@
 
 `ValueMisuse` is a base class of values with operators such as `gradient * 0.5`. `HandleMisuse` is the same for handles,
 which have to be awaited first. Type checkers do not see these methods, so they still report the expressions.
-`why_no_attribute` explains a missing attribute such as `value.grad`, or a missing verb or store of a rank. It lists the
-existing ones, the nearest first. `remedy_of_type_error` is for Python's errors about operands of a wrong type.
+`why_no_attribute` explains a missing attribute such as `value.grad`, or a missing verb or store of a rank. The message
+lists the names that exist, the most similar one first. `remedy_of_type_error` is for Python's errors about operands of
+a wrong type.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ NOT_CALLABLE = re.compile("'(.*)' object is not callable")
 
 
 class RefusingRank(Protocol):
-    """Interface of a rank that refuses."""
+    """The part of a rank that this module uses."""
 
     def refuse(self, rule: Rule, about: str, given: str, remedy: str) -> NoReturn: ...
 
@@ -95,7 +96,9 @@ def why_no_attribute(error: AttributeError, families: Mapping[str, Sequence[str]
 
 
 def remedy_of_type_error(error: TypeError, rank: RefusingRank) -> str:
-    """Return what to write in place of an expression with operands of a wrong type ("": Shardlab has no part in it)."""
+    """Return what to write in place of an expression with operands of a wrong type ("": the error is not about a rank,
+    its stores, values or handles).
+    """
     for pattern, remedy in WRONG_TYPES:
         if re.search(pattern, str(error)):
             return remedy

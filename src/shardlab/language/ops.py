@@ -42,10 +42,10 @@ class Stream(Enum):
 
 
 class Price(Enum):
-    """Quantity on which the time of an op depends.
+    """Quantity on which the time of a compute op depends. Predictions for a cluster use only BYTES and NOTHING.
 
-    MICROBATCH: the work, for each of its microbatches. OP: a time per op. BYTES: the bytes that a device moves (0 in
-    simulations without a cluster). NOTHING: the op takes no time.
+    MICROBATCH: the number of microbatches that the op computes. OP: none; every op of the kind takes the same time.
+    BYTES: the bytes that the device reads and writes (time 0 without a cluster). NOTHING: the op takes no time.
     """
 
     MICROBATCH = "microbatch"
@@ -68,20 +68,21 @@ class OpRow:
     Attributes:
         name: name in programs, tapes and messages.
         inputs, outputs: allowed numbers of inputs and outputs (empty inputs: one or more).
-        sign: character in a terminal. Capital letters are compute.
+        sign: character in a timeline on a terminal. Capital letters are compute.
         color: colour of the sign or box.
         letters: letters on the box of a communication.
         word: name in a picture's legend, if it differs from `name`.
         hatch: matplotlib's pattern over the colour.
         part_of: the pass to which a picture assigns the op.
         stream: stream in which the op runs.
-        price: quantity on which its time depends.
-        root: whether only the root gives, or only the root receives, if the op has a root.
-        combines: how it combines values (None for a collective without a root: each member receives another value).
-        in_place: whether it may overwrite its first input if no later op reads that.
-        ends: indices of the inputs that end with the op.
-        saved: index of the input that its layer saved for it (-1: none).
-        keeps: kind of the value that its layer saves, as the last output.
+        price: quantity on which the op's time depends.
+        root: whether only the root gives a value, or only the root receives one (None: the op has no root).
+        combines: how the op combines several values into one (None: it does not).
+        in_place: whether the op may overwrite its first input if no later op reads that input.
+        ends: indices of the inputs that no later op may read: the op frees or overwrites them.
+        saved: index of the input that an earlier pass of the layer saved for this op (-1: none).
+        keeps: kind of the value that the op may save for a later pass of the layer, as its last output (None: it saves
+            none).
     """
 
     name: str

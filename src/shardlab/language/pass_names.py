@@ -1,8 +1,8 @@
 """Names and settings of tape passes. The passes themselves are in `shardlab.simulate.passes`.
 
 `named_passes` parses a text such as `bucket=4,prefetch`. Settings that are more than a number have classes:
-`OffloadTargets` and `EarlyStart`. Two numbers about communication that several packages share come last (`Lag`,
-`MOST_BYTES_BY_MESSAGES`).
+`OffloadTargets` and `EarlyStart`. Last come `Lag` and `MOST_BYTES_BY_MESSAGES`, which describe communication for
+several packages.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ OFFLOAD = "offload"
 """Pass whose setting assigns values to places. It runs only if it is named."""
 
 USES_AHEAD = "uses ahead"
-"""Meaning of the number of a pass that starts ops early."""
+"""Meaning of the number of a pass that starts ops early (`EarlyStart.number`)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class EarlyStart:
     """Setting of a pass that starts ops early.
 
     Attributes:
-        number: how many uses earlier an op starts.
+        number: how many uses of such ops' results an op starts before the use of its own. With 2, for example, a gather
+            starts two uses of gathered weights before its own weight is used.
         but: numbers of the ops that are not moved, counted from 0 over the ops that the pass could move.
     """
 
@@ -111,7 +112,7 @@ PASS_NAMES = {
 """Meaning of each pass's setting ("": it takes none), by name, in the order in which passes run."""
 
 DEFAULT_PASSES = "all"
-"""Passes that a run may take if the user names none."""
+"""Passes that a run may apply if the user names none."""
 
 ONLY_NAMED = (TILE, OFFLOAD, "arena")
 """Passes that run only if they are named: the cost model does not predict their gain."""
@@ -188,9 +189,9 @@ def tiles_of(passes: str) -> int:
 
 
 def needs_norm(passes: str) -> bool:
-    """Return whether programs that can clip compute the gradient's norm.
+    """Return whether a program that may clip the gradient computes its norm under these passes.
 
-    They do not if `update-early` is requested by name (`all` does not count): the norm of all layers is known only
+    It does not if `update-early` is requested by name (`all` does not count): the norm of all layers is known only
     after the last backward pass, when no layer could be updated early any more.
 
     >>> needs_norm("all"), needs_norm("prefetch,update-early")

@@ -32,7 +32,7 @@ class Precision:
         state: dtype of each of the optimizer's moments, and of its copy of the parameters.
         copy: whether the optimizer keeps a copy of the parameters, from which the weights are rounded. An update then
             does not read the weights.
-        optimizer: bytes of optimizer state per parameter, with the copy, for AdamW (see `under`).
+        optimizer: bytes of AdamW's state per parameter, including the copy. `under` sets those of another optimizer.
         source: where the precision is described.
         instead: name of the precision to train in, if this one is only for predictions ("": this one can train).
     """
@@ -78,7 +78,10 @@ class Precision:
         return replace(self, optimizer=self.optimizer - lacking * int(bytes_of(self.state)))
 
     def with_gradients_of(self, bytes: int) -> Precision:
-        """Return this precision with gradients of 2 or 4 bytes, if its parameters are in half precision."""
+        """Return this precision with gradients of 2 or 4 bytes per element.
+
+        A precision whose parameters do not have 2 bytes is returned unchanged.
+        """
         if bytes_of(self.parameters) != 2:
             return self
         name = self.name.removesuffix(WIDE) + WIDE * (bytes == 4)

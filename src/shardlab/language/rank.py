@@ -40,8 +40,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
       `gather`, `reduce`, `barrier`).
     - `rank_values.ValueVerbs`: values at the start of a step (`load_weights`, `load_weight`, `load_opt_state`,
       `load_batch`, `zero_gradient`), changes of a value (`slice`, `concatenate`, `scale`, `tokens`, `cast`), and
-      copies,
-      which return a handle (`offload`, `reload`).
+      copies, which return a handle (`offload`, `reload`).
 
     Attributes:
         weighted_layers: layers with a weight of their own: all but a head that is tied to the embedding.
@@ -91,7 +90,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
             self.refuse("unknown verb", "", *why_no_attribute(error, self._families()))
 
     def require_stores(self) -> None:
-        """Refuse that the program has put another object in place of a store, such as `rank.weights = {}`.
+        """Refuse a program that has put another object in place of a store, as in `rank.weights = {}`.
 
         Raises:
             Refused: with the name of the store.
@@ -132,7 +131,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         return self.group(axis).ranks.index(self.index)
 
     def share(self, axis: str | None = None) -> range:
-        """Return this rank's microbatches, if all are divided evenly, in order, among the ranks along an axis.
+        """Return this rank's share of the microbatches, divided evenly and in order among the ranks along an axis.
 
         Raises:
             UserError: when they do not divide among these ranks.
@@ -140,7 +139,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         return self._divide(self.microbatches, "microbatch", axis)
 
     def stage_layers(self, axis: str | None = None) -> range:
-        """Return this rank's pipeline stage, if the layers are divided evenly, in order, among the ranks along an axis.
+        """Return this rank's share of the layers, divided evenly and in order among the ranks along an axis.
 
         Raises:
             UserError: when they do not divide among these ranks.

@@ -23,7 +23,8 @@ STORES = {kind.value: kind for kind in Kind if kind not in AUTOGRAD_KINDS}
 """Kinds of values that a program can hold, by the name of their store."""
 
 Expected = tuple[str, int, "int | Iterable[int] | None"]
-"""The message that a receive expects: (store's name, layer, microbatch or microbatches)."""
+"""The message that a receive expects: (store's name, layer, microbatches); the third is a number, several numbers, or
+None."""
 
 SEND, RECV = OpKind.SEND, OpKind.RECV
 _OUTSIDE_BATCHES = COMMUNICATION | {OpKind.WAIT}
@@ -34,8 +35,8 @@ By = Literal["sum", "mean", "min", "max"]
 
 Gradients and partial results are summed, each contribution once. `mean`, `min` and `max` take weights or gradients that
 are equal on all members, and return that value. Gradients are shares of the step's mean already, so a mean of different
-gradients is only a part of it, and `update` needs the whole (see `scale`). Scalars take all four reductions, but
-`update` takes only their sum as a norm.
+gradients is only a fraction of the step's mean, which `update` does not accept (see `scale`). Scalars take all four
+reductions, but `update` takes only their sum as a norm.
 """
 
 _ALL_REDUCE, _BARRIER = OpKind.ALL_REDUCE, call_of(OpKind.BARRIER)
@@ -49,7 +50,7 @@ class CommunicationVerbs(Tracer):
     """Verbs that send and receive messages between two ranks, and collectives over an axis of the mesh.
 
     Each verb issues one communication, or two, and returns a handle; `await` it for the result. The input must not be
-    updated before that. All members of a group must issue its collectives in the same order.
+    updated before its handle has been awaited. All members of a group must issue its collectives in the same order.
 
     Every verb raises `Refused`, with the rank, the op and the line, for a value that was freed, that belongs to another
     rank or that is still a handle, and for an axis that the mesh does not have. Values of different members are
@@ -60,7 +61,7 @@ class CommunicationVerbs(Tracer):
         """Send a value to another rank.
 
         On NCCL and gloo awaiting the handle waits for the peer's receive. Among ranks that share memory, and in a
-        simulation without a cluster, a send completes without it.
+        simulation without a cluster, a send completes without the receive.
 
         Args:
             to: the receiver's number.
@@ -87,7 +88,8 @@ class CommunicationVerbs(Tracer):
         return handle
 
     def exchange(self, value: Value, *, to: int, source: int, expect: Expected | None = None) -> Handle[Value]:
-        """Send to one rank and receive from one, issued together so that neither must come first.
+        """Send to one rank and receive from the same or another one. Both are issued together, so neither must come
+        first.
 
         Awaiting the handle waits for both, and returns the received value.
 
@@ -154,8 +156,8 @@ class CommunicationVerbs(Tracer):
             reduction: how the values are combined (see `By`).
 
         Raises:
-            Refused: when a contribution would be counted twice, when the members hold different slices, and for a mean
-                of gradients that are not equal on all members.
+            Refused: when a contribution would be counted twice, when the members hold different slices, for the minimum
+                or maximum of gradients that differ, and for weights that differ or are to be summed.
         """
         call = call_of(_ALL_REDUCE, -1, self._reduction("all_reduce", reduction))
         return self._collective(call, value, self._members("all_reduce", axis, among))
@@ -187,10 +189,12 @@ class CommunicationVerbs(Tracer):
         return self._collective(_REDUCE_SCATTER, value, self._members("reduce_scatter", axis, among))
 
     def all_to_all(self, value: Value, *, axis: str | None = None, among: Sequence[int] | None = None) -> Handle[Value]:
-        """Exchange the members' pieces: each sends every other one its share.
+        """Exchange the members' pieces: each member sends a part of its value to every other member.
 
-        The value decides the direction. Buffers of all experts for a rank's microbatches become buffers of its own
-        experts for all members' microbatches. Buffers of some experts return, in the group's order of microbatches.
+        The direction follows from the value. A buffer of all experts for this rank's microbatches becomes a buffer of
+        this rank's experts for all members' microbatches. A buffer of some experts becomes a buffer of all experts for
+        a part of the microbatches: those that this rank gave in the exchange before, or otherwise the i-th of equal
+        runs on the group's i-th member. Slices of sequences and attention heads are exchanged in the same way.
 
         Args:
             value: an activation or its gradient.

@@ -187,8 +187,8 @@ class ComputeVerbs(Tracer):
     def attend(self, layer: int, queries: Value, keys_values: Value) -> Value:
         """Compute attention of queries to one chunk of keys and values: activation l + 1, or a part of it.
 
-        Add the parts of other chunks with `+`. The sum is complete, and can be used, when the queries have met every
-        slice of the sequence up to their own last one, each once.
+        Add the parts of other chunks with `+`. The sum is complete, and can be used, when the queries have met each
+        slice of keys and values up to the queries' own last slice exactly once.
 
         Raises:
             Refused: for queries and keys of different layers, microbatches or heads, and for a chunk that comes after
@@ -199,7 +199,7 @@ class ComputeVerbs(Tracer):
     def attend_backward(
         self, layer: int, queries: Value, keys_values: Value, attention_output: Value, gradient: Value
     ) -> tuple[Value, Value]:
-        """Compute what one chunk of keys and values adds to the gradients; add the parts with `+`.
+        """Compute the part of the gradients that comes from one chunk of keys and values. Add the parts with `+`.
 
         The gradient of a chunk is complete when all queries from the chunk's first slice on have met it, on any rank.
 
@@ -270,7 +270,7 @@ class ComputeVerbs(Tracer):
         return output
 
     def norm(self, layer: int, gradient: Value) -> Value:
-        """Compute the sum of squares of a finished gradient: this layer's or slice's part of the squared model norm.
+        """Compute the sum of squares of a finished gradient, as a part of the squared norm of the model's gradient.
 
         Add the parts of all layers, and `all_reduce` the sum over the ranks that have other layers or slices. Pass the
         result to `update`.
@@ -307,7 +307,7 @@ class ComputeVerbs(Tracer):
         return self._compute(OpKind.DIRECTION, layer, read, rule)
 
     def wants_direction(self, layer: int) -> bool:
-        """Return whether `update` of a slice needs a direction: whether the optimizer updates whole matrices."""
+        """Return whether `update` of a slice of this layer needs a direction, because Muon updates matrices whole."""
         return layer in self._rules.directed
 
     def update(
@@ -369,8 +369,8 @@ class ComputeVerbs(Tracer):
         """Derive a backward pass.
 
         Returns:
-            The specs of both halves' outputs, the forms from which the pass is derived, the numbers of the values that
-            the op reads, and these values.
+            The specs of both halves' outputs, the forms of the pass's results, the numbers of the values that the op
+            reads, and those of these values that the program passed.
         """
         self._check_layer(op, layer)
         given = gradients if isinstance(gradients, tuple) else (gradients,)

@@ -130,7 +130,8 @@ class ValueVerbs(Tracer):
 
         Tokens are cut as in `reduce_scatter`: along the sequence if the mesh cuts sequences, otherwise the batch is cut
         into whole microbatches. A value that was concatenated from `of` pieces is cut into these pieces, which may be
-        unequal. The slice is a view of the value's memory, which is freed when both are.
+        unequal. The slice is a view of the value's memory, which is freed when both are; only tokens that are not
+        contiguous in this memory are copied.
 
         Args:
             value: a weight, an optimizer state, an activation or a gradient.
@@ -198,7 +199,7 @@ class ValueVerbs(Tracer):
     def tokens(self, microbatches: Iterable[int] | None = None) -> Factor:
         """Return the number of tokens of some microbatches that count in the loss, as a factor for `scale`.
 
-        It is a symbol: the number is only known when a step runs.
+        The factor is a symbol: the number is only known when a step runs.
 
         Args:
             microbatches: their numbers (None: all microbatches of the step).
