@@ -28,9 +28,9 @@ class TeachingCosts(Prices):
     its elements. The loss, norms, sums, casts and all other ops that only read and write memory take no time.
 
     Each rank has one link, over which it sends and receives at the same time. A message takes the latency, and its
-    bytes over the bandwidth. It starts when it is issued and the sender's and the receiver's link are free; it does not
-    wait for the receive. A collective occupies the links of all its members. It takes as long as the same algorithm
-    would with messages that are awaited one after the other, n - 1 hops around a ring or along a chain:
+    bytes divided by the bandwidth. It starts when it is issued and the sender's and the receiver's link are free; it
+    does not wait for the receive. A collective of n ranks occupies the links of all its members. It consists of hops
+    around a ring or along a chain, one after the other, and each hop takes as long as a message:
 
     - all_gather, reduce_scatter, all_to_all, gather, scatter: n - 1 hops of 1/n of the whole value;
     - all_reduce: a reduce_scatter and an all_gather, so 2 (n - 1) hops of 1/n;
@@ -46,7 +46,7 @@ class TeachingCosts(Prices):
 
     Attributes:
         flops_per_byte: FLOPs that a device computes in the time in which a link carries one byte.
-        latency: time units of each hop.
+        latency: time units that a message, copy or hop takes in addition to those for its bytes.
         update: time units of updating a layer of average size.
         sizes: the model whose layers define the time unit (None: the puzzles' model).
     """
@@ -119,11 +119,12 @@ class Costs(Prices):
 
     Attributes:
         forward, recompute, backward_input, backward_weight: time for each microbatch of the op.
-        attend, attend_backward: time of causal attention of whole sequences, for each microbatch of the op; a block of
-            keys takes its fraction.
+        attend, attend_backward: time of causal attention of whole sequences, for each microbatch of the op. Attention
+            to a part of the keys takes a fraction, by the number of its unmasked (query, key) pairs.
         loss_stats, loss, add, norm, update: time of each op.
         collective: time of each collective, from the arrival of its last member.
-        send, recv: times of each message. A receive starts when its send has ended, or later.
+        send, recv: time that each message takes on its sender and on its receiver. A receive starts when its send has
+            ended, or later.
         offload, reload: time of each value that is copied to another place, or back.
         link_latency: whether the time of a send is only latency of a link that carries any number of messages at once,
             as papers about schedules assume. Otherwise messages occupy the streams of both ranks, one at a time.
@@ -185,9 +186,9 @@ class Costs(Prices):
 
 
 def _microbatches(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
-    """Return the number of microbatches of an op. If the op computes a slice of a layer, this is a fraction.
+    """Return the number of microbatches of an op, a fraction if the op computes a slice of a layer or of sequences.
 
-    For attention the fraction is that of the unmasked (query, key) pairs.
+    For attention, it is the fraction of the unmasked (query, key) pairs.
     """
     inputs = specs[op.inputs[0]]
     cells = inputs.cells.bit_count()

@@ -1,8 +1,9 @@
 """Event loop of a replay: rows of ops, and the communications between them.
 
-A row advances until it waits for a communication that has not started. Communications start in the order in which they
-become ready, since communications on one stream take turns in that order. A row may run ahead of the current time,
-since its communications become ready later. It may also stop, to continue when its time has come.
+A row is the list of ops of one rank, or of a rank that stands for several. A row advances until it waits for a
+communication that has not started. Communications start in the order in which they become ready, since communications
+on one stream take turns in that order. A row may run ahead of the loop's current time: a communication that it issues
+then becomes ready later. A row may also stop, and continue when the loop has reached the row's time.
 
 `EventLoop` is the loop. `Clocks` (`shardlab.simulate.timeline.run`) replays whole tapes on it, and `step_seconds`
 (`shardlab.simulate.predict.compressed.clocks`) replays compressed steps. `IdleLog` records when a row was idle, for
@@ -35,7 +36,7 @@ class PendingCommunication:
     Attributes:
         times: start and end, a list that all members share.
         ready: latest arrival of a member so far.
-        rows: rows of these members.
+        rows: rows of the members that have joined so far.
     """
 
     __slots__ = ("ready", "rows", "times")
@@ -91,17 +92,17 @@ class EventLoop(Generic[C]):
         return list(self._waits)
 
     def push(self, ready: float, communication: C, turn: int = 0) -> None:
-        """Start a communication at time `ready`, or when its streams become free.
+        """Put a communication into the queue. The loop calls `start` for it at time `ready`.
 
         Args:
-            ready: the time.
+            ready: the time at which only its streams may still be busy.
             communication: the communication.
-            turn: its order among those ready at the same time; rows that continue have 0.
+            turn: its order among those ready at the same time; rows that continue at that time have turn 0.
         """
         heapq.heappush(self._heap, (ready, turn, next(self._tie), -1, communication))
 
     def join(self, communication: C, members: int, row: int, clock: float) -> PendingCommunication:
-        """Join a row to a communication of several members. It is ready when the last one has arrived."""
+        """Join a row to a communication of several members, which is ready when its last member has arrived."""
         joined = self.pending.get(communication)
         if joined is None:
             joined = self.pending[communication] = PendingCommunication()
@@ -147,7 +148,7 @@ class IdlePattern(NamedTuple):
         return cls([start for start, _ in intervals], [end for _, end in intervals], list(totals))
 
     def seconds_before(self, moment: float) -> float:
-        """Return the idle seconds before a time, both relative to the start of the pass."""
+        """Return the idle seconds between the start of the pass and `moment` seconds later."""
         number = bisect_right(self.starts, moment)
         if not number:
             return 0.0
@@ -199,8 +200,8 @@ class IdleLog:
 
         Args:
             clock: time at which the rank reaches the WAIT.
-            start, end: start and end of the communication.
-            contention, lag: see `Prices`. Copies have no lag, since they involve no other rank.
+            start, end: start and end of the awaited communication.
+            contention, lag: see `Prices`. Pass `NO_LAG` for a copy, which involves no other rank.
         """
         again = clock if clock > end else end
         if end > start:

@@ -1,11 +1,17 @@
 """Clocks: when each op of a traced program starts and ends.
 
 Every rank has a compute stream, and one or more streams for communication. Compute runs in tape order and stops only at
-a WAIT. A communication starts when its last member has issued it and the streams of its members are free.
-Communications that are ready get a stream in the order in which they became ready. A message on a link that has only
-latency occupies no stream: it arrives after the latency. A message on a full-duplex link occupies the sender's outgoing
-and the receiver's incoming stream, and a collective occupies both of each member. If communication slows compute down
-(`Prices.contention`, `Prices.lag`), a rank loses the time at the WAIT.
+a WAIT, or for a part of a send (`Prices.blocking_p2p`). A communication starts when its last member has issued it and
+the streams of its members are free. Communications that are ready get a stream in the order in which they became ready.
+
+How messages travel depends on `Prices.messages`. Except in a rendezvous, a send does not wait for its receive. A
+message on a link that has only latency occupies no stream: it arrives after the latency. A message on a full-duplex
+link occupies the sender's outgoing and the receiver's incoming stream, and a collective then occupies both streams of
+each member. If a communication slows compute down (`Prices.contention`, `Prices.lag`), the lost time is added at the
+WAIT for this communication.
+
+Tapes are counted by row, since a folded program has no tape for most of its ranks
+(`shardlab.simulate.timeline.prices.Traced`).
 
 `simulate` returns the timeline in time units. `Clocks` replays with any prices and returns `Times`; `timeline_of` turns
 them into events, and `memory_counters` into the memory over time that a trace viewer draws.
@@ -41,8 +47,8 @@ def timeline_of(traced: Traced, times: Times, memory: Sequence[Sequence[int]], *
     Args:
         traced: the program.
         times: start and end of its ops.
-        memory: for each row and op, the memory that is live when the op starts.
-        in_seconds: whether times are seconds and memory bytes.
+        memory: for each row and op, the number of live elements or bytes (`Event.memory`).
+        in_seconds: whether times are seconds and memory is in bytes.
     """
     program = traced.program
     events: list[list[Event]] = []
@@ -78,7 +84,7 @@ class Idle(NamedTuple):
     """Interval in which a rank's compute is idle in a WAIT.
 
     Attributes:
-        op: index of the op that issued the communication.
+        op: index of the op that issued the awaited communication.
         since, until: start and end of the interval.
     """
 
@@ -93,8 +99,9 @@ class Times:
 
     Attributes:
         starts, ends: for each row, start and end of each op (WAIT and FREE: 0).
-        ready: for each row and communication, the time at which its last member has arrived.
-        idle: for each row, the intervals in which its compute is idle.
+        ready: for each row and communication op, the time from which the communication waited only for its streams: the
+            arrival of its last member, or for a send that does not wait for its receive, the issue (other ops: 0).
+        idle: for each row, the intervals in which its compute is idle in a WAIT.
     """
 
     starts: list[list[float]]
@@ -200,9 +207,10 @@ class Clocks(EventLoop[int]):
         self.at[row], self.clocks[row] = len(ops), clock
 
     def _issue(self, kind: OpKind, number: int, row: int, now: float) -> StartEnd:
-        """Issue one member's part of a communication.
+        """Issue one member's part of a communication, and return the list of its start and end.
 
-        A buffered send is ready immediately, any other communication when its last member has issued its part.
+        If messages are no rendezvous, a send is ready immediately, and its receive is separate (see `_receive`). Any
+        other communication is ready when its last member has issued its part.
         """
         communication = self._traced.communications[number]
         if communication.stream is not MESSAGE or self._messages == "rendezvous":
@@ -216,7 +224,7 @@ class Clocks(EventLoop[int]):
         return [PENDING, PENDING]
 
     def push(self, ready: float, communication: int, turn: int = 0) -> None:
-        if self._duplex:  # messages share links with collectives: by the position on the tape, so that replicas agree
+        if self._duplex:  # messages and collectives share links; ties go by tape order, so that all replicas agree
             turn = 1 + max(op for _, _, op in self._traced.communications[communication].participants)
         super().push(ready, communication, turn)
 
@@ -247,13 +255,17 @@ class Clocks(EventLoop[int]):
             self._receive(communication)
 
     def _receive(self, number: int) -> None:
-        """Make a buffered receive ready if it is issued and the arrival time of its message is known."""
+        """Make a receive ready if it has been issued and the arrival time of its message is known."""
         if number in self._arrives and number in self._wanted:
             wanted = self._wanted[number]
             self.push(wanted if self._duplex else max(wanted, self._arrives[number]), number)
 
     def _receive_transfer(self, message: Communication, arrives: float) -> None:
-        """Set the duration of a receive: that of its transfer, or 0 if the message has arrived before."""
+        """Set start and end of a receive on a full-duplex link.
+
+        They are those of the transfer. If the message arrived before the receive was issued, both are the time of the
+        issue.
+        """
         (sender, _, sent), (receiver, handle, op) = message.participants
         times, wanted = self._times, self._wanted[self._traced.communication_of[receiver][handle]]
         start, end = (times.starts[sender][sent], arrives) if arrives > wanted else (wanted, wanted)
@@ -265,7 +277,7 @@ class Clocks(EventLoop[int]):
     def _run(
         self, communication: Communication, members: Sequence[Participant], ready: float, duration: float
     ) -> float:
-        """Run some members' part of a communication, and return when it ends."""
+        """Run the part of some members in a communication, and return the time at which it ends."""
         on_link = communication.stream is MESSAGE and self._messages == "link"
         streams = [] if on_link else self._streams(communication, members)
         free = self._stream_free
@@ -295,7 +307,7 @@ class Clocks(EventLoop[int]):
 
 
 def together_of(traced: Traced) -> dict[int, tuple[int, ...]]:
-    """Map the number of each collective of a batch to the numbers of the whole batch, which runs as one."""
+    """Map the number of each batched collective to the numbers of its batch, which runs as one collective."""
     tapes = traced.program.tapes
     batches: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, (stream, _, members) in enumerate(traced.communications):
@@ -325,8 +337,7 @@ def memory_counters(traced: Traced, times: Times) -> list[Counter]:
 
 
 def element_counters(traced: Traced, times: Times) -> list[Counter]:
-    """Return for each row the live elements by category over time, at the start of each op, as in a timeline in time
-    units."""
+    """Return for each row the live elements by category over time, counted at the start of each op."""
     counters: list[Counter] = []
     for row, memory in enumerate(memory_in_elements(traced)):
         tape = traced.program.tapes[row]
@@ -341,7 +352,7 @@ def element_counters(traced: Traced, times: Times) -> list[Counter]:
 
 
 def counter_of(samples: Iterable[tuple[float, dict[str, int]]]) -> Counter:
-    """Return the changes of live memory from samples in tape order. The last sample of each time counts."""
+    """Return the changes of live memory from samples in tape order. Of several samples at one time, the last counts."""
     counter: Counter = []
     for time, live in samples:
         if counter and counter[-1][0] == time:

@@ -22,12 +22,13 @@ class Event(NamedTuple):
     """Run of one op on one rank.
 
     Attributes:
-        rank, op: the rank, and the op's index on its tape.
+        rank, op: the rank (in a folded program, the row of its tape), and the op's index on the tape.
         kind, layer: kind and layer of the op.
         microbatches: bit set of the op's microbatches.
         start, end: in time units, or in seconds.
-        memory: in a timeline of time units, the live elements when the op starts, without its output. In a timeline of
-            seconds, the live bytes while it runs, with its output.
+        memory: in a timeline of time units, the live elements of the rank when the op starts, without its output. In a
+            predicted timeline of seconds, the live bytes while the op runs, with its output. In a measured one, the
+            live bytes when the op starts (0: not measured).
     """
 
     rank: int
@@ -80,7 +81,7 @@ class Timeline:
 
     @cached_property
     def communications(self) -> list[Communication]:
-        """Communications of which all members have a row. Members are given by their rows."""
+        """Communications whose members all have a tape in the program. A member is given by the row of its tape."""
         return communications_of(self.program)[0]
 
     def _repr_svg_(self) -> str | None:
@@ -125,7 +126,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 @dataclass
 class Traffic:
-    """Traffic of one rank in a step.
+    """Traffic of one rank in a step. Bytes and elements are those that it sends, in messages and collectives.
 
     Attributes:
         collectives: number of collectives with other ranks.
@@ -133,7 +134,7 @@ class Traffic:
         weights: bytes of weights and of their gradients.
         activations: bytes of activations, residuals, keys and values, and of their gradients.
         others: bytes of anything else, such as a gradient's norm or the loss's numbers.
-        elements: elements of all of them.
+        elements: number of elements in all these bytes.
     """
 
     collectives: int = 0
@@ -151,12 +152,12 @@ class Traffic:
 def traffic(checked: Checked) -> list[Traffic]:
     """Return each rank's traffic in a step.
 
-    Collectives count as in a ring, which moves the fewest bytes. Relative to the whole value, a rank sends (n - 1) / n
-    in an all-gather or a reduce-scatter, and twice that in an all-reduce (nccl-tests, doc/PERFORMANCE.md; Rabenseifner
-    2004, "Optimization of collective reduction operations"). In an all-to-all it sends its input except its own 1 / n.
-    A broadcast passes the whole value along a chain from the root, and a reduce passes it towards the root, so each
-    member but the last sends it once. The root of a scatter sends all pieces but its own, and in a gather all other
-    members send their pieces. A barrier moves nothing.
+    Collectives count as in a ring, which moves the fewest bytes. Of the whole value, a rank sends (n - 1) / n in an
+    all-gather or a reduce-scatter among n ranks, and twice that in an all-reduce (nccl-tests, doc/PERFORMANCE.md;
+    Rabenseifner 2004, "Optimization of collective reduction operations"). In an all-to-all it sends its input except
+    its own 1 / n. A broadcast passes the whole value along a chain from the root, and a reduce passes it towards the
+    root, so each member but the last sends it once. The root of a scatter sends all pieces but its own, and in a gather
+    all other members send their pieces. A barrier moves nothing.
     """
     return [_of_rank(checked, rank) for rank in range(checked.program.ranks)]
 
@@ -181,7 +182,7 @@ def _of_rank(checked: Checked, rank: int) -> Traffic:
 
 
 def _times(op: Op, rank: int, ranks: tuple[int, ...]) -> float:
-    """Return how many times a rank sends the whole value, or in a gather its piece."""
+    """Return how many times a rank sends the whole value, or in a GATHER or an ALL_GATHER its own piece."""
     members, others = len(ranks), len(ranks) - 1
     if op.kind is OpKind.BARRIER:
         return 0.0
