@@ -1,8 +1,8 @@
 """Entries of compressed steps, and the clocks that replay them.
 
 An entry is some seconds of compute, a pass whose collectives may have to queue behind others, a communication, or a
-wait. A wait counts the collectives of its group back from the latest one instead of using an absolute number, so the
-same step can be replayed at any position of a schedule.
+wait. A wait identifies its collective by counting back from the latest one of the group, not by an absolute number. So
+the same entries can be replayed at any position of a schedule.
 
 A row is the sequence of entries of one rank, which represents its pipeline stage. `step_seconds` replays all rows
 together, on the event loop that also replays whole tapes. Messages are always rendezvous here, and every communicator
@@ -42,7 +42,7 @@ class Compute:
         seconds: duration.
         waits: idle intervals, relative to the start of the entry. They are only recorded if communication slows compute
             down.
-        exposed: the seconds of collectives.
+        exposed: the seconds of the collectives, by kind and axis. They are part of `seconds`.
     """
 
     __slots__ = ("_idle", "exposed", "seconds", "waits")
@@ -80,8 +80,9 @@ class LocalCollective(NamedTuple):
 class AwaitCollective(NamedTuple):
     """Wait for the collective of a group that was started `ago` collectives of the group ago (1: the latest one).
 
-    If the wait is repeated for missing blocks, each repetition waits for a collective that was started `stride`
-    collectives later than the previous one (0: for the same one).
+    If the wait is repeated for missing blocks and `stride` is positive, each repetition waits for the collective that
+    was started `stride` collectives after the one of the previous repetition. If `stride` is 0, `ago` is the same in
+    each repetition.
     """
 
     group: Group
@@ -95,10 +96,12 @@ class Rendezvous(NamedTuple):
     """One row's part in its next communication on a channel with other rows.
 
     Attributes:
-        channel: rows join the communications on a channel in the same order.
-        stream: communications on one stream take turns: those of a group, or of the two ranks of a message.
+        channel: key of the channel. All its rows join the communications on a channel in the same order.
+        stream: key of the stream. The communications on a stream take turns; they are those of one group, or the
+            messages between two ranks.
         members: how many rows take part.
-        seconds: from the arrival of the last member to the end; of several messages, of each after the other.
+        seconds: duration of the collective, or of each message. Messages that are sent together run one after the
+            other.
         blocks: seconds in which the row computes nothing after it has arrived.
     """
 
@@ -111,14 +114,23 @@ class Rendezvous(NamedTuple):
 
 @final
 class PostMessage(NamedTuple):
-    """Start of the messages of a route to or from another row: the sends or the receives are posted."""
+    """Start of the messages of a route to or from another row: the sends or the receives are posted.
+
+    Attributes:
+        route: position of the `Route` among those of the rank.
+    """
 
     route: int
 
 
 @final
 class AwaitMessage(NamedTuple):
-    """Wait for the messages of a route: of those that nobody has waited for, the oldest (0) or later ones."""
+    """Wait for messages that were posted together.
+
+    Attributes:
+        route: position of the `Route` among those of the rank.
+        turn: position among the posted messages of the route that the rank has not awaited yet (0: the oldest).
+    """
 
     route: int
     turn: int
@@ -129,9 +141,10 @@ class Route(NamedTuple):
 
     Attributes:
         sends: whether this rank sends them.
-        offset: the peer's place in the pipeline, counted from this rank's.
-        parts: the values that are sent at once, one message each.
-        layer: of received values, the layer that they enter or whose gradients they are.
+        offset: position of the peer in the pipeline, relative to this rank.
+        parts: the values that are sent together, one message each.
+        layer: for received activations, the layer that they enter; for received gradients, the layer whose inputs they
+            belong to (-1: this rank sends the values).
     """
 
     sends: bool
@@ -156,7 +169,7 @@ class CompressedStep(NamedTuple):
 
 
 Row = tuple[Sequence[Entry], Sequence[Rendezvous]]
-"""Entries of a rank's step, and its part in the messages of each route."""
+"""Entries of one rank for a whole optimizer step, and its part in the messages of each route."""
 
 
 def step_seconds(rows: Sequence[Row], contention: float = 0.0, lag: Lag = NO_LAG) -> float:
@@ -175,7 +188,8 @@ class RowParts(NamedTuple):
     Attributes:
         end: time at which the last row ends.
         computing: seconds in which rows compute, summed over rows.
-        exposed: seconds in which rows wait for communication whose members have all arrived.
+        exposed: by kind and axis, seconds in which rows wait for communication whose members have all arrived, summed
+            over rows.
     """
 
     end: float
@@ -209,7 +223,8 @@ class _RowState:
         entries, routes: entries and routes of the row.
         collectives: by group, the collectives that the row has started, in order: the times at which all members have
             arrived, at which it starts, and at which it ends.
-        messages: by route, the messages that the row has not awaited, with the end of each of several messages.
+        messages: by route, the posted messages that the row has not awaited, in order: the times at which both ranks
+            have arrived, at which the transfer starts, and at which each message ends.
     """
 
     def __init__(self, row: Row) -> None:
@@ -219,7 +234,7 @@ class _RowState:
 
 
 class _Meeting(PendingCommunication):
-    """Communication between rows, in the order of its channel.
+    """Communication between rows that not all of them have joined yet.
 
     Attributes:
         part: the part of its first row.
@@ -244,7 +259,7 @@ class _RowClocks(EventLoop[_Meeting]):
         super().__init__(len(rows), contention, lag)
         self._rows = [_RowState(row) for row in rows]
         self._free: dict[Hashable, float] = defaultdict(float)  # stream across rows to the time at which it is free
-        self._open: dict[Hashable, list[_Meeting]] = defaultdict(list)  # by channel, those that a row has not joined
+        self._open: dict[Hashable, list[_Meeting]] = defaultdict(list)  # by channel, those that a row has yet to join
         self.end, self.exposed = 0.0, defaultdict[Awaited, float](float)
 
     def advance(self, row: int, now: float) -> None:
@@ -297,7 +312,10 @@ class _RowClocks(EventLoop[_Meeting]):
         self.end = max(self.end, computed, latest)
 
     def _end_of_wait(self, row: int, clock: float, times: StartEnd, awaited: Awaited) -> float:
-        """Return the time at which a row computes again that waits for a communication, or has lost time to it."""
+        """Return the time at which a row resumes computing that waits for a communication.
+
+        If communication slows compute down, this includes the time that the row has lost to the communication.
+        """
         ready, again = times[0], clock
         if self.slows:
             start = times[1]
@@ -329,7 +347,7 @@ class _RowClocks(EventLoop[_Meeting]):
         return part.blocks
 
     def _pass_end(self, row: int, done: MeasuredPass, clock: float) -> float:
-        """Return the end of a pass. Its collectives are awaited immediately, after others on their streams."""
+        """Return the end of a pass. Each of its collectives starts when its stream is free, and is awaited at once."""
         collectives, idle = self._rows[row].collectives, self.idle[row]
         free = {group: collectives[group][-1][2] for group in done.groups if collectives[group]}
         if not free or max(free.values()) <= clock:

@@ -4,9 +4,9 @@
 updates runs on it unchanged. A verb adds the op's seconds to the entries of the current step, and adds or subtracts the
 bytes of its values. The passes of layers are not run: `apply_pass` adds a pass that was measured on the sample.
 
-The parts, in order: `StepRecorder` has the entries and bytes of the current step; `CompressedRank` has the verbs;
-values, handles and stores are below it. As on a traced rank (`shardlab.language.values`), values live until their last
-store key is deleted and no collective reads them.
+This file contains, in order: `StepRecorder` with the entries and bytes of the current step, `CompressedRank` with the
+verbs, and the values, handles and stores. As on a traced rank (`shardlab.language.values`), a value lives until its
+last store key is deleted and no collective reads it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ from shardlab.simulate.timeline.memory import CATEGORIES, Category, MemoryLedger
 
 
 class StepRecorder(MemoryLedger):
-    """Entries of the step that is being recorded, and the ledger of its memory, both since the start of the segment.
+    """Recorder of a rank's current step: the entries and the memory ledger of the current segment.
 
     Args:
         model: the short model that the rank follows. A step is cut into segments beside its gaps.
 
     Attributes:
         entries: entries of the current segment, in order.
-        outstanding: collectives that the rank has not awaited, in order.
+        outstanding: collectives that the rank has not awaited, in the order of their start.
         started: by group, the number of collectives that the rank has started.
+        may_grow: see `CompressedRunner.may_grow`.
     """
 
     def __init__(self, model: ShortModel) -> None:
@@ -90,7 +91,12 @@ class StepRecorder(MemoryLedger):
     def enter(self, loop: Hashable, layer: int) -> None:
         """Begin a new segment if a loop over layers reaches or leaves a block beside a gap.
 
-        The segment of the first of these blocks is repeated for the missing blocks.
+        Of the two blocks beside a gap, the segment of the one that the loop reaches first is repeated for the missing
+        blocks.
+
+        Args:
+            loop: name of the loop.
+            layer: layer of the short model that the loop has reached.
 
         Raises:
             NotPeriodicError: if different collectives are in flight at the start of the two blocks, or if the loop
@@ -118,7 +124,7 @@ class StepRecorder(MemoryLedger):
         self._begin()
 
     def _in_flight(self, position: Position) -> InFlight:
-        """Return the collectives in flight by group and kind of value, each relative to a block."""
+        """Return the collectives in flight by group and kind of value, each with its state relative to a block."""
         first = position.gap.at - (0 if position.after else position.gap.each)
         in_flight: InFlight = defaultdict(dict)
         for handle in self.outstanding:
@@ -128,9 +134,12 @@ class StepRecorder(MemoryLedger):
     def _repeat(self, before: InFlight, started: Counter[Group], now: InFlight, more: int, distance: int) -> None:
         """Repeat the last segment, and count the collectives that its repetitions start.
 
-        For each group and kind of value, one of two conditions must hold. Either the collectives in flight before and
-        after the segment are the same, absolutely or relative to the block. Or the segment only adds collectives, and
-        all are awaited after the last block.
+        For each group and kind of value, the collectives in flight must meet one of three conditions: they are the same
+        before and after the segment; they are in the same state relative to the block; or the segment only adds
+        collectives, and all of them are awaited after the last block.
+
+        Raises:
+            NotPeriodicError: if none of the conditions holds.
         """
         started = self.started - started
         for queue in before.keys() | now.keys():
@@ -148,13 +157,17 @@ class StepRecorder(MemoryLedger):
         self._repeat_segment(more, distance, started)
 
     def _repeat_segment(self, more: int, distance: int, started: Counter[Group]) -> None:
-        """Repeat the last segment, which has started `started`."""
+        """Repeat the last segment. It has started the collectives `started`, counted by group."""
         for group, number in started.items():
             self.started[group] += more * number
         self._segments[-1] = StepSegment(self._segments[-1].step, more, distance, started)
 
     def _land(self, repetition: Repetition | None) -> None:
-        """Record the wait for a repeated collective, or for another collective after such waits."""
+        """Begin, continue or end a segment of waits for repeated collectives.
+
+        Args:
+            repetition: repetition of the collective that is awaited next (None: it is not repeated).
+        """
         if repetition is not self._landing:
             if self._landing is not None:
                 self._end_landing()
@@ -177,7 +190,10 @@ class StepRecorder(MemoryLedger):
         self._landing = None
 
     def _number_in_whole(self, layer: int) -> int:
-        """Return a short model's layer as a number of the whole model, relative to the current segment."""
+        """Return the number that a layer of the short model has in the whole model.
+
+        In a segment beside a gap, layers near the current block keep their distance to this block.
+        """
         if layer < 0:
             return layer
         if self._position is not None:
@@ -210,7 +226,7 @@ class StepRecorder(MemoryLedger):
 
 
 InFlight = dict[Hashable, "dict[SizedHandle, Hashable]"]
-"""Collectives in flight by group and kind of value, each relative to a block."""
+"""Collectives in flight by group and kind of value, each with its state relative to a block (`relative_to`)."""
 
 GATHERED, COMMUNICATION = CATEGORIES.index(Category.GATHERED), CATEGORIES.index(Category.COMMUNICATION)
 
@@ -221,7 +237,7 @@ class CompressedRank(StepRecorder):
     Args:
         index: the rank's number.
         sample: sizes, prices and measured passes.
-        routes: list that receives the kinds of messages that the rank sends and receives.
+        routes: list to which the rank adds the kinds of messages that it sends and receives.
         model: the short model that the rank follows.
 
     Attributes:
@@ -275,7 +291,7 @@ class CompressedRank(StepRecorder):
         self.release(value)
 
     def new_value(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> SizedValue:
-        """Create a value of `pieces` of the `of` pieces of a layer's weight."""
+        """Create a value with `pieces` of the `of` pieces of a layer's weight, gradient or optimizer state."""
         return SizedValue(self, self.sample.part(kind, layer, pieces, of), layer, pieces, of)
 
     # Collectives
@@ -296,7 +312,7 @@ class CompressedRank(StepRecorder):
         result: SizedValue | None = None,
         read: SizedValue | None = None,
     ) -> SizedHandle:
-        """Start a collective of this row only, or with other rows that have members in the group."""
+        """Start a collective: of this row alone or, if the group has ranks of several stages, of several rows."""
         handle = self.register(SizedHandle(self, kind, group, self.started[group], result, read))
         self.started[group] += 1
         across = self._crosses_rows(group)
@@ -344,11 +360,11 @@ class CompressedRank(StepRecorder):
     # Messages
 
     def send(self, values: Sequence[SizedValue], offset: int) -> None:
-        """Start to send values at once to the rank `offset` places further in the pipeline."""
+        """Start to send values together to the rank `offset` positions further in the pipeline."""
         self.entries += [PostMessage(route) for route in self._routes(True, offset, values)]
 
     def wait_sent(self, values: Sequence[SizedValue], offset: int) -> None:
-        """Wait for the oldest sends of values like these."""
+        """Wait for the oldest unawaited sends on the route of these values, and free the values."""
         self.entries += [AwaitMessage(route, 0) for route in self._routes(True, offset, values)]
         for value in values:
             self.release(value)
@@ -362,13 +378,16 @@ class CompressedRank(StepRecorder):
             self.record_peak(OpKind.RECV, layer)
 
     def wait_received(self, values: Sequence[SizedValue], layer: int, offset: int, turn: int) -> None:
-        """Wait for received values: of those on their route, the oldest (`turn` 0) or later ones."""
+        """Wait for values that the rank receives. `turn` is that of `AwaitMessage`."""
         self.entries += [AwaitMessage(route, turn) for route in self._routes(False, offset, values, layer)]
         for value in values:
             self.move(COMMUNICATION, value.slot, value.held_bytes)
 
     def _routes(self, sends: bool, offset: int, values: Sequence[SizedValue], layer: int = -1) -> Iterator[int]:
-        """Yield the numbers of the routes of values: of one route, or if each send blocks the rank, of one each."""
+        """Yield the position in `routes` of the route that carries these values together.
+
+        If each send blocks the rank, yield instead the position of a separate route for each value.
+        """
         parts = tuple([value.part for value in values])
         for each in [(part,) for part in parts] if self.sample.prices.blocking_p2p else [parts]:
             route = Route(sends, offset, each, layer)
@@ -416,7 +435,7 @@ class CompressedRank(StepRecorder):
         return self._collective(OpKind.ALL_REDUCE, value, self._same_size(value), group)
 
     def _enter_reduction(self, value: SizedValue, axis: str) -> None:
-        """Enter the layer of a gradient whose reduction was deferred to the end of the schedule."""
+        """Enter the layer of a gradient (see `enter`) if its reduction was deferred to the end of the schedule."""
         if self.step_kind is None and value.kind is Kind.GRAD_WEIGHT and axis == self.first_axes.get(value.layer):
             self.enter("reduce", value.layer)
 
@@ -505,7 +524,7 @@ class CompressedRank(StepRecorder):
         Args:
             done: the pass.
             layer: its layer on this rank; for a pass of several layers, the first.
-            weight: the weight that it reads, which may end with it.
+            weight: the weight that it reads. It is freed if no store has it and no collective reads it.
             gradient: the weight gradient that it computes.
         """
         if self.sample.merges:
@@ -540,9 +559,9 @@ class SizedValue:
 
     Attributes:
         part: spec and sizes.
-        layer, pieces, of: the layer, of whose `of` pieces the value has `pieces`.
+        layer, pieces, of: the value has `pieces` of the `of` pieces of this layer.
         held_bytes: bytes that it takes now; 0 if it lies in the memory of another value.
-        slot: index of the memory category.
+        slot: index of its current memory category in `CATEGORIES`.
         keys, reading, alive: as in `shardlab.language.values.Value`.
         updated: whether it is an updated weight.
     """
@@ -591,7 +610,10 @@ class SizedHandle:
         self.repetition: Repetition | None = None
 
     def relative_to(self, layer: int) -> Hashable:
-        """Return the age and the values of the collective, with layers counted from `layer`."""
+        """Return the state of the collective, with layers counted from `layer`.
+
+        It consists of how many collectives of the group ago it was started, its output and its input.
+        """
         values = [value and (value.part, value.layer - layer, value.keys) for value in (self.result, self.read)]
         return (self.rank.started[self.group] - self.number, *values)
 

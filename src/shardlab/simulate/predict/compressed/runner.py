@@ -1,12 +1,13 @@
 """Runner that follows a rank's schedule on a compressed rank.
 
 `CompressedRunner` is a `PlanRunner`: the order of gathers, passes, reductions and updates is that of traced programs.
-It differs in two ways. Layers' passes are taken from the sample; if a stage only computes and adds to its gradients,
-all passes of the stage are one measured pass. And a step is given by a `StepKey` instead of a microbatch: the key has
-everything on which a step's time and memory depend, except the rank's state before it.
+It differs from the runner of traced programs in two ways. Layers' passes are taken from the sample; if a pass through a
+stage gathers no weights and reduces no gradients, the passes of all its layers are joined to one measured pass. And a
+step is given by a `StepKey` instead of a microbatch: the key has everything on which a step's time and memory depend,
+except the rank's state before the step.
 
-The parts, in order: `CompressedRunner` with the passes of its layers; `StateSnapshots`, which captures the state of a
-rank between two steps and restores it; `step_keys`, which turns a schedule into a sequence of keys.
+This file contains, in order: `CompressedRunner` with the passes of its layers; `StateSnapshots`, which captures the
+state of a rank between two steps and restores it; `step_keys`, which turns a schedule into a sequence of keys.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class _Layers:
         self.forwards: dict[tuple[int, Keeps, bool], MeasuredPass] = {}
 
     def pass_key(self, layer: int) -> tuple[Cuts, int, bool]:
-        """Return the key of a layer's passes: cuts of its block, its sample layer, if its residual shares memory."""
+        """Return (cuts of the layer's block, identical sample layer, whether its residual is in a saved value)."""
         return self.cuts[layer], self.sample.sample_layer[layer], layer in self.shared_residuals
 
     def pass_of(self, name: str, layer: int, *rest: object) -> MeasuredPass:
-        """Return a layer's measured pass by name and, for a forward pass, kept inputs and if outputs are stored."""
+        """Return a measured pass of a layer. For a forward pass, `rest` is (`keeps`, `stores_outputs`)."""
         return self.sample.passes(self.cuts[layer]).by_key[name, self.sample.sample_layer[layer], *rest]
 
     def forward_of(self, layer: int, keeps: Keeps, stores_outputs: bool) -> MeasuredPass:
@@ -129,10 +130,10 @@ class CompressedRunner(PlanRunner[SizedValue]):
         passes: passes of the rank's layers.
         compressed: the rank.
         key: key of the current step.
-        uses: uses of weights in a pass and in the passes after it.
+        uses: cache of the uses of weights in a pass and in the passes after it.
         stage_passes: by name and stage, the passes of all layers of a stage as one.
-        counts: stages whose gradients are reduced without a step of the schedule that says so.
-        owners: by stage, the layers whose weights its layers use, in the order of a backward pass.
+        counts: stages that reduce their gradients in their last backward pass, not in a step of the schedule.
+        owners: by stage, the layers that own the weights of its layers, in the order of a backward pass.
     """
 
     def __init__(self, rank: CompressedRank, rank_plan: RankPlan) -> None:
@@ -153,9 +154,14 @@ class CompressedRunner(PlanRunner[SizedValue]):
         }
 
     def may_grow(self, reductions: Mapping[SizedHandle, object], more: int) -> bool:
-        """Return whether collectives may all stay in flight while `more` are added, as in reductions of norms.
+        """Return whether reductions can stay in flight while further ones are started.
 
-        They may if no weight of the rank makes the reduction buffer overflow.
+        They can if they reduce weight gradients, such as those of norms, and the reduction buffer has space for all of
+        them and for the rank's largest weight that is reduced over the same axis.
+
+        Args:
+            reductions: the collectives in flight of one group and kind of value.
+            more: number of collectives to add.
         """
         if any(handle.result is None or handle.result.kind is not Kind.GRAD_WEIGHT for handle in reductions):
             return False
@@ -172,7 +178,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         return StateSnapshots(self.compressed, self.weights, self.gradients)
 
     def run_step(self, key: StepKey) -> CompressedStep:
-        """Run a step other than a message, or the end of the schedule."""
+        """Run a step that is not a message, or the end of the schedule, and return it."""
         self.key, self.compressed.step_kind = key, key.kind
         running = self.finish(key) if key.kind is None else self.step(self.step_for(key))
         try:
@@ -182,7 +188,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         raise AssertionError("a compressed rank never waits for other ranks")
 
     def step_for(self, key: StepKey) -> ShardedStep:
-        """Create a step with this key, and give the next passes to the `ParameterGatherer`."""
+        """Create a step with this key, and tell the `ParameterGatherer` which weights it and later passes use."""
         kind, stage = key.kind, self.plan.own_stages[key.stage]
         if kind not in (Forward, Backward, BackwardInput, BackwardWeight):
             return cast(Any, kind)(stage)
@@ -234,7 +240,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
             self.compressed.wait_received(values, layer, boundary.offset, turn)
 
     def values(self, boundary: StageBoundary, *, sends: bool) -> tuple[int, list[SizedValue]]:
-        """Return the layer that values enter (or leave) over a boundary between stages, and these values."""
+        """Return the first layer after a boundary between stages, and the values that cross the boundary."""
         layers = self.plan.stages[self.plan.own_stages[boundary.stage]]
         layer = layers.stop if boundary.forward is sends else layers.start
         stores = self.boundaries[layer, boundary.forward]
@@ -279,7 +285,10 @@ class CompressedRunner(PlanRunner[SizedValue]):
         self.add_gradients(stage_pass, stage)
 
     def adding_pass(self, name: str, stage: int) -> MeasuredPass | None:
-        """Return a stage's passes as one, if its gradients are only stored or added (None: they are reduced)."""
+        """Return the passes of all layers of a stage as one, or None if they cannot be joined.
+
+        They can if they gather no weights, reduce no gradients, and either all store their gradient or all add it.
+        """
         owners, weights = self.owners[stage], self.plan.weights
         reduced = self.left[stage] == 1 or any(weights[owner].reduce_every_microbatch for owner in owners)
         if self.plan.gather_axes or reduced:
@@ -290,7 +299,7 @@ class CompressedRunner(PlanRunner[SizedValue]):
         return None if stored or len(set(owners)) < len(owners) else self.stage_pass(f"first {name}", stage)
 
     def add_gradients(self, stage_pass: MeasuredPass, stage: int) -> None:
-        """Run the passes of a stage that make gradients and reduce none."""
+        """Run the joined passes of a stage, and store the gradients of weights that had none."""
         rank = self.compressed
         rank.apply_pass(stage_pass, self.plan.stages[stage][0])
         for layer in self.owners[stage]:
@@ -311,14 +320,10 @@ class CompressedRunner(PlanRunner[SizedValue]):
         return stage_pass
 
     def passes_of(self, name: str, layers: range) -> list[tuple[MeasuredPass, int]]:
-        """Return the passes of one stage of the whole model, in order, each with a number to add to its layers.
+        """Return the passes of one stage of the whole model, in order, each with a number.
 
-        With this number added, the layers count from the first layer of the stage. Blocks that the short model leaves
-        out are copies of the joined passes of one block.
-
-        Args:
-            name: name of the passes.
-            layers: layers of the stage in the short model.
+        The number is to be added to the layers of the pass's memory peaks, which then count from the first layer of the
+        stage. For each block that the short model leaves out, the list has a copy of the joined passes of one block.
         """
         forward, model = name == "forward", self.compressed.model
         passes: list[tuple[MeasuredPass, int]] = []
@@ -339,9 +344,9 @@ class CompressedRunner(PlanRunner[SizedValue]):
         return passes
 
     def passes_at(self, name: str, l: int) -> Iterator[tuple[MeasuredPass, int]]:
-        """Yield the passes of one layer in order, and of those that it recomputes, each with its layer.
+        """Yield the passes that a stage runs for one layer, each with its layer: recomputed layers first.
 
-        "first" passes store gradients where others add them to older ones.
+        A `name` that begins with "first" is that of passes that store a gradient instead of adding it to an older one.
         """
         forward_of, sample, own = self.passes.forward_of, self.compressed.sample, name.removeprefix("first ")
         if name == "forward":
@@ -412,9 +417,9 @@ class HandleState(NamedTuple):
         kind: kind of the collective.
         group: the ranks that take part.
         ago: how many collectives of the group ago it was started (1: it is the latest).
-        result: state of the value that it will return (None: it stores it or returns nothing).
-        read: the value that it reads, or the place in a store (None: nothing that lives).
-        repetition: the repetition of which it is a part.
+        result: state of its output (None: the collective belongs to a measured pass).
+        read: its input: the place in a store, or the state of a value that no store has (None: as for `result`).
+        repetition: the repetition of which it is a part (None: it is not repeated).
     """
 
     kind: OpKind
@@ -426,7 +431,7 @@ class HandleState(NamedTuple):
 
 
 class RankState(NamedTuple):
-    """State of a rank between two steps: everything on which the next step depends, except the plan and its key.
+    """State of a rank between two steps: everything on which the next step depends besides the plan and the step's key.
 
     Attributes:
         values: values in stores. A rank's slices of weights and optimizer state are left out, since only the update
@@ -451,7 +456,7 @@ class StateSnapshots:
         self._rank, self._weights, self._gradients = rank, weights, gradients
         self._stores = (rank.weights, rank.grad_weights, rank.scalars)
         self._lasting = frozenset(rank.weights)
-        self._values, self._values_at = self._stored(), rank.changes  # as of so many changes
+        self._values, self._values_at = self._stored(), rank.changes  # stored values after this number of changes
 
     def _stored(self) -> StoredValues:
         held = [
@@ -532,7 +537,7 @@ class StageBoundary(NamedTuple):
 
     Attributes:
         stage: position of the stage among the rank's stages.
-        forward: whether activations cross it, or gradients.
+        forward: whether activations (and not gradients) cross it.
         offset: position of the peer in the pipeline, relative to this rank.
     """
 
@@ -542,7 +547,7 @@ class StageBoundary(NamedTuple):
 
 
 class UpcomingPass(NamedTuple):
-    """Later pass of a stage, for which weights may be gathered ahead."""
+    """Later pass of a stage (its position among the rank's stages), for which weights may be gathered ahead."""
 
     stage: int
     forward: bool
@@ -564,10 +569,11 @@ class StepKey(NamedTuple):
         stage: position of the stage among the rank's stages.
         boundary: boundary that a message crosses (None: the step is not a message).
         awaited_sends: earlier sends for which the step waits.
-        input_message: for a pass, the message with which it begins, and its position among those not yet awaited.
-        last: whether the pass computes the last gradient of its stage.
-        ahead: the next pass, and the next pass of another stage.
-        later_stages: stages that still have passes after this one.
+        input_message: for a pass whose input another rank sends, the boundary that this message crosses, and the
+            position of the message among those not yet awaited.
+        last: whether the pass computes the last weight gradient of its stage.
+        ahead: the next pass, and the next pass of another stage. Both are None if the rank gathers no weights ahead.
+        later_stages: stages that still have passes after this one. It is empty if the rank gathers no weights ahead.
     """
 
     kind: type | None
@@ -593,10 +599,10 @@ class KeySequence(NamedTuple):
 
 
 MOST_SEQUENCES = 1024
-"""Number of cached sequences. Many plans of a search have equal schedules."""
+"""Largest number of cached sequences. Many plans of a search have equal schedules."""
 
 _SEQUENCES: dict[Hashable, tuple[Sequence[ShardedStep], KeySequence]] = {}
-"""Sequences of keys by the steps of a rank, which count by identity: no other steps can get the `id` of stored ones."""
+"""Steps and their keys, by the `id` of the steps (which stay alive here) and the other arguments of `step_keys`."""
 
 
 def step_keys(steps: Sequence[ShardedStep], own_stages: Sequence[int], here: int, *, gathers: bool) -> KeySequence:
@@ -623,7 +629,7 @@ def _key_sequence(steps: Sequence[ShardedStep], own_stages: Sequence[int], here:
     boundaries: dict[tuple[int, bool, int], StageBoundary] = {}
     coming: dict[tuple[int, bool], list[tuple[int, StageBoundary]]] = defaultdict(list)
     leaving: dict[int, StageBoundary] = {}
-    # A step is first looked up by the few things that decide its key, since keys take long to create.
+    # A step is first looked up by the few values that determine its key, since keys take long to create.
     numbers: dict[Hashable, int] = {}
     keys: list[StepKey] = []
     order: list[int] = []
@@ -661,7 +667,7 @@ def _key_sequence(steps: Sequence[ShardedStep], own_stages: Sequence[int], here:
 
 
 def _ahead(steps: Sequence[ShardedStep], places: dict[int, int]) -> dict[int, Lookahead]:
-    """Map the index of each pass to the next passes."""
+    """Map the index of each pass in `steps` to the passes after it. `places` has the position of each stage."""
     found: dict[int, Lookahead] = {}
     after: UpcomingPass | None = None
     other: UpcomingPass | None = None
@@ -679,7 +685,7 @@ def _ahead(steps: Sequence[ShardedStep], places: dict[int, int]) -> dict[int, Lo
 
 
 def block_cuts(plan: RankPlan, layer: int) -> Cuts:
-    """Return the layers at which stages cut the block of a recomputed layer (None: it is not recomputed)."""
+    """Return the `Cuts` of a layer's block. In a plan that recomputes all blocks, other layers have the cuts ()."""
     if plan.layers[layer].keeps == "all":
         return None if plan.plan.recompute != "full" else ()
     blocks = plan.model.recomputable

@@ -5,9 +5,10 @@ rank, without data parallelism) has every kind of pass that the workload has. `m
 runner that marks where passes begin and end, replays its tape, and makes a `MeasuredPass` of each marked part: its
 seconds, its collectives, its change of memory and its peaks.
 
-The parts, in order: the sample and its marks; `PassMeter`, which measures a part of its tape; `PricedSample`, which
-has the passes, sizes and prices of one workload; the records `MeasuredPass` and `PassTable`; and a correction for
-residual streams, whose memory in a pass of the sample may differ from that in the same pass of a rank.
+This file contains, in order: the sample and its marks; `PassMeter`, which measures a pass on the sample's tape;
+`PricedSample`, which has the passes, sizes and prices of one workload; the records `MeasuredPass` and `PassTable`; and
+`with_more_bytes`, which corrects a measured pass if its residual stream or its gradient takes more or less memory on a
+rank than in the sample.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def measure_passes(workload: Workload, step_types: Collection[type], cuts: Cuts)
     Args:
         workload: a workload with few blocks, and the plan of the whole model.
         step_types: types of the steps in the plan's schedule.
-        cuts: layers at which pipeline stages cut a recomputed block (None: measure blocks that are not recomputed).
+        cuts: layers at which pipeline stages cut each recomputed block (see `Cuts`; None: no block is recomputed).
     """
     sample = _on_one_rank(workload, step_types, cuts)
     cut = sample.plan, sample.model, sample.cut.layers
@@ -58,11 +59,11 @@ def measure_passes(workload: Workload, step_types: Collection[type], cuts: Cuts)
 
 
 MOST_MEASURED = 256
-"""Number of cached samples: many plans of a search differ only in their pipeline and data parallelism."""
+"""Largest number of cached samples. Plans that differ only in pipeline and data parallelism share a sample."""
 
 _MEASURED: dict[Hashable, tuple[Workload, PassTable]] = {}
-"""Passes of each sample, by everything on which they depend. A cluster and a recipe count by identity; the sample is
-stored with them, so that no other object can get their `id`."""
+"""Each sample with its measured passes, by everything on which the passes depend. The key has the `id` of the cluster
+and of the recipe. The stored sample keeps both alive, so no other object gets the same `id`."""
 
 
 def _measure_sample(sample: Workload, prices: Prices, kept: Sizes) -> PassTable:
@@ -126,7 +127,7 @@ def _last_split_schedule(rank: int, ranks: int, microbatches: int, stages_per_ra
 
 
 class _MarkedRunner(TracedRunner):
-    """Runner that marks the ends of the schedule's steps, and the loading of a batch."""
+    """Runner that marks the end of each step of the schedule, and the start of loading a batch."""
 
     layers: _MarkedLayers
 
@@ -151,14 +152,18 @@ class _MarkedLayers(LayerRunner):
         self.inputs = [[port.kind for port in layer.inputs] for layer in plan.model.layers]
 
     def mark(self, m: int, *key: object) -> None:
-        """Mark that a pass with this key begins here, and that the previous one ends.
+        """Mark the end of the previous pass and, if `m` is positive, the start of a pass with this key.
 
-        Passes of the first microbatch have no key and are not measured, since they add no gradients to older ones.
+        Passes of the first microbatch are not measured, since they do not add gradients to older ones.
+
+        Args:
+            m: microbatch of the pass that begins (-1: no pass begins).
+            key: name of the pass, its layer, and for a forward pass `keeps` and `stores_outputs`.
         """
         self.marks.append((len(self._rank.ops), key if m > 0 else ()))
 
     def note_boundary(self, layer: int, m: int, kinds: Mapping[Kind, Kind] | None = None) -> None:
-        """Record the specs of the values that enter a layer, or of their gradients."""
+        """Record the specs of the values that enter a layer or, if `kinds` maps their kinds, of their gradients."""
         for kind in self.inputs[layer]:
             made = kinds[kind] if kinds else kind
             self.boundaries[made, layer] = self._rank.store(made)[layer, m].spec
@@ -200,9 +205,9 @@ class PassMeter:
     """Meter of passes (ranges of ops) of the tape of a sample, which is a model with three blocks.
 
     Attributes:
-        tape, times: the tape, and the start and end of its ops.
-        memory: the bytes held at each op.
-        arrivals: for each op, the time in seconds at which the compute stream gets to it. A collective may start later.
+        tape, times: the tape of the sample's only rank, and the replay that has the start and end of each op.
+        memory: the bytes that the rank holds at each op.
+        arrivals: for each op, the time in seconds at which the compute stream reaches it. A collective may start later.
     """
 
     def __init__(self, traced: Folded, prices: Prices, size: Bytes) -> None:
@@ -212,7 +217,7 @@ class PassMeter:
         self._program, self._notes_waits = traced.program, prices.contention > 0
 
     def _arrivals(self, blocking: float) -> list[float]:
-        """Return the time in seconds at which the compute stream gets to each op."""
+        """Return the time in seconds at which the compute stream reaches each op."""
         arrivals, clock = list[float](), 0.0
         issued: dict[int, int] = {}
         idle_until = {idle.op: idle.until for idle in self.times.idle[0]}
@@ -271,7 +276,7 @@ class PassMeter:
         return MemoryPeak(sum(held), held, self.tape[at].kind, self.tape[at].layer - layer)
 
     def _collectives(self, start: int, stop: int) -> tuple[tuple[PassCollective, ...], float]:
-        """Return a pass's collectives, and the seconds of compute after the last one.
+        """Return the collectives of the pass from op `start` to `stop`, and the seconds of compute after the last one.
 
         If a collective is not awaited immediately, or the pass has a message, the result is ((), -1.0).
         """
@@ -309,7 +314,7 @@ class SizedPart:
 
     Attributes:
         wire_bytes, held_bytes: bytes in communication, and in memory.
-        slot: index of the memory category.
+        slot: index of its memory category in `CATEGORIES`.
     """
 
     spec: Spec
@@ -328,11 +333,12 @@ class PricedSample:
 
     Attributes:
         rank_stride: difference between the numbers of adjacent ranks of a pipeline.
-        merges: whether communication that is awaited immediately can count as compute. It cannot if ranks lose time
-            beyond contention at each wait.
-        notes_waits: whether the moments of such communication count, since compute is slower beside other
-            communication.
-        joined_passes: passes of whole stages by the keys of their layers' passes, and passes with their gradients.
+        merges: whether collectives that are awaited immediately can be merged with the compute before and after them.
+            This is not possible if ranks lose additional time at each wait (`Prices.lag`).
+        notes_waits: whether the intervals of merged collectives are recorded. They are needed if communication slows
+            compute down (`Prices.contention`).
+        joined_passes: cache of two kinds of passes: those of whole stages, by the keys of their layers' passes, and
+            those that also hold the memory of their gradient, by name and key.
     """
 
     def __init__(self, workload: Workload, step_types: Collection[type], sample_layer: Sequence[int]) -> None:
@@ -351,10 +357,10 @@ class PricedSample:
         self._seconds: dict[Hashable, float] = {}
 
     def passes(self, cuts: Cuts = None) -> PassTable:
-        """Return the passes of the sample if pipeline stages cut recomputed blocks at these layers.
+        """Return the measured passes of the sample's layers.
 
         Args:
-            cuts: the layers (None: no block is recomputed).
+            cuts: layers at which pipeline stages cut each recomputed block (see `Cuts`; None: no block is recomputed).
         """
         known = self._passes.get(cuts)
         if known is None:
@@ -375,7 +381,7 @@ class PricedSample:
         return known
 
     def part(self, kind: Kind, layer: int, pieces: int = 1, of: int = 1) -> SizedPart:
-        """Return `pieces` of the `of` pieces of a layer's parameters, gradient or optimizer state."""
+        """Return the part with `pieces` of the `of` pieces of a layer's parameters, gradient or optimizer state."""
         like = self.sample_layer[layer]
         key = (kind, like, pieces, of)
         known = self._parts.get(key)
@@ -414,7 +420,7 @@ class PricedSample:
         return known
 
     def message(self, part: SizedPart, source: int, target: int) -> float:
-        """Return the seconds of a message."""
+        """Return the seconds in which a message with this value is transferred between two ranks."""
         key = (part.spec.form, part.wire_bytes, source, target)
         known = self._seconds.get(key)
         if known is None:
@@ -437,7 +443,7 @@ class PassCollective(NamedTuple):
 
 
 def add_exposed(parts: Iterable[tuple[Awaited, float]]) -> tuple[tuple[Awaited, float], ...]:
-    """Return seconds of waits by kind and axis, those of equal kind and axis added up."""
+    """Add up the seconds of waits for communication of equal kind and axis."""
     sums = dict[Awaited, float]()
     for awaited, seconds in parts:
         sums[awaited] = sums.get(awaited, 0.0) + seconds
@@ -453,16 +459,19 @@ class MeasuredPass:
     """Forward or backward pass of a layer, or of several layers one after the other.
 
     Attributes:
-        seconds: duration, if streams are idle.
-        collectives: its collectives, if each is awaited immediately; otherwise their time is in `rest`.
-        rest: seconds of compute after the last of these.
+        seconds: duration of the pass if no other communication uses the streams of its collectives.
+        collectives: its collectives in order, if each is awaited immediately; otherwise (), and their time is in
+            `rest`.
+        rest: seconds of the pass after the last of `collectives`, or the whole duration if there are none.
         delta: by category, bytes held after the pass minus bytes held before it.
-        peaks: peak of the ops before the one that computes with the weight, of that op, and of the ops after it. Layers
-            count from the pass's first one.
-        waits: if communication slows compute down, the intervals in which the pass does not compute.
-        exposed: seconds of `seconds` in which the pass waits for communication, by kind and axis.
-        bytes, changes: total of `delta`, and (category, bytes) for entries other than 0.
-        groups: groups of the collectives.
+        peaks: memory peaks of the ops before the one that computes with the weight, of that op, and of the ops after it
+            (None: no such op). Bytes are relative to the start of the pass, and layers to the pass's first layer. A
+            pass of several layers has only one peak, the first of the three.
+        waits: if communication slows compute down, the intervals in which the pass does not compute, in seconds from
+            its start.
+        exposed: the seconds in which the pass waits for communication, by kind and axis. They are part of `seconds`.
+        bytes, changes: total of `delta`, and its nonzero entries as (category, bytes).
+        groups: groups of `collectives`.
     """
 
     seconds: float
@@ -490,15 +499,19 @@ class MeasuredPass:
 PassKey = tuple[object, ...]
 
 Cuts = tuple[int, ...] | None
-"""Layers at which pipeline stages cut a recomputed block, counted from its first (None: it is not recomputed)."""
+"""Layers at which pipeline stages cut a recomputed block, counted from the block's first layer.
+
+None stands for a block that is not recomputed, and () for a recomputed block that lies in one stage.
+"""
 
 
 class PassTable(NamedTuple):
     """Measured passes of a sample.
 
     Attributes:
-        by_key: passes by name, layer of the sample, and for a forward pass what is kept and whether it is the last op.
-        boundaries: specs of the values that enter layers and of their gradients, by kind and layer.
+        by_key: passes by name, layer of the sample, and for a forward pass the values that it keeps for the backward
+            pass and whether it stores its outputs.
+        boundaries: specs of the values that enter layers and of their gradients, by kind and layer of the sample.
         plan: plan of the sample's rank.
     """
 
@@ -514,8 +527,9 @@ def shared_residual_layers(plan: RankPlan, alike: Sequence[int], saves: Sequence
 
     Args:
         plan: plan of the rank that has both layers.
-        alike: for each layer, the layer of the sample with its sizes.
-        saves: whether a layer's saved value includes the residual stream (see `Sizes.saves_residual`).
+        alike: for each layer of the model, the identical layer of the sample.
+        saves: for each layer of the sample, whether its saved value includes the residual stream that it outputs (see
+            `Sizes.saves_residual`; empty: no layer's value does).
     """
     return frozenset(
         port.layer
@@ -527,19 +541,23 @@ def shared_residual_layers(plan: RankPlan, alike: Sequence[int], saves: Sequence
 
 
 def with_more_bytes(done: MeasuredPass, bytes: int, slot: int, *, during: bool = True) -> MeasuredPass:
-    """Return a pass with the bytes of a gradient, or of an incoming residual, that the sample's pass does not hold.
+    """Return a measured pass that ends with more bytes, or with fewer, than in the sample.
 
-    Two properties of a rank can differ from the sample. In the sample, a backward pass adds its gradient to an older
-    one, so the gradient takes no memory. And a residual shares memory with the activations that the layer before saves,
-    if that layer saves all of them, which may hold on only one of the two. A layer that keeps all has read the residual
-    when its op ends. A layer that keeps less reads it as a value that may live longer, so from the layer's op on the
-    residual has separate memory.
+    There are two cases. In the sample, a backward pass adds its gradient to an older one, so the gradient takes no
+    memory. The first backward pass of a step on a rank stores the gradient, which takes memory.
+
+    The other case is a forward pass. Its incoming residual stream lies inside the value that the previous layer saves,
+    if that layer keeps everything for its backward pass and is on the same rank. This may be true on the rank and not
+    in the sample, or the reverse. Inside a saved value, the residual takes no memory, and reading it frees none.
+    Otherwise it has separate memory, which is freed after the op of a layer that keeps everything. If the layer keeps
+    less, a residual inside a saved value moves to separate memory when the op starts.
 
     Args:
         done: the pass of the sample.
-        bytes: negative if the sample's residual takes memory of its own and the rank's does not.
-        slot: index of the category in which these count.
-        during: whether the op that computes with the weight holds them too, not only the ops after it.
+        bytes: number of bytes to add. It is negative if the residual has separate memory on the rank, but not in the
+            sample.
+        slot: index of the memory category of these bytes.
+        during: whether the op that computes with the weight also holds them, and not only the ops after it.
     """
     before, main, after = done.peaks
     peaks = before, _higher_peak(main, bytes, slot) if during else main, _higher_peak(after, bytes, slot)

@@ -1,10 +1,11 @@
 """Models with fewer blocks, whose compressed steps are extended to those of the whole model.
 
-The blocks of a stage are identical, so a pass does the same with each block, as soon as the same collectives are in
-flight at the start of two consecutive blocks. A `ShortModel` leaves out most middle blocks of each stage (`shorten`). A
-compressed rank follows its few layers and cuts each step into segments at the two blocks before and after the gap
-(`StepSegment`). If the same collectives are in flight at the start of both, `extend_step` repeats the segment between
-them for the missing blocks. Otherwise the step is not periodic there, and the replay tries again with more blocks.
+The blocks of a stage are identical. Once the same collectives are in flight at the start of two consecutive blocks, a
+step does the same work for each further block. A `ShortModel` leaves out most middle blocks of each stage (`shorten`);
+the place where blocks are missing is a `Gap`. A compressed rank runs the layers of the short model, and cuts each step
+into segments at the block before the gap and at the block after it (`StepSegment`). If the same collectives are in
+flight at the start of both blocks, `extend_step` repeats the segment of the first one for the missing blocks. Otherwise
+the step is not periodic there, and `CompressedReplay` tries again with a short model of more blocks.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Gap(NamedTuple):
     """Position in a stage of a short model at which blocks are left out.
 
     Attributes:
-        start, stop: the identical blocks of the short model around the gap: first layer, and end.
+        start, stop: first layer, and end, of the run of identical blocks around the gap, in the short model.
         each: number of layers of a block.
-        at: first layer after the gap.
+        at: first layer after the gap, in the short model.
         more: number of blocks that are left out.
     """
 
@@ -60,7 +61,8 @@ class ShortModel:
         starts: first layer of each stage in the short model, and the end of the last stage.
         gaps: the gaps.
         recomputed: layers of the short model in blocks that the plan names for recomputation.
-        whole_layer: for each layer of the short model, and for its end, its number in the whole model.
+        whole_layer: for each layer of the short model, its number in the whole model; then the number of layers of the
+            whole model.
     """
 
     plan: Plan
@@ -74,7 +76,7 @@ class ShortModel:
 
     @cached_property
     def positions(self) -> dict[int, Position]:
-        """Layers of the blocks before and after each gap, with their positions."""
+        """Position of each layer of the short model that lies in the block before or after a gap."""
         return {
             layer: position
             for gap in self.gaps
@@ -83,12 +85,12 @@ class ShortModel:
         }
 
     def layers_of(self, own_stages: Sequence[int]) -> list[int]:
-        """Return the whole model's layers of a rank, and the layer after each of its stages."""
+        """Return the whole model's layers in the stages of a rank, then the layer after each of these stages."""
         stages = [self.stages[stage] for stage in own_stages]
         return [*(layer for stage in stages for layer in stage), *(stage.stop for stage in stages)]
 
     def rank_key(self, own_stages: Sequence[int]) -> Hashable:
-        """Return a key of a rank. Plans of ranks with equal keys differ only in the numbers of layers."""
+        """Return a key of the rank with these stages. Plans of ranks with equal keys differ only in layer numbers."""
         alike, starts, kinds = self.alike, self.starts, list[Hashable]()
         for stage, following in zip(own_stages, [*own_stages[1:], -1], strict=True):
             layers = range(starts[stage], starts[stage + 1])
@@ -104,8 +106,8 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
 
     Args:
         workload: the whole workload.
-        extra: number of blocks to keep in each run of identical blocks, in addition to those that the reductions in
-            flight require (None: keep all blocks).
+        extra: number of blocks to keep in each run of identical blocks, in addition to those after which the steps are
+            expected to be periodic (None: keep all blocks).
 
     Raises:
         UserError: if the plan's stages or recomputed blocks do not fit the model.
@@ -142,7 +144,7 @@ def shorten(workload: Workload, extra: int | None) -> ShortModel:
 def _gaps(
     plan: Plan, sizes: Sizes, model: ModelLayers, repeated: Repeated, stages: Sequence[range], extra: int
 ) -> Iterator[Gap]:
-    """Yield the gaps of a short model. The blocks around each are those in which a rank's steps become periodic."""
+    """Yield the gaps of a short model. As many blocks stay around each as the steps need to become periodic."""
     left_out, each = 0, repeated.each
     in_flight = _blocks_in_flight(plan, sizes, model, each, stages)
     for stage, blocks in _identical_blocks(plan, model, repeated, stages):
@@ -163,8 +165,8 @@ def _recomputed(plan: Plan, model: ModelLayers) -> set[int]:
 
 
 def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, stages: Sequence[range]) -> list[int]:
-    """Return the most blocks whose gradients are being reduced at once: for each stage, and for all stages."""
-    axes = max(1, sum(plan.mesh.sizes()[axis] > 1 for axis in CUT_AXES))  # one after the other
+    """Return the largest number of blocks whose gradients are reduced at once: of each stage, then of all stages."""
+    axes = max(1, sum(plan.mesh.sizes()[axis] > 1 for axis in CUT_AXES))  # a gradient is reduced over one at a time
     last = int(plan.sequence_parallel)  # the gradients of norms are then reduced over tp
     numbers: list[int] = []
     for stage in stages:
@@ -181,7 +183,10 @@ def _blocks_in_flight(plan: Plan, sizes: Sizes, model: ModelLayers, each: int, s
 def _identical_blocks(
     plan: Plan, model: ModelLayers, repeated: Repeated, stages: Sequence[range]
 ) -> Iterator[tuple[int, range]]:
-    """Yield (stage, layers) for each run of identical blocks, of which all or none are recomputed."""
+    """Yield (number of a stage, layers) for each run of identical blocks in the stage.
+
+    If the plan names the blocks to recompute, a run has either only named blocks or only other blocks.
+    """
     each, first = repeated.each, repeated.first
     stop = first + (repeated.more + 1) * each
     recomputed = _recomputed(plan, model)
@@ -205,13 +210,13 @@ NOTHING_STARTED: Mapping[Group, int] = Counter()
 
 
 class StepSegment(NamedTuple):
-    """Part of a step that is repeated for the missing blocks.
+    """Part of a step of the short model, and how often the whole model repeats it.
 
     Attributes:
-        step: the work of the rank.
-        more: number of repetitions.
-        distance: number of layers between repetitions.
-        started: by group, number of collectives that it starts.
+        step: entries and memory of the part.
+        more: number of repetitions for missing blocks, in addition to the part itself.
+        distance: number of layers from one repetition to the next (negative in a backward pass).
+        started: by group, number of collectives that the part starts.
     """
 
     step: CompressedStep
@@ -221,12 +226,12 @@ class StepSegment(NamedTuple):
 
 
 class Repetition(NamedTuple):
-    """Collectives that a repeated segment leaves in flight. Each repetition adds the same number.
+    """Collectives of one group that a repeated segment leaves in flight. Each repetition leaves as many.
 
     Attributes:
         more, distance: as in `StepSegment`.
-        stride: number of collectives of their group that the segment starts.
-        handles: number of these that stay in flight.
+        stride: number of collectives of the group that the segment starts.
+        handles: number of these collectives that stay in flight.
     """
 
     more: int
@@ -283,7 +288,10 @@ class _ExtendedStep:
 
 
 def _awaiting_later(entries: Sequence[Entry], number: int, started: Mapping[Group, int]) -> list[Entry]:
-    """Return the entries of a repetition, with waits for collectives that repetitions have started."""
+    """Return the entries of the repetition `number` of a segment that starts the collectives `started`.
+
+    Its waits are for collectives that the same repetition of an earlier segment has started.
+    """
     return [
         entry._replace(ago=entry.ago - number * (entry.stride - started[entry.group]), stride=0)
         if isinstance(entry, AwaitCollective) and entry.stride

@@ -1,9 +1,10 @@
-"""Steps of pipeline ranks, each computed once per kind of rank, state of the rank, and kind of step.
+"""Steps of pipeline ranks, each computed once per kind of rank, state of the rank, and key of the step.
 
-A `StepCompressor` turns a rank's schedule into a list of `CompressedStep`s. `row` returns their timed events (entries),
-from which the clocks compute the step time, and `peak` finds the most bytes that the rank holds. Ranks with the same
-kinds of layers, weights and neighbours share one `RankKind`, which runs a single rank and caches the result of each
-step. With more microbatches the schedule is longer, but few of its steps are new.
+`StepCompressor.compress` turns a rank's schedule into a list of `CompressedStep`s. `StepCompressor.row` returns their
+timed events (entries), from which the clocks compute the time of the optimizer step, and `StepCompressor.peak` returns
+the most bytes that the rank holds. Ranks with the same kinds of layers, weights and neighbours share one `RankKind`,
+which runs a single rank and caches the result of each step. With more microbatches the schedule is longer, but few of
+its steps are new.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class PipelineRank(NamedTuple):
     Attributes:
         number, place: number of the rank, and its position in the pipeline.
         own_stages: numbers of its stages.
-        kind: its kind.
+        kind: the `RankKind` that runs its steps.
     """
 
     number: int
@@ -56,12 +57,12 @@ class StepCompressor:
         self.kinds: dict[Hashable, RankKind] = {}
 
     def rank(self, own_stages: Sequence[int], place: int, number: int, resolve: Callable[[], RankPlan]) -> PipelineRank:
-        """Return a rank. Ranks of one kind share it.
+        """Return a rank of the pipeline, with the `RankKind` of all ranks of its kind.
 
         Args:
             own_stages, place, number: as in `PipelineRank`.
-            resolve: function that resolves the plan of the short model for the rank; called for the first rank of a
-                kind.
+            resolve: function that resolves the plan of the short model for the rank. It is called only for the first
+                rank of a kind.
         """
         key = self._model.rank_key(own_stages)
         kind = self.kinds.get(key)
@@ -94,7 +95,7 @@ class StepCompressor:
         return Rendezvous((source, target), frozenset((source, target)), 2, seconds, blocks)
 
     def peak(self, rank: PipelineRank, steps: Sequence[CompressedStep]) -> Peak:
-        """Return the peak of a rank's memory in a step."""
+        """Return the peak of a rank's memory in an optimizer step, from its compressed steps in order."""
         held, most, at = 0, -1, 0
         for place, (_, (bytes, _, peak)) in enumerate(steps):
             if held + (peak[0] if peak else -held) > most:
@@ -114,14 +115,14 @@ class StepCompressor:
 
 
 class RankKind:
-    """Kind of ranks, which differ only in the order of their steps.
+    """Kind of ranks, which differ only in their numbers and in the order of their steps.
 
-    The result of a step depends on its key and on the rank's state before it. So each pair of state and key is run
-    once, on one rank of this kind. To run a step from an earlier state, that state is restored first.
+    The seconds and bytes of a step depend on its key and on the rank's state before it. So each pair of state and key
+    is run once, on one rank of this kind. To run a step from an earlier state, that state is restored first.
 
     Attributes:
-        plan: plan of the rank that is run.
-        routes: kinds of messages that the rank sends and receives.
+        plan: plan of the rank that is run, with one step of each type.
+        routes: kinds of messages that the rank sends and receives. Entries refer to a route by its position here.
         transitions: map from (number of a state, step key) to (compressed step, number of the next state).
     """
 
@@ -147,7 +148,7 @@ class RankKind:
     def steps_for(self, sequence: KeySequence) -> list[CompressedStep]:
         """Return the compressed steps of a sequence of step keys."""
         steps, state = [self._loaded], 0
-        known: dict[tuple[int, int], tuple[CompressedStep, int]] = {}  # as `transitions`, by the numbers of keys
+        known: dict[tuple[int, int], tuple[CompressedStep, int]] = {}  # by state and number of a key
         for number in sequence.order:
             place = state, number
             if place not in known:
@@ -157,7 +158,10 @@ class RankKind:
         return steps
 
     def _transition(self, state: int, key: StepKey) -> tuple[CompressedStep, int]:
-        """Return the compressed step with a key, and the number of the state after it. Messages change no state."""
+        """Return the compressed step of a key in a state, and the number of the next state.
+
+        Messages do not change the state.
+        """
         if key.boundary is not None:
             if key not in self._messages:
                 self._messages[key] = self._runner.message(key)
