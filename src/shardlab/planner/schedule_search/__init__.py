@@ -2,5 +2,6 @@
 
 Read `problem` (costs, limits and the lower bound), `timing` (times and memory of an order of passes), `greedy` and
 `improve` (construction and local search of orders), then `search`, which combines them. `exact` proves lower bounds of
-small problems, and `from_workload` takes the costs from a predicted step of a model on a cluster.
+small problems, `from_workload` takes the costs from a predicted step of a model on a cluster, and `for_plans` searches
+for schedules of the planner's best plans.
 """

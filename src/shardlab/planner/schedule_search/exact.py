@@ -2,7 +2,7 @@
 
 The variables are the starts of all passes. Passes of a rank do not overlap, each pass starts after the passes that it
 needs, and the activations of a rank stay within the limit. Microbatches of a stage keep their order, since they are
-identical. The solver returns a lower bound of all schedules and, if it ends, a schedule that reaches it.
+identical. The solver returns a lower bound of the time of all schedules and, if it ends, a schedule with that time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ THREADS = 2
 """Number of threads of the solver."""
 
 RESOLUTION = 100_000
-"""Number of time units of the solver in the known schedule. Times are rounded down, so that bounds are valid."""
+"""Time of the known schedule in the solver's unit. Times of passes are rounded down, so that bounds are valid."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Proof:
     Attributes:
         lower_bound: lower bound of the time of all schedules.
         timing: schedule that is faster than the known one (None: none was found).
-        is_complete: whether the solver has ended. The faster one of the known schedule and `timing` is then optimal, up
-            to a relative error of `1 / RESOLUTION`.
+        is_complete: whether the solver has ended with a tight bound. The faster one of the known schedule and `timing`
+            is then optimal, up to 0.1 % because of rounding.
     """
 
     lower_bound: float
@@ -48,7 +48,7 @@ def has_solver() -> bool:
 
 
 def prove(known: Timing, seconds: float) -> Proof:
-    """Search for a schedule that is faster than a known one, and for a lower bound of all schedules.
+    """Search for a schedule that is faster than a known one, and for a lower bound of the time of all schedules.
 
     Args:
         known: schedule that fits into memory.
@@ -141,9 +141,9 @@ def _limit_memory(
     limit: float,
     scale: float,
 ) -> None:
-    """Limit the memory of a rank's activations. It changes when forward passes start and when others end.
+    """Limit the memory of a rank's activations. It grows at the start of a pass, and shrinks at the end of a pass.
 
-    Amounts are rounded in favour of schedules, so that lower bounds are valid.
+    Amounts are rounded so that no schedule that fits is excluded, so lower bounds are valid.
     """
     times: list[Any] = []
     changes: list[int] = []

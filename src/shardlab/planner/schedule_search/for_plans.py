@@ -1,4 +1,4 @@
-"""Search for schedules of the planner's best pipeline plans, each for the stages of the plan."""
+"""Search for schedules of the planner's best pipeline plans, with one and with two stages on each rank."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ScheduledPlan:
 
     Attributes:
         candidate: the plan with its published schedule.
-        found: the schedule (None: no schedule could be searched).
+        found: the schedule (None: none was found).
         published_seconds: predicted seconds of a step with the plan's published schedule.
         seconds: predicted seconds of a step with the found schedule.
         tensors: bytes of tensors on the fullest rank with the found schedule.
-        reason: reason why no schedule could be searched.
+        reason: reason why no schedule was found.
     """
 
     candidate: Candidate
@@ -41,12 +41,12 @@ class ScheduledPlan:
 
     @property
     def gain(self) -> float:
-        """Share by which the step becomes shorter (0: it does not)."""
+        """Relative gain in steps per second (0.1: 10 % more; 0: the step does not become shorter)."""
         return max(0.0, self.published_seconds / self.seconds - 1) if self.seconds else 0.0
 
 
 def schedules_for_plans(problem: Problem, results: Results, seconds: float) -> list[ScheduledPlan]:
-    """Search for schedules of the best pipeline plans of a search, one plan for each mesh.
+    """Search for schedules of the fastest pipeline plans that fit, at most one plan for each mesh.
 
     Args:
         problem: the planning problem.

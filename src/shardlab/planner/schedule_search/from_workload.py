@@ -1,9 +1,9 @@
 """Schedule problems of predicted steps: costs of a plan's stages on a cluster, in seconds and bytes.
 
 `problem_of` replays the forward and backward passes of two microbatches, one after the other. From the second one it
-takes the time of each pass of each stage, and the memory that the pass leaves besides gradients. Backward passes are
-split into halves. If that needs more memory, since the input half computes activations again, there is a second problem
-with whole backward passes, which free the memory block by block.
+takes the time of each pass of each stage, and the activations that are in memory after it. Backward passes are split
+into halves. If that needs more memory, since the input half computes activations again, there is a second problem with
+whole backward passes, which free the memory block by block.
 
 `with_schedule` returns the step with a found schedule. Its replay includes what the search leaves out: gathers and
 reductions, updates, and messages that wait for the link.
@@ -58,10 +58,11 @@ _ANY_PASS = frozenset[OpKind]().union(*_PASSES)
 
 
 SHARES = (0.4, 0.2, 0.2, 0.2)
-"""Shares of the time for the searches of a problem. Each search has memory limits corrected by the one before."""
+"""Shares of the time for repeated searches of a problem. Each replay corrects the memory limits of the next search."""
 
 SPARE = 0.02
-"""Share of the memory budget that all ranks may leave unused without another search with higher limits."""
+"""Share of the memory budget. If the limit keeps a rank from one more activation, although it leaves more than this
+share unused in the replay, the search is repeated with higher limits."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class StepProblem:
 
     Attributes:
         workload: the step.
-        pipelines: problems of its pipeline, in seconds and bytes: with split backward passes, with whole ones, or both.
+        pipelines: schedule problems of its pipeline, in seconds and bytes: one with split backward passes, one with
+            whole ones, or both.
         budget: limit of the peak of each rank's tensors in bytes.
     """
 
@@ -85,7 +87,8 @@ class StepProblem:
         which the step fits is therefore replayed too, and is the result if it is faster.
 
         Args:
-            search: function that searches for a schedule of a pipeline, in a share of the time.
+            search: function that searches for a schedule. Its arguments are the schedule problem of a pipeline, and the
+                share of the time that it may take.
 
         Raises:
             UserError: if no schedule that fits is found.
@@ -212,8 +215,8 @@ class _Replay:
     Attributes:
         stages: the passes of each stage.
         message: largest time from the end of a stage's forward pass to the start of the next stage's.
-        beside: for each rank, the largest number of bytes at any op that the search does not count: all except the
-            activations of its stages.
+        beside: for each rank, the largest number of bytes at any op besides the activations of its stages. The search
+            does not count these bytes.
         budget: bytes of a device for tensors.
     """
 
@@ -255,7 +258,7 @@ def _replayed(workload: Workload, placement: Placement, stages_per_rank: int, *,
 
 
 def _forth_and_back(placement: Placement, stages_per_rank: int, *, whole: bool) -> Schedule:
-    """Return a schedule of microbatches one after the other: all forward passes, then all backward passes."""
+    """Return a schedule that runs one microbatch after the other: its forward passes, then its backward passes."""
     place = vee if placement == "vee" else loop
 
     def actions(rank: int, ranks: int, microbatches: int, stages: int) -> Iterator[Action]:
@@ -325,7 +328,7 @@ def _passes_of(estimate: Estimate, row: int, layers: range) -> _StagePasses:
 
 
 def _entry(tape: Sequence[Op], place: int) -> int:
-    """Return the index of the first receive that an op has waited for since the last pass, or of the op."""
+    """Return the index of the first of the receives and waits directly before an op, or of the op if there are none."""
     entry = place
     while entry and tape[entry - 1].kind in (OpKind.RECV, OpKind.WAIT):
         entry -= 1

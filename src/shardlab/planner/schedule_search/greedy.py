@@ -21,14 +21,14 @@ class Policy:
     """Rules of a greedy schedule.
 
     Attributes:
-        limits: memory of activations on each rank that the schedule may use.
+        limits: largest memory of activations on each rank.
         input_first: whether an input half runs before a forward pass if both are ready.
-        patience: longest time that a rank waits for an input half in flight instead of starting a forward pass, in
-            forward passes of the rank.
-        gap: a weight half runs in a gap that is at least this share of its time.
+        patience: longest time for which a rank waits for an input half that is not ready yet, while a forward pass is
+            ready, as a multiple of the rank's longest forward pass.
+        gap: shortest gap in which a weight half runs, as a share of the half's time.
         late_first: order of forward passes that are ready: the latest stage first, or (False) the earliest microbatch
             first.
-        pending: largest number of waiting weight halves. A rank with more runs one.
+        pending: largest number of weight halves that wait on a rank. If there are more, the rank runs one of them next.
     """
 
     limits: tuple[float, ...]
@@ -88,7 +88,7 @@ class _Greedy:
         ]
 
     def run(self) -> Orders:
-        """Construct the schedule: at each event of an idle rank, it chooses a pass, or the time of its next event."""
+        """Construct the schedule. At each event of an idle rank, the rank starts a pass or waits for its next event."""
         for each, missing in enumerate(self.missing):
             if not missing:
                 self._arrive(each)
@@ -117,7 +117,7 @@ class _Greedy:
                     self._arrive(reader)
                     place = self.passes.rank[reader]
                     heapq.heappush(events, (max(self.ready_at[reader], free[place]), place))
-                    if place in asleep:  # it may have postponed a forward pass for this input half
+                    if place in asleep:  # this rank had nothing to wait for, and now chooses again
                         heapq.heappush(events, (max(now, free[place], asleep.pop(place)), place))
             heapq.heappush(events, (end, rank))
         return self.orders
@@ -164,7 +164,7 @@ class _Greedy:
     def _first(
         self, waiting: list[tuple[float, int]], now: float, rank: int
     ) -> tuple[tuple[float, int] | None, float | None]:
-        """Return the best pass that is ready and fits into memory, and the time when the next one will be ready."""
+        """Return the best pass that is ready and fits into memory, and the time at which the next one gets ready."""
         best: tuple[float, int] | None = None
         later: float | None = None
         for each in waiting:

@@ -2,8 +2,8 @@
 
 Only the order of these passes is searched. `fill` inserts the weight halves, for which no other rank waits, into gaps
 of a rank, and before a forward pass that lacks memory. `improve` proposes changes on the critical path and accepts them
-by late acceptance (Burke and Bykov 2017, European Journal of Operational Research 258(1)): a change is accepted if it
-is no worse than the current schedule, or than the schedule a number of proposals ago.
+by late acceptance (Burke and Bykov 2017, European Journal of Operational Research 258(1)): a change is accepted if the
+changed schedule is no worse than the current one, or than the one that was current `HISTORY` proposals ago.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Skeleton:
 
     Attributes:
         orders: forward passes and input halves of each rank, in order.
-        gap: a weight half runs in a gap that is at least this share of its time.
+        gap: shortest gap in which a weight half runs, as a share of the half's time.
     """
 
     orders: Orders
@@ -48,8 +48,8 @@ def skeleton_of(passes: Passes, orders: Orders, gap: float) -> Skeleton:
 def fill(passes: Passes, skeleton: Skeleton, most: float = inf) -> Timing | None:
     """Return a schedule with its weight halves, or None if there is a deadlock or a pass does not fit into memory.
 
-    Each rank runs its passes in order, as early as they can start. A weight half runs in the first gap that it fills,
-    or when the next forward pass needs its memory. All others run at the end.
+    Each rank runs its passes in order, as early as they can start. A weight half runs in the first gap that is long
+    enough (see `Skeleton`), or before a pass that needs its memory. All others run at the end.
 
     Args:
         passes: tables of the problem.
@@ -112,7 +112,7 @@ def fill(passes: Passes, skeleton: Skeleton, most: float = inf) -> Timing | None
 
 
 def with_less_memory(timing: Timing) -> Timing:
-    """Return a schedule that takes no longer, with the least memory that moving weight halves achieves."""
+    """Return a schedule that takes no longer than `timing`, with less memory if moving weight halves achieves it."""
     passes, best = timing.passes, timing
     for gap in GAPS:
         skeleton = skeleton_of(passes, timing.orders, gap)
@@ -178,7 +178,11 @@ class _Search:
         self.history.append(self.score)
 
     def _change(self) -> Skeleton | None:
-        """Return a skeleton in which two adjacent passes are exchanged, once or in every period."""
+        """Return a changed skeleton (None: the change that was drawn is not possible).
+
+        The change is another `gap`, a pass that runs up to four places earlier, or an exchange of two adjacent passes
+        that is repeated at later places where passes of the same kinds and stages are adjacent.
+        """
         random, current = self.random, self.current
         kind = random.random()
         if kind < 0.03:
@@ -194,7 +198,7 @@ class _Search:
             while target and place - target < far and self._may_swap(order[target - 1], order[place]):
                 target -= 1
             changed.insert(target, changed.pop(place))
-        else:  # the same exchange in every later period
+        else:  # the same exchange wherever it is possible later
             pair = self._form(order[place - 1]), self._form(order[place])
             position = place
             last = len(order) if random.random() < 0.7 else place + random.randrange(2, 40)
@@ -236,7 +240,10 @@ class _Search:
 
 
 def _critical_path(timing: Timing, rank: int) -> list[int]:
-    """Return the critical path backwards: each pass starts when the next one in the list ends or its output arrives."""
+    """Return the critical path to a rank's end, last pass first.
+
+    Each pass starts when the next one in the list ends, or when the output of that one arrives.
+    """
     passes, end = timing.passes, timing.end
     before: dict[int, int] = {}
     for order in timing.orders:
@@ -257,7 +264,7 @@ def _critical_path(timing: Timing, rank: int) -> list[int]:
 
 
 def _score(timing: Timing) -> tuple[float, float]:
-    """Return the time and, to break ties, the sum of the ranks' last ends, both in units of the lower bound."""
+    """Return the time and, to break ties, the sum of the times at which ranks end, both divided by the lower bound."""
     unit = timing.passes.problem.lower_bound
     return round(timing.time / unit, 9), round(sum(timing.end[order[-1]] for order in timing.orders) / unit, 9)
 

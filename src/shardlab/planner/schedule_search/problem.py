@@ -66,7 +66,7 @@ class ScheduleProblem:
         stages: costs of all stages, in the order of the model.
         message: smallest time from the end of a pass to the start of the pass on another rank that reads its output.
         limit: memory limit of activations, one number for all ranks or one for each rank.
-        placement: placement of stages on ranks. A V has two stages on each rank.
+        placement: placement of stages on ranks. "vee" needs two stages on each rank.
         objective: time to minimize.
     """
 
@@ -145,9 +145,10 @@ class ScheduleProblem:
     def lower_bound(self) -> float:
         """Lower bound of the time of all schedules: the largest of three bounds.
 
-        Each rank does all its work after its first forward pass can start. One microbatch passes through all stages
-        forward and backward. A rank holds each microbatch at least from its forward pass to its weight half, so the
-        memory limit bounds the number of microbatches per time.
+        1. Each rank does all its work after its first forward pass can start.
+        2. One microbatch passes through all stages forward and backward.
+        3. A rank holds each microbatch at least from its forward pass to its weight half, so the memory limit bounds
+           the number of microbatches per time.
         """
         heads = self._heads
         bounds = [self._whole_way]
@@ -165,10 +166,10 @@ class ScheduleProblem:
         """Return a lower bound of the time of a rank that follows from its memory limit.
 
         The bound compares products of memory and time. The sum over all microbatches of each activation times the time
-        for which it must be held (`held`) cannot exceed the limit times the time of the step. Moreover, a part of that
-        product cannot be used. No memory is held before the rank's first forward pass (`head`). While the input halves
-        of earlier stages end the step (`tail`), only weight halves hold memory. Memory fills no faster than forward
-        passes run, and empties no faster than backward passes run (`unused`). Therefore
+        for which it must be held (`held`) cannot exceed the limit times the time of the step. Moreover, a part of the
+        limit times the time cannot be used. No memory is held before the rank's first forward pass (`head`). While the
+        input halves of earlier stages end the step (`tail`), only weight halves hold memory. Memory fills no faster
+        than forward passes run, and empties no faster than backward passes run (`unused`). Therefore
 
             held + unused <= limit * (step - head - tail) + the part of weight halves in the tail
 
@@ -176,7 +177,7 @@ class ScheduleProblem:
 
         Args:
             rank: number of the rank.
-            known: another lower bound.
+            known: another lower bound of the time.
         """
         stages = [self.stages[stage] for stage in self.stages_of(rank)]
         first = self.stages_of(rank)[0]
@@ -207,13 +208,13 @@ class ScheduleProblem:
 
     @cached_property
     def _heads(self) -> list[float]:
-        """Earliest start of each stage's first forward pass."""
+        """Earliest start of each stage's first forward pass, counted from the start of the step."""
         times = [stage.forward + self._message_after(number) for number, stage in enumerate(self.stages)]
         return [0.0, *accumulate(times[:-1])]
 
     @cached_property
     def _holding_times(self) -> list[float]:
-        """Shortest time from the start of a stage's forward pass to the end of its weight half, by stage."""
+        """Shortest time from the start of one microbatch's forward pass to the end of its weight half, by stage."""
         times: list[float] = []
         later = 0.0  # from the end of this stage's forward pass to the start of its input half
         for number in reversed(range(len(self.stages))):
@@ -226,7 +227,7 @@ class ScheduleProblem:
 
     @property
     def _whole_way(self) -> float:
-        """Time of one microbatch through all stages forward and backward; for `span`, on the first stage's rank."""
+        """Time of one microbatch through all stages and back. It begins and ends on the first stage's rank."""
         return self._holding_times[0]
 
     def _message_after(self, stage: int) -> float:
@@ -238,12 +239,12 @@ class ScheduleProblem:
 def equal_stages(
     ranks: int, forward: float, input: float, weight: float, stages_per_rank: int = 1
 ) -> tuple[StageCosts, ...]:
-    """Return the costs of equal stages.
+    """Return the costs of equal stages. The activations of one microbatch on all stages of a rank sum to 1.
 
     Args:
         ranks: number of ranks.
-        forward, input, weight: times of the passes of a rank, divided among its stages.
-        stages_per_rank: number of stages of each rank. The activations of one microbatch on a rank sum to 1.
+        forward, input, weight: sums of the times of one microbatch's passes on all stages of a rank.
+        stages_per_rank: number of stages of each rank.
     """
     each = StageCosts(*(value / stages_per_rank for value in (forward, input, weight, 1.0)))
     return (each,) * (ranks * stages_per_rank)

@@ -1,4 +1,4 @@
-"""Search for a schedule: published schedules, greedy schedules, then a local search, until a limit is reached."""
+"""Search for a schedule: published schedules, greedy schedules, then a local search until time or evaluations end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Published:
     Attributes:
         name: name of the schedule.
         time: time of the schedule with the costs of the problem.
-        memory: memory of the fullest rank.
+        memory: peak memory of the fullest rank.
         fits: whether every rank stays within the memory limit.
     """
 
@@ -51,9 +51,9 @@ class FoundSchedule:
         timing: the schedule and its times.
         published: published schedules for these sizes, the fastest first.
         lower_bound: lower bound of the time of all schedules.
-        source: schedule from which the best one was found: the name of a published schedule, or "greedy".
-        evaluations: number of schedules that were timed.
-        history: (seconds of the search, time of the schedule) at each improvement.
+        source: schedule with which the search for the best one began: the name of a published schedule, or "greedy".
+        evaluations: number of schedules that the search tried.
+        history: at each improvement, the seconds since the start of the search and the time of the best schedule.
         placed: the schedule with its messages, if already known (None: computed from `timing`).
     """
 
@@ -88,7 +88,7 @@ class FoundSchedule:
 
     @property
     def bubble(self) -> float:
-        """Share of the time in which the busiest rank does not compute."""
+        """Share of the schedule's time in which the rank with the most work does not compute."""
         passes = self.timing.passes
         work = max(sum(passes.duration[each] for each in order) for order in self.timing.orders)
         return max(0.0, 1 - work / self.timing.time)

@@ -31,7 +31,7 @@ class Passes:
         rank: rank of each pass.
         needs: for each pass, the passes that it needs, each with the smallest time from its end to the start of the
             pass.
-        readers: for each pass, the passes that need it.
+        readers: for each pass, the passes that need it, each with the same smallest time as in `needs`.
         memory: change of the rank's memory by each pass: `activation` for a forward pass, `kept_memory - activation`
             for an input half, and `-kept_memory` for a weight half (see `StageCosts`).
     """
@@ -123,7 +123,7 @@ class Timing:
 
     @property
     def time(self) -> float:
-        """The objective of the problem."""
+        """Time of the schedule that the objective of the problem means: of the step, or of the longest span."""
         ends = [self.end[order[-1]] for order in self.orders]
         if self.passes.problem.objective == "step":
             return max(ends)
@@ -131,7 +131,7 @@ class Timing:
         return max(end - starts[order[0]] for order, end in zip(self.orders, ends, strict=True))
 
     def _latest_starts(self) -> list[float]:
-        """Return the latest start of each pass that delays no rank's end."""
+        """Return, for each pass, the latest start with which no rank ends later."""
         passes, end = self.passes, self.end
         latest = [inf] * passes.count
         following = {first: second for order in self.orders for first, second in pairwise(order)}
@@ -144,7 +144,10 @@ class Timing:
         return latest
 
     def _starts(self, order: list[int]) -> Iterator[float]:
-        """Yield the starts of a rank's passes. (End minus duration could round to before the end of a needed pass.)"""
+        """Yield the starts of a rank's passes.
+
+        They follow from the ends of needed passes. `end - duration` could be before these, because of rounding.
+        """
         free = 0.0
         for each in order:
             yield max(free, *(self.end[need] + lag for need, lag in self.passes.needs[each]), 0.0)
@@ -219,7 +222,7 @@ def timing_of(passes: Passes, orders: Orders, whole: Collection[int] = frozenset
     Args:
         passes: the problem's passes, as tables.
         orders: passes of each rank, in order.
-        whole: input halves of unsplit backward passes. These send their gradient only after the weight half.
+        whole: input halves of backward passes that are not split. Their gradient is sent only after the weight half.
     """
     duration, needs = passes.duration, passes.needs
     weight = passes.number(WEIGHT, 0, 0) - passes.number(INPUT, 0, 0)
