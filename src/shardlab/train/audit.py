@@ -146,7 +146,7 @@ class Audit:
         return run
 
     def _fingerprint(self, value: object) -> tuple[float, float]:
-        """Return the projection of a value on fixed random signs, and the tolerance of comparisons with it."""
+        """Return the projection of a value on fixed random signs, and the difference that rounding may make in it."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return 0.0, 0.0
         flat = value.detach().flatten().double()
@@ -158,7 +158,7 @@ class Audit:
 
 
 def copy_of(state: State, replica: Replica) -> Tensor:
-    """Return this rank's copy of a replica. If the rank keeps it in several parts, they are joined in their order."""
+    """Return the weights of a replica as this rank keeps them. Several parts are joined in their order."""
     layer, missing = replica.layer, replica.holds
     parts: list[tuple[int, Tensor]] = []
     for key in state.analysis.kept.loaded.values():
@@ -173,7 +173,7 @@ def copy_of(state: State, replica: Replica) -> Tensor:
 
 
 def hash_of(tensor: Tensor) -> int:
-    """Return a hash of 63 bits, which differs for tensors that differ in one bit."""
+    """Return a 63-bit hash of the bytes of a tensor."""
     raw = tensor.detach().contiguous().cpu().view(torch.uint8).numpy()
     return int.from_bytes(hashlib.blake2b(raw.data, digest_size=8).digest(), "little") >> 1
 
@@ -224,7 +224,7 @@ def describe_groups(groups: Sequence[tuple[int, ...]]) -> str:
 
 
 def advice(checked: Checked) -> str:
-    """Return a sentence on what to do about a fault. If the program lets replicas drift, it may be rounding."""
+    """Return a sentence on what to do about a fault, which may be mere rounding if the program lets replicas drift."""
     if drifts := drifts_of(checked):
         return f"It may be rounding, and no host's fault: {str(drifts[0]).removesuffix('.')}"
     return "Leave the host out, and resume from the checkpoint before the last audit that passed"
@@ -236,7 +236,7 @@ class Auditing(Callback):
     Args:
         audits: audit of each executor of the training.
         every: number of steps from one audit to the next.
-        saved: function that describes in a sentence what has been saved so far.
+        saved: function that describes in a sentence what the run has saved so far, for the error message.
     """
 
     def __init__(self, audits: Sequence[Audit], every: int, saved: Callable[[], str]) -> None:
@@ -262,7 +262,7 @@ class Auditing(Callback):
 
 
 def _computation_order(item: tuple[Hashable, object]) -> tuple[int, int]:
-    """Return a sort key that orders a microbatch's results as they depend on one another, also across ranks."""
+    """Return a sort key that puts the results of one microbatch into the order in which the ranks compute them."""
     kind, layer = cast(tuple[OpKind, int], item[0])[:2]
     if kind in (OpKind.FORWARD, OpKind.ATTEND):
         return 0, layer

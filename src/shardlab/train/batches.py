@@ -1,7 +1,7 @@
 """Microbatches of a corpus as tensors.
 
-A microbatch is a function of the seed, the step and its number. The position of a run in its data is therefore one
-number, the step, whatever the strategy and the number of ranks.
+The seed, the step and the number of a microbatch in the step determine its content. The position of a run in its data
+is therefore one number, the step, whatever the strategy and the number of ranks.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -21,7 +21,7 @@ from shardlab.train.data import Corpus
 from shardlab.train.data.stream import Numbers
 
 VALIDATION_SEQUENCES = 64
-"""Number of first sequences of the validation part over which a training computes its validation loss."""
+"""Largest number of sequences in a training's validation loss. They are the first ones of the validation part."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Batches:
     ramp: BatchRamp | None = None
 
     def sequences_before(self, step: int) -> int:
-        """Return the number of sequences on which all ranks have trained before a step."""
+        """Return the number of sequences in all microbatches of the steps before a step."""
         return self._before(step) * self.micro_batch_size
 
     def epochs_before(self, step: int) -> tuple[float, ...]:
-        """Return the number of passes over each source before a step."""
+        """Return how many times each source has been read before a step; fractions count."""
         return tuple(self.corpus.training.epochs(self.sequences_before(step), self.seq_len))
 
     def microbatch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ class Validation(Callback):
         self.losses: dict[str, float] = {VALIDATION: math.nan}
 
     def on_begin(self, training: Training) -> None:
-        """Validate the first weights. A resumed run has that loss in its checkpoint."""
+        """Compute the loss of the initial weights; in a resumed run, read it from the checkpoint."""
         if training.checkpoint is not None:
             training.validation_before = training.checkpoint.validation_before
         else:
@@ -167,7 +167,7 @@ class Records(Callback):
         validation, weights: callbacks that have the last losses, and the names of files that could not be written.
 
     Attributes:
-        times: seconds of each step.
+        times: seconds of each step since the run began or was resumed, averaged over the ranks.
     """
 
     def __init__(
@@ -320,8 +320,8 @@ def fit_into(pieces: Iterator[str], width: int | None) -> str:
 class TrainingProgress:
     """Display of a run's progress on stderr, as a context manager.
 
-    It prints a line for each step that is logged or validated. If every step is logged, it prints LINES lines in all,
-    and more if steps are slow. In a terminal, a live line with the newest step and a bar stand below them.
+    It prints a line for each step that is logged or validated. If `log_every` is 1, it prints only about LINES of the
+    logged steps, and more if steps are slow. In a terminal, a live line with the newest step and a bar are shown below.
 
     Args:
         steps: number of steps of the run.

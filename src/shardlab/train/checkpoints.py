@@ -53,7 +53,7 @@ from shardlab.train.tracing import RampedExecutor
 from shardlab.train.world import versions
 
 SAVE_REQUEST = 0.5
-"""Message by which rank 0 asks all ranks to save. All other messages are numbers of checkpoints."""
+"""Message by which rank 0 asks all ranks to save. All other messages are numbers of checkpoints (`Saver.message`)."""
 
 
 class Saver(Callback):
@@ -84,7 +84,7 @@ class Saver(Callback):
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None  # write of this rank's file
         self._documents: dict[str, str] = {}
-        self._number = 0  # step of the checkpoint in flight, or of the last one
+        self._number = 0  # number of saves so far, which identifies the checkpoint in flight
         self._step = executor.state.step
         self._began = time.monotonic()
         self._requested = False
@@ -102,7 +102,7 @@ class Saver(Callback):
             self._stalls[self._state.step - 1] = self.save()
 
     def on_metrics(self, training: Training, step: StepResult) -> dict[str, float]:
-        """Add the seconds that a save took. If the run has diverged, drop the checkpoints of later steps.
+        """Add the seconds for which a save paused the run. If a step diverged, drop a checkpoint that contains it.
 
         Returns:
             The figure `save_stall` if the step was saved.
@@ -119,7 +119,10 @@ class Saver(Callback):
         self._finish()
 
     def message(self) -> float:
-        """Return the number of the checkpoint that this rank has written, negative if that failed; or SAVE_REQUEST."""
+        """Return this rank's message: SAVE_REQUEST, or the number of the checkpoint that it has written.
+
+        The number is negative if writing failed, and 0 if no checkpoint is in flight or this rank still writes it.
+        """
         late = self._seconds is not None and time.monotonic() - self._began >= self._seconds
         return SAVE_REQUEST if late and self._state.rank == 0 and self._writing is None else self._written
 
@@ -319,7 +322,12 @@ def find_checkpoint(
 
 
 def without_checkpoints(run: Path, what: str) -> UserError:
-    """Return the error for a path that is not the folder of a run with checkpoints, with what it lacks."""
+    """Return the error for a path that is not the folder of a run with checkpoints.
+
+    Args:
+        run: the path.
+        what: what the folder lacks, for the message.
+    """
     if not run.is_dir():
         return missing_path(run, "name the folder of a run")
     if run.parent.name == CHECKPOINTS and (run.parents[1] / RECORD).is_file():
@@ -367,13 +375,14 @@ class ResumedRun:
     def source(self, launched: int | None, flags: Mapping[str, Any] | None = None) -> ConfigSource:
         """Return the settings of the run as a source of the new configuration.
 
-        Relative paths become those of the folder in which the run began. The learning-rate schedule stays as it was,
+        Relative paths are taken from the folder in which the run began. The learning-rate schedule stays as it was,
         even if the number of steps changes.
 
         Args:
-            launched: number of ranks that a launcher has started; it replaces the run's number. None without a
-                launcher.
-            flags: settings of the optimizer that flags change. A new schedule or warm-up resets the decay.
+            launched: number of ranks that a launcher has started; None without a launcher. If it is given, the source
+                leaves out the number of ranks of a strategy that is not a plan.
+            flags: settings of the optimizer that flags change. If they change the schedule, its length or the warm-up,
+                the source leaves out the length of the decay, unless the run had set it.
         """
         saved = self._saved
         plan = saved.sections["plan"]
@@ -392,8 +401,8 @@ class ResumedRun:
         """Return the configuration with which the run is resumed: the requested one, with the `init` of the run.
 
         Raises:
-            UserError: if a setting that cannot change differs: model, optimizer, seed, earlier batches, sequence
-                length.
+            UserError: if a setting that cannot change differs: model, sequence length, optimizer, seed, frozen blocks,
+                moving averages, or the number of sequences before the checkpoint.
         """
         saved = saved_fields(self._saved, "train")
         model = model_of([self.source(None)], 0)
@@ -425,7 +434,7 @@ class ResumedRun:
     def has_ended(self, steps: int) -> bool:
         """Return whether a run of `steps` steps has nothing left to do.
 
-        A run that was killed after its last step has still to write its weights.
+        A run that was killed after its last step has not ended, because it has not written its weights.
 
         Raises:
             UserError: if the run has finished with weights that are newer than the checkpoint, which would be lost.
@@ -511,10 +520,10 @@ def _recorded_model(run: Path) -> Blocks | None:
 
 
 def _open_verified(model: Blocks | None, folder: Path, together: RankExchange) -> Checkpoint:
-    """Open a checkpoint, and check that it is complete and has the run's model, if that is known.
+    """Open a checkpoint, and check that it is complete and has the model `model` (None: any model).
 
     Raises:
-        UserError: if it is not.
+        UserError: if a check fails.
     """
     checkpoint = Checkpoint.open(folder).verify(together.rank, together.world)
     if model is not None:

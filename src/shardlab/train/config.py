@@ -227,7 +227,7 @@ class BatchConfig:
         check_fields(self)
 
     def over(self, other: BatchConfig) -> BatchConfig:
-        """Return this batch, completed by values of another batch where they cannot contradict each other.
+        """Return this batch, completed by values of another batch until two are set: they determine the third.
 
         >>> BatchConfig(microbatches=8).over(BatchConfig(global_batch=64, micro_batch_size=4))
         BatchConfig(global_batch=64, microbatches=8, micro_batch_size=None)

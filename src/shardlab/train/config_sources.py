@@ -41,7 +41,7 @@ from shardlab.train.data.prepared_folder import PreparedFolder
 Sections = Mapping[str, Mapping[str, Any]]
 
 NAMING = {"model": {"model"}, "plan": {"strategy", "mesh", "plan"}}
-"""Fields that name a whole model or plan. If a source has one, earlier sources of the section are dropped."""
+"""Fields that name a whole model or plan. If a source has one, the section's fields in earlier sources are ignored."""
 
 _NAME = text("NAME", "a name in quotes")
 
@@ -90,7 +90,9 @@ def batch_of(source: ConfigSource) -> BatchConfig:
 
 
 def with_divided_batch(source: ConfigSource, flags: ConfigSource) -> ConfigSource:
-    """Return a source whose global batch is divided into the microbatches of `train`. Flags take precedence.
+    """Divide the global batch of a source into microbatches, and return the source with them in the section `train`.
+
+    Values that flags set take precedence. A source without a global batch is returned unchanged.
 
     Raises:
         UserError: if the batch does not divide.
@@ -118,7 +120,10 @@ def _parse_sections(tables: Mapping[str, Any]) -> Sections:
 
 
 def effective_sources(sources: Sequence[ConfigSource], section: str) -> Sequence[ConfigSource]:
-    """Return the sources of a section: the last one that names a whole model or plan, and those after it."""
+    """Return the sources of a section: the last one that names a whole model or plan, and those after it.
+
+    If no source names one, all sources are returned.
+    """
     naming = NAMING.get(section, set())
     for number in reversed(range(len(sources))):
         if naming & set(sources[number].sections.get(section, {})):
@@ -156,7 +161,7 @@ def model_of(sources: Sequence[ConfigSource], layers: int) -> Blocks:
 
     Args:
         sources: sources of the configuration.
-        layers: number of layers of an architecture for which no source sets it.
+        layers: number of layers, unless the model itself or a source sets it.
 
     Raises:
         UserError: if there is no such model, or it lacks a field that a source sets.
@@ -262,7 +267,7 @@ WIDTH_PER_LAYER = 64
 """Width / depth of a model (nanochat's aspect ratio, scripts/base_train.py)."""
 
 HEAD_WIDTH = 128
-"""Features of a head to come close to (nanochat's head dimension)."""
+"""Preferred number of features of a head (nanochat's head dimension)."""
 
 TOKENS_PER_PARAMETER = 20
 """Tokens of a run for each parameter (Chinchilla, Hoffmann et al. 2022, arXiv 2203.15556, section 3.4 and table 3)."""

@@ -1,8 +1,8 @@
 """Loss of a model on a text, computed by all ranks under any strategy.
 
 `Evaluation` runs the forward half of a program over some microbatches; a training uses it for its validation loss.
-`TextJob` is what `shardlab eval` hands to its ranks: trained weights and a text. Sequences are sorted by length and
-padded to a few widths, so that little padding is computed.
+`TextJob` is what `shardlab eval` hands to its ranks: trained weights and a text. It sorts the sequences of the text by
+length and pads them to a few widths, so that little padding is computed.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -47,7 +47,8 @@ MAX_EXPONENT = 700.0
 class OrderedBatches:
     """Microbatches in a fixed order, `per_step` in each step.
 
-    If too few are left, the last step is filled up with the last microbatch, with all targets -1 (ignored).
+    If too few are left for the last step, it is filled up with copies of the last microbatch whose targets are all -1
+    (ignored).
 
     Attributes:
         micro_batch_size: sequences of a microbatch.
@@ -180,7 +181,7 @@ class TextJob:
         jobs: strategy and model, once for each width that sequences are padded to, in ascending order.
         folder: folder with the weights and their tokenizer.
         data: a file or a prepared folder.
-        seq_len: tokens of a sequence; at least the largest width.
+        seq_len: largest number of tokens of a sequence; at least the largest width.
         batches: number of microbatches from the beginning of the text (None: all).
         format, field: format of the file, and its field with the text; see `read_eval_text`.
     """
@@ -221,7 +222,7 @@ class TextJob:
         return replace(self, jobs=tuple(replace(job, model=replace(job.model, seq_len=width)) for width in widths))
 
     def batches_of(self, text: EvaluationText) -> list[OrderedBatches]:
-        """Return the microbatches of each job: the sequences that fit its width, sorted by length."""
+        """Return the microbatches of each job: the sequences that are padded to its width, sorted by length."""
         lengths = text.lengths(self._count(text))
         order = np.argsort(lengths, kind="stable")
         ends = np.searchsorted(lengths[order], [job.model.seq_len for job in self.jobs], "right").tolist()
@@ -243,7 +244,7 @@ class TextJob:
 def widths_of(lengths: Numbers, seq_len: int, multiple: int, together: int) -> list[int]:
     """Return the widths to which sequences are padded, ascending.
 
-    The largest is that of the longest sequence. A smaller one is added if it saves a third of the computation.
+    The largest is that of the longest sequence. A smaller one is added if it saves at least a third of the computation.
 
     Args:
         lengths: lengths of the sequences.

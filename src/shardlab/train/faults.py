@@ -75,7 +75,7 @@ class RankFailed(AsSentence, Exception):
     """Failure of a rank, or a hang. If a rank raised an error, the message ends with its traceback.
 
     Attributes:
-        report: report of where all ranks were, if they were watched.
+        report: report of where the watched ranks were; empty if no rank was watched.
     """
 
     def __init__(self, message: str, report: str = "") -> None:
@@ -90,8 +90,8 @@ class WatchSettings:
     Attributes:
         timeout: seconds within which every rank must make progress; longer than any step, evaluation or save.
         checked: program whose tapes the ranks run.
-        line_of: function that finds the line of the strategy that wrote an op.
-        saved: function that describes in a sentence what has been saved so far; None if it is not reported.
+        line_of: function that finds the line of the strategy's source from which an op comes (see `LineOf`).
+        saved: function that describes in a sentence what the run has saved so far; None: the report leaves it out.
     """
 
     timeout: float
@@ -292,7 +292,7 @@ class Watchdog:
         return self._rank == min(running or self._ranks)
 
     def _await_report(self, seconds: float) -> None:
-        """Wait until a rank of this host has reported, at most `seconds` longer than its stacks may take."""
+        """Wait until a rank of this host has reported, for at most 3 * PATIENCE + `seconds` seconds."""
         deadline = time.monotonic() + 3 * PATIENCE + seconds
         while time.monotonic() < deadline and not any(each.reported for each in self._ranks.values()):
             time.sleep(0.02)
@@ -347,7 +347,7 @@ def describe_fate(ranks: list[int], fate: str) -> str:
 
 
 def report_text(ranks: Mapping[int, RankReport]) -> str:
-    """Return a report of where every rank was, with its stack. Ranks that agree share a line. It has no verdict."""
+    """Return a report of where every rank was, and of its stack. Ranks with equal positions or stacks share an entry."""
     lines = ["where each rank was:"]
     positions: dict[tuple[RankWait, str], list[int]] = defaultdict(list)
     for rank, seen in ranks.items():
@@ -373,7 +373,7 @@ class RankWait:
     Attributes:
         what: the op in words, such as `waits in ...` or `is in ...`.
         blockers: ranks that it waits for; empty if it computes.
-        all_issued: whether all of them have issued their part too, so that only the network can be the cause.
+        all_issued: whether all blockers have issued their part too, so that only the network can be the cause.
     """
 
     what: str
@@ -440,7 +440,7 @@ class TapeWaits:
 
     @staticmethod
     def _not_done(rank: int, positions: Mapping[int, TapePosition | None], tape_round: int) -> bool:
-        """Return whether a rank is still in a round, or before it."""
+        """Return whether a rank has not ended a round (`TapePosition.round`) yet."""
         at = positions[rank]
         if at is None or at.round != tape_round:
             return at is None or at.round < tape_round
@@ -516,7 +516,10 @@ def read_stacks(progresses: Mapping[int, RankProgress], awaited: Iterable[int]) 
 
 
 def parse_frames(text: str) -> list[str]:
-    """Return the frames of the last stack in a text, outermost first. If a tape runs, only those of the op."""
+    """Return the frames of the last stack in a text, outermost first.
+
+    If the stack shows that a tape was running, only the frames of the current op are returned.
+    """
     last = re.split(r"^Current thread .*$", text, flags=re.MULTILINE)[-1]
     frames = [f'File "{file}", line {line} in {name}' for file, line, name in _FRAME.findall(last)][::-1]
     entered = [index for index, frame in enumerate(frames) if _ENTERED.search(frame)]
@@ -545,5 +548,5 @@ def _sentence(wait: RankWait, idle: float, fate: str) -> str:
 
 
 def _before(position: TapePosition | None, tape_round: int, op: int) -> bool:
-    """Return whether a rank has not done an op of a round yet."""
+    """Return whether a rank has not ended op `op` of a round (`TapePosition.round`) yet."""
     return position is None or (position.round, position.op) <= (tape_round, op)

@@ -93,7 +93,7 @@ class PastRun:
         record: content of run.json; empty if it cannot be read.
         steps: number of recorded optimizer steps.
         wanted: configured number of steps, if known.
-        last: last recorded figures.
+        last: figures of the last recorded step, by name; empty if there is none.
         validation_loss: last recorded validation loss, of the end or of a step; None if there is none.
         ended: "finished", "interrupted", "failed", "running", "killed" (no end is recorded), or "unreadable".
         why: reason of the end in one line; may be empty.
@@ -180,7 +180,7 @@ def read_run(folder: Path) -> PastRun:
 
 
 def runs_beside(folder: Path) -> list[Path]:
-    """Return the folders of the other runs in the folder that contains a run, the newest first."""
+    """Return the folders of all other runs in the parent folder of a run, the newest first."""
     records = (folder / ".." if folder.name in ("", "..") else folder.parent).glob(f"*/{RECORD}")
     newest = sorted(records, key=lambda path: path.stat().st_mtime, reverse=True)
     return [path.parent for path in newest if not path.parent.samefile(folder)]
@@ -327,7 +327,7 @@ def _configured_steps(folder: Path) -> int | None:
 
 
 def _in_use(path: Path) -> bool:
-    """Return whether a process has locked a run's metrics, as the process that writes them does."""
+    """Return whether a process has locked a run's metrics. The process that writes them locks them."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

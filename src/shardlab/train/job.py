@@ -1,7 +1,7 @@
 """Job of a training run: a strategy, a model and the shape of a step.
 
 Every process traces the same program from the same `Job`. `job_as_dict` and `job_from_dict` store a job in a file.
-`Tracing` has the steps of a run that are recorded.
+`Tracing` says which steps of a run are recorded for a trace.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ class Job:
 
     @property
     def entry(self) -> StrategyEntry:
-        """The strategy's entry.
+        """The strategy's entry in the catalogue, or one that is made for a plan or for a function in a file.
 
         Raises:
-            UserError: if there is no such strategy or pass, or its plan is for predictions alone.
+            UserError: if there is no such strategy or pass, or if its plan recomputes parts of blocks, which ranks
+                cannot do.
         """
         entry = load(self.strategy, self.passes)
         if entry.plan is not None and (parts := entry.plan(self.ranks).recompute_inside):
@@ -200,7 +201,7 @@ class Tracing:
     Attributes:
         warm_up: number of steps before the first recorded one. They allocate memory and open connections.
         timed: number of steps whose ops are timed. They start together on all ranks, as simulated steps do.
-        measured: number of steps after those whose memory is measured. The trace has the last of them.
+        measured: number of steps after the timed ones. Their memory is measured, and the trace has the last of them.
     """
 
     warm_up: int = 3

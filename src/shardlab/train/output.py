@@ -118,7 +118,7 @@ class OutputFolder:
                 path.write_bytes(content)
 
     def log(self, config: LoggingConfig, record: Mapping[str, Any]) -> None:
-        """Open the loggers that the configuration asks for. A resumed run continues its history there."""
+        """Open the loggers that the configuration asks for. A resumed run continues its history in them."""
         self.loggers = open_loggers(config, self.path, record, self._since, rewinds=self._rewinds)
 
     def write_metrics(self, metrics: Mapping[str, float | None], *, pending: bool = False) -> None:
@@ -146,7 +146,7 @@ class OutputFolder:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
     def _append(self) -> None:
-        """Write what is pending. If that fails, print it once and remember it."""
+        """Write the pending metrics. If that fails, print the error once, and keep the metrics for the next attempt."""
         if self._last is not None:
             self._history.append(self._last)
             for logger in self.loggers:

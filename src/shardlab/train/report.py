@@ -150,7 +150,7 @@ class WeightsAndBiases:
         folder: folder of the run. wandb makes a subfolder for each start, whose name contains wandb's id of the run.
         record: settings of the run.
         since: step at which the run is resumed, if it is. The run's history at wandb continues.
-        rewinds: whether this or a later step was logged before. If so, the history is cut off at `since`.
+        rewinds: whether step `since` or a later one was logged before. If so, the history is cut off at `since`.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ def open_loggers(
         folder: folder of the run.
         record: settings of the run.
         since: step at which the run is resumed, if it is.
-        rewinds: whether this or a later step was logged before.
+        rewinds: whether step `since` or a later one was logged before.
     """
     loggers: list[Logger] = [TensorBoard(folder, since)] if config.tensorboard else []
     return [*loggers, WeightsAndBiases(folder, record, since, rewinds=rewinds)] if config.wandb else loggers
@@ -266,7 +266,7 @@ def _text(run: TrainingRun, summary: Summary, predicted: float | str, records: l
 
 
 def _mfu(run: TrainingRun, summary: Summary, records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the model FLOPs utilization of the run's typical step, or the reason why it is not known."""
+    """Return the model FLOPs utilization of a step of median duration, or the reason why it is not known."""
     if run.peak is None:
         return "the device's peak FLOP/s are not known; shardlab bench compute measures them"
     known = [each["mfu"] * each["dt"] / summary.dt for each in records if each["mfu"] is not None]

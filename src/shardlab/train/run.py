@@ -180,7 +180,7 @@ class Summary:
         validation_after_ema: validation loss of the averaged weights, if there are any.
         warm_up: number of first steps that are left out of the speeds.
         dt, tps: median seconds of the other steps, and the tokens per second that follow from it.
-        seconds: duration of all steps together.
+        seconds: duration of all steps since the run began or was resumed.
         prompt: text that the trained model continued.
         sample: the prompt and its continuation.
         out: output folder.

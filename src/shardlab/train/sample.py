@@ -42,15 +42,15 @@ PROMPT_BYTES = 32
 """Largest number of bytes of a prompt that is taken from the validation text."""
 
 PER_THREAD = 2**18
-"""Elements of a model's largest matrix for each thread. With fewer, the product takes less time than the
-synchronization of threads."""
+"""Smallest number of elements of a model's largest matrix for each thread. With fewer, the product takes less time
+than the synchronization of threads."""
 
 _SEARCHED = 1000
 """Tokens at the beginning of the validation text in which `choose_prompt` looks for a line."""
 
 
 def choose_prompt(corpus: Corpus) -> bytes:
-    """Return the first PROMPT_BYTES of the longest line near the beginning of the validation text.
+    """Return the first PROMPT_BYTES bytes of the longest line near the beginning of the validation text.
 
     The prompt ends with a whole character.
     """
@@ -132,7 +132,7 @@ def as_text(tokens: Iterable[int], tokenizer: Tokenizer, before: Sequence[int] =
 
 
 HURRY = 2.0
-"""Seconds after which a sample is cut short if a rank was asked to stop."""
+"""Seconds from the beginning of a sample after which it is cut short if a rank was asked to stop."""
 
 
 class ParallelWriter(TextGenerator):
@@ -143,7 +143,7 @@ class ParallelWriter(TextGenerator):
     memory for its share of the weights and for one layer. Every rank makes a writer, and calls `generate`.
 
     Args:
-        state: state of the training, whose weights are copied now.
+        state: state of the training. Its weights are copied when the writer is made.
         whole: the model, not split into the layers of a program. Dropout is off, and experts drop no token.
         choice: how tokens are drawn.
         asked: function that returns whether this rank is asked to stop.
@@ -198,9 +198,9 @@ class Conversation:
         tokenizer: tokenizer of the model.
         template: template that turns are written in.
         choice: how tokens are drawn. Each answer has a seed of its own.
-        most: most tokens of an answer.
+        most: largest number of tokens of an answer.
         cached: whether to cache keys and values (see `TextGenerator`).
-        messages: turns that the model still sees.
+        messages: messages of the turns that the model still sees. A turn is a question with its answer.
         dropped: number of turns that the model no longer sees.
     """
 

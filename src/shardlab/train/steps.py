@@ -412,7 +412,7 @@ def mean_min_max(ranks: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the mean, minimum and maximum over the ranks of each figure.
 
     Args:
-        ranks: (figures, ranks), the figures in the order of RANK_FIGURES.
+        ranks: for each figure of RANK_FIGURES, its value on each rank.
     """
     return {
         name + suffix: figure
@@ -466,7 +466,7 @@ def flops_per_token(model: Blocks) -> float:
 
 
 def bytes_per_token(corpus: Corpus) -> float:
-    """Return the bytes of text per predicted token of the training data: the mean over the sources, by their shares.
+    """Return the bytes of text per predicted token of the training data: the mean over its sources, by share.
 
     Prepared data record the bytes of each part. Otherwise the first DECODED_TOKENS tokens are decoded.
     """
@@ -485,7 +485,8 @@ def _non_finite_code(loss: Tensor, state: State) -> int:
 
     Returns:
         0 if all is finite, 1 for the loss, l + 2 for the gradient of layer l. If the gradient of every layer is finite
-        but the norm of all of them is not: the number of layers + 2.
+        but the norm of all of them is not: the number of layers + 2. With a scaled loss, gradients always have code 0,
+        since the step is then skipped and the scale reduced.
     """
     if not loss.isfinite().all():
         return 1

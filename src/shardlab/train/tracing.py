@@ -187,7 +187,7 @@ KEPT_RESULTS = {OpKind.LOAD_WEIGHT: 0, OpKind.LOAD_OPT_STATE: 0, OpKind.UPDATE: 
 
 
 class RampedExecutor:
-    """Executor that runs each step by the program with its number of microbatches.
+    """Executor that runs each step with the program for the step's number of microbatches.
 
     The programs share weights and optimizer states.
 
@@ -224,7 +224,7 @@ class RampedExecutor:
 
     @property
     def state(self) -> State:
-        """The rank's tensors after the last step. Its `step` is the number of the next one."""
+        """The rank's tensors after the last step. `state.step` is the number of the next step."""
         return self._last.state
 
     def step(self) -> Tensor:

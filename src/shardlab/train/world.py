@@ -47,9 +47,9 @@ class RankPlace:
     Attributes:
         rank: number of the rank.
         host, device: host and device on which the rank runs.
-        mesh: coordinate of the rank on each mesh axis of several ranks.
+        mesh: coordinate of the rank on each mesh axis that is longer than 1.
         cpus: CPUs on which the rank may run, such as 0-3.
-        threads: number of threads on which the rank computes; with a GPU, of its computations on the host.
+        threads: number of threads for the rank's computations on the CPU.
     """
 
     rank: int

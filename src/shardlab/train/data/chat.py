@@ -1,7 +1,7 @@
-"""Conversations as text that a model continues, formatted by the chat template in its folder or by a plain one.
+"""Conversations as text that a model continues, formatted by the chat template in the model's folder or by a plain one.
 
-`chat_template` finds the template. `ChatTemplate.render` turns messages into a prompt, and `ends` has the tokens that
-end an answer.
+`chat_template` finds the template. `ChatTemplate.render` turns messages into a prompt, and `ChatTemplate.ends` has the
+tokens that end an answer.
 """
 
 from __future__ import annotations
