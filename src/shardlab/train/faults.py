@@ -347,7 +347,7 @@ def describe_fate(ranks: list[int], fate: str) -> str:
 
 
 def report_text(ranks: Mapping[int, RankReport]) -> str:
-    """Return a report of where every rank was, and of its stack. Ranks with equal positions or stacks share an entry."""
+    """Return a report of the position and the stack of every rank. Ranks share an entry if theirs are equal."""
     lines = ["where each rank was:"]
     positions: dict[tuple[RankWait, str], list[int]] = defaultdict(list)
     for rank, seen in ranks.items():
