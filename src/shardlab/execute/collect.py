@@ -1,8 +1,8 @@
 """Weights across ranks: gather a layer on one rank, and replace weights by their averages.
 
 `gather_layer` serves checkpoints and sampling. `averaged_weights` serves evaluation with an exponential moving average
-(EMA): each rank keeps the averages of the slices that it updates, and sends them to the ranks that keep the same
-slices. Every rank calls both functions.
+(EMA): each rank has the averages of the slices that it updates, and sends them to the other ranks that keep weights of
+these slices. Every rank calls both functions.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -34,7 +34,7 @@ def gather_layer(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer
 
     Args:
         state: this rank's tensors.
-        slices: tensors that this rank loads, by (layer, slices held).
+        slices: weights that this rank loads in a step, by (layer, slices held).
         layer: number of the layer.
         to: rank that receives the buffer.
 
@@ -50,7 +50,7 @@ def gather_layer(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer
             if source == state.rank:
                 part = slices[layer, holds][at : at + stop - start]
                 if flat is None:
-                    dist.send(part.to(device), to)  # it may be on the host, from which NCCL cannot send
+                    dist.send(part.to(device), to)  # the part may be on the host, from which NCCL cannot send
                 else:
                     flat[start:stop] = part
             elif flat is not None:
@@ -65,10 +65,10 @@ def gather_layer(state: State, slices: Mapping[tuple[int, Holds], Tensor], layer
 
 @contextmanager
 def averaged_weights(state: State) -> Generator[None, None, None]:
-    """Replace the weights that this rank keeps by their averages inside of the context.
+    """Replace this rank's weights by their moving averages inside of the context.
 
-    Each rank has the averages of the slices that it updates, and receives those of the other slices that it keeps. All
-    ranks enter the context together.
+    A rank has the averages of the slices that it updates, and receives the averages of its other slices. All ranks
+    enter the context together.
     """
     places, device = state.analysis.kept.place_of, state.settings.device
     weights = {
@@ -94,7 +94,7 @@ def slices_of(checked: Checked, rank: int, kind: OpKind) -> list[tuple[int, Hold
 
 
 def _owners(program: Program, layer: int) -> list[tuple[int, Holds]]:
-    """Return the lowest ranks that together load the whole layer, each with the slices that it loads."""
+    """Return (rank, slices that the rank loads) of the lowest ranks that together load the whole layer."""
     loaded = [
         (rank, op.holds)
         for rank, tape in enumerate(program.tapes)
@@ -113,7 +113,7 @@ def _owners(program: Program, layer: int) -> list[tuple[int, Holds]]:
 
 
 def _write_averages(state: State) -> None:
-    """Write every average over its weights. Ranks that lack it receive it from a rank that has it."""
+    """Overwrite the kept weights with their averages. An average that some rank lacks is broadcast to all ranks."""
     shapes, ranks = state.shapes, range(dist.get_world_size())
     updated, loaded = (
         [slices_of(state.checked, rank, kind) for rank in ranks] for kind in (OpKind.UPDATE, OpKind.LOAD_WEIGHT)
@@ -140,16 +140,16 @@ def _write_averages(state: State) -> None:
 
 
 def _average_of(state: State, layer: int, holds: Holds) -> Tensor:
-    """Return the average of slices that this rank updates, on the device. Before the first step it is the weights."""
+    """Return the average of slices that this rank updates, on the device. Before the first step, it is the weights."""
     optimizer, owner = state.opt_states[layer, holds], state.analysis.kept.memory_of(layer, holds)
-    if owner is not None:  # updates use copies of weights that are kept elsewhere, and these copies are freed
+    if owner is not None:  # the last update may have used copies of the weights, which have been freed
         kept = state.kept[owner]
         optimizer.carry([kept[start:stop] for start, stop in state.shapes.places(layer, owner[1], holds)])
     return optimizer.average.to(state.settings.device)
 
 
 def _overlaps(a: Ranges, b: Ranges) -> list[tuple[int, int, int]]:
-    """Return (start in the first tensor, start in the second, length) of each run that two tensors share.
+    """Return (start in the first tensor, start in the second, length) of each run of elements that two tensors share.
 
     Args:
         a: ranges of the flat buffer that the first tensor stores, in order.

@@ -35,8 +35,8 @@ Places = tuple[Tensor, ...]
 def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
     """Prepare an ALL_TO_ALL, into new memory.
 
-    A member sends each other member the cells and pieces that both its input and the other's output hold. All these
-    parts have the same size.
+    A member sends to each member the cells and pieces that are both in the sender's input and in the receiver's output.
+    All these parts have the same size.
     """
     (given,), (output,), values, (_, transport) = op.inputs, op.outputs, state.values, links.group_of(op)
     mine, result = state.specs[given], state.specs[output]
@@ -64,14 +64,14 @@ def all_to_all(state: State, links: Communicator, at: int, op: Op) -> Start:
 
 
 def _common(one: Spec, other: Spec) -> Spec:
-    """Return the spec of the part that two values of one tensor have in common."""
+    """Return the spec of the part that two members' values have in common: their common cells and pieces."""
     names = {index for index, _ in (*one.form.slices, *other.form.slices)}
     slices = tuple(sorted((index, one.pieces(index) & other.pieces(index)) for index in names))
     return one._replace(form=one.form.but(slices=slices), cells=one.cells & other.cells)
 
 
 def _places(state: State, spec: Spec, part: Spec) -> Places:
-    """Return the indices of a part's elements in the tensor of a value that contains it."""
+    """Return the indices of the elements of `part` in the tensor of `spec`, a value that contains this part."""
     shapes, device = state.shapes, state.settings.device
     held = list(bits(spec.microbatches))
     rows = [held.index(m) for m in bits(part.microbatches)]
@@ -87,9 +87,9 @@ def _places(state: State, spec: Spec, part: Spec) -> Places:
 
 
 def _features(shapes: Shapes, spec: Spec, part: Spec) -> list[int]:
-    """Return the indices of the features of some pieces of heads among the features of a value.
+    """Return the indices of the features of `part` among the features of `spec`, a value that contains this part.
 
-    Both consist of consecutive whole heads, although a single piece may be smaller than a head.
+    Both have consecutive whole heads, although a single piece of heads may be smaller than a head.
     """
     of = spec.form.space.count("head")
     held, wanted = (list(bits(each.pieces("head"))) for each in (spec, part))
@@ -198,7 +198,7 @@ def _gather_apart(
 
 
 def places_of(state: State, op: Op) -> list[int]:
-    """Return the index in the result of each piece of a gather, in the order in which the members send the pieces."""
+    """Return each piece's index in the result of a gather. The pieces are in group order of their senders."""
     members, whole = _given(state, op), state.specs[op.outputs[0]]
     of = math.lcm(whole.holds.of, *(member.holds.of for member in members))
     given = [list(bits(_pieces(member, of))) for member in members]
@@ -207,14 +207,14 @@ def places_of(state: State, op: Op) -> list[int]:
 
 
 def _pieces(member: Spec, of: int) -> int:
-    """Return the pieces of a member's input as a bit set: its microbatches, or its slices out of `of` of a layer."""
+    """Return the pieces of a member's input as a bit set: its microbatches, or the layer's slices (of `of`) in it."""
     if member.kind in ROW_KINDS:
         return member.microbatches
     return member.holds.refined(of).mask
 
 
 def reduce_scatter(state: State, links: Communicator, at: int, op: Op) -> Start:
-    """Prepare a REDUCE_SCATTER. For rows and tokens, the pieces of the input are first copied into group order."""
+    """Prepare a REDUCE_SCATTER. Activations and their gradients are first copied, with the pieces in group order."""
     (given,), (output,), values, (_, transport) = op.inputs, op.outputs, state.values, links.group_of(op)
     spec = state.specs[given]
     parts = _received(state, op) if spec.kind in ROW_KINDS else []
@@ -402,7 +402,10 @@ def _lengths(state: State, numbers: Sequence[int]) -> list[int]:
 
 
 def _delivered(state: State, ops: Sequence[Op], results: Sequence[Tensor], wait: Wait) -> Wait:
-    """Store the result of each op. Weights are copied into their own buffers once they have arrived."""
+    """Store the result of each op as a value, and return the function that waits for all results.
+
+    The wait also copies weights into their own buffers.
+    """
     analysis, values = state.analysis, state.values
     elsewhere: list[tuple[Tensor, Tensor]] = []
     for op, result in zip(ops, results, strict=True):

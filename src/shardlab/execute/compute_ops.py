@@ -39,7 +39,8 @@ from shardlab.models.tensors import (
 from shardlab.models.tensors.attention import select_rows, to_device
 
 Waiting = list[tuple[AddGradients, Tensor, Tensor]]
-"""Deferred gradients of parameters, between the halves of a split backward pass: (function, gradient, input)."""
+"""Gradients of parameters that the first half of a split backward pass leaves to the second half: (function that adds
+the gradient, gradient of the result, input)."""
 
 
 def forward(state: State, at: int, op: Op) -> Instruction:
@@ -68,7 +69,7 @@ def forward(state: State, at: int, op: Op) -> Instruction:
 
 
 def backward(state: State, at: int, op: Op) -> Instruction:
-    """Run the whole backward pass. If an ADD follows, the gradient is added directly to the older one."""
+    """Run the whole backward pass. A weight gradient that the tape only adds to an older one is accumulated there."""
     grad_weight, *outputs = op.outputs
     layout, make_buffer = state.shapes.layout_of_weight(op.layer), gradient_buffer(state, at, op)
     back = _back(state, op, outputs)
@@ -126,7 +127,7 @@ def attend(state: State, at: int, op: Op) -> Instruction:
 
 
 def attend_backward(state: State, at: int, op: Op) -> Instruction:
-    """Compute the gradients of one part of the keys and values, and its contribution to the queries' gradient."""
+    """Compute the gradient of one part of the keys and values, and this part's term of the queries' gradient."""
     (queries, keys_values, attention_output, gradient), outputs, values = op.inputs, op.outputs, state.values
     part, mask = _heads(state, op.layer, state.specs[queries]), _mask(state, op)
     tokens, key_tokens = (state.shapes.tokens(state.specs[number]) for number in (queries, keys_values))
@@ -147,7 +148,7 @@ def merge(state: State, op: Op) -> Instruction:
 
 
 def load_kept(state: State, at: int, op: Op) -> Instruction:
-    """Store the weights or the optimizer state that the rank keeps as a value of the tape."""
+    """Set the op's output to weights, or to an optimizer state, that this rank keeps from step to step."""
     assert op.holds is not None
     kept = state.kept if op.kind is OpKind.LOAD_WEIGHT else state.opt_states
     tensors, (output,), values = kept[op.layer, op.holds], op.outputs, state.values
@@ -155,7 +156,7 @@ def load_kept(state: State, at: int, op: Op) -> Instruction:
 
 
 def scale(state: State, at: int, op: Op) -> Instruction:
-    """Multiply a gradient by a factor that depends on the step's tokens; in place if no other op reads it."""
+    """Multiply a gradient by a rational number or by counts of the step's tokens; in place if no other op reads it."""
     (given,), (output,), values, factor = op.inputs, op.outputs, state.values, op.factor
     in_place = at in state.analysis.in_place.first_input
     assert factor is not None
@@ -168,7 +169,7 @@ def scale(state: State, at: int, op: Op) -> Instruction:
 
 
 def cast(state: State, at: int, op: Op) -> Instruction:
-    """Cast a value to another dtype, always in new memory, or in a buffer for a weight."""
+    """Cast a value to another dtype. The result has new memory or, if it is a weight with a buffer, this buffer."""
     (given,), (output,), values = op.inputs, op.outputs, state.values
     dtype, slot = state.dtype(state.specs[output]), state.analysis.slot.get(output)
 
@@ -209,9 +210,11 @@ def loss_stats(state: State, at: int, op: Op) -> Instruction:
 
 
 def loss(state: State, at: int, op: Op) -> Instruction:
-    """Compute the cross-entropy. Each token has the weight 1 / (tokens of the step), so that sums over ranks are means.
+    """Add the cross-entropy of the tokens that this op reports to `State.loss`, and compute the logits' gradient.
 
-    Without an output on the tape, no gradient is computed.
+    The gradient is that of the sum over tokens, divided by the step's number of tokens and, in float16, multiplied by
+    the loss scale. Sums over microbatches and ranks are therefore gradients of the mean. An op without an output
+    computes no gradient.
     """
     (x, *stats), values = op.inputs, state.values
     spec = state.specs[x]
@@ -277,7 +280,7 @@ def add(state: State, at: int, op: Op) -> Instruction:
 
 
 def free(state: State, at: int, op: Op) -> Instruction:
-    """Drop a value. With an activation, the tensors that its layer has saved for the backward pass are dropped too."""
+    """Drop a value. If it is the input of a layer, also drop the tensors that the layer has saved for its backward."""
     number, values = op.inputs[0], state.values
     saved, slot = state.analysis.saved_of[number], state.analysis.empties.get(at)
     kept = state.analysis.leaves_room.get(at)
@@ -321,7 +324,7 @@ COMPUTE: dict[OpKind, Callable[[State, int, Op], Instruction]] = {
 
 
 def gradient_buffer(state: State, at: int, op: Op) -> Callable[[], Tensor]:
-    """Prepare the buffer of a layer's gradient: zeros, or the older gradient to which it is added."""
+    """Prepare the buffer of a layer's weight gradient: zeros, or the older gradient to which it is added."""
     total = state.analysis.in_place.accumulates.get(at)
     number, values = op.outputs[0], state.values
     spec = state.specs[number]
@@ -337,7 +340,7 @@ def gradient_buffer(state: State, at: int, op: Op) -> Callable[[], Tensor]:
 
 
 def gradient_views(gradient: Tensor, layout: LayerLayout) -> Sequence[Tensor]:
-    """Return the views of a layer's gradient. They are made once and stored with the gradient."""
+    """Return views of a layer's flat gradient, one for each parameter. They are made once and stored with it."""
     kept = vars(gradient)
     if "views" not in kept:
         kept["views"] = parameter_views(layout, gradient.data)  # views of the tensor would form a reference cycle
@@ -345,7 +348,11 @@ def gradient_views(gradient: Tensor, layout: LayerLayout) -> Sequence[Tensor]:
 
 
 def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
-    """Prepare to cut a slice's part out of an output's complete gradient, if the layer needs only its part."""
+    """Return a function that cuts the gradient of a layer's output to the columns that the backward pass reads.
+
+    A slice of a column-parallel layer, or of the logits, reads its own columns of a complete gradient. In all other
+    cases, the function returns its argument.
+    """
     gradient, saved = state.specs[op.inputs[1]], state.specs[op.inputs[3]]
     takes_own = any(node.takes_own for node in state.signatures[op.layer].nodes)
     if not takes_own or gradient.form.slices or not saved.form.slices:
@@ -355,9 +362,10 @@ def own_columns(state: State, op: Op) -> Callable[[Tensor], Tensor]:
 
 
 def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Waiting], None]:
-    """Prepare a backward pass that computes the inputs' gradients, and accumulates the parameters' now or later.
+    """Return a function of (accumulate, waiting) that computes the inputs' gradients, and stores them as `outputs`.
 
-    No two gradients share memory, because other ops overwrite them.
+    The parameters' gradients go to `accumulate` (see `Accumulate`); `waiting` has those that are deferred. An input's
+    gradient does not share memory with any other gradient, because other ops overwrite it.
     """
     (_, gradient, weight, saved, *carried), values = op.inputs, state.values
     own, passes = own_columns(state, op), state.passes[op.layer]
@@ -377,7 +385,7 @@ def _back(state: State, op: Op, outputs: list[int]) -> Callable[[Accumulate, Wai
 
 
 def _heads(state: State, layer: int, spec: Spec) -> Attend:
-    """Return the attention primitive, restricted to the heads of a value."""
+    """Return the attention primitive that follows a layer, restricted to the heads of a value."""
     share = fraction_held(spec.form)
     return state.model.attention_after(layer).heads_of(share.denominator // share.numerator)
 
@@ -405,7 +413,7 @@ def _mask(state: State, op: Op) -> Callable[[], Tensor | None]:
 
 
 def _rows(state: State, spec: Spec, which: int) -> Tensor:
-    """Return a value's part of this step's tokens (`which` 0) or targets (1): (rows, tokens) on the device."""
+    """Return the tokens (`which` 0) or the targets (1) at the positions of a value, (rows, tokens), on the device."""
     rows = torch.cat([state.batch[m][which] for m in bits(spec.microbatches)])
     if not spec.whole_sequences:
         rows = select_rows(rows.T, state.shapes.tokens(spec)).T.contiguous()

@@ -45,8 +45,8 @@ class Executor:
         backend: backend of the process group, such as "gloo". The program must be able to run on it.
         observer: function that is called with every gradient before its update.
         groups: process groups that exist already; new ones are added (see `Communicator`).
-        weights_of: state of another program whose weights and optimizer states this program shares. This program is its
-            forward half, or has another number of microbatches.
+        weights_of: state of another program whose weights and optimizer states this program shares. This program is the
+            forward half of the other one, or differs from it in the number of microbatches.
 
     Attributes:
         state: the rank's tensors.
@@ -57,8 +57,8 @@ class Executor:
 
     Raises:
         Refused: if the program cannot run on this backend.
-        UserError: if the program computes no norm in float16, or if layers cannot be compiled or steps not captured
-            although the settings ask for it.
+        UserError: if the precision is float16 and the program computes no norm of the gradient; if the settings ask for
+            compiled layers or captured steps, and these are not possible.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class StepInputs:
 
 
 class StepGraph:
-    """Runner of an executor's steps. The first few run op by op, the next one is captured, and all later ones replayed.
+    """Runner of an executor's steps. The first few run op by op. The next one is captured, and replayed from then on.
 
     Args:
         state: the rank's tensors. In a captured step, numbers such as the norm stay on the device.
@@ -254,7 +254,7 @@ class StepGraph:
         self._squared_norm: float | Tensor = math.nan
 
     def run(self, ops: Callable[[], None]) -> None:
-        """Run a step op by op, or replay it. The state has the step's batch."""
+        """Run a step, op by op with the function `ops`, or by a replay. The state already has the step's batch."""
         state = self._state
         if self._left:
             ops()

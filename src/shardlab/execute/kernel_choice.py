@@ -1,9 +1,9 @@
-"""Choice of kernels for products: the same on all ranks of a run, and in the next run on this machine.
+"""Choice between two kernels for each matrix product on a CPU: torch's own kernel, and oneDNN's.
 
-After the first step, rank 0 times both kernels on the matrix products of that step (`shardlab.models.tensors.compute`),
-unless an earlier run on this machine has done so. The kernels round differently, so replicas and resumed runs are
-bitwise equal only if all use the same choices. Therefore all ranks use the choices of rank 0, and checkpoints contain
-them.
+All ranks of a run make the same choices, and so do later runs on this machine. After the first step, rank 0 times both
+kernels on the products of that step (`shardlab.models.tensors.compute`), unless an earlier run on this machine has done
+so. The kernels round differently, so replicas and resumed runs are bitwise equal only if they use the same kernels.
+Therefore all ranks use the choices of rank 0, and checkpoints contain them.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -28,7 +28,7 @@ from shardlab.execute.transport.collectives import gather_objects
 from shardlab.models.tensors.compute import KERNEL_CHOICES, Product, is_onednn_faster
 
 Choices = Mapping[Product, bool]
-"""Whether oneDNN computes a product, rather than torch's own kernel."""
+"""Whether oneDNN computes a product (else torch's own kernel), by product."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class KeptChoices:
     """Choices that were measured on this machine, in a file beside its profile.
 
     Attributes:
-        path: the file. A file that cannot be read, or is from another machine or version of torch, has no choices.
+        path: the file. If it cannot be read, or is from another machine or version of torch, no choices are read.
     """
 
     path: Path = field(default_factory=lambda: cache_folder() / "products.json")
 
     def read(self, threads: int) -> dict[Product, bool]:
-        """Return the choices for a number of threads."""
+        """Return the choices that were measured with this number of threads."""
         return self._table().get(threads, {})
 
     def add(self, threads: int, chosen: Choices) -> dict[Product, bool]:
@@ -60,7 +60,7 @@ class KeptChoices:
         return table[threads]
 
     def _table(self) -> dict[int, dict[Product, bool]]:
-        """Return all choices, by the number of threads."""
+        """Return all choices in the file, by the number of threads."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if found["machine"] != _machine():
@@ -71,12 +71,12 @@ class KeptChoices:
 
 
 def choose_products(device: torch.device, kept: KeptChoices | None = None, *, alone: bool = False) -> bool:
-    """Choose kernels for the products that occurred on any rank. All ranks call this together.
+    """Choose kernels for the products that occurred on any rank and have no choice yet. All ranks call this together.
 
     Args:
         device: device of this rank. There is a choice only on CPUs.
         kept: file with the choices of earlier runs (None: this machine's).
-        alone: whether only this rank calls the function, and chooses for itself.
+        alone: whether only this rank calls the function, and chooses for its own products.
 
     Returns:
         Whether kernels were chosen.
@@ -105,15 +105,15 @@ def kept_by_rank_0(kept: KeptChoices | None = None) -> Choices:
 
 
 def rows_of(chosen: Mapping[Product, bool | None]) -> list[list[int]]:
-    """Return choices for a JSON file. Products without a choice use torch's own kernel."""
+    """Return choices as rows of a JSON file. Products without a choice use torch's own kernel."""
     return [[*map(int, product), int(bool(onednn))] for product, onednn in sorted(chosen.items())]
 
 
 def choices_of(rows: Sequence[Sequence[Any]]) -> dict[Product, bool]:
-    """Return the choices in a JSON file.
+    """Return the choices in rows of a JSON file, as written by `rows_of`.
 
     Raises:
-        TypeError, ValueError: if it has other contents.
+        TypeError, ValueError: if the rows do not have this form.
     """
     found: dict[Product, bool] = {}
     for rows_, inputs, outputs, bias, backward, onednn in rows:

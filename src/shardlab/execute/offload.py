@@ -44,13 +44,13 @@ def storage_at(place: str, size: int, device: torch.device) -> torch.UntypedStor
 
 
 def tensor_at(place: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a tensor in a place, as `storage_at` does."""
+    """Allocate a tensor on the device, in the host's memory or in a file. `storage_at` explains `place`."""
     size = torch.Size(shape)
     return _view_of(storage_at(place, size.numel() * dtype.itemsize, device), dtype).view(size)
 
 
 def copy(into: Tensor, given: Tensor) -> Wait:
-    """Start to copy a tensor between device, host and disk: on a GPU in a separate stream, else in a thread."""
+    """Start to copy a tensor between device, host and disk: to or from a GPU in a separate stream, else in a thread."""
     device = into.device if into.is_cuda else given.device
     if device.type != "cuda":
         if into.nbytes < SMALL:
@@ -81,7 +81,7 @@ class Parked:
         self._away = False
 
     def offload(self, tensors: Sequence[Tensor], allocate: Callable[[int], torch.UntypedStorage]) -> Wait:
-        """Start to copy some tensors to memory from `allocate`. The wait frees their memory on the device."""
+        """Start to copy some tensors to memory from `allocate`. The returned wait frees their memory on the device."""
         if self._away:
             return _nothing
         for here in (tensor.untyped_storage() for tensor in tensors):
@@ -98,7 +98,7 @@ class Parked:
         return wait
 
     def reload(self) -> Wait:
-        """Start to copy all tensors back."""
+        """Start to copy all offloaded tensors back to the device."""
         if not self._away:
             return _nothing
         self._away = False

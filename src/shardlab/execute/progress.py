@@ -23,10 +23,11 @@ class TapePosition(NamedTuple):
     """Position of a rank on its tape.
 
     Attributes:
-        round: number of tapes that it has begun. All ranks run the same sequence of tapes, so rounds are comparable.
-        op: index of the op that it runs or waits for; after the last op, the length of the tape.
+        round: number of tapes that the rank has begun. The ranks run their tapes in the same order, so rounds are
+            comparable between ranks.
+        op: index of the op that the rank runs or waits for; after the last op, the length of the tape.
         step: number of the optimizer step, from 0; in an evaluation, number of the evaluation's step.
-        evaluates: whether the tape is the forward half.
+        evaluates: whether the tape is that of an evaluation, which has only forward passes.
         length: number of ops of the tape.
     """
 
@@ -38,7 +39,7 @@ class TapePosition(NamedTuple):
 
 
 class RankProgress:
-    """Progress of one rank as words in shared memory, followed by the text of requested stacks.
+    """Progress of one rank as words in shared memory, followed by the text of the stacks that it was asked to write.
 
     The memory is an anonymous file, so nothing remains when a process is killed. A started process receives it from the
     process that starts it. Other processes of the host open it by `path`.
@@ -132,7 +133,7 @@ class RankProgress:
 
     @property
     def reported(self) -> bool:
-        """Whether this rank has reported the failure, so that the others need not."""
+        """Whether this rank has reported why the run failed, so that the other ranks need not."""
         return bool(self._words[_REPORTED])
 
     @reported.setter
@@ -141,7 +142,7 @@ class RankProgress:
 
     @property
     def text(self) -> str:
-        """Return the text of the stack."""
+        """Return the text of the stacks; empty if the rank has written none."""
         length = os.fstat(self.file).st_size - mmap.PAGESIZE
         return os.pread(self.file, length, mmap.PAGESIZE).decode(errors="replace")
 
@@ -149,7 +150,7 @@ class RankProgress:
 def begin_tape(step: int, length: int, *, evaluates: bool) -> tuple[Any, int]:
     """Record the start of a tape.
 
-    Returns the words, and the value of the first word for op 0. For op i it is larger by i.
+    Returns the words, and the value that the first word has during op 0. During op i, its value is larger by i.
     """
     words = RankProgress.words
     base = ((words[_WHERE] >> OP_BITS) + 1) << OP_BITS

@@ -39,16 +39,17 @@ from shardlab.language.ops import COMMUNICATION
 from shardlab.language.tape import MemoryRecord, OpTimes, StepRecord
 
 Read = Callable[[], float | None]
-"""Function that returns a time in seconds of this process's clock (None: not reached). It may be called after the
-step."""
+"""Function that returns the time of an event, in seconds of this process's clock (None: it has not happened). It can be
+called after the step."""
 
 
 class HostStopwatch:
     """Clock of the host, which all its processes share (time.perf_counter, CLOCK_MONOTONIC on Linux).
 
-    Works of torch's collectives on gloo have a future with a callback at completion. Works of sends and receives have
-    none, nor do collectives that consist of them (see `torch_transport`), and a second `wait` for such a work would
-    never return. Therefore a thread waits for each of them, and the rank waits for that thread.
+    Works of torch's collectives on gloo have a future, which calls a function at completion. Works of sends and
+    receives have no future, nor do collectives that consist of these (see `torch_transport`), and a second `wait` for
+    such a work would never return. Therefore a thread waits for each work without a future, and the rank waits for that
+    thread.
     """
 
     def __init__(self) -> None:
@@ -223,10 +224,10 @@ class ComputeClock:
 
 
 class OpTimer:
-    """Recorder of an executor's steps.
+    """Recorder of the times of all ops in an executor's steps.
 
     Attributes:
-        steps: the recorded steps. The last one may be incomplete.
+        steps: the recorded steps. If a step has failed, the last one is incomplete.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -275,7 +276,7 @@ class OpTimer:
         return run
 
     def _watched(self, work: Any) -> Wait:
-        """Replace the executor's wait. The works of a batch arrive in the order of its ops."""
+        """Return the wait of a work, as `Communicator.wait_of` does, and watch the work. Called in order of the ops."""
         at = next(self._issuing)
         wait, over = self._watch.watch(work, batched=at in self._batched)
         self._over[at].append(over)
@@ -339,7 +340,7 @@ def clock_offset(rank: int, ranks: int, device: torch.device) -> ClockOffset:
 
 
 def estimate(rounds: list[tuple[float, float]]) -> ClockOffset:
-    """Return the offset from pairs (round-trip time, other clock minus the middle of the trip)."""
+    """Return the offset of another clock from pairs (round-trip time, other clock minus this clock in mid-trip)."""
     way, lead = min(rounds)
     bound = way / 2
     return ClockOffset(lead if abs(lead) > bound else 0.0, bound)
@@ -353,10 +354,10 @@ PASSING = {Kind.WEIGHT: "gathered", Kind.GRAD_WEIGHT: "gradients"}
 
 
 class TrackedStorages:
-    """Counter of all storages that torch creates while it tracks, and of those that the rank already had.
+    """Counter of the bytes of the tensors that outlive a step, and of all tensors that are created while it tracks.
 
-    The receive buffers of small sums are not counted: they are reused, and torch's tracker sees them only in some
-    steps.
+    The memory that communication keeps (`retained_buffers`) is not counted: it is reused, and torch's tracker would see
+    it only in some steps.
     """
 
     def __init__(self, state: State) -> None:
@@ -374,7 +375,7 @@ class TrackedStorages:
         return self._tracker
 
     def live(self) -> int:
-        """Return the live bytes."""
+        """Return the number of live bytes now."""
         return self._total("current")
 
     def peak(self) -> int:
@@ -404,7 +405,7 @@ class Allocator:
 
 
 def step_with_memory(executor: Executor, record: MemoryRecord) -> Tensor:
-    """Run a step as `Executor.step` does, and fill `record` during it."""
+    """Run a step with `Executor.step`, and record the live bytes before each op and the peak of the step."""
     state, device = executor.state, executor.state.settings.device
     account = Allocator(device) if device.type == "cuda" else TrackedStorages(state)
     passing = [(number, PASSING[spec.kind]) for number, spec in sorted(state.specs.items()) if spec.kind in PASSING]

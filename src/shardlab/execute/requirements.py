@@ -62,7 +62,7 @@ def want_step_graph(
         traced: whether the ops of steps are timed.
 
     Raises:
-        UserError: if it does. The message has this part, and the remedy.
+        UserError: if the host computes a part of a step. The message names this part and the remedy.
     """
     why = _part_of_the_host(checked, model, precision, optimizer, device)
     if not why and traced:

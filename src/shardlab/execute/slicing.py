@@ -19,7 +19,7 @@ Join = Callable[[Sequence[Tensor]], Tensor]
 
 
 def slice_(state: State, at: int, op: Op) -> Callable[[], None]:
-    """Prepare a view of the value's tensor. For an optimizer state, return the optimizer of these elements."""
+    """Prepare a SLICE: a part of the value's tensor, or of an optimizer state the optimizer of the slice's elements."""
     (given,), (output,), values = op.inputs, op.outputs, state.values
     whole, part = state.specs[given], state.specs[output]
     if part.kind is Kind.OPT_STATE:
@@ -77,13 +77,13 @@ def join_of(shapes: Shapes, members: Sequence[Spec]) -> Join:
 
 
 def index_apart(members: Sequence[Spec]) -> str | None:
-    """Return the index of the features in which pieces differ (None: they differ in rows)."""
+    """Return the name of the index of which the members have different pieces (None: they differ in rows or tokens)."""
     indices = {index for member in members for index, _ in member.form.slices}
     return next((index for index in indices if len({member.pieces(index) for member in members}) > 1), None)
 
 
 def along_sequence(members: Sequence[Spec]) -> bool:
-    """Return whether pieces are slices of sequences. The check ensures that they are of the same sequences."""
+    """Return whether the members are different slices of the same sequences."""
     first = members[0]
     if first.kind not in ROW_KINDS or first.whole_sequences:
         return False
@@ -91,7 +91,11 @@ def along_sequence(members: Sequence[Spec]) -> bool:
 
 
 def _of_pieces(numbers: Sequence[Sequence[int]], dim: int) -> Join:
-    """Return a function that joins pieces of equal size along a dim, by their numbers."""
+    """Return a function that joins pieces of equal size along a dim, in ascending order of their numbers.
+
+    Args:
+        numbers: numbers of the pieces in each tensor.
+    """
     order = _ascending(list(chain(*numbers)))
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
@@ -112,7 +116,7 @@ def _of_tokens(tokens: Sequence[Sequence[int]]) -> Join:
 
 
 def _of_parameters(shapes: Shapes, members: Sequence[Spec]) -> Join:
-    """Return a function that joins ranges of the flat buffer, which may differ in length."""
+    """Return a function that joins ranges of a layer's flat buffer, which may differ in length."""
     runs = [(*run, number) for number, spec in enumerate(members) for run in shapes.ranges(spec.layer, spec.holds)]
 
     def join(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors of one rank while its tape runs: the values of the tape, and the state that is kept from step to step."""
+"""Tensors of one rank while its tape runs: the tape's values, and the tensors that are kept from step to step."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class State:
         kept: weights that this rank keeps from step to step, by (layer, slices).
         opt_states: optimizer states of these weights, or of smaller slices of them.
         buffers: buffers of gathered weights. Each is reused by weights that are not live at the same time.
-        arena: tensors of the values that lie in the arena.
+        arena: the arena, one allocation for many values of a step, and the tensors in it.
         step: number of the optimizer step, from 0.
         microbatches: microbatches whose tokens or targets this rank reads.
         batch: this step's tokens and targets, by microbatch.
         tokens: number of this step's targets that count, in all microbatches.
         rate: this step's learning rate.
         captured: whether the step is being captured (see `StepGraph`). Scalars of the step are then device tensors, ().
-        loss_owners: for each piece of the batch, (rank, op) of the LOSS that reports it.
+        loss_owners: (rank, index of the op) of the LOSS that reports each cell of the batch, by cell.
         stepping: slices whose gradients are set, and that will be updated in one call.
-        loss_scale: factor of the losses, in float16.
+        loss_scale: factor by which losses are multiplied in float16; otherwise its scale is 1.
         finite: whether all norms of the step's gradients have been finite so far.
-        not_finite: first layer of the step whose gradient on this rank is not finite.
+        not_finite: first layer of the step whose gradient on this rank is not finite (None: there is none).
         squared_norm: squared norm of the step's whole gradient; NaN if the program computes none.
         passes: forward and backward pass of each layer that this rank computes, by layer.
         loss: sum of the losses of the tokens that this rank reports, and their number: (2,) float64, on the device.
@@ -122,7 +122,12 @@ class State:
         self._side_by_side: dict[int, Tensor] = {}
 
     def make_moments(self, key: tuple[int, Holds], updates: int) -> None:
-        """Allocate an optimizer's moments as after `updates` updates, where they are kept. The caller fills them in."""
+        """Allocate an optimizer's moments in the place where the tape keeps them. The caller fills them in.
+
+        Args:
+            key: (layer, slices) of the optimizer state.
+            updates: number of updates that the moments include.
+        """
         part = self.opt_states[key]
         part.reload()()
         part.make_moments(updates)
@@ -131,21 +136,21 @@ class State:
                 self.put_opt_state(spec)()
 
     def put_opt_state(self, spec: Spec) -> Wait:
-        """Start to move an optimizer's moments to the device, host or disk, as a value says."""
+        """Start to move an optimizer's moments to the place (device, host or disk) that `spec` names."""
         part, place = self.opt_states[spec.layer, spec.holds], spec.form.place
         if place == self.analysis.stepped_at.get((spec.layer, spec.holds), place):
             return part.reload()
         return part.offload(partial(storage_at, place, device=self.settings.device))
 
     def optimizer(self, layer: int, holds: Holds) -> Slice:
-        """Return the optimizer of some slices. Every element belongs to one optimizer."""
+        """Return the optimizer of some slices. The first call creates it. Every element belongs to one optimizer."""
         key = layer, holds
         if key not in self.opt_states:
             self.opt_states[key] = self._optimizer(*key)
         return self.opt_states[key]
 
     def tokens_of(self, microbatches: int) -> int:
-        """Count this step's targets of some microbatches; at least 1, because the program divides by it."""
+        """Return the number of this step's targets that count in some microbatches; at least 1, as it is a divisor."""
         return max(1, sum(int((self.batch[m][1] >= 0).sum()) for m in bits(microbatches)))
 
     def share(self, op: Op) -> Share:
@@ -162,14 +167,14 @@ class State:
         )
 
     def value_of(self, factor: Factor) -> float:
-        """Return this step's value of a factor of the program."""
+        """Return the value that a factor of gradients has in this step."""
         number = float(factor.ratio)
         for microbatches, power in factor.tokens:
             number *= float(self.tokens_of(microbatches)) ** power
         return number
 
     def scaled(self, share: Share, factor: Factor) -> Share:
-        """Return the share with the scale of its gradients: their factor times this step's loss scale."""
+        """Return a share with its `gradient_scale` set: the factor of its gradients times this step's loss scale."""
         scale = self.loss_scale.scale * self.value_of(factor)
         return share if scale == 1 else replace(share, gradient_scale=scale)
 
@@ -193,7 +198,7 @@ class State:
         self._numbers.clear()
 
     def number(self, scalar: int) -> float | Tensor:
-        """Return a scalar as a number, read from the device once a step. A captured step has a device tensor."""
+        """Return a scalar as a number, read from the device once a step; in a captured step, as a device tensor ()."""
         if self.captured:
             return self.values[scalar].reshape(())
         if scalar not in self._numbers:
@@ -201,7 +206,7 @@ class State:
         return self._numbers[scalar]
 
     def keep(self) -> None:
-        """Copy the final weights of a step into the kept weights."""
+        """Copy a step's final weights into the kept weights, if they lie in other memory."""
         for number, key in self.analysis.kept.final.items():
             if self.values[number].data_ptr() != self.kept[key].data_ptr():
                 self.kept[key].copy_(self.values[number])
@@ -244,7 +249,7 @@ class State:
         return torch.empty(self.shapes.shape(spec), dtype=self.dtype(spec), device=self.settings.device)
 
     def memory_beside(self, number: int) -> Callable[[], Tensor]:
-        """Prepare to allocate the memory of a gradient beside the gradients that are all-reduced together with it."""
+        """Return a function that allocates a gradient's memory beside the gradients all-reduced together with it."""
         buckets, rooms, device = self.analysis.buckets, self._side_by_side, self.settings.device
         first = buckets.first[number]
         numbers = buckets.buffers[first]
@@ -262,7 +267,7 @@ class State:
         return make
 
     def take_side_by_side(self, number: int) -> Tensor | None:
-        """Return a gradient and those adjacent to it as one tensor, once in a step; None if there are none."""
+        """Return a gradient and those adjacent to it as one tensor; None if there are none, or at a second call."""
         return self._side_by_side.pop(self.analysis.buckets.first.get(number, -1), None)
 
     def fill_buffer(self, slot: int, length: int) -> Tensor:
@@ -279,7 +284,7 @@ class State:
         memory.resize_(0)
 
     def kept_memory(self, number: int) -> Tensor:
-        """Return the memory for a kept weight that arrives. It is allocated again if it was freed."""
+        """Return the kept memory at which a weight arrives. It is allocated again if it was freed."""
         key = self.analysis.kept.final[number]
         if size := self._given_back.pop(key, 0):
             self.kept[key].untyped_storage().resize_(size)
@@ -290,7 +295,10 @@ class State:
         self.buffers[slot].untyped_storage().resize_(0)
 
     def weights_of(self, layer: int, number: int) -> list[Tensor]:
-        """Return views of a layer's parameters in a weight value. They are created once for each buffer and layer."""
+        """Return views of a layer's parameters in a weight value, by its number.
+
+        They are created once for each buffer and layer.
+        """
         flat: Tensor = self.values[number]
         before = self._last_weights.get((layer, number))
         if before is not None and before[0] is flat:  # kept weights and whole buffers keep their memory
@@ -317,7 +325,7 @@ class State:
         return {number: prepare_layer(model.run(number), device, attended=number in attended) for number in numbers}
 
     def _initial(self, layer: int, holds: Holds) -> Tensor:
-        """Return the initial weights of some slices, on the device, host or disk as they are kept."""
+        """Return the initial weights of some slices, in the place (device, host or disk) in which they are kept."""
         first = self._first(layer, holds, torch_dtype(self.settings.precision.parameters))
         return self._at(self.analysis.kept.place_of.get((layer, holds), ""), first)
 
@@ -331,15 +339,15 @@ class State:
         return torch.cat([padded[a:b] for a, b in ranges])
 
     def _at(self, place: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor to a place: "" for the device, or the host or disk."""
+        """Copy a tensor to a place: "" is the device; others are the host's memory and the disk."""
         if not place:
             return tensor.to(self.settings.device)
         return tensor_at(place, tensor.shape, tensor.dtype, self.settings.device).copy_(tensor)
 
     def _optimizer(self, layer: int, holds: Holds) -> Slice:
-        """Create the optimizer of some slices: on the kept weights that contain them, or else on separate weights.
+        """Create the optimizer of some slices. It updates the kept weights that contain them, else weights of its own.
 
-        If the weights are not kept where they are updated, each update receives a copy of them.
+        If the kept weights lie in another place than that of the update, each update receives a copy of them.
         """
         owner = self.analysis.kept.memory_of(layer, holds)
         place = self.analysis.stepped_at.get((layer, holds), "")
@@ -362,7 +370,7 @@ class State:
         return made
 
     def _make_buffers(self) -> list[Tensor]:
-        """Create a buffer for each slot of arriving weights. It has no memory until a weight arrives."""
+        """Create the buffers of gathered and received weights. A buffer has no memory until a weight arrives."""
         largest: dict[int, Spec] = {}
         for number, slot in self.analysis.slot.items():
             largest[slot] = max(largest.get(slot, self.specs[number]), self.specs[number], key=self.shapes.shape)

@@ -1,4 +1,4 @@
-"""Facts of a tape that the executor needs before it runs: memory of values, ops in place, and shapes of tensors.
+"""Facts of a tape that the executor needs before the first step: memory of values, ops in place, shapes of tensors.
 
 `Analysis` finds the ops that write in place, and assigns buffers to gathered weights. `ArenaTensors` allocates the
 arena of a step, and the tensors of the values in it. `Shapes` gives the length of each layer's flat buffer, and the
@@ -36,21 +36,23 @@ class Analysis:
         in_place: the ops that overwrite their input.
         buckets: memory of the tensors of batched collectives.
         halved: indices of FORWARD and RECOMPUTE ops whose backward pass is split.
-        saved_of: numbers of the values that a layer saves in forward passes, by the number of its activation.
+        saved_of: numbers of the values that layers save between passes, by the number of the activation that the layer
+            reads.
         gradient_factor: factor of the gradients of a backward pass, by the number of the value saved in the forward
             pass.
         kept: weights that outlive the step, and weights that are received into their memory.
-        homes: for each slice of a value, and each weight that an update writes: the number of the value in whose memory
-            it lies, by its own number.
+        homes: number of the value whose memory another value uses, by the number of that other value: a slice, or a
+            weight that an update writes.
         stepped_at: place where an update is computed (device or host), by the (layer, slices) of its optimizer state.
         slot: index of the buffer of each gathered or received weight, by the number of the weight.
         slots: number of buffers.
-        consecutive_updates: indices of UPDATE ops that another UPDATE follows immediately.
-        last_reads: activation that a FORWARD or RECOMPUTE reads as its last reader, by the index of the op.
-        last_copies: indices of collectives that send a copy of rows and are the last reader of these rows.
-        empties: buffer that is freed after an op, by the index of the op.
-        leaves_room: for each FREE after which the memory of a kept weight is unused until a new weight arrives there:
-            the number of the kept weight, by the index of the FREE.
+        consecutive_updates: indices of UPDATE ops that run in one call with the UPDATE after them.
+        last_reads: number of the activation that a FORWARD or RECOMPUTE is the last op to read, by the index of the op.
+        last_copies: indices of collectives that send a copy of an activation or its gradient, and are the last op to
+            read it.
+        empties: index of the buffer that is freed after an op, by the index of the op.
+        leaves_room: number of a kept weight whose memory is unused after a FREE, until a new weight arrives there; by
+            the index of the FREE.
     """
 
     def __init__(self, checked: Checked, rank: int) -> None:
@@ -102,7 +104,10 @@ class Analysis:
         return {made[op.inputs[3]] for op in self.tape if op.kind is OpKind.BACKWARD_INPUT}
 
     def _share_buffers(self) -> int:
-        """Assign each arriving weight the first buffer that is free in its lifetime. Returns the number of buffers."""
+        """Assign each gathered or received weight the first buffer that is free while the weight is live.
+
+        Returns the number of buffers.
+        """
         free_from: list[int] = []
         dtypes: list[str] = []
         for at, op in enumerate(self.tape):
@@ -123,7 +128,7 @@ class Analysis:
 
 
 def loss_owners(checked: Checked) -> dict[int, tuple[int, int]]:
-    """Return (rank, op) of the LOSS that reports each piece of the batch: the first one if there are several."""
+    """Return (rank, index of the op) of the LOSS that reports each cell of the batch: the first that computes it."""
     owners: dict[int, tuple[int, int]] = {}
     for rank, tape in enumerate(checked.program.tapes):
         for at, op in enumerate(tape):
@@ -161,13 +166,13 @@ class ArenaTensors:
     """Arena of one rank: one allocation for a whole step, and the tensors in it.
 
     Args:
-        memory_of: arena of another program whose memory is shared, since the two never run at the same time. The memory
-            grows if necessary.
+        memory_of: arena of another program whose memory this one uses (None: allocate it). The two programs never run
+            at the same time. The memory grows if necessary.
 
     Attributes:
         whole: memory of the arena, (bytes,) uint8.
         tensors: tensors by number of the value. They are reused in every step.
-        side_by_side: tensor of adjacent values together, by the number of each of these values.
+        side_by_side: for values that lie side by side: one tensor of all of them, by the number of each value.
     """
 
     def __init__(
@@ -244,7 +249,11 @@ class Shapes:
         return (self.flat[spec.layer] // spec.holds.of * spec.holds.pieces,)
 
     def sections(self, spec: Spec) -> tuple[int, ...]:
-        """Return the features of each section of a value that is split by heads. A head has a part of each section."""
+        """Return the features of each section of a value that can be split by heads.
+
+        Keys and values have two sections, and so has the output of attention: its values, and its log-sum-exp. A head
+        has a part of each section.
+        """
         attend = self.model.attention_after(spec.layer - (spec.kind in (Kind.ACTIVATION, Kind.GRAD_ACTIVATION)))
         if spec.kind in (Kind.KEYS_VALUES, Kind.GRAD_KEYS_VALUES):
             return attend.kv_width, attend.values_width
@@ -252,7 +261,7 @@ class Shapes:
         return (attend.width,) if queries else (attend.result_width, attend.heads)
 
     def tokens(self, spec: Spec) -> Sequence[int]:
-        """Return the tokens of each sequence that a value holds, ascending; a range if they are consecutive.
+        """Return the positions in each sequence of the tokens that a value holds, ascending; a range if consecutive.
 
         Raises:
             UserError: if sequences do not divide into the program's slices.
@@ -273,7 +282,7 @@ class Shapes:
         return [token for token in range(first, last) if token * slices // block in held]
 
     def positions(self, whole: Spec, part: Spec) -> Sequence[int]:
-        """Return the positions of a part's tokens among those of a value; a range if they are consecutive."""
+        """Return the positions of the tokens of `part` among those of `whole`; a range if they are consecutive."""
         places = {token: place for place, token in enumerate(self.tokens(whole))}
         found = [places[token] for token in self.tokens(part)]
         run = range(found[0], found[-1] + 1)
@@ -291,7 +300,7 @@ class Shapes:
         return runs
 
     def places(self, layer: int, holds: Holds, wanted: Holds) -> list[tuple[int, int]]:
-        """Return the (start, stop) ranges of some slices in the tensor of a value that contains them."""
+        """Return the (start, stop) ranges of the slices `wanted` in the tensor of a value with the slices `holds`."""
         places: list[tuple[int, int]] = []
         at = 0
         for start, stop in self.ranges(layer, holds):

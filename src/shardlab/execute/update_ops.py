@@ -22,7 +22,7 @@ MOST_COPIED = 2**20
 
 
 def norm(state: State, at: int, op: Op) -> Instruction:
-    """Compute the sum of a gradient's squares in float64. The padding of the buffer is zero."""
+    """Compute the sum of a gradient's squares in float64. The padding of the gradient's buffer is zero."""
     (gradient,), (output,), values = op.inputs, op.outputs, state.values
 
     def run() -> None:
@@ -37,7 +37,7 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
 
 
 def direction(state: State, at: int, op: Op) -> Instruction:
-    """Compute the update direction of the rank's slice without updating it."""
+    """Compute the direction of the update of the rank's slice (see `Slice.direction`). The weights do not change."""
     (gradient, opt_state, *norms), (output,), values = op.inputs, op.outputs, state.values
     own = _own_gradient(state, op, gradient, opt_state)
 
@@ -50,7 +50,7 @@ def direction(state: State, at: int, op: Op) -> Instruction:
 
 
 def update(state: State, at: int, op: Op) -> Instruction:
-    """Update the rank's slice in place, together with the updates that follow immediately."""
+    """Update the rank's slice in place, in one call with the updates that follow immediately."""
     (gradient, weight, opt_state, *others), (new_weight, new_opt_state), values = op.inputs, op.outputs, state.values
     holds, mine = state.specs[opt_state].holds, _own_gradient(state, op, gradient, opt_state)
     norms = [number for number in others if state.specs[number].kind is Kind.SCALAR]
@@ -100,7 +100,7 @@ def update(state: State, at: int, op: Op) -> Instruction:
 
 
 def _own_gradient(state: State, op: Op, gradient: int, opt_state: int) -> Callable[[], Tensor]:
-    """Prepare to cut the slices of an optimizer state out of a gradient."""
+    """Return a function that cuts the slices of an optimizer state out of a gradient."""
     places = state.shapes.places(op.layer, state.specs[gradient].holds, state.specs[opt_state].holds)
 
     def own() -> Tensor:

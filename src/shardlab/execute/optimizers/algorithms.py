@@ -208,7 +208,7 @@ class Muon(OneMoment):
         return gradient.lerp(self.moment(weight).lerp(gradient, 1 - self._momentum), self._momentum)
 
     def move(self, weight: Tensor, moment: Tensor) -> tuple[Tensor, float]:
-        """Return the nearest orthogonal matrix to the direction, or the part of it in `part_updates`."""
+        """Return the orthogonalized direction, or its part in `part_updates`, and the length of the update."""
         assert weight.grad is not None
         update = self.part_updates.pop(weight, None)
         if update is None:

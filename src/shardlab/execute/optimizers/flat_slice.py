@@ -45,9 +45,10 @@ def torch_optimizers(
     *,
     fused: bool = True,
 ) -> list[TensorOptimizer]:
-    """Return the optimizers of some tensors: one of Muon's `matrices`, one of the others, and last the moving average.
+    """Return the optimizers of some tensors: Muon for `matrices`, another for the rest, and last the moving average.
 
-    `matrices` and `decayed` have weight decay, `others` do not. Without any tensors, the list is empty.
+    With Muon, AdamW updates the rest. `matrices` and `decayed` have weight decay, `others` do not. An optimizer without
+    tensors is left out.
     """
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},
@@ -141,7 +142,7 @@ class Slice:
         self.copied = 0  # bytes of copies of the gradient in `take`
 
     def carry(self, weights: list[Tensor]) -> None:
-        """Update other tensors of the same runs from now on: copies of weights that are kept on the host or disk."""
+        """From now on, update other tensors with these elements: copies of weights that are kept on the host or disk."""
         self.weights = weights
         if self.exact:
             return
@@ -151,7 +152,7 @@ class Slice:
             part.leaf.data = weights[run][part.begin - flat_places[run] : part.end - flat_places[run]]
 
     def offload(self, room: Callable[[int], torch.UntypedStorage]) -> Wait:
-        """Start to copy the optimizer state to new memory. The wait frees its old memory."""
+        """Start to copy the optimizer state to memory that `room` allocates. The returned wait frees its old memory."""
         return self._parked.offload([kept for kept in (*self.moments, *self.exact) if kept.numel() > 1], room)
 
     def reload(self) -> Wait:
@@ -163,9 +164,9 @@ class Slice:
         return self._parked.current(kept)
 
     def make_moments(self, updates: int) -> None:
-        """Allocate the optimizer state as after `updates` updates, by an update with a zero gradient.
+        """Allocate the optimizer state that exists after `updates` updates, by an update with a zero gradient.
 
-        It is allocated where updates are computed, and the caller fills it in.
+        The state lies in the memory in which it is updated. The caller fills in its values.
         """
         gone = [run for run in self.weights if not run.untyped_storage().nbytes()]  # each update gets a copy
         for run in gone:
@@ -224,15 +225,18 @@ class Slice:
         scale: float = 1.0,
         direction: Direction | None = None,
     ) -> bool:
-        """Set the gradient, (elements,), of the next update (see `step_together`). Return False if it is dropped.
+        """Set the gradient, (elements,), of the next update (see `step_together`).
 
         Args:
             rate: learning rate; in a captured step a float32 tensor () on the device.
             squared_norm: squared norm of the whole model's gradient. It clips the gradient (Pascanu et al. 2013, arXiv
                 1211.5063, algorithm 1, as torch.nn.utils.clip_grad_norm_). If it is not finite, the gradient is
                 dropped: now, or by the update if the norm is a tensor () on the device.
-            scale: factor of the gradient. The norm does not include it.
+            scale: factor that `gradient` includes and `squared_norm` does not. The gradient is divided by it.
             direction: direction of all matrices of which the slice has parts (None: the slice has only whole matrices).
+
+        Returns:
+            False if the gradient is dropped now.
         """
         self.dropped = None
         if isinstance(squared_norm, Tensor):
@@ -253,11 +257,11 @@ class Slice:
 
     @property
     def may_wait(self) -> bool:
-        """Return whether the update may be delayed to run together with later ones. AdamW's may."""
+        """Return whether the update may be delayed to run together with later ones: if AdamW updates a single run."""
         return len(self.weights) == 1 and all(isinstance(each, AdamW) for each in self.optimizers[:1])
 
     def finish(self) -> None:
-        """Finish an update of the leaves: drop the gradient, and round the weights from their exact copy."""
+        """Finish an update: drop the gradient, and round the weights from their exact copy if there is one."""
         for part in self._parts:
             part.leaf.grad = None
         if self.exact:
@@ -275,7 +279,7 @@ class Slice:
         return gradient
 
     def _direction(self, gradient: Tensor) -> Tensor:
-        """Return the direction in the dtype in which matrices are orthogonalized."""
+        """Return the direction for a clipped gradient, in the dtype in which matrices are orthogonalized."""
         made = torch.zeros_like(gradient, dtype=iterated_in(gradient))
         for part in chain(*self._matrices.values()):
             assert self._muon is not None
@@ -284,7 +288,10 @@ class Slice:
         return made
 
     def _part_updates(self, direction: Direction) -> dict[Tensor, tuple[Tensor, float]]:
-        """Return the update of each part of a matrix, and its length. Each matrix is orthogonalized once."""
+        """Return (orthogonalized direction, length of the update) of each part of a matrix, by the part's weights.
+
+        Each matrix is orthogonalized once.
+        """
         updates: dict[Tensor, tuple[Tensor, float]] = {}
         for matrix, parts in self._matrices.items():
             pieces = orthogonal(direction.whole(matrix)).chunk(len(matrix.starts), matrix.dim)
@@ -321,7 +328,8 @@ class Direction(NamedTuple):
 def step_together(slices: Sequence[Slice]) -> None:
     """Update all slices by the gradients that were set with `Slice.take`.
 
-    AdamW updates all leaves with weight decay in one call, and all others in another.
+    AdamW updates all weights that decay in one call, and all others in another one. A slice's first update runs alone,
+    because it allocates the optimizer state.
     """
     calls: dict[float, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
     settings: dict[str, Any] = {}

@@ -81,7 +81,7 @@ class LossScale:
 
 
 def want_scalable(precision: Precision, checked: Checked) -> None:
-    """Refuse float16 if ranks would not notice overflows of others, or if gradients have large factors.
+    """Refuse float16 if a rank would not notice overflows on other ranks, or if gradients have large factors.
 
     Raises:
         UserError: if so. The message has the remedy.

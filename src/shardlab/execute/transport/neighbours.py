@@ -200,7 +200,7 @@ class Neighbours:
         return offset
 
     def kept(self, offset: int, like: Sequence[Tensor]) -> SharedTensors:
-        """Return the copy, at an offset, of tensors that this rank has sent with `keeps`."""
+        """Return the copy of tensors that this rank has sent with `keeps`, by the offset that `send` returned."""
         return self._shared(self._outbox, offset, like)
 
     def expect_point_to_point(self, source: int, channel: int) -> ExpectedMessage:
@@ -398,7 +398,11 @@ def _socket(limit: timedelta) -> socket.socket:
 def _connected(
     rank: int, token: bytes, file: int, listener: socket.socket, others: dict[int, Address], limit: timedelta
 ) -> tuple[dict[int, socket.socket], dict[int, int]]:
-    """Connect to each rank, and return the sockets and the descriptors of memories. The lower of two ranks listens."""
+    """Connect to each rank of `others`. Of two ranks, the lower one listens.
+
+    Returns:
+        The socket of each other rank, and the file descriptor of its memory.
+    """
     sockets: dict[int, socket.socket] = {}
     files: dict[int, int] = {}
     for other, address in others.items():
@@ -620,15 +624,15 @@ WINDOW_BYTES = 4 * 2**20
 """Bytes that a rank may send on a channel before its reader begins to receive them."""
 
 WINDOW_MESSAGES = 4
-"""Number of messages that it may send in this way, whatever their size."""
+"""Messages that a rank may send on a channel before its reader begins to receive them, whatever their size."""
 
 
 class SendWindow:
     """Send window of a channel between two ranks: the messages that the sender may be ahead of the reader.
 
     The window has `WINDOW_MESSAGES` messages, or more if their total size is at most `WINDOW_BYTES`. The wait of a send
-    beyond it ends when the reader has begun enough receives. On gloo every send waits for its receive, so a program
-    that cannot hang there cannot hang here.
+    beyond the window ends when the reader has begun enough receives. On gloo, every send waits for its receive, so a
+    program that cannot hang on gloo cannot hang here.
     """
 
     def __init__(self) -> None:

@@ -3,8 +3,8 @@
     register_backend()
     group = torch.distributed.new_group(backend=BACKEND)
 
-`SharedProcessGroup` implements the methods of c10d by the verbs of `SharedTransport`. The waiting thread completes a
-work. DDP asks for a work's future at once, so it waits for each bucket during the backward pass.
+`SharedProcessGroup` implements the methods of c10d by the verbs of `SharedTransport`. A work is completed by the thread
+that waits for it. DDP asks for a work's future at once, so it waits for each bucket during the backward pass.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -60,7 +60,7 @@ class SharedGroupWork(dist.Work):
         self._work, self._results, self._completed = work, results, False
 
     def wait(self, timeout: object = None) -> bool:
-        """Wait for the operation. The timeout is that of the connections."""
+        """Wait for the operation. The argument is ignored: the timeout of the connections applies."""
         self._work.wait()
         self._completed = True
         return True

@@ -153,13 +153,11 @@ class SharedTransport:
         return [self._here.expect(rank, self._channel) for rank in self._others]
 
     def _collect(self, outputs: Sequence[Sequence[Tensor]], own: Sequence[Tensor]) -> SharedWork:
-        """Receive pieces from each other member, and copy those of this rank.
-
-        As on gloo, `own` must not change until the wait.
+        """Receive pieces from each other member, and copy this rank's own pieces.
 
         Args:
-            outputs: pieces of each member, which are written.
-            own: this rank's pieces.
+            outputs: places of the pieces of each member.
+            own: this rank's pieces. They must not change until the wait has ended.
         """
         places = [*outputs[: self._mine], *outputs[self._mine + 1 :]]
         expected = self._expect_others()

@@ -2,7 +2,7 @@
 
 `TorchTransport` calls torch's own collectives. `GlooTransport` sends directly between members where that is faster:
 gloo's reduce_scatter sums everything on every rank, its all_gather passes pieces around a ring, and its all_reduce goes
-around the ring twice. `benchmarks/messages.py` measures both.
+around the ring twice. `benchmarks/messages.py` compares the two ways.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -45,7 +45,7 @@ class PendingWork:
     """Handle of an operation that consists of several works, with the interface of torch.distributed's Work.
 
     Args:
-        works: works of the operations.
+        works: works of the operation.
         then: function that is called once after all works have ended.
     """
 

@@ -148,7 +148,7 @@ class Member:
         return whole if part == "whole" else whole[self.rank : self.rank + 1].clone()
 
     def first(self, name: str) -> Tensor | None:
-        """Return this rank's input of a collective that is the first of a case."""
+        """Return this rank's input of the first collective of a case (see `show_rank`); None if it has none."""
         gives, only_root = ("whole", True) if name == SEND else (CALLS[name].gives, CALLS[name].root_gives)
         return self.tensor(gives) if self.rank == self.root or not only_root else None
 
@@ -178,9 +178,9 @@ class Member:
 def show_rank(
     rank: int, device: torch.device, cases: Sequence[tuple[str, ...]], root: int, by: Reduction
 ) -> list[Shown] | None:
-    """Run one rank's part of all cases. A case is a sequence of collectives.
+    """Run one rank's part of all cases.
 
-    Each collective of a case gets the result of the one before.
+    A case is a sequence of collectives. The result of each one is the input of the next.
 
     Returns:
         The tensors of all ranks on rank 0, None on the other ranks.
