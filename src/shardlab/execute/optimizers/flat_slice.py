@@ -142,7 +142,7 @@ class Slice:
         self.copied = 0  # bytes of copies of the gradient in `take`
 
     def carry(self, weights: list[Tensor]) -> None:
-        """From now on, update other tensors with these elements: copies of weights that are kept on the host or disk."""
+        """From now on, update other tensors with these elements: copies of weights kept on the host or disk."""
         self.weights = weights
         if self.exact:
             return

@@ -205,7 +205,8 @@ def make_groups(program: Program, rank: int, known: Groups) -> dict[Group, dist.
     Programs may use fewer ranks than there are processes, except on NCCL. Torch names a group by its members and by the
     number of groups that each member has created before. A rank that belongs to no group of a round (see
     `group_rounds`) therefore creates a group of itself, so that all counts stay equal, also for the next program. With
-    NCCL's `device_id`, torch also splits every group off from the world's communicator, so every process must take part.
+    NCCL's `device_id`, torch also splits every group off from the world's communicator, so every process must take
+    part.
 
     Args:
         program: the program.
