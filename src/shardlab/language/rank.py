@@ -131,7 +131,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         return self.group(axis).ranks.index(self.index)
 
     def share(self, axis: str | None = None) -> range:
-        """Return this rank's share of the microbatches, divided evenly and in order among the ranks along an axis.
+        """Return this rank's equal share of consecutive microbatches, among all ranks or the ranks of an axis.
 
         Raises:
             UserError: when they do not divide among these ranks.
@@ -139,7 +139,7 @@ class Rank(ComputeVerbs, CommunicationVerbs, ValueVerbs):
         return self._divide(self.microbatches, "microbatch", axis)
 
     def stage_layers(self, axis: str | None = None) -> range:
-        """Return this rank's share of the layers, divided evenly and in order among the ranks along an axis.
+        """Return this rank's equal share of consecutive layers, among all ranks or the ranks of an axis.
 
         Raises:
             UserError: when they do not divide among these ranks.

@@ -31,8 +31,9 @@ POLICIES: Mapping[str, frozenset[str]] = {
     "save_qkv_proj": frozenset({"qkv_proj"}),
     "save_out_proj": frozenset({"out_proj"}),
 }
-"""Results that each of MaxText's policies keeps: queries, keys and values as inputs of attention; attention's output
-projection; the first and last product of the feed-forward; and attention's result (context)."""
+"""Results that each of MaxText's policies keeps, by MaxText's names: the queries, keys and values that attention reads
+(`qkv_proj`), attention's result (`context`), its output projection (`out_proj`), and the first and the last product of
+the feed-forward (`mlpwi`, `mlpwo`)."""
 
 
 def modules_of(recompute: object) -> tuple[str, ...]:

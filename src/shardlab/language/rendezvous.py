@@ -55,7 +55,7 @@ class CollectiveHandle(Handle[Value | None]):
 
 
 class OpenCollectives:
-    """Collectives that some members have not issued yet. Each member's k-th collective on a group is the same one."""
+    """Collectives of which only some members have issued their parts. The k-th parts on a group belong together."""
 
     def __init__(self, wake: Wake, rules: Rules) -> None:
         self._wake = wake
@@ -134,26 +134,26 @@ class RecvHandle(Handle[Value]):
 
 
 class Channels:
-    """Messages without their send or their receive. Messages of a channel arrive in the order of their sends."""
+    """Messages of which only the send or only the receive has been issued. Each channel keeps its messages in order."""
 
     def __init__(self, wake: Wake) -> None:
         self._wake = wake
         self._matcher = Matcher[Any]()  # parts are a SendHandle and a RecvHandle
 
     def post_send(self, rank: TracedRank, value: Value, to: int) -> SendHandle:
-        """Issue a send of the channel's next message."""
+        """Issue the send of the next message from this rank to another."""
         queue, index = self._matcher[rank.index, to], rank.index
         handle = queue.join(index)[index] = SendHandle(rank, value, queue)
         return handle
 
     def post_recv(self, rank: TracedRank, source: int, expect: ExpectedValue | None) -> RecvHandle:
-        """Issue a receive of the channel's next message."""
+        """Issue the receive of the next message from `source` to this rank."""
         queue, index = self._matcher[source, rank.index], rank.index
         handle = queue.join(index)[index] = RecvHandle(rank, source, expect, queue)
         return handle
 
     def deliver(self, posted: SendHandle | RecvHandle) -> None:
-        """Deliver the first message of a channel, if both ends are there."""
+        """Deliver the first message of a channel, if its send and its receive have been issued."""
         queue = posted.queue
         if not queue.open or len(queue.open[0]) < 2:
             return

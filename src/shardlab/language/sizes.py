@@ -22,7 +22,7 @@ PUZZLE_LENGTH = 256
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of every value of a model, whole layers and single microbatches.
+    """Elements of every value of a model: of whole layers, and of one microbatch.
 
     Attributes:
         weights: elements of layer l's parameters, and of their gradient.
@@ -32,13 +32,14 @@ class Sizes:
         clips: whether the optimizer clips the norm of the model's gradient; the puzzles' optimizer does not.
         activations: elements of activation l, and of its gradient, for one microbatch, l = 0 .. layers.
         saved: elements that layer l keeps between forward and backward for one microbatch, beyond the layer's input.
-        saved_for_weight: elements that remain between the two halves of a split backward pass: the rest of `saved`, and
-            the gradients that the first half keeps for the second, beyond those of the layer's output (empty: as many
-            as `saved`).
+        saved_for_weight: elements that layer l keeps between the two halves of a split backward pass for one
+            microbatch: the part of `saved` that the second half reads, and the gradients that the first half leaves for
+            it, beyond that of the layer's output (empty: as many as `saved`).
         keeps_input: whether layer l keeps its input for the backward pass (empty: it does).
         saves_residual: whether `saved[l]` includes the residual stream that layer l outputs (empty: never).
         element_bytes: bytes of one element, by kind.
-        signatures: inputs and outputs of each layer (empty: an activation, from a weight that is not sliced).
+        signatures: primitives, inputs and outputs of each layer (empty: each layer computes an activation from an
+            activation and a weight that is not sliced).
         tied: whether the last of several layers, the head, shares the weight of the first one, the embedding;
             `weights[-1]` is then 0.
         residual: elements of one microbatch's residual stream, if layers pass it on beside the activations.
@@ -47,7 +48,7 @@ class Sizes:
             layers, or if embedding and head are layers (empty: each layer is a block).
         weight_blocks: indices of the model's blocks whose parameters layer l has (empty: layer l is block l).
         stats: elements of the loss statistics of one slice of the logits, for one microbatch.
-        queries, keys_values: elements of a PROJECT layer's results, for one microbatch.
+        queries, keys_values: elements of the results of a layer that projects (`Layer.projects`), for one microbatch.
         slices_per_rank: slices of every sequence for each context-parallel rank.
         tiles: slices of each tensor-parallel rank's part of a layer. The rank may compute them one after the other (see
             `shardlab.simulate.passes.tile`).
@@ -107,7 +108,7 @@ class Sizes:
         return (sum(self.forward_flops) + attends * self.attend_flops) / max(1, self.block_count)
 
     def with_copies(self, layer: int, copies: int) -> Sizes:
-        """Return the sizes with `copies` times the parameters of one layer, as if each slice were a whole layer."""
+        """Return the sizes with `copies` times the parameters of one layer, so that a slice counts as a whole layer."""
 
         def enlarged(name: str) -> tuple[int, ...]:
             elements: tuple[int, ...] = getattr(self, name)
@@ -179,7 +180,8 @@ class Sizes:
     def space(self, mesh: Mesh, microbatches: int) -> Space:
         """Return the numbers of pieces into which a mesh divides the values of a program.
 
-        Heads are counted in the pieces of the finest exchange of sequences for heads.
+        Heads are counted in pieces of 1 / `cp` of a tensor-parallel slice, since an `all_to_all` along `cp` exchanges
+        slices of sequences for such pieces.
         """
         cuts, uses = self.cuts(mesh), 2 if self.tied else 1
         if not cuts:
@@ -330,7 +332,7 @@ def expert_block_layers(blocks: int) -> tuple[Layer, ...]:
 
 
 def mixture_layers(blocks: int) -> tuple[Layer, ...]:
-    """Build layers without experts, which add, normalize and dispatch, and layers of experts."""
+    """Build alternating layers: layers without experts, which add, normalize and dispatch, and layers of experts."""
     first: LayerDefinition = ("non-expert", (_EMBED, _NORM, _DISPATCH), ())
     later: LayerDefinition = ("non-expert", (_COMBINE, _ADD, _NORM, _DISPATCH), ())
     last: LayerDefinition = ("non-expert", (_COMBINE, _ADD, _NORM), ())
@@ -356,7 +358,7 @@ def _parameters(layer: Layer, *, vectors: bool) -> int:
 
 
 def _puzzle_sizes(layers: tuple[Layer, ...], *, tied: bool = False, vectors: bool = True) -> Sizes:
-    """Return the sizes of the puzzles' layers: a matrix each, but for norms a vector if `vectors`."""
+    """Return the sizes of the puzzles' layers. Each has a matrix, but norms have a vector if `vectors`."""
     sizes = tuple(_parameters(layer, vectors=vectors) for layer in layers)
     weights = (*sizes[:-1], 0) if tied else sizes
     return Sizes(

@@ -65,19 +65,20 @@ class Op(NamedTuple):
     Attributes:
         kind: the kind of op.
         layer: the layer computed on or communicated for (WAIT and FREE: -1).
-        inputs: numbers of the values read. FORWARD (activation, weight[, residual]); BACKWARD (activation, gradient,
-            weight, saved[, gradient of the next residual]), of a PROJECT layer (activation, gradient of the queries,
-            weight, saved, gradient of keys and values), and BACKWARD_INPUT the same; BACKWARD_WEIGHT (activation,
-            gradient, saved for weight); LOSS (activation[, stats]); ATTEND (queries, keys and values); ATTEND_BACKWARD
-            (queries, keys and values, attended activation, its gradient); DIRECTION (gradient, optimizer state[,
-            norm]); UPDATE (gradient, weight, optimizer state[, norm][, direction]); BROADCAST and SCATTER (value) on
-            the root only; BARRIER none; the others as their names say.
-        outputs: numbers of the values made. FORWARD (activation[, residual][, saved]), of a PROJECT layer (queries,
-            keys and values, saved); ATTEND_BACKWARD (gradients of the queries, of keys and values); BACKWARD (weight
-            gradient, gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the activation[, of
-            the residual], saved for weight); LOSS (gradient of the activation; none if nothing is trained); UPDATE
-            (weight, optimizer state); BROADCAST (value) on all but the root, which has it; GATHER and REDUCE (value) on
-            the root only; BARRIER none.
+        inputs: numbers of the values read. FORWARD (activation, weight[, residual]); BACKWARD and BACKWARD_INPUT
+            (activation, gradient, weight, saved[, gradient of the next residual]), of a layer that projects
+            (`Layer.projects`) (activation, gradient of the queries, weight, saved, gradient of keys and values);
+            BACKWARD_WEIGHT (activation, gradient, saved for weight); LOSS (activation[, stats]); ATTEND (queries, keys
+            and values); ATTEND_BACKWARD (queries, keys and values, attended activation, its gradient); DIRECTION
+            (gradient, optimizer state[, norm]); UPDATE (gradient, weight, optimizer state[, norm][, direction]);
+            BROADCAST and SCATTER (value) on the root only; BARRIER none; each other op the values that its verb takes,
+            in order.
+        outputs: numbers of the values made. FORWARD (activation[, residual][, saved]), of a layer that projects
+            (queries, keys and values, saved); ATTEND_BACKWARD (gradients of the queries, of keys and values); BACKWARD
+            (weight gradient, gradient of the activation[, of the residual]); BACKWARD_INPUT (gradient of the
+            activation[, of the residual], saved for weight); LOSS (gradient of the activation; none if nothing is
+            trained); UPDATE (weight, optimizer state); BROADCAST (value) on all but the root, which has it; GATHER and
+            REDUCE (value) on the root only; BARRIER none.
         handle: number of the communication that this op issues, or that WAIT waits for (-1: none).
         group: the ranks that meet in a collective.
         peer: the other rank of a SEND or RECV (-1: none).
@@ -163,7 +164,7 @@ def communication_op(
     root: int = -1,
     reduction: Reduction = Reduction.SUM,
 ) -> Op:
-    """Return a communication op, as fast as `compute_op` does."""
+    """Return a communication op, without the cost of a NamedTuple's constructor."""
     return _new_op(
         Op, (kind, layer, inputs, outputs, handle, group, peer, None, expect, batch, root, reduction, None, "", "", -1)
     )
@@ -246,7 +247,7 @@ class Communication(NamedTuple):
 
 
 class ChannelQueue(Generic[Part]):
-    """Queue of the communications of one channel that lack some part."""
+    """Queue of the incomplete communications of one channel, to which some rank has not issued its part yet."""
 
     __slots__ = ("_done", "_issued", "_ranks", "open", "size")
 
@@ -258,7 +259,7 @@ class ChannelQueue(Generic[Part]):
         self.open: deque[dict[int, Part]] = deque()
 
     def join(self, rank: int) -> dict[int, Part]:
-        """Return the parts issued so far of this rank's next communication, by rank. The caller adds the rank's own."""
+        """Return the issued parts of this rank's next communication, by rank. The caller adds this rank's part."""
         number = self._issued[rank]
         self._issued[rank] = number + 1
         place = number - self._done
@@ -310,7 +311,8 @@ def communications_of(
 ) -> tuple[list[Communication], list[dict[int, int]]]:
     """Return all communications of a program, and for each tape a map from handle to index in that list.
 
-    They are in the order in which their last members come, tape by tape. A message whose peer has no tape is left out.
+    The list is sorted by the last entry of each communication's `participants`: by its rank, then by its handle. A
+    message whose peer has no tape is left out.
 
     Args:
         program: a program without deadlocks.
@@ -402,8 +404,8 @@ class MemoryRecord:
     """Memory of one step of one rank.
 
     Attributes:
-        live: bytes at the start of each op, by its index on the tape and by category.
-        peak: most bytes at any time, including temporary memory of ops.
+        live: bytes in use at the start of each op, by the op's index on the tape and by category.
+        peak: most bytes in use at any time of the step, including temporary memory of ops.
     """
 
     live: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
@@ -416,7 +418,7 @@ class RankRecord:
 
     Attributes:
         rank: the rank's number.
-        offset: seconds to subtract from its clock to get rank 0's.
+        offset: seconds to subtract from times of this rank's clock to get times of rank 0's clock.
         bound: the largest error of the offset, in seconds.
         steps: the timed steps; the last one may have failed.
         memory: memory of a step that was not timed (None: there was none).

@@ -58,8 +58,8 @@ class TracedWorld(Protocol):
         mesh: the grid of ranks.
         sizes: the elements and bytes of every value.
         microbatches: microbatches of the global batch.
-        rules: derive the outputs of every op.
-        count: counts the ops on all tapes, which are limited.
+        rules: rules that derive the outputs of every op.
+        count: counter of the ops on all tapes, whose number is limited.
         collectives, channels: open communications, through which the ranks meet.
         trained: bit set of the layers of which some rank has loaded an optimizer state so far.
     """
@@ -147,9 +147,10 @@ class Tracer(ABC):
         return value
 
     def why_missing(self, kind: Kind, key: Hashable) -> str:
-        """Return how a store could have had a value for a key, by a collective in flight or a value that was freed.
+        """Return why a store lacks a value for a key: a collective in flight brings it, or it was freed ("": neither).
 
-        The key is a layer, or a tuple of the layer and a microbatch. If the tape has no such value, the result is "".
+        Args:
+            key: a layer, or a tuple of the layer and a microbatch.
         """
         layer, *more = cast(tuple[Any, ...], key if isinstance(key, tuple) and key else (key,))
         for handle in self._outstanding.values():
@@ -192,7 +193,11 @@ class Tracer(ABC):
                 self._done_with(read)
 
     def cause_of(self, refusal: Refused) -> Refused:
-        """Return the refusal of an unused collective if that is why an op lacks a part, or else the refusal itself."""
+        """Return the refusal to report for a refused op.
+
+        If the op lacks a part of a value because the result of a collective was not used, this is the refusal of that
+        collective; otherwise it is `refusal` itself.
+        """
         kinds = _RESULTS.get(refusal.rule, ())
         before = self.ops[: refusal.op] if refusal.rank == self.index else ()
         for at, op in reversed(list(enumerate(before))):
@@ -210,7 +215,7 @@ class Tracer(ABC):
         self.ops, self._values = [], []
 
     def end(self, frozen: int) -> None:
-        """End the step: wait for all communication in flight, then free all values but one of each loaded slice.
+        """End the step: wait for communication in flight, and free all values but the final one of each loaded slice.
 
         Args:
             frozen: bit set of the layers whose weights are not updated.
@@ -236,7 +241,7 @@ class Tracer(ABC):
         self._count_ops()
 
     def _free_unused(self, value: Value) -> None:
-        """Free a gradient that no op uses after the op that computes it, or now if it came by communication."""
+        """Free an unused gradient: right after the op that computes it, or now if it came by communication."""
         at, op = next((at, op) for at, op in enumerate(self.ops) if value.number in op.outputs)
         self._free(value)
         if op.handle < 0:
@@ -250,7 +255,7 @@ class Tracer(ABC):
         return None if spec is None else spec.kind
 
     def _unused(self, at: int, refusal: Refused) -> Refused:
-        """Return the refusal of a collective whose result was never used, from that of a later op that needed it."""
+        """Return the refusal of a collective with an unused result, given the refusal of a later op that needed it."""
         op = self.ops[at]
         about, needed = op.about, f"and {refusal.about} needs the result: {refusal.given}"
         remedy = f"use its result: `x = await rank.{op.kind.value}(x)`"
@@ -307,7 +312,7 @@ class Tracer(ABC):
             self.refuse("unknown layer", op, f"layer {argument_text(layer)} does not exist", remedy)
 
     def _require_usable(self, value: object, about: About | str) -> None:
-        """Refuse an object that is not a live value of this rank. A live value's FREE moves behind this use."""
+        """Refuse an object that is not a usable value of this rank. A FREE after the value's last use is undone."""
         if not isinstance(value, Value) or value.rank is not self or value.dropped or value.replaced:
             self._refuse_value(value, about)
         if not value.alive:
@@ -363,7 +368,7 @@ class Tracer(ABC):
         self.refuse("freed", about, f"{given} ({why})", "keep the key until the last use")
 
     def _done_with(self, *values: Value) -> None:
-        """Free the inputs of an op that no key names."""
+        """Free those inputs of an op that no store key names and no communication reads."""
         for value in values:
             if not value.keys and value.alive and not value.reading:
                 self._free(value)

@@ -54,7 +54,7 @@ class Value(ValueMisuse):
         spec: the value's spec.
         keys: number of store keys of the value.
         reading: communications in flight that read it. Until they complete it is read-only and stays alive.
-        alive: whether ops may use it.
+        alive: whether it has been neither freed nor replaced by an update.
         dropped: whether its last key was deleted or overwritten, which ended it.
         replaced: whether an update ended it.
         saved: numbers of the values that the layer saved for the backward pass with this input, by form (None: none
@@ -237,14 +237,15 @@ Result = TypeVar("Result", covariant=True)
 class Handle(HandleMisuse, Generic[Result]):
     """Handle of a communication in flight. `await` it for the result.
 
-    The result is None for a send and a barrier, and where only the root receives.
+    The result is None for a send and a barrier, and for a gather or a reduce on every rank but the root.
 
     Attributes:
         rank, number, op: the rank that issued it, its number there, and the index of its op on the tape.
         result: the result. On the root of a broadcast it is the input value.
         read: the value that the communication reads until it completes.
         others: handles that are awaited together with this one, since they were issued as one batch.
-        ready: whether all members have issued their parts.
+        ready: whether `await` returns without waiting for another rank. A send and a copy are ready at once; a receive
+            and a collective are ready when all their parts have been issued.
         waited: whether its WAIT is on the tape.
     """
 

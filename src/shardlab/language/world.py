@@ -48,7 +48,7 @@ WRONG_ARGUMENTS = re.compile(r"rank\.(\w+)\(\) (?:takes .* given|missing .*|got 
 """Python's error about the arguments of a verb, with the name of an unknown one."""
 
 ARGUMENT_COUNTS = re.compile(r"(?<=\(\) takes )(?:from )?(\d+)(?: to (\d+))? positional arguments? but (\d+)")
-"""Numbers of arguments in such an error, which count the rank itself."""
+"""Numbers of arguments in Python's error about the arguments of a verb. They count the rank itself."""
 
 TORCH_ARGUMENTS = {"dst": "to", "src": "source", "group": "axis", "op": "reduction", "shards": "of", "num": "of"}
 """Names of arguments in torch.distributed, each with that of a verb."""
@@ -280,7 +280,7 @@ def _without_self(found: re.Match[str]) -> str:
 
 @contextmanager
 def gc_paused() -> Generator[None, None, None]:
-    """Pause the garbage collector, which would take a third of the time, although all objects made by tracing stay.
+    """Pause the garbage collector: it would take a third of tracing's time and free nothing, as all objects stay.
 
     At the end these objects are marked as old, so that the collector does not scan all of them at once.
     """
@@ -297,7 +297,7 @@ def gc_paused() -> Generator[None, None, None]:
 
 @contextmanager
 def _refusing_dropped_coroutines() -> Generator[None, None, None]:
-    """Replace a refusal by one about a coroutine that was never awaited, if there is one: it is the likelier cause."""
+    """Replace a refusal by that of a coroutine that was never awaited, if there is one: it is the likelier cause."""
     refused = None
     with never_awaited() as dropped:
         try:
@@ -323,7 +323,7 @@ def _refuse_awaited(rank: Rank) -> NoReturn:
 
 
 def _close(coroutine: Coroutine[Any, Any, object]) -> None:
-    """Close a coroutine. Errors of its `finally` clauses are ignored: the one that ended the trace is reported."""
+    """Close a coroutine. Errors of its `finally` clauses are ignored: the error that ended the trace is reported."""
     for _ in range(CLOSING_TRIES):
         # Also "coroutine ignored GeneratorExit": the coroutine awaits again, so close it again.
         with suppress(Exception):

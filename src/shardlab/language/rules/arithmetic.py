@@ -159,10 +159,11 @@ def _add_gradients(op: About, specs: Sequence[Spec], names: Sequence[str]) -> Sp
 def _factor_of_shares(specs: Sequence[Spec]) -> Factor | None:
     """Return the factor of a sum of scaled gradients with the same contributions, such as two halves.
 
-    The factors of each contribution are added up. An unscaled value is not a share.
+    For each contribution the factors of the values that contain it are added up.
 
     Returns:
-        The factor of all contributions in the sum; None if their factors differ, or if no contribution occurs twice.
+        The factor of the sum; None if the contributions have different factors, if no contribution occurs twice, or if
+        a value is not scaled.
     """
     (_, tokens), *others = [(spec.form.factor.ratio, spec.form.factor.tokens) for spec in specs]
     if any(spec.form.factor is ONE for spec in specs) or any(also != tokens for _, also in others):

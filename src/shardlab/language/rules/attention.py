@@ -78,7 +78,14 @@ def work(queries: Spec, keys_values: Spec) -> float:
 
 
 def needed_slices(kind: Kind, held: int, space: Space) -> int:
-    """Return the slices that a value must meet: keys up to its last slice, or queries from its first slice on."""
+    """Return the slices of the sequence that a value must meet to be complete, as a bit set.
+
+    A value of queries must meet the keys and values up to its own last slice; a gradient of keys and values must meet
+    the queries from its own first slice on.
+
+    Args:
+        held: bit set of the slices that the value holds.
+    """
     if kind is GRAD_KEYS_VALUES:
         return (1 << space.sequence) - (held & -held)
     return (1 << held.bit_length()) - 1
@@ -93,7 +100,7 @@ def record_met_slices(spec: Spec, kv_done: int) -> Spec:
 
 @lru_cache(maxsize=1 << 12)
 def split_cells(cells: int, sequence: int) -> tuple[int, int]:
-    """Return two bit sets: the microbatches of some cells, and the slices of each (-1: microbatches differ in them)."""
+    """Return two bit sets: the microbatches of some cells, and the slices that each has (-1: not all have the same)."""
     full = (1 << sequence) - 1
     microbatches, slices = 0, 0
     for cell in bits(cells):

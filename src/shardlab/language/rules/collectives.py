@@ -2,9 +2,9 @@
 
 Read in this order: `gather` (concatenates slices of parameters, cells of a batch, or pieces of one index), `reduce` and
 `reduce_replicas` (sum; and mean, minimum and maximum), `scatter` and `slice_of` (equal pieces of a value's parameters
-or tokens; a value that was joined from pieces is cut into these pieces, any other into even runs), and `all_to_all` (a
-gather along one index and a scatter along another). In every rule `op` is the start of a refusal's sentence, and
-`names` are the names of the members whose values `specs` are.
+or tokens; if a value was joined from as many pieces, its tokens are cut into these), and `all_to_all` (a gather along
+one index and a scatter along another). In every rule `op` is the start of a refusal's sentence, and `names` are the
+names of the members whose values `specs` are.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ def reduce_replicas(op: About, reduction: Reduction, specs: Sequence[Spec], name
     may differ. Their mean, minimum or maximum is for monitoring: `update` does not take it as a norm.
 
     Raises:
-        Refused: for other kinds of values, or if they differ.
+        Refused: for other kinds of values, for weights that differ, and for the minimum or maximum of gradients that
+            differ.
     """
     first = specs[0]
     by, op = reduction.value, op._replace(text=f"{op.text} by {reduction.value}")
@@ -207,7 +208,7 @@ def scatter_part(op: About, total: Spec, parts: int, place: int) -> Spec:
 
 
 def numbering_of_parts(part: str, of: int, most: int) -> str:
-    """Return how the `of` equal parts of a value are numbered, of which there may be at most `most`."""
+    """Return the remedy for a part that does not exist, if a value is cut into `of` equal parts, at most `most`."""
     if of > most:
         return f"take at most {most:,} {part}s"
     return f"of {of} {part}s, name one of 0-{of - 1}" if of > 1 else f"give the number of {part}s as `of`: 2 or more"
@@ -238,7 +239,7 @@ def slice_of(value: Spec, place: int, parts: int) -> Spec:
 
 
 def is_view(whole: Spec, part: Spec) -> bool:
-    """Return whether a slice is a view of the value's memory. It is a copy if its tokens are not contiguous there."""
+    """Return whether a slice is a view of the whole value's memory: its tokens must be contiguous there."""
     if whole.kind not in ROW_KINDS:
         return True
     runs = (whole.microbatches, part.microbatches), (slices_of_any_sequence(whole), slices_of_any_sequence(part))
@@ -262,7 +263,9 @@ def divide_cells(spec: Spec, parts: int) -> list[Joined] | None:
 
 
 def all_to_all(op: About, specs: Sequence[Spec], names: Sequence[str], indices: Sequence[str]) -> list[Spec]:
-    """Gather cells and scatter an index, or the reverse. If all values are the same term of a sum, so are the results.
+    """Return the members' results of an exchange, which gathers cells and scatters an index, or the reverse.
+
+    If all values are the same term of a sum, so are the results.
 
     Args:
         indices: the indices along which values of this kind and layer may be cut.

@@ -149,18 +149,18 @@ def piece_noun(index: str) -> str:
 
 
 MOST_DOUBLINGS = 64
-"""Largest power of 2 by which gradients may be multiplied or divided. float32 and bfloat16 have 126 in each
-direction."""
+"""Exponent of the largest power of 2 by which gradients may be multiplied or divided. float32 and bfloat16 allow 126
+doublings in each direction."""
 
 MOST_DOUBLINGS_IN_FLOAT16 = 8
-"""Largest power of 2 by which float16 gradients may be multiplied or divided. float16 has 15 doublings upwards and 14
-downwards, and the loss scale needs most of them."""
+"""Exponent of the largest power of 2 by which float16 gradients may be multiplied or divided. float16 allows 15
+doublings and 14 halvings, and the loss scale needs most of them."""
 
 MOST_BITS = 1024
 """Most bits of a factor's numerator or denominator, so that factors can be computed and printed."""
 
 MOST_TOKEN_COUNTS = 4
-"""Most token counts in a factor, over numerator and denominator."""
+"""Most token counts in a factor, numerator and denominator together."""
 
 Tokens = tuple[tuple[int, int], ...]
 """(bit set of microbatches, power of their number of tokens in the factor), for each count of tokens."""

@@ -28,7 +28,8 @@ class Node:
         reads, makes, weights: the indices of each input tensor, of each output tensor, and of each parameter.
         whole: indices that must be whole, since the primitive mixes them.
         mixes_tokens: whether it mixes the tokens of a sequence, so that sequences must be whole.
-        takes_own: whether the backward pass takes its slices out of a complete gradient of the output.
+        takes_own: whether the backward pass accepts a complete gradient of the output, and takes its own slices out of
+            it.
         deals: indices of the output of which the program may ask for some pieces only (`part` of `Rank.forward`).
         atomic: whether a device may add in any order, so that two ranks may round differently.
         affine: whether the backward pass adds a gradient that does not depend on the gradient of the output.
@@ -73,7 +74,7 @@ class Layer:
         inputs, outputs: ports, first the activation, then the tensors that are carried beside it.
         cut: the indices along which the parameters are cut, outermost first.
         weight: the layer whose weight it uses.
-        use: number of this layer among the uses of that weight.
+        use: number of this layer among the layers that use this weight, from 0.
     """
 
     name: str
@@ -89,7 +90,7 @@ class Layer:
 
     @property
     def recomputed(self) -> bool:
-        """Whether it has one input from which its saved value can be recomputed."""
+        """Whether RECOMPUTE can compute its saved value again: it has one input and one output."""
         return len(self.inputs) == len(self.outputs) == 1
 
     @property
@@ -272,8 +273,10 @@ def backward(
 ) -> Gradients:
     """Return the gradients of a layer.
 
-    The backward pass of a term gives terms if it is linear. An affine one adds a gradient of its own, once: for a term
-    over a dealt index it adds the part of the term's pieces, and other terms are refused.
+    If the gradient of an output is a term of a sum, the gradients that a linear node computes from it are terms too. An
+    affine node also adds a gradient of its own, which must be added once in the whole sum. If the term is over a dealt
+    index (`Node.deals`), the node adds the part that belongs to the term's pieces; a term over another index is
+    refused.
 
     Args:
         held: the extents of its tensors, as from `forward`.

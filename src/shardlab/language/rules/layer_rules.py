@@ -89,7 +89,7 @@ class BackwardResult(NamedTuple):
             the weight and each piece of the indices that are summed over.
         inputs: forms of the inputs' gradients.
         saved: form of the value that the forward pass must have saved.
-        half: form of the value that the first half of the pass leaves for the second, times the gradients' factor.
+        half: form of the value that the first half of the pass leaves for the second. It has the gradients' factor.
     """
 
     weight: Form
@@ -103,7 +103,7 @@ class Rules:
     """Rules of a program.
 
     Attributes:
-        space: the numbers of pieces in which the program counts.
+        space: the numbers of pieces into which the program's values are divided.
         layers: each layer's rules.
         directed: by layer, the largest number of pieces into which its parameters can be cut without cutting a matrix.
             Only for layers with matrices that the optimizer updates whole.
@@ -256,7 +256,7 @@ class LayerRules:
     def backward(
         self, first: Spec, gradients: Sequence[Spec], weight: Spec, op: str = "backward"
     ) -> tuple[list[Spec], BackwardResult]:
-        """Return the gradients of the weight and of the inputs, and the forms from which they are derived.
+        """Return the gradients of the weight and of the inputs, and the forms of all results of the pass.
 
         Args:
             first: the first of the layer's inputs.

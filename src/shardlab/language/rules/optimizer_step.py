@@ -49,8 +49,8 @@ def loss_stats(layers: int, logits: Spec) -> Spec:
 
 
 def full_sum(form: Form) -> int:
-    """Return the contributions to a finished gradient: all cells of the batch, for each use of the weight and each
-    piece of the indices in `over`.
+    """Return the contributions to a finished gradient, as a bit set: all cells of the batch, for each use of the weight
+    and each piece of the indices in `over`.
     """
     space = form.space
     count = space.cells * (space.uses if form.layer == 0 else 1)
@@ -228,9 +228,10 @@ def _want_finished(
     norm: Spec | None,
     trained: Holds,
 ) -> None:
-    """Require that a gradient is finished, and that it contains the slices of the last of some states.
+    """Require a finished gradient, and states of its layer and step, which all contain the last state's slices.
 
-    Each state comes with its name and kind. All must belong to one layer and step.
+    Args:
+        states: (noun for messages, spec, kind to require) of each of the op's other inputs, the optimizer state last.
     """
     form = gradient.form
     if norm is not None:

@@ -91,13 +91,16 @@ class Form:
     """Properties of a value except its cells. Only `form_of` makes forms, so equal forms are one object.
 
     Attributes:
-        kind, layer, step: as in a program. `step` counts optimizer steps from the first one of the tape.
+        kind, layer: kind of the value, and its layer: the key in names such as `grad_weights[3]`.
+        step: the optimizer step to which the value belongs, from 0 on each tape. An update's results belong to the next
+            step.
         space: the numbers of pieces.
         holds: for parameters, the slices of the layer's flat buffer; for a scalar, the slices of all layers' buffers,
             concatenated.
         slices: for an activation, its pieces of each index that is not whole.
         term: for an activation, the term of a sum that it is (None: it is complete).
-        over: for a weight's gradient, (index, pieces) of each sum besides those over cells and uses, outermost first.
+        over: for a weight's gradient, (index, number of pieces) of each index besides cells and uses over which the
+            whole gradient is summed, outermost first.
         reduction: for a scalar, how the ranks' values were combined (SUM: it is a sum of squares).
         factor: for a gradient, the factor relative to its share of the step's mean.
         dtype: the dtype after a cast, by torch's name ("": the dtype that the run's precision sets for its kind).
@@ -419,7 +422,7 @@ def flat_of_pieces(pieces: Mapping[str, int], cut: Sequence[str], space: Space) 
 
 @lru_cache(maxsize=1 << 14)
 def _about(verb: str, kind: Kind, layer: int) -> About:
-    """Cached, since every collective passes the name of its op for a possible refusal."""
+    """Return what `Spec.about` does. Cached, since every collective passes this name for a possible refusal."""
     name = "scalars" if kind is Kind.SCALAR else f"{kind.value}[{layer}]"
     return About(f"{verb}({name})", -1 if kind is Kind.SCALAR else layer)
 
