@@ -56,8 +56,8 @@ class PlanChoice:
         families: the best plan of each family, with the parts of its step time.
         path: seconds of each part of the critical path (empty: unknown).
         alternatives: the nearest alternative of each choice.
-        helps: relative gain in tokens/s if a resource is doubled (0.1: 10% more), by resource. The plan stays the same,
-            except for memory: its gain is that of the best plan of a second search.
+        helps: relative gain in tokens/s if a resource is doubled (0.1: 10% more), by resource. The gain of memory is
+            that of the best plan of a second search. For other resources, the plan stays the same.
         missed: questions that were left out because the time was up, as text ("": none).
         error_model: model of the prediction errors (None: no measurements are planned).
     """

@@ -202,7 +202,7 @@ def layout_flags(problem: Problem, plan: Plan) -> str:
 
 
 def summary(candidate: Candidate) -> str:
-    """Return a candidate as text for a table that also has its family: all choices by which it may differ."""
+    """Return a candidate in a few words: the choices in which candidates of one family may differ."""
     plan, mesh = candidate.plan, candidate.plan.mesh
     used = {axis.removeprefix("dp_"): size for axis, size in mesh.used.items()}
     if "shard" in used and not plan.shard_optimizer:  # its ranks are replicas
@@ -247,7 +247,7 @@ class StepShares:
     """Shares of a step's time, as means over ranks. Their sum is 1.
 
     Attributes:
-        parts: share of each part, such as "compute", "idle" or "all_gather on tp", the largest first.
+        parts: share of each part, such as "compute", "idle" or "all-gather on tp", the largest first.
     """
 
     parts: dict[str, float]

@@ -118,12 +118,12 @@ class ErrorModel:
 
     @cached_property
     def entries(self) -> list[str]:
-        """Names of all entries in the shares of step times."""
+        """Names of all entries of `shares`, such as "all-gather on tp"."""
         return sorted({name for each in self.shares if each for name in each.parts})
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of the parts of steps."""
+        """Names of the parts to which the entries belong, such as "communication on tp"."""
         return sorted({*map(_part, self.entries)})
 
     @cached_property

@@ -2,7 +2,7 @@
 
 The search guesses before it simulates. A guess is not a bound. Its time is the sum of the passes of all layers, the
 bubble of the pipeline, and the communication of data-parallel ranks; its memory follows from closed formulas for the
-fullest device. The search learns by which factor forecasts differ from guesses, for each kind of plan.
+fullest device. The search learns how forecasts differ from guesses, for each kind of plan.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def guess_line(costs: PassCosts, line: Candidate) -> Guess | None:
 
 
 def _microbatches(costs: PassCosts, line: Candidate) -> int:
-    """Return the number of microbatches of each data-parallel rank."""
+    """Return the number of microbatches of each data-parallel rank in a step."""
     return costs.problem.sequences // (line.plan.data_ranks * line.micro_batch_size)
 
 
 def _seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
-    """Return the seconds of the passes on the last pipeline rank, with the bubble and exposed communication."""
+    """Return the seconds of a step: passes on the last pipeline rank, the bubble, and exposed communication."""
     plan, each, pp = line.plan, _microbatches(costs, line), line.plan.mesh.pp
     head = 0.0 if costs.problem.recipe.defaults.stages == "cost" else layers.head
     bubble = SPLIT_BUBBLE if plan.schedule_name.startswith(("zb", "v-", "dual")) else 1.0
@@ -83,7 +83,7 @@ def _seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
 
 
 def _message_seconds(costs: PassCosts, line: Candidate) -> float:
-    """Return the seconds of all messages between the stages of one pipeline rank and the next."""
+    """Return the seconds of all messages between one pipeline rank and the next in a step."""
     plan, model = line.plan, costs.problem.model
     if plan.mesh.pp == 1:
         return 0.0
@@ -97,9 +97,9 @@ def _message_seconds(costs: PassCosts, line: Candidate) -> float:
 def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts) -> tuple[float, float]:
     """Return the seconds of data-parallel communication: exposed, and concurrent with passes, each summed over a step.
 
-    Parameters that are sharded over several axes are gathered over one after the other. The first gather is prefetched,
-    the others are awaited (`ParameterGatherer`). If attention gathers over the first axis too, it waits for the
-    prefetched gather, which was issued before.
+    Parameters that are sharded over several axes are gathered over one axis after the other, the last axis first. The
+    first gather is prefetched, and the others are awaited (`ParameterGatherer`). If attention gathers keys and values
+    over the axis of the prefetched gather, it waits for that gather, which was issued before.
     """
     plan, precision, each = line.plan, line.precision, _microbatches(costs, line)
     prices, mesh = costs.cluster_prices(line), line.plan.mesh
@@ -130,7 +130,7 @@ def _data_parallel_seconds(costs: PassCosts, line: Candidate, layers: LayerCosts
         prefetched, *awaited = gathers(plan.shard_parameters)
     except UserError:  # the profile lacks a collective
         return 0.0, 0.0
-    stays = mesh.pp * (plan.stages_per_rank or 1) / costs.problem.model.layers  # share of the blocks that one stage has
+    stays = mesh.pp * (plan.stages_per_rank or 1) / costs.problem.model.layers  # one block of a stage stays gathered
     uses = {"layer": max(1.0, 2 * each * (1 - stays)), "forward": each + 1, "stage": each, "step": 1}[
         plan.reshard_after
     ]
@@ -174,7 +174,7 @@ def _bytes(costs: PassCosts, line: Candidate, layers: LayerCosts) -> float:
 
 
 def share_between(none: float, full: float, share: str) -> float:
-    """Interpolate a figure for a share of recomputed blocks between those for none and all."""
+    """Return a figure for a share of recomputed blocks, interpolated between the figures for none and all of them."""
     return none + SHARES.get(share, 0.0) * (full - none)
 
 

@@ -63,12 +63,12 @@ def own_recompute(plan: Plan) -> str:
 
 
 def recomputed_inside(problem: Problem) -> Iterator[str]:
-    """Yield the parts of blocks of a problem's model that the framework can recompute."""
+    """Yield the values of `recompute` that recompute parts of every block, if model and framework have these parts."""
     can, model = problem.recipe.can_run.recompute, problem.model
     yield from (word for word in (PER_OP, *POLICIES) if word in can)
     mixture, latent = isinstance(model, MoE), getattr(model, "kv_rank", None) is not None
     cheap = ("layernorm",) * (mixture or latent) + ("mla_up_proj",) * latent
-    cheap += ("moe_act",) * (mixture and not problem.recipe.kernels.expert_loop)  # arguments.py: --moe-grouped-gemm
+    cheap += ("moe_act",) * (mixture and not problem.recipe.kernels.expert_loop)  # Megatron needs --moe-grouped-gemm
     shared = ("shared_experts",) * bool(getattr(model, "shared_experts", 0))
     for modules in (cheap, shared, ("moe",) if mixture else ("mlp",)):
         if modules and set(modules) <= set(can):
@@ -76,7 +76,10 @@ def recomputed_inside(problem: Problem) -> Iterator[str]:
 
 
 def with_share(problem: Problem, line: Candidate, share: str) -> Candidate | None:
-    """Return the candidate of a line that recomputes a share of the blocks (None: the share is all blocks)."""
+    """Return the candidate of a line that recomputes a share of the blocks.
+
+    Returns None if a share below 1, rounded up to whole blocks, is all blocks.
+    """
     if share == "none":
         return line
     model = plan_layers(problem.model, line.plan)
@@ -142,7 +145,7 @@ def make_line(problem: Problem, mesh: Mesh, size: int, precision: Precision, **w
         candidate = Candidate(plan, size, precision)
         plan.bounds(plan_layers(problem.model, plan).pipeline_units)  # requires that the model divides into stages
         cut = {*plan.shard_parameters, *plan.shard_gradients, *plan.shard_optimizer}
-        if any(getattr(mesh, axis) == 1 for axis in cut):  # the user has fixed the field
+        if any(getattr(mesh, axis) == 1 for axis in cut):  # an axis that the user has named in a fixed field
             return None
         return candidate if is_legal(problem, candidate) else None
     except UserError:
@@ -218,7 +221,7 @@ def _is_usual(problem: Problem, mesh: Mesh) -> bool:
 
 
 def _least_pp(problem: Problem) -> int:
-    """Return the smallest power of two of pipeline ranks, with a node each, that hold 16-bit weights and gradients."""
+    """Return the least power of two of pipeline ranks, a node each, that hold weights and gradients of 16 bits."""
     needed = 4 * problem.model.parameter_count / (problem.cluster.device.memory * problem.cluster.per_node)
     return 1 << max(0, ceil(needed) - 1).bit_length()
 
@@ -261,7 +264,10 @@ def _seeds_of(problem: Problem, mesh: Mesh) -> Iterator[Candidate]:
 
 
 def neighbours(problem: Problem, line: Candidate) -> list[Candidate]:
-    """Return the lines one or two changes away: of mesh and microbatch, sharding, schedule, or context."""
+    """Return the lines one or two changes away.
+
+    The changes are those of mesh and microbatch, recomputation, sharding, schedule, context, and precision.
+    """
     near = dict.fromkeys(change_line(problem, line, **words) for words in _changes(problem, line))
     return [each for each in near if each not in (None, line)]
 

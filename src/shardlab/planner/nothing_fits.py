@@ -2,8 +2,8 @@
 
 `explain_no_fit` is for a search in which no plan fits: it names the nearest plan and the missing memory.
 `explain_empty_space` is for a problem without any plan: it names an axis whose size does not divide the devices. If
-there is none, it names the batch if there is a plan for another batch, or else the first reason why the code that runs
-plans refuses one.
+there is no such axis, it names the batch if there is a plan for another batch, or else the first reason why the code
+that runs plans refuses a plan.
 """
 
 from __future__ import annotations

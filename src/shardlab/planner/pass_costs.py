@@ -85,7 +85,7 @@ class PassCosts:
         sizes, mesh = workload.sample.sizes, plan.mesh
         cut = mesh.pp > 1, mesh.tp, mesh.cp, mesh.ep
         key = cut, plan.sequence_parallel, line.precision.name, recompute, plan.stripes
-        if key not in self._layers:  # whatever the size of a microbatch
+        if key not in self._layers:  # independent of the size of a microbatch
             self._layers[key] = resolve(alone, sizes, mesh.ep, 0).layers
         layers = self._layers[key]
         kept_sizes = workload.sample.kept_sizes
@@ -168,7 +168,13 @@ class LayerPrices:
         return self._known[key]
 
     def awaited(self, layer: int, completions: tuple[Completion, ...], activation: int) -> float:
-        """Return the seconds of the collectives that complete the input or the output of a layer."""
+        """Return the seconds of the collectives that complete the input or the output of a layer.
+
+        Args:
+            layer: number of the layer.
+            completions: the collectives.
+            activation: number of the activation that they complete, or whose gradient they complete.
+        """
         if activation > self.model.layers:
             return 0.0
         bytes = self.sizes.activations[activation] * self.sizes.element_bytes[Kind.ACTIVATION]

@@ -50,7 +50,7 @@ class Limits:
         fixed: values of a plan's fields, and sizes of its mesh's axes.
         most: largest size of each axis of the mesh, and of a microbatch (`micro_batch_size`). The limit of `dp_shard`
             applies only if something is sharded over it.
-        micro_batch_size: sequences of a microbatch (None: any number that divides).
+        micro_batch_size: sequences of a microbatch (None: any number that divides those of a data-parallel rank).
 
     Raises:
         UserError: if a field cannot have its value in any plan, or two limits contradict each other.
@@ -130,7 +130,7 @@ class Problem:
     limits: Limits = field(default_factory=Limits)
 
     def workload(self, candidate: Candidate) -> Workload:
-        """Return the step under a candidate."""
+        """Return the step with a candidate's plan, microbatch size and precision."""
         return Workload(
             candidate.plan,
             self.model,
@@ -196,10 +196,10 @@ def family_order(name: str) -> tuple[int, str]:
 
 
 def plan_layers(model: Blocks, plan: Plan) -> ModelLayers:
-    """Return the layers into which a plan splits a model, represented by three of its blocks.
+    """Return the layers into which a plan splits a model. Three blocks represent all identical ones (see `sampled`).
 
     Raises:
-        UserError: if the model does not divide.
+        UserError: if the axes of the mesh do not divide the model.
     """
     mesh = Mesh(pp=min(plan.mesh.pp, 2), cp=plan.mesh.cp, tp=plan.mesh.tp, ep=plan.mesh.ep)
     return _plan_layers(model, mesh, plan.attention_apart, plan.ulysses)

@@ -131,7 +131,7 @@ def explore(line: Candidate, guess: Guess, start: str, costs: PassCosts) -> dict
 
 
 def _bytes_at(known: dict[float, float], guess: Guess, share: float) -> float:
-    """Return the bytes at a share by linear interpolation of known bytes, or with the guess's slope if one is known."""
+    """Return the bytes at a share, linear in the share. If only one point is known, the slope is that of the guess."""
     (first, bytes), slope = min(known.items(), key=lambda each: abs(each[0] - share)), guess.full_bytes - guess.bytes
     if len(known) > 1:
         least, most = min(known), max(known)
@@ -182,7 +182,7 @@ def _memory_kinds(line: Candidate, share: float) -> list[Hashable]:
 
 @dataclass
 class Goal:
-    """Search for the fastest plan of all lines, or of those of one family.
+    """State of the search for the fastest plan, among all lines or among the lines of one family.
 
     Attributes:
         family: the family (None: all).
@@ -214,7 +214,8 @@ class Goal:
     def expand(self, slack: float) -> Candidate | None:
         """Pop the plan whose neighbours are guessed next (None: there is none).
 
-        It is the fastest plan, unless that is too slow. If no plan fits, it is the plan with the fewest bytes.
+        It is the fastest plan of `fitting`, unless it is slower than the best plan by more than `EXPANDED` and `slack`
+        (in the search for a family: slower at all). If no plan fits, it is the plan with the fewest bytes.
         """
         if self.best == inf:
             return heappop(self.misses)[2] if self.misses else None
@@ -237,7 +238,7 @@ class Search:
         on_progress: callback for progress reports.
         change: resource of the problem that is doubled for the search ("": none).
         best: seconds of a known plan. Only faster plans are searched.
-        slack: share by which a plan may be slower than the fastest one and is still simulated.
+        slack: share by which a plan may be expected to be slower than the fastest one and is still simulated.
         families: whether to search for the fastest plan of each family too.
         ran_out: plans that ran out of memory when they were run.
     """
@@ -267,7 +268,7 @@ class Search:
         self._unguessed: deque[Candidate] = deque()
         self._guesses: dict[Candidate, Guess] = {}
         self._waiting: list[tuple[tuple[bool, float], int, Candidate]] = []  # guessed lines, the most promising first
-        self._aside: list[tuple[tuple[bool, float], int, Candidate]] = []  # lines that promise too little
+        self._aside: list[tuple[tuple[bool, float], int, Candidate]] = []  # lines that do not promise better plans
         self._unsorted = 0  # forecasts since the lines were sorted
         self._asked: deque[tuple[Future[Any], list[Candidate], bool]] = deque()
 
@@ -304,11 +305,9 @@ class Search:
             self.results.searched.add(name)
 
     def _reach(self, goal: Goal, budget: Budget) -> bool:
-        """Search until no line promises to be better, or the goal gives up.
+        """Search until no line promises a better plan for a goal, or the goal gives up.
 
-        Returns False if the budget is used up before.
-
-        The budget applies only after a plan that fits is known.
+        Returns False if the budget is used up first. The budget applies only once a plan that fits is known.
         """
         turn, until = 0, self._began + budget.seconds
         self._sort()

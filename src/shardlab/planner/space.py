@@ -1,8 +1,7 @@
 """The space of plans of a search, and the plans that it leaves out.
 
 The code that runs plans decides whether a plan is legal: `Plan` itself, `cut_for`, the schedule's steps, and finally
-the trace. A value that the user fixes is always used. Otherwise, the search leaves out plans that cannot be better than
-others:
+the trace. A value that the user fixes is always used. Otherwise, the search leaves out the following plans:
 
 - Replicas if nothing is sharded over them: `dp_replicate 2 x dp_shard 4` is `dp_shard 8` if nothing is sharded, or if
   everything is sharded over both. Sharding over `dp_replicate` alone is sharding over `dp_shard`, on ranks further
@@ -10,7 +9,8 @@ others:
 - Sharding over `cp` of only some of parameters, gradients and state: all sharded ones are sharded over `cp` too, or
   none.
 - Gradients that are reduced at every microbatch but not sharded: more messages, and no less memory.
-- Gradients that are reduced after the last microbatch (`reduce_at step`), unless the recipe does so: it is not hidden.
+- Gradients that are reduced after the last microbatch (`reduce_at step`), unless the recipe does so: no compute hides
+  the reduction.
 - Programs that passes rewrite: simulating them for every plan would take too long.
 - Plans that the recipe's framework does not run (`limits.broken_limit`).
 - On one pipeline rank, any schedule but 1f1b: all others keep more microbatches in memory.
@@ -51,7 +51,7 @@ LEAST_SEQUENCE = 1024
 def meshes(problem: Problem) -> Iterator[Mesh]:
     """Yield all meshes of all devices whose data-parallel ranks divide the batch. `dp_replicate` is always 1."""
     limits, model, devices = problem.limits, problem.model, problem.cluster.size
-    mixes = isinstance(model, MoE) or "ep" in limits.fixed  # the code that runs plans refuses the latter
+    mixes = isinstance(model, MoE) or "ep" in limits.fixed  # without experts, the code that runs plans refuses ep
     data_fixed = {"dp_shard", "dp_replicate"} & set(limits.fixed)
     for pp in divisors(devices):
         for tp in divisors(devices // pp):
@@ -113,7 +113,8 @@ def layers_of_stages(problem: Problem, plan: Plan) -> tuple[int, ...]:
 def stage_counts(layers: int, pp: int) -> tuple[int, ...]:
     """Return the possible numbers of stages per rank, from 2.
 
-    With these, all stages have equally many layers. If `pp` does not divide the layers, they are all numbers up to 8.
+    They are the numbers with which all stages have equally many layers, or, if `pp` does not divide `layers`, all
+    numbers up to 8 with which each stage has a layer.
     """
     counts = range(2, layers // pp + 1)
     return tuple(each for each in counts if layers % (pp * each) == 0 or (layers % pp and each <= 8))
