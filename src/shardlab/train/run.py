@@ -151,13 +151,13 @@ class TrainingRun:
         }
 
     def _tokenizer(self, prepared: bool) -> Tokenizer | None:
-        """Return the tokenizer of the weights with which the run starts; None if the data come with a tokenizer.
+        """Return the tokenizer of the weights with which the run starts; None if they are random or have no tokenizer.
 
         Args:
-            prepared: whether all data are tokens already, so that the weights need no tokenizer.
+            prepared: whether all data are prepared folders, which have a tokenizer of their own.
 
         Raises:
-            UserError: if weights in Hugging Face's format come without a tokenizer.
+            UserError: if weights in Hugging Face's format have no tokenizer, and the data need one.
         """
         init = self.config.train.init
         if self.continues and (tokenizer := find_tokenizer(self.out)) is not None:

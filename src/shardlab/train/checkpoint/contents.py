@@ -121,7 +121,7 @@ def weight_keys(checked: Checked, rank: int) -> list[Key]:
 
 
 def make_moments(state: State, updates: int) -> None:
-    """Allocate the moments of this rank's optimizers as after `updates` updates. Their values are filled in later."""
+    """Allocate the moments that this rank's optimizers have after `updates` updates. Values are filled in later."""
     for key in slices_of(state.checked, state.rank, OpKind.UPDATE):
         state.optimizer(*key)
         state.make_moments(key, updates)
@@ -239,8 +239,8 @@ def file_chunks(tensors: Iterable[OutputTensor], followed: Iterable[OutputTensor
 def chunks_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file chunk by chunk.
 
-    The writer of the library takes all tensors at once, holds the GIL while it writes, and computes no checksum. It
-    reads these files.
+    The library safetensors can read the file. Its own writer takes all tensors at once, holds the GIL while it writes,
+    and computes no checksum.
 
     Args:
         tensors: contiguous tensors on the CPU, by name.
@@ -285,7 +285,7 @@ def _split(state: State, kind: str, key: Key, tensors: Iterable[Tensor], place: 
 
 
 def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRange]:
-    """Yield the moments that the optimizers of a slice keep, which have the shapes of its leaves."""
+    """Yield the moments that the optimizers of a slice keep: tensors shaped as those they update (`Slice.leaves`)."""
     starts = {leaf: start for start, leaf in part.leaves}
     for optimizer in part.optimizers:
         for leaf, moments in optimizer.state.items():

@@ -1,10 +1,10 @@
 """Folders of torch.distributed.checkpoint (DCP), read and written by parts of tensors in one process.
 
 torch's own reader, writer and resharding do the work. `DistributedFiles` reads any part of a tensor, and keeps two
-stored chunks in memory, since one of our tensors often consists of parts of two tensors. `write_distributed` writes
-files as the ranks of FSDP would, each with its rows of every tensor. Two properties of torch 2.13 are worked around:
-its reader unpickles any class in `.metadata`, so a file could run any code, and its writer keeps every tensor of a file
-until the file is complete.
+stored chunks in memory, since a parameter of Shardlab often consists of parts of two stored tensors.
+`write_distributed` writes files as the ranks of FSDP would, each with its rows of every tensor. Two properties of torch
+2.13 are worked around: its reader unpickles any class in `.metadata`, so a file could run any code, and its writer
+keeps every tensor of a file until the file is complete.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -84,7 +84,7 @@ class DistributedFiles:
         self.require_files(self.names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return tuple(self._entries[name].size)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -113,7 +113,7 @@ class DistributedFiles:
         return part[tuple(0 if isinstance(each, int) else slice(None) for each in where)]
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
-        """Return a stored chunk. The last two chunks are cached."""
+        """Return a stored chunk. The last KEPT_CHUNKS chunks are cached."""
         if index not in self._stored:
             for old in [*self._stored][: 1 - KEPT_CHUNKS]:
                 del self._stored[old]  # frees its memory before the next chunk is read

@@ -119,7 +119,7 @@ class Checkpoint:
 
     @property
     def products(self) -> dict[Product, bool]:
-        """Kernels that were chosen for products. Older versions of Shardlab did not record them."""
+        """Kernels that were chosen for matrix products. Older versions of Shardlab did not record them."""
         return choices_of(self.state.get("products", ()))
 
     @property
@@ -177,7 +177,11 @@ class Checkpoint:
         return sum(source.bytes_read for source in sources.values())
 
     def _source(self, kind: str, dtype: torch.dtype, sources: Mapping[str, CheckpointTensors]) -> CheckpointTensors:
-        """Return the tensors from which a kind is restored: the exact copy, for weights of another data type."""
+        """Return the tensors from which values of one kind and data type are restored.
+
+        Exact copies that the checkpoint lacks are restored from the weights. Weights that it has in another data type
+        are restored from the exact copies.
+        """
         if kind == EXACT and EXACT not in sources:
             return sources[WEIGHTS]
         if kind == WEIGHTS and EXACT in sources and sources[WEIGHTS].stored_dtype != dtype:

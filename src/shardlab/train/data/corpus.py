@@ -149,7 +149,7 @@ class Corpus:
         Args:
             folder: folder that `shardlab data prepare` has written.
             seq_len: tokens of a sequence.
-            verify: compare all checksums, if the folder is small enough for that to take no longer than a second.
+            verify: compare the checksums of all files, unless the folder has more than MOST_RECORDED bytes.
 
         Raises:
             UserError: if the folder is incomplete, or one of the parts is shorter than a sequence.
@@ -289,8 +289,8 @@ class DataSource:
     """Prepared folder or text, with its weight in a mix.
 
     Raises:
-        UserError: if neither exists, a file of the folder is missing or has another size, or the weight is not
-            positive.
+        UserError: if the path does not exist, a file of the folder is missing or has another size, or the weight is
+            not positive.
     """
 
     path: Path

@@ -69,7 +69,7 @@ class Piece(NamedTuple):
     Attributes:
         text: the text, in UTF-8 if the file is.
         begins, ends: whether the document begins and ends with this piece.
-        done: bytes read so far, over all files.
+        done: bytes of the source that have been read up to the end of this piece; an estimate for Parquet.
         tokens: the tokens, if the document consists of tokens instead of text.
     """
 
@@ -88,7 +88,7 @@ Document = str | bytes | Iterable[int]
 class Documents:
     """Documents of a Python iterable: texts, bytes, or arrays of tokens.
 
-    Arrays of tokens are not encoded again. A new document begins after each token that ends one.
+    Arrays of tokens are not encoded again. In an array, a new document begins after each end token of the tokenizer.
 
     Attributes:
         documents: an iterable, or a function that returns one. An iterator can be read only once, which is not enough
@@ -110,7 +110,7 @@ class Documents:
     """Whether the tokenizer's end token is added after each document."""
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield all documents. Their `done` counts the bytes of this source alone.
+        """Yield all documents.
 
         Raises:
             UserError: if the source cannot be read. The message says where.
@@ -198,7 +198,11 @@ class Input:
         return self.format != "text"
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield all documents, as `Documents.pieces`."""
+        """Yield all documents.
+
+        Raises:
+            UserError: if the file cannot be read. The message says where.
+        """
         readers: dict[Format, Callable[[], Iterator[Piece]]] = {
             "text": self._text, "jsonl": self._jsonl, "parquet": self._parquet, "tokens": self._tokens,
         }  # fmt: skip
@@ -320,7 +324,7 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 
 
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-"""SHA-256 of the 1,115,394 bytes at that address."""
+"""SHA-256 of the 1,115,394 bytes at SHAKESPEARE_URL."""
 
 DOWNLOAD_TIMEOUT = 30
 """Seconds without data after which a download fails."""
@@ -439,8 +443,8 @@ def _place(text: bytes, error: UnicodeDecodeError) -> str:
 
 
 def _detect_encoding(text: bytes) -> str | None:
-    """Guess the encoding of a text that is not UTF-8 from its first bytes: a byte order mark, or a zero beside a
-    letter.
+    """Guess the encoding of a text that is not UTF-8 from its first bytes: a byte order mark, or a zero byte
+    beside a letter.
     """
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if text.startswith(mark)), None)
     return encoding or ("UTF-16" if len(text) > 1 and 0 in text[:2] and text[:2] != bytes(2) else None)
@@ -457,7 +461,7 @@ def _parse_json(line: bytes) -> Any:
 
 
 def _read_lines(file: BinaryIO) -> bytes:
-    """Read the next piece of a text. It ends with a line, or with a character if the line is very long."""
+    """Read the next piece of a text, up to the end of a line, or of a character if the line is very long."""
     piece = file.read(PIECE_BYTES)
     if len(piece) < PIECE_BYTES:
         return piece

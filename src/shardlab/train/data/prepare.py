@@ -261,7 +261,7 @@ class DocumentReader:
             yield text
 
     def batches(self, most: int) -> Iterator[list[tuple[DocumentSource, Piece]]]:
-        """Yield batches of at most `most` pieces, each from one source."""
+        """Yield batches of at most `most` pieces and about PIECE_BYTES of text. A batch has pieces of one source."""
         batch: list[tuple[DocumentSource, Piece]] = []
         size = 0
         for each, piece in self.pieces("tokens"):
@@ -305,7 +305,7 @@ class PieceBoundaries:
             self.documents.append(len(self.tokens) - 1)
 
     def split(self, validation: float) -> int:
-        """Return the first token of the validation part: at the requested share, or at the end of a document nearby."""
+        """Return the index of the first validation token: at the requested share, or at a document's end nearby."""
         total = self.tokens[-1]
         cut = min(max(1, int(total * (1 - validation))), total - 1)
         ends = np.frombuffer(self.tokens, np.int64)[np.frombuffer(self.documents, np.int64)]

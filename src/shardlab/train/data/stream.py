@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.unsignedinteger]
-"""Array (tokens,) of 1, 2 or 4 bytes each, usually memory-mapped."""
+"""Array of tokens, (tokens,), with 1, 2 or 4 bytes for each token. It is usually memory-mapped."""
 
 Numbers = NDArray[np.int64]
 
@@ -55,13 +55,13 @@ class TokenRun:
         return len(self.starts) + 1
 
     def sequences(self, seq_len: int) -> int:
-        """Return the number of sequences, each with the token that follows it. An incomplete sequence at the end is
-        left out.
+        """Return the number of sequences of `seq_len` tokens that are followed by a further token. An incomplete
+        sequence at the end is left out.
         """
         return (len(self.tokens) - 1) // seq_len
 
     def count_targets(self, numbers: Numbers, seq_len: int) -> int:
-        """Count the targets of some sequences that contribute to the loss."""
+        """Count the targets in some sequences. Targets that begin a document do not count."""
         first = numbers * seq_len
         inside = np.searchsorted(self.starts, first + seq_len, "right") - np.searchsorted(self.starts, first, "right")
         return numbers.size * seq_len - int(inside.sum())
@@ -95,7 +95,7 @@ class SequenceStream:
     )
 
     def count_targets(self, numbers: Numbers, seq_len: int, seed: int | None) -> int:
-        """Count the targets of some sequences that contribute to the loss."""
+        """Count the targets in some sequences. Targets that begin a document do not count."""
         if not any(run.starts.size for run in self.runs):
             return numbers.size * seq_len
         sources, indices = self._locate(numbers, seq_len, seed)
@@ -131,8 +131,8 @@ class SequenceStream:
     def _locate(self, numbers: Numbers, seq_len: int, seed: int | None) -> tuple[Numbers, Numbers]:
         """Return the source of each sequence, and its index among the sequences of that source.
 
-        The sequences of a microbatch are few, and have consecutive numbers. Those of LOCATED numbers are located
-        together, which takes as long, and kept for the following steps.
+        The sequences of a microbatch are few, and have consecutive numbers. LOCATED consecutive sequences are therefore
+        located together, which takes no longer, and the result is kept for the following steps.
         """
         block, last = (int(each()) // LOCATED for each in (numbers.min, numbers.max)) if numbers.size else (0, 1)
         if block != last:
@@ -176,8 +176,8 @@ def shares_from_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 ROUNDS = 6
-"""Rounds of the network. Four give a pseudorandom permutation if the round function is random (Luby and Rackoff 1988).
-Two more make up for a round function that is not."""
+"""Rounds of the Feistel network in `shuffle`. Four give a pseudorandom permutation if the round function is random
+(Luby and Rackoff 1988). Two more make up for a round function that is not."""
 
 
 def shuffle(numbers: Numbers, size: int, purpose: str, seed: int, epochs: Numbers) -> Numbers:
@@ -185,7 +185,8 @@ def shuffle(numbers: Numbers, size: int, purpose: str, seed: int, epochs: Number
 
     A Feistel network permutes the numbers of an even number of bits. A result that is too large is permuted again until
     it is not ("cycle walking"), so any range is permuted (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains", sections 4 and 5). Its round function is the finalizer of SplitMix64 (Steele, Lea and Flood 2014).
+    domains", sections 4 and 5). The round function of the network is the finalizer of SplitMix64 (Steele, Lea and Flood
+    2014).
 
     Args:
         numbers: numbers from 0 to size - 1, (n,).

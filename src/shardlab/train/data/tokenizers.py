@@ -33,7 +33,7 @@ class Tokenizer(ABC):
     """Mapping of text to tokens and back.
 
     Attributes:
-        kind: its name in a manifest.
+        kind: name of this class of tokenizers in a manifest.
         vocab_size: number of tokens.
         begin: tokens that begin every document and every prompt.
         end: token that ends a document (None: there is none).
@@ -142,7 +142,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class Characters(Tokenizer):
-    """Tokenizer in which every character is a token. The vocabulary is that of a text, in the order of code points.
+    """Tokenizer in which every character is a token. The vocabulary has the characters of a text, by code point.
 
     Args:
         characters: the vocabulary, ascending.
@@ -368,7 +368,7 @@ class HuggingFace(Tokenizer):
         return _unescape_bytes(" ".join(spelled) if decoder is None else decoder.decode(spelled))
 
     def token(self, number: int) -> str:
-        """Return the text of a token in the file."""
+        """Return a token as tokenizer.json spells it; empty if there is none with this number."""
         return self._tokenizer.id_to_token(number) or ""
 
     def count_lost(self, text: bytes, tokens: NDArray[np.integer]) -> Mapping[str, int]:
@@ -394,7 +394,10 @@ class HuggingFace(Tokenizer):
         }
 
     def _add_tokens(self, added: Mapping[int, str]) -> None:
-        """Add the tokens that only companion files have, as transformers does, if their numbers come next."""
+        """Add the tokens that only companion files have, if their numbers continue the vocabulary's.
+
+        transformers does so, too.
+        """
         tokenizers = import_extra("tokenizers", "a tokenizer.json")
         for number, token in sorted(added.items()):
             if number == self._tokenizer.get_vocab_size(with_added_tokens=True):
@@ -428,7 +431,7 @@ BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 """Token of a byte of a character that has no token of its own (SentencePiece's byte_fallback)."""
 
 ESCAPE_BASE = 0x10F000
-"""First of the private code points that stand for the bytes from 128 while a decoder works on a text."""
+"""Base of private code points. While a decoder works on a text, ESCAPE_BASE + b stands for a byte b from 128 to 255."""
 
 _ESCAPES = {ESCAPE_BASE + byte: 0xDC00 + byte for byte in range(128, 256)}
 
@@ -507,8 +510,8 @@ DEFAULT_CONFIG: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", 
 END = "<|endoftext|>"
 
 END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>")
-"""Usual names of the token that ends a document: GPT-2's and ours, Llama 3's and 2's, Gemma's, DeepSeek's. Special
-tokens come first: Gemma's vocabulary has the HTML tag </s> as well."""
+"""Usual names of the token that ends a document: GPT-2's and Shardlab's, Llama 3's, Llama 2's, Gemma's and
+DeepSeek's. `find_end_token` prefers special tokens, since Gemma's vocabulary also has the HTML tag </s>."""
 
 
 class SpecialTokens(NamedTuple):

@@ -1,5 +1,6 @@
-"""Weights in the folders of runs and in Hugging Face's format: read, converted, and used as first weights.
+"""Weights in the folders of runs, in Hugging Face's format and in torchtitan's: read, converted, and trained further.
 
-Read families.py (config.json and the names of tensors of GPT-2, Llama and Mixtral), sources.py (a folder of weights of
-which any rows can be read) and convert.py (one format into the other).
+Read families.py (config.json and the names of tensors of GPT-2, Llama and Mixtral), torchtitan.py (the names of tensors
+in torchtitan's checkpoints), sources.py (folders of weights, from which any rows can be read), convert.py (one format
+into another) and adam.py (the state of AdamW in a conversion).
 """

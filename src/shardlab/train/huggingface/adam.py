@@ -1,7 +1,8 @@
-"""State of AdamW, converted with the weights: from a run's checkpoint to torchtitan's, and back to a run that goes on.
+"""State of AdamW, converted with the weights: from a run's checkpoint to torchtitan's, and back to one of a run.
 
 `AdamState.of` finds the state in a source. `torchtitan_state` lists it under the names of torchtitan's checkpoints, and
-`write_checkpoint` writes it, with the weights, as a checkpoint of a run. Both are read and written in pieces.
+`write_checkpoint` writes it, with the weights, as a checkpoint of a run. Weights and moments are read and written in
+pieces.
 
 Source of the names: pytorch/torchtitan at b5bcd76c66d0acb1a08b176d9639425bc55e0b2a, components/optimizer/utils.py
 (`state.FQN.exp_avg`, `param_groups.FQN.lr`) and trainer.py (`train_state.step`).
@@ -58,7 +59,7 @@ class AdamState:
 
     @classmethod
     def of(cls, source: Source) -> AdamState | str:
-        """Return the state in a source, or the reason why there is none that can be converted."""
+        """Return the state in a source. If it cannot be converted, return a phrase that says what prevents this."""
         model = source.model
         if isinstance(model, GPT) and model.qk_norm:
             return "each head's norm has its own moments here, and torchtitan has one norm for all heads"
@@ -140,7 +141,13 @@ def torchtitan_state(state: AdamState, tensors: Tensors, folder: Path) -> tuple[
 
 
 def _group(config: OptimizerConfig, state: AdamState, decays: bool) -> dict[str, Any]:
-    """Return the options of a parameter that torch's AdamW saves, with those of torchtitan's optimizer."""
+    """Return the options that torchtitan saves for a parameter: those of torch's AdamW, and `initial_lr`.
+
+    Args:
+        config: settings of the optimizer.
+        state: the state, whose step determines the learning rate.
+        decays: whether weight decay applies to the parameter.
+    """
     optimizer = torch.optim.AdamW(
         [torch.zeros(1)],
         lr=config.rate(state.step),
@@ -157,7 +164,7 @@ def _group(config: OptimizerConfig, state: AdamState, decays: bool) -> dict[str,
 def write_checkpoint(
     state: AdamState, out: Path, settings: Path, shard_bytes: int, follow: Callable[[list[Any]], Iterable[Any]]
 ) -> list[OutputTensor]:
-    """Write a checkpoint of a run that goes on with the data, learning rate and plan of given settings.
+    """Write a checkpoint from which a run goes on, with the data, learning rate and plan of given settings.
 
     Args:
         state: weights and moments.
@@ -170,7 +177,8 @@ def write_checkpoint(
         The tensors.
 
     Raises:
-        UserError: if the settings have another optimizer, or their batch size changes between the two steps.
+        UserError: if the settings have another optimizer, or if the batch size changes between the step of `settings`
+            and that of the weights.
     """
     model, config = state.weights.model, read_table(read_file(settings / CONFIG, "TOML"), str(settings / CONFIG))
     if (name := cast(dict[str, Any], config.get("optimizer", {})).get("optimizer", "adamw")) != "adamw":

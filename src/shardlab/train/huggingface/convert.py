@@ -80,7 +80,7 @@ class Converted:
 
 
 Track = Callable[[list[Any]], Iterable[Any]]
-"""Iterator over the tensors, or the files, that also shows progress."""
+"""Function that wraps the iterator over the tensors, or over the files, to show progress."""
 
 
 def convert_weights(
@@ -224,7 +224,7 @@ def _torchtitan_tensors(source: Source) -> list[OutputTensor]:
 def _tensors_of(
     source: Source, block: int, parameter: Parameter, parts: Sequence[Sequence[Part]]
 ) -> list[OutputTensor]:
-    """List the tensors that store a parameter. One tensor may store several of its parts, or all its experts."""
+    """List the tensors that store a parameter. One tensor may store several parts of the parameter, or all experts."""
     by_tensor: dict[str, list[tuple[int, Part]]] = {}
     for matrix, each in enumerate(parts):
         for part in each:

@@ -130,7 +130,7 @@ class HeadOrder(NamedTuple):
     halves: bool = False
 
     def places(self, rows: Tensor) -> Tensor:
-        """Return the indices of rows of our matrix in the tensor."""
+        """Return the indices that the rows `rows` of our matrix have in the tensor."""
         head, feature = rows // self.size, (rows % self.size + self.shift) % self.size
         if self.halves:
             feature = feature // 2 + feature % 2 * (self.size // 2)
@@ -181,12 +181,12 @@ class Naming:
     """Names and layouts of a family's tensors.
 
     Attributes:
-        tensors: names of the tensors with the sections of each of our parameters, in order, without "weight" or "bias".
-            {block} and {expert} are replaced by numbers.
+        tensors: for each of our parameters, the names of the tensors that store its sections, in order. The names of
+            parameters and tensors lack the ending "weight" or "bias". {block} and {expert} are replaced by numbers.
         transposed: names of our parameters whose tensors are (inputs, outputs), as in GPT-2's Conv1D.
         rotary: whether queries and keys store the rotary pairs of a head in two halves.
         heads: order of heads by the name of our parameter and the number of its section.
-        stacked: names of our parameters whose experts are one tensor, whose name has no ending.
+        stacked: names of our parameters for which one tensor stores all experts. The tensor's name has no ending.
     """
 
     tensors: Mapping[str, Sequence[str]]
@@ -310,7 +310,7 @@ LLAMA = Family(
 QWEN2 = replace(LLAMA, config=QWEN2_CONFIG, architecture="Qwen2ForCausalLM", wants={**LLAMA.wants, "qkv_bias": True})
 
 MISTRAL = replace(LLAMA, config=MISTRAL_CONFIG, architecture="MistralForCausalLM")
-"""Only read. The model that results is a Llama of ours, and is written as one."""
+"""Family that is only read. Its models become `Llama` models, and are written as such."""
 
 _EXPERT = "model.layers.{block}.block_sparse_moe.experts.{expert}"
 

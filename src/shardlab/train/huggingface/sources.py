@@ -101,7 +101,7 @@ class Tensors(Protocol):
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         ...
 
     def dtype(self, name: str) -> torch.dtype:
@@ -173,6 +173,11 @@ class WeightSource:
 
     def check(self, ignored: tuple[str, ...] = ()) -> WeightSource:
         """Require that the files have every tensor of the model in its shape, and no other.
+
+        Biases that the model lacks are accepted if they are zero, and so is a stored copy of a tied head.
+
+        Args:
+            ignored: endings of the names of further tensors that are accepted.
 
         Raises:
             UserError: if not. The message names the tensors that are missing, superfluous, or of another shape.
@@ -259,7 +264,7 @@ def open_source(folder: Path, change: Callable[[Blocks, str], Blocks] = lambda m
             describes it.
 
     Raises:
-        UserError: if there are no weights in these formats, Shardlab has no such model, or they do not fit it.
+        UserError: if there are no weights in these formats, Shardlab has no such model, or the weights do not fit it.
     """
     weights = folder / WEIGHTS
     if folder.suffix == ENDING and weights_at(folder) and (folder.parent / RUN).is_file():
@@ -371,7 +376,14 @@ def initial_from(folder: Path, model: Model) -> Initial:
 
 
 def require_same(source: Blocks, model: Model, folder: Path) -> None:
-    """Refuse the weights of another model. Dropout and the load of experts may differ, and sequences may be shorter.
+    """Refuse the weights of another model.
+
+    Dropout, and the capacity and the auxiliary loss of experts, may differ. The sequences of `model` may be shorter.
+
+    Args:
+        source: model of the weights.
+        model: model for which they are used.
+        folder: folder of the weights, for the error message.
 
     Raises:
         UserError: if the models differ. The message lists every field that does.
@@ -403,7 +415,7 @@ def _some(names: list[str], most: int = 3) -> str:
 
 
 def _shared_fields(model: Model) -> dict[str, object]:
-    """Return the fields that two models with the same weights share, with defaults filled in."""
+    """Return the fields that are equal in all models with the same weights, with defaults filled in."""
     if isinstance(model, GPT):
         equal = model.head_size * model.heads == model.hidden_size
         head_dim = None if equal else model.head_size

@@ -46,7 +46,7 @@ OTHER_STATES = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 """Beginnings of the names of states that are not weights."""
 
 WANTED = {"norm": "rms", "activation": "swiglu", "bias": False, "qkv_bias": False}
-"""Fields that the models of torchtitan have."""
+"""Fields of our models, with the only value that the models of torchtitan have."""
 
 
 def torchtitan_naming(model: Blocks, source: str, names: Collection[str] = ()) -> Naming:
@@ -54,8 +54,9 @@ def torchtitan_naming(model: Blocks, source: str, names: Collection[str] = ()) -
 
     Args:
         model: the model.
-        source: beginning of an error message.
-        names: names in the checkpoint. By default, the names are those of the newest version of torchtitan.
+        source: name of the checkpoint, with which error messages begin.
+        names: names of the tensors in the checkpoint, from which the version of torchtitan is recognized (empty: the
+            newest version).
 
     Raises:
         UserError: if torchtitan does not have such a model, or wrote the names in a version that is not read.
