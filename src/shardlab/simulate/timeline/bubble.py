@@ -1,8 +1,8 @@
-"""Bubble of a pipeline: the share of the time of passes in which ranks wait for each other.
+"""Bubble of a pipeline: the share of the time from a rank's first to its last pass in which it waits for other ranks.
 
-The bubble belongs to the schedule, so `schedule_bubble` computes it with free communication. For GPipe and 1F1B with p
-equal stages and m microbatches it is (p - 1) / (m + p - 1). `bubble` computes the share of any timeline, in which
-passes also wait for messages and collectives. The difference of the two is the share of communication.
+The bubble is a property of the schedule, so `schedule_bubble` computes it as if communication took no time. For GPipe
+and 1F1B with p equal stages and m microbatches it is (p - 1) / (m + p - 1). `bubble` computes the share for a timeline,
+in which passes also wait for messages and collectives. The difference of the two shares is due to communication.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def bubble(timeline: Timeline) -> float:
     """Return (cost - work) / cost of a timeline, from 0 to 1 (Qi et al. 2023, arXiv 2401.10241, section 5.3).
 
     The cost is the time from the start of a rank's first pass to the end of its last, on the rank where it is longest.
-    The work is the time of all passes on the busiest rank: m (F + B + W) if all ranks have equal work. Updates and
-    communication only count while passes wait for them.
+    The work is the time of all passes on the busiest rank. If all ranks have equal work, it is m (F + B + W) for m
+    microbatches, whose forward pass and two halves of the backward pass take F, B and W. Updates and communication only
+    count while passes wait for them.
     """
     return _share(((event.kind, event.start, event.end) for event in events) for events in timeline.events)
 
@@ -50,10 +51,10 @@ def _share(ranks: Iterable[Iterable[tuple[OpKind, float, float]]]) -> float:
 
 @dataclass(frozen=True)
 class FreeCommunication(Prices):
-    """Prices with the same compute times, free communication, and messages that do not wait for their receives.
+    """Prices with the compute times of other prices, free communication, and sends that do not wait for their receives.
 
     Attributes:
-        prices: the prices of compute.
+        prices: the other prices.
     """
 
     prices: Prices

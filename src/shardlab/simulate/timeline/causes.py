@@ -29,8 +29,9 @@ class Reason(Enum):
     """Reason why an op does not start earlier.
 
     FIRST: nothing comes before it. BUSY: its rank computed another op. WAITED: its rank waited for a communication.
-    MEMBER: another member of its communication arrived later. SENT: its message was sent later. STREAM: another
-    communication occupied its stream. UNKNOWN: nothing was recorded on its rank.
+    MEMBER: another member of its communication arrived later. SENT: it is a receive, and the send of its message ended
+    after its rank had reached it. STREAM: another communication occupied its stream. UNKNOWN: no recorded op ended at
+    that time.
     """
 
     FIRST = "first"
@@ -43,7 +44,7 @@ class Reason(Enum):
 
 
 class Cause(NamedTuple):
-    """Reason why an op does not start earlier, and the op for which it waits (None for the first op of a rank)."""
+    """Reason why an op does not start earlier, and the op for which it waits (None: no recorded op comes before it)."""
 
     reason: Reason
     place: Place | None = None
@@ -57,7 +58,7 @@ class TimedOp(NamedTuple):
         kind: kind of the op.
         start, end: start and end time.
         waits: communications that the rank awaits between the previous op and this one, as indices of the rank's ops.
-        communication: index of its communication (-1: the op computes, or the other members are unknown).
+        communication: index in `Activity.communications` (-1: the op computes, or the other members are unknown).
     """
 
     op: int
@@ -149,7 +150,7 @@ def find_arrivals(activity: Activity) -> list[list[float]]:
             clock = max(clock, op.start) if op.computes else clock
             reached.append(clock)
             clock = max(clock, op.end) if op.computes else clock
-        latest = activity.end  # a rank need not wait for a message that is on its link
+        latest = activity.end  # `clock` may be too late: the sender of a message on a link does not await its arrival
         for at in range(len(ops) - 1, -1, -1):
             latest = min(latest, ops[at].start) if ops[at].computes else latest
             reached[at] = min(reached[at], latest, ops[at].start)
@@ -237,7 +238,7 @@ class _Causes:
             sent = self.rows[sender[0]][sender[1]]
             if sent.end <= op.start + self.least and sent.end > self.arrivals[row][at] + self.least:
                 return Cause(Reason.SENT, sender)
-            if sent.end <= op.start + self.least:  # it was sent before it was wanted
+            if sent.end <= op.start + self.least:  # the send ended before the receive was issued
                 members = [(row, at)]
         if op.kind is OpKind.SEND and members[1:]:
             received = self.rows[members[1][0]][members[1][1]]

@@ -4,8 +4,8 @@
 2. Exposed communication: the share in which it communicates and does not compute.
 3. Overlap: the share of its communication that runs beside compute.
 4. Idle time by cause: the share in which it does neither, by what it waits for (`IdleCause`).
-5. Bubble: that of the pipeline's schedule, and its share with communication (`shardlab.simulate.timeline.bubble`),
-   beside the closed form of the schedule.
+5. Bubble: the bubble of the pipeline's schedule, the bubble with communication (`shardlab.simulate.timeline.bubble`),
+   and the value of the schedule's formula.
 6. Straggler: the rank that computes longest, and by how much it exceeds the mean.
 
 The first four are means over ranks; `RankFigures` has them for each rank. Compute, exposed communication and idle time
@@ -57,7 +57,7 @@ class RankFigures:
         computing, exposed, idle: as in `shardlab.simulate.timeline.timeline.RankTimes`.
         communicating: time in which a communication of the rank is in flight.
         idle_by_cause: idle time by cause, without causes that take no time.
-        waited_for: time in which other ranks are idle until this rank arrives.
+        waited_for: time for which other ranks are idle until this rank arrives, summed over these ranks.
     """
 
     computing: float
@@ -74,8 +74,9 @@ class Figures:
 
     Attributes:
         end: end of the step, in the unit of the timeline.
-        ranks: times of each row.
-        bubble: bubble of the pipeline's schedule, from 0 to 1 (None: there is no pipeline, or the step was measured).
+        ranks: times of each row: of one rank, or in a folded program of all ranks of a pipeline stage.
+        bubble: bubble of the pipeline's schedule without communication, from 0 to 1 (None: there is no pipeline, or the
+            step was measured).
         bubble_with_communication: bubble of the timeline, which includes communication (None: there is no pipeline).
         closed_form: bubble by the formula of the schedule (None: there is none).
         formula: this formula as text.
@@ -150,7 +151,7 @@ def figures_of(
         timeline: a simulated or a measured step.
         schedule: name of the pipeline's schedule, for the closed form of its bubble.
         activity: `activity_of(timeline)`, if already computed.
-        free: bubble of the schedule, if already computed (see `schedule_bubble`).
+        free: result of `schedule_bubble` (None: unknown, as for a measured step).
     """
     activity = activity or activity_of(timeline)
     stages = timeline.program.mesh.sizes()["pp"]
@@ -166,11 +167,12 @@ def figures_of_activity(
     closed: float | None = None,
     formula: str = "",
 ) -> Figures:
-    """Return the six figures of ops, which may come from a trace.
+    """Return the six figures of an activity, which may come from a profiler's trace.
 
     Args:
-        bubbles: bubble of the pipeline's schedule, and its share with communication.
-        closed, formula: closed form of the bubble, and the formula as text.
+        activity: ops and communications of a step.
+        bubbles: bubble of the pipeline's schedule, and bubble with communication (None: unknown).
+        closed, formula: value of the bubble by the schedule's formula, and the formula as text.
     """
     gaps: list[list[ComputeGap]] = [[] for _ in activity.rows]
     for gap in find_gaps(activity):
@@ -256,7 +258,7 @@ def _idle_parts(
 
 
 def _quiet(talking: Sequence[Span], since: float, until: float) -> float:
-    """Return the length of an interval outside of some spans, which must be sorted and disjoint."""
+    """Return the time of an interval that no span covers. The spans must be sorted and disjoint."""
     inside = sum(max(0.0, min(end, until) - max(start, since)) for start, end in _near(talking, since, until))
     return max(0.0, until - since - inside)
 

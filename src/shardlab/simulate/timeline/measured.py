@@ -2,8 +2,8 @@
 
 `measured` combines the records of all ranks; `compare` puts prediction and measurement side by side. The files of a
 traced run come last. Each rank writes one during the run, and at the end one file for all ranks is written. The first
-line of a file describes the program. Then follow a line for each rank's first step, for each rank's second step, and so
-on, and then the memory. If a file is cut off, the lines before are still read.
+line of a file describes the program. Each of the next lines is one step of one rank, in the order of steps. The last
+lines are the memory of each rank. If a file is cut off, all complete lines are still read.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class Measured:
 
     Attributes:
         timeline: the step of median length, in seconds and bytes; if no step is complete, the last one.
-        seconds: for each rank, the time of each op by index on the tape. It is the mean over the steps of usual length,
-            so that the times of several ops add up to their time in such a step.
+        seconds: for each rank, the time of each op by index on the tape. It is the mean over the steps of usual length:
+            all except the shortest and the longest quarter.
         ranks: for each rank, the means of its times over the steps of usual length. They add up to the mean step.
         steps: duration of each complete step, from the start of the first rank to the end of the last.
         live: for each rank, live bytes by category at the op with the largest sum; empty if not measured.
         counters: for each rank, times in the timeline and the live bytes by category from then on.
         peaks: for each rank, the largest number of bytes, including temporary memory of ops; 0 if not measured.
-        bound: largest possible difference of the ranks' clocks, in seconds.
+        bound: largest possible error of a rank's clock relative to rank 0's, in seconds, after correction.
         missing: a sentence for each part of a complete trace that is missing.
     """
 
@@ -264,7 +264,7 @@ class Comparison:
     """Comparison of a predicted and a measured step.
 
     Attributes:
-        step: seconds of the step; the measured figure is the mean of the steps of usual length.
+        step: seconds of the step; the measured figure is the mean of the steps of usual length (see `Measured`).
         ranks, kinds: rows by rank, and by rank and kind of op.
         missing: a sentence for each part of a complete trace that is missing.
     """
@@ -333,7 +333,7 @@ class TraceFile:
         job: the settings of the training (see `shardlab.train.job`).
         fingerprint: fingerprint of the tapes that ran.
         records: records of the ranks.
-        lost: a sentence for each file that is incomplete.
+        lost: a sentence for each file that is incomplete or cannot be read.
     """
 
     job: dict[str, Any]
@@ -342,10 +342,13 @@ class TraceFile:
     lost: list[str]
 
     def measured(self, checked: Checked) -> Measured:
-        """Combine the records, for the program that the job describes.
+        """Combine the records of all ranks.
+
+        Args:
+            checked: the program that the job describes.
 
         Raises:
-            UserError: if this is not the program that ran.
+            UserError: if another program ran, or if the records are invalid.
         """
         if checked.program.fingerprint() != self.fingerprint:
             raise UserError(
@@ -363,7 +366,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def write_rank(folder: Path, job: Mapping[str, Any], fingerprint: str, record: RankRecord) -> None:
-    """Write the record of one rank so far. The file is complete at any time."""
+    """Write the record of one rank so far. It replaces the rank's file at once, so the file is never incomplete."""
     _write(rank_file(folder, record.rank), job, fingerprint, {record.rank: record})
 
 

@@ -6,8 +6,8 @@ A `MemoryLedger` counts the bytes that a rank holds, by purpose, and their peak.
   then frees the values that are not needed any more. Like the executor, it knows which values lie in the memory of
   other values, and so take none of their own.
 - A compressed rank (`shardlab.simulate.predict.compressed.rank`) has no tape. Its verbs add and free values in the same
-  order, and the passes of layers are `MemoryChange`s that were measured on the tape of a sample. So every compressed
-  step is a `MemoryChange` as well, and the ledger of a whole schedule is the sum of its steps.
+  order. The passes of layers are `MemoryChange`s, which were measured on the tape of three blocks of the model. So each
+  step of a compressed schedule is a `MemoryChange` as well, and the ledger of the whole schedule adds them up.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CATEGORY_OF_KIND = dict.fromkeys(Kind, _INDEX[Category.ACTIVATIONS]) | {
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank in a step.
+    """Memory of one rank in a step, in bytes or in elements.
 
     Attributes:
         before: for each op, the memory when it starts, before its own output is stored.
@@ -86,9 +86,9 @@ class RankMemory:
 def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list[int]]:
     """Count for each rank and op the elements that are live when the op starts, before its own output is stored.
 
-    An output of a communication counts from its issue. The value that a layer saves ends with its BACKWARD or with its
-    activation. The outputs of an update use the memory of its inputs. A gradient that BACKWARD adds to an older one
-    takes no additional memory, and neither does their sum.
+    An output of a communication counts from the issue of the communication. The value that a layer saves counts until
+    the layer's BACKWARD, or until the layer's input is freed. The outputs of an update use the memory of its inputs. A
+    gradient that BACKWARD adds to an older one takes no additional memory, and neither does their sum.
 
     Args:
         of: the kinds of values to count.
@@ -102,7 +102,7 @@ def live_memory(traced: Traced, of: Collection[Kind] = tuple(Kind)) -> list[list
 
 
 def memory_in_elements(traced: Traced) -> list[RankMemory]:
-    """Count elements as `live_memory` does, with all categories at every op."""
+    """Return the memory of each rank in elements, counted as by `live_memory`, with all categories at every op."""
     elements = traced.program.sizes.elements
     return [
         TapeMemory(tape, traced.specs[row], elements, counters=True).run()
@@ -129,10 +129,11 @@ def peak_elsewhere_in_bytes(traced: Traced, place: str) -> list[int]:
 
 
 def memory_in_bytes(traced: Traced, kept: Sizes | None = None, *, counters: bool = False) -> list[RankMemory]:
-    """Count bytes as the executor allocates them.
+    """Return the memory of each rank in bytes, counted as the executor allocates them.
 
     Args:
-        kept: sizes of values in memory (None: those of the program).
+        kept: sizes of values as they lie in memory, for example in a framework that saves other activations (None: the
+            sizes of the program).
         counters: whether to count all categories at every op.
     """
     size = Bytes(kept or traced.program.sizes)
@@ -170,7 +171,7 @@ class MemoryChange(NamedTuple):
 
     Attributes:
         bytes, by_category: difference between the memory after and before the work, in total and by category.
-        peak: the peak during the work (None: it had no op).
+        peak: the peak during the work (None: the work has no op).
     """
 
     bytes: int
@@ -182,8 +183,8 @@ class MemoryLedger:
     """Ledger of the bytes that one rank holds.
 
     Attributes:
-        bytes, by_category: held now, in total and in the order of `CATEGORIES`.
-        peak: the first peak during an op so far (None: there was no op).
+        bytes, by_category: bytes held now, in total and in the order of `CATEGORIES`.
+        peak: largest memory at an op so far, with the first op that reached it (None: there was no op).
         peak_bytes: bytes of the peak.
     """
 
@@ -204,7 +205,7 @@ class MemoryLedger:
         self.by_category[target] += bytes
 
     def record_peak(self, op: OpKind, layer: int) -> None:
-        """Record that an op runs now. It is the peak if more is held than ever before."""
+        """Record that an op of a layer runs now. The memory held now becomes the peak if it is larger."""
         if self.bytes > self.peak_bytes:
             self.peak_bytes, self.peak = self.bytes, MemoryPeak(self.bytes, tuple(self.by_category), op, layer)
 
@@ -248,11 +249,11 @@ class TapeMemory(MemoryLedger):
         counters: whether to record all categories at every op.
         memory: the place to follow, one of `rules.refusals.PLACES` ("" for the device). Values elsewhere count 0.
         arena: the rank's arena. Values in it take no additional memory.
-        sizes: the model, which tells which inputs layers keep, and whether a residual stream lies in the value that a
+        sizes: the model. It determines which inputs layers keep, and whether a residual stream lies in the value that a
             layer saves. A kept input ends with the last of its layer's backward passes; any other input ends after its
             last read, as in the executor. A residual inside a saved value takes no additional memory until the saved
-            value ends, or until any other op than a forward pass that keeps everything reads it, such as a message.
-            Without `sizes`, inputs end when they are freed.
+            value ends, or until the residual is read by an op (a message, for example) other than a forward pass that
+            saves its values. Without `sizes`, inputs end when they are freed.
     """
 
     def __init__(
@@ -390,7 +391,10 @@ class TapeMemory(MemoryLedger):
             self._release(number)
 
     def _keep_for_backward(self, op: Op) -> None:
-        """Replace the value that a layer saved when one of its passes has run and others still follow."""
+        """After a pass of a layer, end the saved value that it read, and keep the one that it saved for a later pass.
+
+        A kept input ends with the last saved value that belongs to it.
+        """
         row, activation, specs = op[0].row, op[2][0], self._specs
         saved = self._saved.setdefault(activation, {})
         ended = list[int]()
@@ -407,7 +411,7 @@ class TapeMemory(MemoryLedger):
 
     def _free(self, number: int) -> None:
         """End a value, and the values that layers saved with it."""
-        if number not in self._saved and not self._views.roots:  # as most are
+        if number not in self._saved and not self._views.roots:  # the usual case
             self._end(number)
             return
         for each in self._views.ended((number, *self._saved.pop(number, {}).values())):

@@ -33,9 +33,9 @@ class Prices(Protocol):
             and receives one at a time. "link": the sender's part is latency of the link, which carries any number of
             messages at once. "rendezvous": one transfer, which starts when both ranks have arrived.
         blocking_p2p: share of a message's time in which its sender does not compute.
-        contention: seconds that compute loses for each second in which a communication of its rank is in flight: 0 if
-            they share no resource, about 1 if they take turns on one core.
-        lag: time that a rank loses at a wait for a collective or a message, beyond the wait and `contention`.
+        contention: seconds that a rank loses for each second in which it computes while a communication that it awaits
+            later is in flight: 0 if the two share no resource, about 1 if they take turns on one core.
+        lag: time that a rank loses at a wait for a collective or a message, in addition to the wait and `contention`.
         adds_in_backward: whether the time of a BACKWARD includes adding its gradient to an older one. The corresponding
             ADD on the tape then takes no time (see `shardlab.check.in_place`).
     """
@@ -65,7 +65,7 @@ class Prices(Protocol):
         return False
 
     def for_model(self, sizes: Sizes) -> Prices:
-        """Return the prices for programs of a model. They depend on it if the time unit does."""
+        """Return the prices for programs of a model. They differ from `self` if the model defines the time unit."""
         return self
 
     def compute_time(self, op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
@@ -83,7 +83,7 @@ class Prices(Protocol):
         ...
 
     def message_times(self, value: Kind, bytes: float, source: int, target: int) -> tuple[float, float]:
-        """Return the sender's and the receiver's part of a message's time. In a rendezvous, both are the transfer's."""
+        """Return the time of a message on its sender and on its receiver. In a rendezvous, both are the transfer."""
         ...
 
     def copy_time(self, kind: OpKind, bytes: float, place: str) -> float:
@@ -151,7 +151,7 @@ class PriceList:
         return time
 
     def message(self, send: Op, row: int, specs: Mapping[int, Spec]) -> tuple[float, float]:
-        """Return the sender's and the receiver's part of a message's time."""
+        """Return the time of a message on its sender and on its receiver."""
         sent = specs[send[2][0]]
         bytes, source = self._bytes(sent), rank_of(self._traced.program, row)
         key = (sent.kind, source, send.peer, bytes)
@@ -181,10 +181,10 @@ class Bytes:
 
 
 def _work_key(spec: Spec) -> Hashable:
-    """Return the part of a value's spec that decides its amount of work.
+    """Return the part of a value's spec on which the work of an op depends.
 
-    It consists of the slices and the tokens, independent of the number of the first microbatch. The contributions that
-    a gradient sums do not count.
+    It has the value's form and its cells (microbatches, or slices of their sequences), with cells counted from the
+    value's first microbatch. The contributions that a gradient sums make no difference.
     """
     form, cells = spec[0], spec[1]
     if form.kind not in ROW_KINDS:
@@ -199,7 +199,8 @@ _ADD = OpKind.ADD
 class Traced(Protocol):
     """Program that can be simulated: a checked program, or a folded one (see `shardlab.simulate.predict.folding`).
 
-    The position of a tape among the tapes is its row. Members of communications are given by their rows.
+    The position of a tape among the tapes is its row. In a checked program it is the number of a rank. In a folded
+    program a row stands for all ranks of a pipeline stage. Members of communications are given by their rows.
     """
 
     @property
@@ -218,7 +219,10 @@ def rank_of(program: Program, row: int) -> int:
 
 
 def awaited_by(program: Program, row: int, op: Op) -> Awaited:
-    """Return the kind and the axis of a communication; of a message, the axis along which its ranks differ."""
+    """Return the kind and the axis of a communication.
+
+    The axis of a message is the one along which its two ranks differ, or `world` if they differ along several.
+    """
     if op.group is not None:
         return op.kind, op.group.axis
     mesh, here = program.mesh, rank_of(program, row)
