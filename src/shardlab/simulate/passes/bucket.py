@@ -2,13 +2,13 @@
 allocation.
 
 `bucket` joins several collectives of one kind and group into one, which starts once all of them could have started, and
-pays one latency. PyTorch's DistributedDataParallel fills buckets of 25 MB (Li et al. 2020, arXiv 2006.15704, section
-3.2.3); here the size of buckets follows from the prices of collectives.
+has the latency of one. PyTorch's DistributedDataParallel fills buckets of 25 MB (Li et al. 2020, arXiv 2006.15704,
+section 3.2.3); here the size of buckets follows from the prices of collectives.
 
-`arena` computes an offset in one arena for each buffer of a step, since their lifetimes are known from the tape. It
-places buffers from the largest to the smallest ("greedy by size", Pisarchyk and Lee 2020, arXiv 2001.03288, section
-5.2), each in the smallest gap that is free during its lifetime (best fit; Wilson et al. 1995, "Dynamic storage
-allocation").
+`arena` computes an offset in one allocation, the arena, for each buffer of a step (`shardlab.check.buffers`), since the
+lifetimes of buffers are known from the tape. It places buffers from the largest to the smallest ("greedy by size",
+Pisarchyk and Lee 2020, arXiv 2001.03288, section 5.2), each in the smallest gap that is free during its lifetime (best
+fit; Wilson et al. 1995, "Dynamic storage allocation").
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardlab.simulate.timeline.prices import Bytes
 
 
 def bucket(checked: Checked, parts: int) -> Tapes:
-    """Join collectives into buckets: at least `parts` buckets for all collectives of one kind on a rank.
+    """Join collectives of equal kind, group and dtype into buckets: at least `parts` buckets for each such set.
 
     Raises:
         CannotApply: if no two collectives have the same kind, group and dtype.
@@ -51,7 +51,7 @@ def _all_buckets(checked: Checked, parts: int) -> list[list[list[int]]]:
 
 
 def _buckets(tape: Sequence[Op], specs: Mapping[int, Spec], bytes_of: Bytes, parts: int) -> list[list[int]]:
-    """Return for each bucket of a tape the indices of its collectives."""
+    """Return for each bucket of a tape the indices of its collectives, of which there are at least two."""
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for at, op in enumerate(tape):
         if op.kind in BUCKETED and op.batch < 0 and (given := specs[op.inputs[0]]).kind in FLAT:

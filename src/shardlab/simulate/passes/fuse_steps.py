@@ -1,9 +1,10 @@
 """The pass `fuse-steps`: the first gathers of the next step run at the end of this step, beside its last updates.
 
-It needs no new op, since a step loads the values that the previous step leaves. On the new tape, a gathered weight is
-loaded at the start, beside the rank's slice of it, and gathered again from the updated slice before the step ends. The
-check of one tape covers any number of steps: every loaded slice must be left one update later. The first step, and the
-first step after a checkpoint, gather these weights before they start.
+The pass needs no new op, since a step loads the values that the previous step leaves. On the new tape, a gathered
+weight is loaded at the start, beside the rank's slice of it, and gathered again from the updated slice before the step
+ends. The check of one tape covers any number of steps: for every slice that a step loads, it must leave the slice after
+one more update. Before the first step, and before the first step after loading a checkpoint, these weights are
+gathered.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LOAD_WEIGHT, ALL_GATHER = OpKind.LOAD_WEIGHT, OpKind.ALL_GATHER
 
 
 def fuse_steps(checked: Checked, count: int) -> Tapes:
-    """Run each rank's first `count` gathers in the previous step, and its last `count` updates after their start.
+    """Run each rank's first `count` gathers in the previous step, beside its last `count` updates of other slices.
 
     Raises:
         CannotApply: if no step begins with gathers of weights that are kept on the device.
@@ -65,7 +66,10 @@ def _first(checked: Checked, rank: int, count: int) -> list[int]:
 
 
 def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> tuple[list[Op], Mapping[int, Spec]]:
-    """Return a rank's tape with these gathers at its end, each right after its slice's update, and the new specs."""
+    """Return the new tape and specs of a rank: each chosen gather comes right after the update of the gathered slice.
+
+    All chosen gathers are awaited at the end of the tape.
+    """
     kept = KeptWeights(tape, specs)
     new = {kept.final[number]: number for number in kept.final}
     waits = {op.handle: at for at, op in enumerate(tape) if op.kind is WAIT}

@@ -161,7 +161,11 @@ class OffloadedTape:
         return tuple(copies.get(number, self._away.get(number, number)) for number in numbers), list(copies.values())
 
     def _saving(self, op: Op, before: Op) -> Op:
-        """Return an op with its saved activation, which is recomputed if the forward pass no longer saves it."""
+        """Return a forward pass without its saved value if the input of the layer is offloaded.
+
+        Before a backward pass that reads such a saved value, append a RECOMPUTE, and return the backward pass with the
+        result. Return any other op as it is.
+        """
         if op.kind is OpKind.FORWARD and self._leaves(before):
             self._recomputed.add(op.outputs[-1])
             return op._replace(outputs=op.outputs[:-1])

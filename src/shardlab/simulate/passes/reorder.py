@@ -1,8 +1,9 @@
 """Passes that reorder the ops of tapes, and `Ordering`, which computes the order.
 
 A pass asks an `Ordering` to start some ops earlier and to end others later. `Ordering.tape` moves each as far as the
-dependences allow. Light ops that prepare a moved op move with it; all other ops stay in their order. The passes below
-it only request moves: `defer`, `prefetch`, `early_copies`, `early_receives` and `early_updates`.
+dependences allow. Light ops (`LIGHT`: sums, casts, ...) that prepare a moved op move with it; all other ops stay in
+their order. The passes of this file only request moves: `defer`, `prefetch`, `early_copies`, `early_receives` and
+`early_updates`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shardlab.language.pass_names import EarlyStart
 FREE, WAIT = OpKind.FREE, OpKind.WAIT
 
 LIGHT = frozenset({OpKind.ADD, OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE, OpKind.NORM})
-"""Ops that move with the op for which they are needed. All others stay, and limit moves of the ops around them."""
+"""Ops that move with the op that needs their result. All others stay, so dependences on them limit moves."""
 
 
 class Ordering:
@@ -54,11 +55,22 @@ class Ordering:
             self._raise(at, place)
 
     def end_before(self, at: int, other: int) -> None:
-        """Move an op down to just before another (the tape's length: the end), or before the first dependent op."""
+        """Move an op down to just before another one, or before the first op that depends on it if that is earlier.
+
+        Args:
+            at: index of the op.
+            other: index of the other op (the length of the tape: move to its end).
+        """
         self._sunk[at] = len(self._tape) if other >= len(self._tape) else self._places[other] - 0.5
 
     def start_ahead(self, starts: Sequence[int], ahead: int | EarlyStart) -> None:
-        """Start communications `ahead` uses of their results early, and await each just before that use."""
+        """Start each of some communications early, and await it just before its result is used.
+
+        Args:
+            starts: the communications, in order.
+            ahead: each starts before the first use of the result of the communication `ahead` places before it in
+                `starts`.
+        """
         ahead, but = (ahead.number, ahead.but) if isinstance(ahead, EarlyStart) else (ahead, frozenset[int]())
         brought = [self.needs.readers[self._tape[at].outputs[0]] for at in starts]
         uses = [min(readers, default=at) for at, readers in zip(starts, brought, strict=True)]
@@ -139,8 +151,8 @@ REDUCTIONS = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_REDUCE, OpKind.REDUCE}
 def defer(checked: Checked, ahead: int) -> Tapes:
     """Delay the wait for each reduced gradient while later reductions start, and update right after the wait.
 
-    Both move to just before the `ahead`-th reduction after it, or to the end of the step, so at most `ahead` reductions
-    are in flight. Gradients are then reduced while gradients of earlier layers are computed.
+    Wait and update move to just before the `ahead`-th reduction after this one, or to the end of the step, so at most
+    `ahead` reductions are in flight. Gradients are then reduced while gradients of earlier layers are computed.
 
     Raises:
         CannotApply: if no gradient is reduced.
@@ -175,7 +187,7 @@ def _reductions(tape: Sequence[Op], specs: Mapping[int, Spec]) -> list[int]:
 
 
 def prefetch(checked: Checked, ahead: int | EarlyStart) -> Tapes:
-    """Start each gather of weights `ahead` uses of gathered weights early, while earlier layers compute.
+    """Start each gather of weights `ahead` uses of gathered weights before its own, while earlier layers compute.
 
     This is FSDP's prefetching (Zhao et al. 2023, arXiv 2304.11277, section 3.3.2) on any tape. Programs that follow a
     plan prefetch by themselves (`shardlab.strategies.plan.sharding.ParameterGatherer`).
@@ -203,7 +215,7 @@ OFFLOAD, RELOAD = OpKind.OFFLOAD, OpKind.RELOAD
 
 
 def early_copies(checked: Checked, ahead: int) -> Tapes:
-    """Start each reload `ahead` uses of reloaded values early, and let up to `ahead` offloads be in flight at once.
+    """Start each reload `ahead` uses of reloaded values before its own, and let up to `ahead` offloads be in flight.
 
     An offload is awaited just before the `ahead`-th offload after it starts.
 
@@ -229,7 +241,7 @@ def _copies(tape: Sequence[Op], kind: OpKind) -> list[int]:
 
 
 def early_receives(checked: Checked, ahead: int | EarlyStart) -> Tapes:
-    """Post each receive `ahead` uses of received values early, so that messages arrive while the receiver computes.
+    """Post each receive `ahead` uses of received values before its own, so that messages arrive during compute.
 
     Raises:
         CannotApply: if there are no receives, or all are part of exchanges, whose messages are issued together.
@@ -252,7 +264,7 @@ def early_updates(checked: Checked, _: int) -> Tapes:
     """Run every update as soon as its gradient is final, beside the remaining communication.
 
     Raises:
-        CannotApply: if nothing is updated, or if gradients are clipped, since no gradient is final before their norm.
+        CannotApply: if nothing is updated, or if gradients are clipped, since the norm of all gradients comes first.
     """
     if not checked.trains:
         raise CannotApply("nothing is updated")

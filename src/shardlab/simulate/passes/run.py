@@ -41,7 +41,7 @@ GAIN = 1e-9
 """Smallest share of a step that a change must gain to be kept."""
 
 MOST_TRIED = 24
-"""Largest number of candidates of a pass for one program, if not all ops that it starts early fit into memory."""
+"""Largest number of candidates of a pass, including those that start fewer ops early because memory is short."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Goal:
 
     Attributes:
         prices: times of ops.
-        memory: largest number of bytes on a rank; if the program already needs more, passes must not add to it.
-        kept: sizes of values in memory (None: those of the program).
+        memory: largest number of bytes on a rank. If the program already needs more, passes must not raise its peak.
+        kept: sizes of values as they lie in memory (None: those of the program).
         most: largest number of ops of all replayed candidates together. Each pass has an equal share.
         least: smallest share of a step that a pass must gain, if its setting is not given and it saves no memory.
     """
@@ -91,7 +91,12 @@ class PassResult:
     applies: bool = True
 
     def better(self, other: PassResult, memory: float) -> bool:
-        """Return whether this program is better than another."""
+        """Return whether this program is faster than another, or equally fast with less memory.
+
+        Args:
+            other: the other program.
+            memory: limit of the peak in bytes. If the other program exceeds the limit, its peak is the limit.
+        """
         if self.peak > max(memory, other.peak):
             return False
         least = GAIN * other.end
@@ -101,8 +106,8 @@ class PassResult:
 def run_passes(checked: Checked, passes: Iterable[TapePass], goal: Goal | None = None) -> list[PassResult]:
     """Run passes over a program.
 
-    No pass makes the program slower, exceeds the memory, or breaks a backend on which it ran. A pass with a given
-    setting may do the first two.
+    After each pass, the program is at most as slow as before, fits into the memory (or has at most its old peak), and
+    still runs on every backend on which it ran. If a pass has a given setting, only the last condition holds.
 
     Args:
         checked: the program.
@@ -202,7 +207,10 @@ def apply_passes(checked: Checked, names: str) -> Checked:
 
 
 def helpful_results(found: Iterable[PassResult]) -> dict[str, PassResult]:
-    """Return the original program and that after each helpful pass, by the text that `find_passes` reads for it."""
+    """Return the original program (`as written`), and the program after each pass that has improved it.
+
+    The key of a pass is its name and setting in the syntax of `find_passes`.
+    """
     improved = (each for each in found if each.setting or not each.name)
     return {helpful_names([each]) if each.name else "as written": each for each in improved}
 
@@ -214,15 +222,15 @@ def helpful_names(found: Iterable[PassResult]) -> str:
 
 
 def crowding(moves: Moves, before: Checked, after: Checked, kept: Sizes | None = None) -> set[int]:
-    """Return the ops that a pass has moved before the peak of the fullest rank.
+    """Return the ops that a pass has moved from after the peak of the fullest rank to before it.
 
     Args:
         moves: function that lists the ops of a tape that the pass starts early.
         before, after: the program before and after the pass.
-        kept: sizes of values in memory (None: those of the program).
+        kept: sizes of values as they lie in memory (None: those of the program).
 
     Returns:
-        Positions of these ops in the list of `moves`.
+        Positions of these ops in the list that `moves` returns.
     """
     peaks = memory_in_bytes(after, kept)
     rank = max(range(len(peaks)), key=lambda rank: peaks[rank].peak)
@@ -244,11 +252,12 @@ class TapePass:
     Attributes:
         name: name on the command line.
         does: its effect, in a few words.
-        rewrite: function of (program, setting) that returns new tapes. A setting is a number, or the targets of
-            `offload`. It raises `CannotApply` if it has nothing to do.
+        rewrite: function of (program, setting) that returns new tapes. The function raises `CannotApply` if the pass
+            has nothing to do.
         tried: settings of which the best is taken (empty: the pass only runs with a given setting).
-        chosen: whether the setting was given; then its candidate is taken if it is correct.
-        moves: function that lists the ops that it starts early. If they do not all fit into memory, some are not moved.
+        chosen: whether the setting was given. Its candidate is then taken if it is correct.
+        moves: function that lists the ops that the pass starts early. If this takes too much memory, the pass is also
+            tried without some of these ops (None: it is not).
     """
 
     name: str
@@ -286,7 +295,7 @@ def find_passes(text: str) -> list[TapePass]:
     """Return the passes that a text names (see `named_passes`).
 
     Raises:
-        UserError: if a name is unknown, or a number is not one.
+        UserError: if a name is unknown, or a pass does not take its setting.
     """
     return [
         PASSES[name] if setting is None else replace(PASSES[name], tried=(setting,), chosen=True)

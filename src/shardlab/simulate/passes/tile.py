@@ -1,9 +1,9 @@
 """The pass `tile`: a layer that is too large for a device is computed in tiles, one after the other.
 
 This is memory-centric tiling (Rajbhandari et al. 2021, arXiv 2104.07857, section 5.3), written as tensor parallelism on
-one rank. A tile is a slice of a layer's parameters, which computes a term of the layer's result. Each tile is gathered
-for its pass and freed after it, and its gradient is reduced before the next tile's is computed. So only one tile at a
-time is whole.
+one rank. A tile is a slice of a layer's parameters. It computes a term (a partial sum) of the layer's result. Each tile
+is gathered for its pass and freed after it, and its gradient is reduced before that of the next tile is computed. So a
+rank has the whole parameters of only one tile at a time.
 
 `TiledTape` walks over a rank's tape and repeats each op on a cut layer for each tile. Gathers of weights, and
 recomputations, are deferred until a tile is used.
@@ -121,7 +121,11 @@ class TiledTape:
             total = made if logits or not t else self._sum(total, made, output, t)
 
     def put_backward(self, op: Op) -> None:
-        """Append a backward pass: each tile computes a term of the input's gradient, and its gradient or saved part."""
+        """Append a backward pass: each tile computes a term of the input's gradient.
+
+        In a BACKWARD, it also computes its weight gradient. In a BACKWARD_INPUT, it saves a value for its
+        BACKWARD_WEIGHT instead.
+        """
         (x, gradient, weight, saved), total, whole = op.inputs, -1, op.kind is BACKWARD
         own, output = op.outputs if whole else op.outputs[::-1]
         tokens = not self._specs[output].layer  # of tokens there is no gradient to sum
@@ -173,7 +177,7 @@ class TiledTape:
         self._free(direction)
 
     def put_loss(self, op: Op) -> None:
-        """Append a loss: each tile's logits need the statistics of all tiles, or those on the tape."""
+        """Append a loss for the logits of each tile, from statistics of all tiles: those on the tape, or new ones."""
         logits, *given = op.inputs
         stats = given[0] if given else self._stats(logits, op.layer, self._new())
         self.put_each(op._replace(inputs=(logits, stats)))
@@ -252,7 +256,7 @@ class TiledTape:
         self.tape.append(op._replace(inputs=inputs, outputs=outputs, handle=handle, holds=holds))
 
     def _slice(self, holds: Holds, t: int) -> Holds:
-        """Return a tile of some slices. Each tensor-parallel rank's slice of a layer has separate tiles."""
+        """Return tile `t` of some slices of a layer. Each tensor-parallel rank's slice has separate tiles."""
         fine, tiles = holds.refined(math.lcm(holds.of, self._tp)), len(self._tiles)
         size = fine.of // self._tp
         return Holds(mask_of((p // size * tiles + t) * size + p % size for p in bits(fine.mask)), fine.of * tiles)

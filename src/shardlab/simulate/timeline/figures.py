@@ -167,7 +167,7 @@ def figures_of_activity(
     closed: float | None = None,
     formula: str = "",
 ) -> Figures:
-    """Return the six figures of an activity, which may come from a profiler's trace.
+    """Return the six figures of an activity, which may come from a trace file (`shardlab.draw.viewer.trace_file`).
 
     Args:
         activity: ops and communications of a step.
