@@ -1,8 +1,8 @@
 """Ranks of any command on this machine, and the store through which the ranks of a launcher find each other.
 
 `run_command` is `shardlab launch`: it starts a command once per rank, prefixes the output of each rank, and ends all
-ranks when one fails. `store_of` finds the store of a launcher's world. With `RankExchange`, its ranks agree on settings
-before they compute.
+ranks when one fails. `store_of` finds the torch `Store` of a launcher's world. With `RankExchange`, the ranks of this
+world agree on settings before they compute.
 """
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
@@ -94,8 +94,8 @@ class Outcome:
     Attributes:
         asked: number of the signal that asked this process to stop; 0 if there was none.
         rank: rank that failed first; None if none did.
-        code: exit code of this rank, or minus the signal that ended it.
-        output: last lines of this rank.
+        code: exit code of this rank, or the negative number of the signal that ended it.
+        output: last lines that this rank wrote to stderr, or to stdout if it wrote nothing to stderr.
     """
 
     asked: int = 0
@@ -105,10 +105,10 @@ class Outcome:
 
 
 def run_command(command: Sequence[str], ranks: int, *, bound: bool, restarts: int = 0) -> Outcome:
-    """Run a command in several processes of this machine, and prefix their lines with the rank.
+    """Run a command in several processes of this machine, and return the outcome of the last attempt.
 
-    If one process fails, all are ended, after some seconds in which the others may report. SIGINT, SIGTERM, SIGHUP and
-    SIGUSR1 are forwarded to all. A second SIGINT or SIGTERM kills them.
+    Each line of output is prefixed with its rank. If one process fails, all are ended, after some seconds in which the
+    others may report. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are forwarded to all. A second SIGINT or SIGTERM kills them.
 
     Args:
         command: the program and its arguments.
@@ -135,18 +135,18 @@ CLOSE_SECONDS = 0.05
 """Seconds within which a listener that is about to end closes a connection."""
 
 SAY_SECONDS = SILENCE - 1
-"""Seconds after which a rank reports for which ranks it waits. It precedes the heartbeat, which says less."""
+"""Seconds of waiting after which the missing ranks are reported: fewer than the heartbeat's, whose line says less."""
 
 _STORES: dict[LaunchEnvironment, tuple[dist.Store, Iterator[int]]] = {}
 
 
 def store_of(environment: LaunchEnvironment, timeout: timedelta = dist.default_pg_timeout) -> dist.Store:
-    """Return the store of this world: torchrun's, or rank 0's. Every call returns a new namespace.
+    """Return the store of this world: torchrun's, or one of rank 0. Every call returns a new namespace of the store.
 
-    All ranks call this equally often.
+    All ranks must call this equally often.
 
     Raises:
-        UserError: if its port is in use, or ranks do not connect in time.
+        UserError: if the port for the store is in use, or ranks do not connect in time.
     """
     if environment not in _STORES:
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -157,7 +157,7 @@ def store_of(environment: LaunchEnvironment, timeout: timedelta = dist.default_p
 
 
 class RankExchange:
-    """Exchange of strings between the ranks of a launcher's world. All ranks call each method equally often.
+    """Exchange of strings between the ranks of a launcher's world. All ranks must call its methods equally often.
 
     Args:
         environment: the world (None: this process is alone).
@@ -192,7 +192,7 @@ class RankExchange:
             self._wait(store, keys, "")
             words = [store.get(other).decode() for other in keys]
             store.set("words", json.dumps(words))
-            # The store of rank 0 is closed when rank 0 ends.
+            # Rank 0 waits until the others have read the strings, because its store is closed when it ends.
             self._wait(store, [f"heard {other}" for other in keys[1:]], "heard ")
             return words
         except dist.DistError as error:
@@ -206,7 +206,8 @@ class RankExchange:
         """Call a function on every rank, and return this rank's result once all ranks have succeeded.
 
         Raises:
-            UserError: on every rank, if the function raised one on any rank; that of the first such rank.
+            UserError: on every rank, if the function raised one on any rank. The message is that of the first such
+                rank.
         """
         results: list[Result] = []
         wrong = ""
@@ -230,8 +231,8 @@ class RankExchange:
 
 
 def restarts_in(environment: LaunchEnvironment | None, timeout: timedelta = dist.default_pg_timeout) -> int:
-    """Return how often torchrun has restarted the ranks, by the host that counts most: a host that has joined begins at
-    0.
+    """Return how often torchrun has restarted the ranks: the largest count of all hosts. A host that joins later counts
+    from 0.
     """
     here = restarts(os.environ)
     if environment is None or not may_restart(os.environ):
@@ -338,10 +339,10 @@ def _wait(
         limit: time limit in seconds.
         arrived: function that returns whether all ranks have arrived.
         missing: function that returns the ranks that are missing.
-        why: function that returns the reason after a space, or an empty string if it is not known.
+        why: function that returns the reason in parentheses after a space, or an empty string if it is not known.
 
     Raises:
-        UserError: if they do not arrive in time. The message names them.
+        UserError: if ranks do not arrive in time. The message names them.
     """
     began = reported = time.monotonic()
     while not arrived():
@@ -362,9 +363,9 @@ def _wait(
 
 
 def _agent_store(environment: LaunchEnvironment, limit: float) -> dist.Store:
-    """Return the store of torchrun's agent, with a namespace of this start.
+    """Return the store of torchrun's agent, in a namespace for this start of the ranks.
 
-    The agent's store outlives a restart, and torch itself would find the addresses of ranks that are gone there
+    The agent's store outlives a restart, and torch itself would find in it the addresses of ranks that have ended
     (https://github.com/pytorch/pytorch/issues/167288). No variable of torchrun identifies a start: agents of one world
     count restarts differently, and a host that joins is no restart. So each rank writes a random token. Rank 0
     publishes all tokens that it sees, until each rank has found its own token among them.
@@ -419,7 +420,10 @@ def _client(environment: LaunchEnvironment) -> dist.Store:
 
 
 def _wait_for_listener(environment: LaunchEnvironment, limit: float) -> None:
-    """Wait until a program keeps listening at the meeting point. Rank 0 also tests the port before it imports torch."""
+    """Wait until a program listens at the meeting point and keeps a connection open.
+
+    Before it imports torch, rank 0 tests the port (`require_port`). That test accepts connections and closes them.
+    """
 
     why = ""
 

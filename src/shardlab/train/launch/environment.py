@@ -38,7 +38,7 @@ class LaunchEnvironment:
 
     Attributes:
         rank, world: number of this process, and number of processes.
-        local_rank: number of this process on its host, which is also the number of its device.
+        local_rank: number of this process on its host, and of its GPU if each process sees all GPUs of the host.
         address, port: meeting point of the processes.
         local_world: processes on this host; None if the launcher does not say.
     """
@@ -72,12 +72,13 @@ class LaunchEnvironment:
 def find_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment | None:
     """Read the launcher's environment variables; None if no launcher started this process.
 
-    All processes meet at MASTER_ADDR:MASTER_PORT. torchrun sets both. Without an address, a world on one host meets on
-    127.0.0.1, under SLURM on the first host of the step, and under PBS on the first of the job's hosts.
+    All processes meet at MASTER_ADDR:MASTER_PORT. torchrun sets both. Without MASTER_PORT, the port is `PORT`. Without
+    MASTER_ADDR, the address is 127.0.0.1 if all ranks are on one host, else the first host of the step (SLURM) or of
+    the job (PBS).
 
     Raises:
         UserError: if variables contradict each other, or do not determine the local rank or the meeting point. The
-            message has the variables that were read, and the variable to set.
+            message names the variables that were read, and the variable to set.
     """
     worlds = innermost(environment)
     if not worlds:
@@ -107,7 +108,7 @@ class _Hosts:
         environment: all environment variables.
         worlds: facts of each launcher.
         rank, world: rank and world size, on which the launchers agree.
-        own_rank, own_world: rank and number of ranks on this host, if they are known.
+        own_rank, own_world: local rank of this process, and number of ranks on its host, if they are known.
     """
 
     environment: Mapping[str, str]
@@ -156,7 +157,7 @@ class _Hosts:
         return one_host
 
     def local_world(self) -> int | None:
-        """Number of ranks on this host, if it is known."""
+        """Return the number of ranks on this host; None if it is not known."""
         if self.own_world is not None:
             return self.own_world.value
         return self.world.value if self.one_host else None
@@ -216,17 +217,19 @@ class _Hosts:
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:
-    """Return the name of the launcher that started this process, or "shardlab"."""
+    """Return the name of the launcher that started this process, or "shardlab" if none started several ranks."""
     return next((facts.name for facts in innermost(environment) if facts.world.value != 1), "shardlab")
 
 
 def require_port(environment: Mapping[str, str]) -> None:
-    """Check on rank 0, which will listen there, that the port is free and the address is that of this host.
+    """Check on rank 0 that the port of the meeting point is free, and that its address leads to this host.
 
-    The check runs before torch is imported, which takes seconds. Under torchrun, the agent listens.
+    The check runs before torch is imported, which takes seconds. Under torchrun nothing is checked, because the agent
+    listens on the port.
 
     Raises:
-        UserError: if not. The message names the variable to change.
+        UserError: if the port is in use, or rank 0 cannot connect to itself at the address. The message names the
+            variable to change.
     """
     world = find_launch_environment(environment)
     if world is None or world.rank or world.world == 1 or from_torchrun(environment):
@@ -311,7 +314,7 @@ class CpuShare:
     Attributes:
         host: name of its host.
         cpus: numbers of the CPUs on which it may run.
-        quota: CPU time of all processes of its container, in CPUs (None: no quota).
+        quota: limit on the CPU time of all processes of its container together, in CPUs (None: no limit).
         asked: value of OMP_NUM_THREADS (None: not set).
     """
 
@@ -347,13 +350,16 @@ def threads_of(shares: Sequence[CpuShare]) -> int:
 
 
 def asked_threads(environ: Mapping[str, str]) -> int | None:
-    """Return the number of threads in OMP_NUM_THREADS. Of a list (for nested regions) it is the first number."""
+    """Return the number of threads in OMP_NUM_THREADS; None if it is not set, or is no positive number.
+
+    The variable may be a list of numbers for nested regions. The first one counts.
+    """
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
 def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the CPU time, in CPUs, that the control groups of this process allow; None without a limit.
+    """Return the smallest limit of CPU time, in CPUs, of the control groups of this process; None without a limit.
 
     Reads cpu.max (version 2; the kernel's Documentation/admin-guide/cgroup-v2.rst) of the group and its ancestors.
     """

@@ -32,11 +32,11 @@ GRACE = 7
 """Seconds from a request to stop until the run is killed: less than the 10 s of `docker stop`."""
 
 WARNED_GRACE = 100
-"""Seconds from a scheduler's warning until the run is killed, since it comes early (see `job_script.WARNING`)."""
+"""Seconds from a scheduler's warning until the run is killed: fewer than the `job_script.WARNING` that then remain."""
 
 
 def grace_of(number: int) -> int:
-    """Return the seconds that remain after a signal."""
+    """Return the number of seconds from a signal until the run is killed."""
     return WARNED_GRACE if number == signal.SIGUSR1 else GRACE
 
 
@@ -66,10 +66,10 @@ def catch_signals() -> Generator[socket.socket]:
 
 
 class StopRequest:
-    """Request to stop this rank after a whole step, inside of `with`. After `grace_of` seconds the rank is killed.
+    """Context manager that receives requests to stop this rank after the current step.
 
     Attributes:
-        asked: whether there was a request.
+        asked: whether there was a request. If the rank still runs some seconds later (`grace_of`), it is killed.
     """
 
     starter: Connection | None = None
@@ -79,8 +79,8 @@ class StopRequest:
         """Create the request; signals are caught inside of `with`.
 
         Args:
-            saved: function that describes in a sentence what has been saved so far, on the rank that reports it; None
-                on the others.
+            saved: function that returns a sentence about what has been saved so far. None on ranks that print nothing
+                about requests.
         """
         self.asked = False
         self._grace = 0
@@ -112,7 +112,7 @@ class StopRequest:
     def ask(self, grace: int = GRACE) -> None:
         """Ask this rank to stop, and all other ranks through the process that started it.
 
-        A later request counts if it leaves more time.
+        A later request replaces an earlier one if it leaves more time.
 
         Args:
             grace: seconds until the rank is killed.
@@ -130,10 +130,10 @@ class StopRequest:
     def _listen(self, signals: socket.socket) -> None:
         with signals:
             number = signals.recv(1)
-            if not number:  # this byte says that `with` has ended
+            if not number:  # the socket was closed when `with` ended
                 return
             self.ask(grace_of(number[0]))
-        # The process that started this one reports it, if it still runs.
+        # If the process that started this one still runs, it reports a step that does not end.
         alone = multiprocessing.parent_process() is None or _orphaned()
         if not self._over.wait(self._grace - 0.5) and alone:
             self._say(f"the step did not end within {self._grace} s")
@@ -145,7 +145,7 @@ class StopRequest:
 
 
 def end_with_starter(at_once: bool = False) -> None:
-    """Let the kernel send SIGTERM to this process when the process that started it ends, even if it is killed.
+    """Start a thread that sends SIGTERM to this process when the process that started it ends or is killed.
 
     Args:
         at_once: send SIGKILL instead, for ranks that a launcher restarts. After SIGTERM they would save, and stop the
@@ -156,7 +156,7 @@ def end_with_starter(at_once: bool = False) -> None:
 
 
 ESCAPE = "\x1b"
-"""First character of commands to a terminal, whose displays lay out their lines themselves."""
+"""First character of commands to a terminal. Text that contains it comes from a display, which breaks its own lines."""
 
 FEWEST_COLUMNS = 20
 """Number of characters that fit into a line of every terminal."""
@@ -218,7 +218,7 @@ class Heartbeat:
 
     Attributes:
         doing: current activity. Setting it restarts the clock.
-        until: function that returns whether another display has taken over.
+        until: function that returns whether another display has taken over. No more lines are printed then.
     """
 
     def __init__(self, doing: str, silence: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
@@ -244,7 +244,7 @@ class Heartbeat:
             self._print(line)
 
     active: ClassVar[Heartbeat | None] = None
-    """Heartbeat whose `with` block is active. Lines of `say_waiting` count as output of it."""
+    """Heartbeat whose `with` block is active (None: there is none)."""
 
     def __enter__(self) -> Heartbeat:
         self._thread.start()
@@ -273,7 +273,7 @@ class Heartbeat:
 
 
 def say_waiting(line: str) -> None:
-    """Print a line about what this process waits for. It counts as output of the heartbeat."""
+    """Print a line about what this process waits for. The active heartbeat's silence then begins again."""
     (say if Heartbeat.active is None else Heartbeat.active.say)(line)
 
 

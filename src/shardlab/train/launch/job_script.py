@@ -49,8 +49,9 @@ class SubmittedJob:
         seconds: time limit.
         queue: queue of PBS, or partitions of SLURM separated by commas, if the user names any.
         account: account to charge, if the user names one.
-        run: folder of the run, if the command trains one. A job that has saved before the run's end is submitted again.
-        queue_option: the user's option for the queue.
+        run: folder of the run, if the command trains one. If a job's time is over before the run is, the job is
+            submitted again.
+        queue_option: name of the option with which the user sets the queue, for messages.
     """
 
     command: Sequence[str]
@@ -66,10 +67,10 @@ class SubmittedJob:
     queue_option: str = "--queue"
 
     def __post_init__(self) -> None:
-        """Refuse names that a scheduler would misread.
+        """Refuse names that a scheduler would misread, and time limits that leave no time for a warning.
 
         Raises:
-            UserError: if a name has other characters than are allowed.
+            UserError: if a name has characters that are not allowed, or the time limit is at most `WARNING`.
         """
         names = {"--name": self.name, self.queue_option: self.queue, "--account": self.account}
         for option, value in names.items():
@@ -91,7 +92,10 @@ class SubmittedJob:
 
     @property
     def before(self) -> list[str]:
-        """Shell lines that remember the run's record, since a job that fails early leaves an earlier record."""
+        """Shell lines that keep a copy of the run's record.
+
+        If a job fails early, the record is still that of an earlier job.
+        """
         if self.run is None:
             return []
         return [f"record={shlex.quote(str(self.run / RECORD))}", 'before="$(cat "$record" 2> /dev/null)"']
@@ -134,12 +138,12 @@ def submit(script: str, scheduler: Scheduler) -> str:
 
 @contextmanager
 def keep_script(script: str, run: Path) -> Generator[None]:
-    """Store the script of a job in the folder of its run, as a context manager.
+    """Context manager that stores the script of a job in the folder of its run.
 
     If the block raises, the script of an earlier job is kept, and a new folder is removed.
 
     Raises:
-        UserError: when it cannot be written.
+        UserError: if the script cannot be written.
     """
     is_new = not run.exists()
     try:
@@ -169,7 +173,7 @@ def _slurm(job: SubmittedJob) -> str:
         "output": f"{job.name}-%j.log",
         "open-mode": "append",
     }
-    # srun has not taken this over from sbatch since 22.05
+    # since SLURM 22.05, srun ignores the option --cpus-per-task of sbatch
     cpus = "" if job.cpus_per_rank is None else f"--cpus-per-task={job.cpus_per_rank} "
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     return "\n".join(

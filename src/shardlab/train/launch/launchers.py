@@ -1,7 +1,8 @@
 """Rank, world size and hosts of a process, read from the environment variables of launchers.
 
 Variables of several launchers can be present at once. `srun --mpi=pmi2` also sets those of PMI, and a process of
-torchrun or mpiexec inherits those of the SLURM step in which its launcher runs. `innermost` ignores an outer step.
+torchrun or mpiexec inherits those of the SLURM step in which its launcher runs. `innermost` ignores the variables of an
+outer step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shardlab.common.errors import UserError
 from shardlab.common.text import counted
 
 MOST_HOSTS = 1 << 17
-"""Largest number of hosts in a list, more than any cluster has. A longer, damaged list is refused."""
+"""Largest accepted number of hosts in a list, more than any cluster has. A list with more hosts is damaged."""
 
 
 class Fact(NamedTuple):
@@ -44,11 +45,11 @@ class Launcher(NamedTuple):
 
 @dataclass(frozen=True)
 class LauncherFacts:
-    """Facts in a launcher's variables about the world that it has started.
+    """World that a launcher has started, as the launcher's variables describe it.
 
     Attributes:
         name: name of the launcher.
-        rank, world: rank of this process, and number of processes.
+        rank, world: rank of this process, and number of processes in the world.
         local_rank, local_world: rank and number of processes on its host (None: no variable has them).
         hosts: number of hosts (None: no variable has it).
         first_host: name of rank 0's host (None: no variable has it).
@@ -79,7 +80,10 @@ MPI = (
 
 
 def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
-    """Read the facts of the innermost launchers, the most complete ones first; empty if none started this process.
+    """Return the facts of the launchers whose variables describe the world of this process; none without a launcher.
+
+    If another launcher started this process inside a SLURM step, the step is left out. Launchers with more complete
+    variables come first.
 
     Raises:
         UserError: if the value of a variable is not a number, or variables of SLURM contradict each other.
@@ -104,7 +108,7 @@ def innermost(environment: Mapping[str, str]) -> list[LauncherFacts]:
 
 
 def from_torchrun(environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun or `shardlab launch` has started this process. They set all variables."""
+    """Return whether torchrun or `shardlab launch` has started this process. Both set all variables of torchrun."""
     return "TORCHELASTIC_RUN_ID" in environment
 
 
@@ -125,11 +129,11 @@ def number(environment: Mapping[str, str], variable: str) -> Fact | None:
 def slurm_step(environment: Mapping[str, str]) -> LauncherFacts | None:
     """Read the facts of srun's step; None if srun has started no step, as in a batch script.
 
-    The submit host, which SLURM_LAUNCH_NODE_IPADDR names, may be one on which no rank runs. Rank 0 is on the first host
-    of the step's list.
+    Rank 0 is on the first host in the step's list of hosts. SLURM_LAUNCH_NODE_IPADDR is not used: it names the submit
+    host, on which perhaps no rank runs.
 
     Raises:
-        UserError: if its variables contradict each other.
+        UserError: if the value of a variable is malformed, or the variables contradict each other.
     """
     rank, world = number(environment, "SLURM_PROCID"), number(environment, "SLURM_STEP_NUM_TASKS")
     if rank is None or world is None:
@@ -190,7 +194,7 @@ def expand_hosts(text: str, variable: str = "the list of hosts") -> list[str]:
 
 
 def expand_counts(text: str, variable: str) -> list[int]:
-    """Expand SLURM's list of the tasks of each host, such as `2(x3),1`.
+    """Return the number of tasks on each host, from a list of SLURM. `2(x3),1` gives [2, 2, 2, 1].
 
     Raises:
         UserError: if it is not such a list.
@@ -222,9 +226,10 @@ def _starts_one_on_each_host(step: LauncherFacts) -> bool:
 
 
 def _is_shell(environment: Mapping[str, str]) -> bool:
-    """Return whether this process belongs to the shell of `srun --pty`, whose other tasks have ended at once.
+    """Return whether this process was started from an interactive shell of `srun --pty`.
 
-    A step that is started in such a shell inherits SLURM_PTY_PORT, but has no terminal.
+    SLURM's variables then describe the step of the shell, whose other tasks have already ended. If srun starts a new
+    step from that shell, the tasks inherit SLURM_PTY_PORT, but have no terminal.
     """
     if "SLURM_PTY_PORT" not in environment or environment.get("SLURM_PROCID") != "0":
         return False
@@ -232,7 +237,7 @@ def _is_shell(environment: Mapping[str, str]) -> bool:
     if task == str(os.getpid()):
         return False  # srun started the command itself, and all tasks run it
     with suppress(OSError, ValueError, IndexError):
-        # Number of the terminal.
+        # Field 7 of stat is the number of the task's terminal; 0 means that it has none.
         return Path("/proc", task, "stat").read_text().rpartition(")")[2].split()[4] != "0"
     return True
 
@@ -244,7 +249,10 @@ def _same(known: Fact | None, other: Fact, words: str) -> Fact:
 
 
 def _first_host(environment: Mapping[str, str], node: Fact | None, hosts: Fact | None) -> tuple[str | None, str]:
-    """Return the first host of a step, or None and the reason why it is unknown."""
+    """Return the name of a step's first host; None, with a reason, if it is unknown.
+
+    The reason is a contradiction between variables, as text. It is empty if no variable lists the hosts.
+    """
     name = "SLURM_STEP_NODELIST"
     text = environment.get(name)
     job = number(environment, "SLURM_JOB_NUM_NODES")
@@ -263,7 +271,7 @@ def _first_host(environment: Mapping[str, str], node: Fact | None, hosts: Fact |
 
 
 def _numbers(ranges: str) -> Iterator[str]:
-    """Yield the numbers of ranges, each as wide as the first number of its range: 08-10 is 08, 09 and 10."""
+    """Yield the numbers of ranges, each as wide as the first number of its range: 08, 09 and 10 for 08-10."""
     for each in ranges.split(","):
         first, _, last = each.partition("-")
         for value in range(int(first), int(last or first) + 1):

@@ -52,7 +52,7 @@ REPORT_SECONDS = 3.0
 """Seconds in which the other ranks may still report after one has failed."""
 
 REPEAT_SECONDS = 0.5
-"""Seconds in which a second signal counts as the first, since `timeout` signals the process and then its group."""
+"""Seconds in which a second signal counts as a copy of the first: timeout(1) signals the process and then its group."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def run_processes(
     """Call `function(rank, *arguments)` in `count` processes, and return rank 0's result.
 
     If one process fails, all are ended. If one of them, or this process, receives SIGINT, SIGTERM or SIGHUP, all
-    receive SIGTERM. A second SIGINT or SIGTERM to this process ends them at once. If this process is killed, they
-    receive SIGTERM.
+    receive SIGTERM. SIGUSR1 is forwarded as SIGUSR1. A second SIGINT or SIGTERM to this process ends them at once. If
+    this process is killed, they receive SIGTERM.
 
     Args:
         preload: names of modules that are imported once for all processes.
@@ -157,7 +157,11 @@ class RankProcesses:
         return len(self._ended) < len(self._processes)
 
     def wait(self, others: Sequence[Any]) -> list[Any]:
-        """Wait for the next event, record reports and ends of ranks, and return the connections that are ready."""
+        """Wait for the next event, and record reports and ends of ranks.
+
+        Returns:
+            The connections that are ready, those in `others` included.
+        """
         left = None if self._end == float("inf") else max(0.0, self._end - time.monotonic())
         watch = self._watch if left is None else None
         ready: list[Any] = wait([*others, *self._pipes], left if watch is None else watch.interval)
@@ -179,7 +183,11 @@ class RankProcesses:
         return ready
 
     def ask(self, grace: int, *, again: bool = False) -> None:
-        """Ask all ranks to end within `grace` seconds. A second request with `again` kills them."""
+        """Ask all ranks to end within `grace` seconds.
+
+        A later request with a longer `grace` extends the time. Any other later request kills the ranks if `again` is
+        set.
+        """
         now = time.monotonic()
         if self._asked == float("inf"):
             self._asked, self._grace, self._end = now, grace, min(self._end, now + grace + 1)
@@ -240,7 +248,7 @@ class RankProcesses:
     def _note_end(self, rank: int) -> None:
         """Record the end of a rank. If it failed, the others have REPORT_SECONDS to end too.
 
-        The kernel closes the pipe of a rank that ends, even if the fork server has ended.
+        A rank's end is noticed by its pipe, which the kernel closes even if the fork server has ended.
         """
         process = self._processes[rank]
         process.join(REPORT_SECONDS)  # the exit code comes from the server that forked it, if the server still runs
@@ -265,7 +273,7 @@ class RankProcesses:
 
 
 def how_ended(code: int) -> str:
-    """Describe the end of a process by its exit code, or minus the signal that ended it."""
+    """Describe how a process ended, given its exit code or the negative number of the signal that ended it."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed ({signal.Signals(-code).name}" + ("; out of memory?)" if -code == signal.SIGKILL else ")")
@@ -289,7 +297,7 @@ def _without_main(*objects: object) -> Generator[None]:
 
 
 def _start_forkserver() -> None:
-    """Start the server that forks the ranks. It ignores signals to its process group, so that it reports exit codes."""
+    """Start the server that forks the ranks. Signals do not end it, so that it reports exit codes."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()

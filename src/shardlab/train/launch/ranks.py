@@ -81,9 +81,10 @@ class Rendezvous:
     Attributes:
         bound: bind each rank to separate CPUs.
         timeout: time after which a rank that waits for another fails.
-        start: the same limit while the ranks of a launcher connect.
-        dynamo: import torch._dynamo once for all ranks that are started here; torch.compile, the classes of torch.optim
-            and the tracker of a trace's memory need it. Imported by each rank in a step, it takes seconds.
+        start: time limit while the ranks of a launcher connect to each other.
+        dynamo: import torch._dynamo once for all ranks that are started here. torch.compile, the classes of torch.optim
+            and the measurement of memory for a trace need it. Otherwise a step in which each rank imports it takes
+            seconds longer.
     """
 
     bound: bool = False
@@ -155,8 +156,8 @@ def run_ranks(
         The result of the call on this rank, or on rank 0 if the ranks were started here.
 
     Raises:
-        RankFailed: if a rank that was started here failed, with the traceback of the first one, or hung. In the world
-            of a launcher, a watch raises it on one rank of each host.
+        RankFailed: if a rank that was started here failed or hung. The message has the traceback of the first rank that
+            failed. In the world of a launcher, a watch raises this error on one rank of each host.
         UserError: if a rank raised one, the launcher's world has another size, or its port is in use.
         KeyboardInterrupt: if ranks that were started here were asked to end by a signal, and returned no result.
     """
@@ -242,7 +243,8 @@ LOCK = "held"
 """File in the folder of a rendezvous that its process keeps locked until it ends."""
 
 RESERVED_BYTES = 1 << 15
-"""Largest number of bytes that ranks write into the file. They are reserved first, so that a full disk is noticed."""
+"""Largest number of bytes that ranks write into the file. As many are written to the lock file first, to notice a full
+disk."""
 
 
 @contextmanager
@@ -295,7 +297,7 @@ def restore_wakeups() -> None:
 _REQUESTED = re.compile(r"(?:[Tt]ried to allocate|unable to mmap) (\d+ bytes|[\d.]+ [KMG]iB)")
 """Pattern of torch's message about the requested memory."""
 
-_THREAD = "can't start new thread"  # raised without a traceback
+_THREAD = "can't start new thread"  # there is no memory for the thread's stack
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -362,7 +364,9 @@ def set_heap() -> None:
 
 
 def _launched_device(environment: LaunchEnvironment) -> torch.device:
-    """Return the device of a launcher's rank: the only GPU that it sees, or the GPU with its number on the host.
+    """Return the device of a launcher's rank.
+
+    It is the only GPU that the rank sees, or the GPU whose number is the local rank, or the CPU if there is no GPU.
 
     Raises:
         UserError: if the host has fewer GPUs than ranks.
@@ -442,8 +446,8 @@ def _rendezvous(
         device_id=None if device.type == "cpu" else device,
     )
     if device.type == "cpu":
-        # All ranks wait for each other here. gloo returns when this rank is connected; if it then ended, others could
-        # not connect.
+        # All ranks wait for each other here. gloo returns when this rank is connected; if this rank then ended, others
+        # could not connect.
         connect_neighbours(limit, joining.timeout, shares=memory_limit() is None)
         torch.set_num_threads(threads := threads_of(gather_objects(CpuShare.of_this_process())))
         if changed and threads > 1:

@@ -23,7 +23,7 @@ def as_program(command: Sequence[str]) -> list[str]:
     """Return the arguments with which a command is started. A Python file is run by this Python interpreter.
 
     Raises:
-        UserError: if there is no such program.
+        UserError: if the command is empty, or there is no such program or file.
     """
     if not command:
         raise UserError("there is no command; give one after --, such as: shardlab launch --ranks 2 -- train.py")
@@ -41,10 +41,10 @@ def become(environment: LaunchEnvironment, command: Sequence[str], *, bound: boo
     """Replace this process by a command, with the environment variables of its rank.
 
     Args:
-        bound: bind it to CPUs that no other rank of this host uses.
+        bound: bind the process to CPUs that no other rank of this host uses.
 
     Raises:
-        UserError: if it cannot be bound, or the command cannot be started.
+        UserError: if the process cannot be bound, or the command cannot be started.
     """
     if bound:
         bind(environment)
@@ -58,7 +58,7 @@ def become(environment: LaunchEnvironment, command: Sequence[str], *, bound: boo
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    """Become the command of a rank in the world of the launcher's variables."""
+    """Replace this process by a command, as the rank that the variables of `shardlab launch` describe."""
     end_with_parent()
     environment = find_launch_environment(os.environ)
     assert environment is not None, "the agent sets the variables"

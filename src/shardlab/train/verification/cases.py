@@ -40,17 +40,18 @@ SHARDINGS = {
     "ep": Plan(Mesh(ep=2)),
     "ep+fsdp": replace(FSDP, mesh=Mesh(dp_shard=2, ep=2)),
 }
-"""Shardings, the columns of the table. Each runs with every pipeline. A new sharding is one line here."""
+"""Shardings of `verify --all`. Each runs with every pipeline. A new sharding is one line here."""
 
 WIDE = 16384
-"""Number of hidden features at which both products of a feed-forward layer are large, even in two slices."""
+"""Number of hidden features at which a feed-forward layer recomputes the input of its second product, even if two ranks
+split the layer (see `RECOMPUTED_FROM` in models/primitives.py)."""
 
 NO_PIPELINE = "none"
 PIPELINES = (NO_PIPELINE, *SCHEDULES)
-"""Rows of the table."""
+"""Pipelines of `verify --all`: none, or pp 2 with one of the schedules."""
 
 ALONE = "alone"
-"""Column of the strategies by name."""
+"""Value of `Case.column` for strategies by name, which are not combined with a sharding."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,14 @@ class Case:
     """Strategy to verify, on a small model.
 
     Attributes:
-        row, column: position in the table.
+        row, column: name of the pipeline (or of the strategy), and name of the sharding (or `ALONE`).
         strategy: a name or a plan.
         ranks: number of processes.
         layers: layers of the model.
-        microbatches: microbatches of a step.
+        microbatches: microbatches of a step, of all ranks together.
         dropout: dropout of the model.
         passes: names of the passes that rewrite the program (None: those of the plan, or none).
-        ffn_hidden_size: hidden features of the feed-forward layers (None: the model's default, whose products are
-            small; see `WIDE`).
+        ffn_hidden_size: hidden features of the feed-forward layers (None: the model's default).
     """
 
     row: str
@@ -102,10 +102,10 @@ def named_cases() -> Iterator[Case]:
 
 
 def paired_cases() -> Iterator[Case]:
-    """Yield every sharding with every pipeline of two ranks, at 2 to 4 microbatches on each data-parallel rank.
+    """Yield every sharding with each of `PIPELINES`, and with 2, 3 and 4 microbatches on each data-parallel rank.
 
     With 3 microbatches the stages are uneven, a stage gathers its weights once for all of its layers, there is dropout,
-    and feed-forward layers are wide. With 4 microbatches everything is recomputed in the backward pass.
+    and feed-forward layers are wide (`WIDE`). With 4 microbatches there is full recomputation.
     """
     for column, sharding in SHARDINGS.items():
         for row in PIPELINES:
@@ -129,7 +129,8 @@ TOLERANCE = 1e-12
 """Largest accepted error in float64, whose rounding error is 1e-16.
 
 Another order of summation changes gradients by some 1e-15 of their largest element. `EPS` of `verify.py` keeps AdamW
-from amplifying that: the largest error of all `CASES` is 4.0e-15. Models larger than theirs have longer sums.
+from amplifying that: the largest error of all `CASES` is 4.0e-15. The tolerance is larger because larger models have
+longer sums.
 """
 
 SMALL_NORM = 0.1
@@ -142,10 +143,11 @@ class Errors:
 
     Attributes:
         loss_error: largest relative difference of a step's loss.
-        gradient_error, weight_error: error of the worst layer (and step; moving averages count as weights): max|a - b|
-            / max|b| over all parameters of the layer together. A relative error of single elements would be meaningless
-            for gradients that are zero, such as that of an attention's key bias.
-        gradient_layer, weight_layer: numbers of these layers.
+        gradient_error: largest error of a layer's gradient, over all layers and steps. The error is max|a - b| / max|b|
+            over all parameters of the layer together. A relative error of single elements would be meaningless for
+            gradients that are zero, such as that of an attention's key bias.
+        weight_error: largest error of a layer's weights after the last step, or of their moving averages.
+        gradient_layer, weight_layer: numbers of the layers with these errors.
     """
 
     loss_error: float
@@ -164,9 +166,9 @@ class Verdict(Errors):
     """Differences between a strategy and one device that trains in the same precision, and the verdict on them.
 
     Attributes:
-        exact: differences between the strategy and one device that trains in float64, as lengths of vectors (None: the
-            precision is float64 itself).
-        one_device: differences between one device in this precision and one device in float64.
+        exact: differences between the strategy and one device that trains in float64 (None: the precision is float64
+            itself). The error of a layer is here the length of the vector a - b divided by that of b.
+        one_device: differences between one device in this precision and one device in float64, with the same measure.
         rounding: machine epsilon of the data type in which layers compute.
     """
 
@@ -182,9 +184,9 @@ class Verdict(Errors):
     def ok(self) -> bool:
         """Whether the strategy is correct.
 
-        In float64, every error must be at most 1e-12. In lower precision another order of summation alone makes a
-        difference, so the strategy must be as close to the exact results as one device: within twice that device's
-        error, plus one rounding.
+        In float64, every error must be at most 1e-12. In lower precision, a different order of summation alone makes a
+        difference. Each error of the strategy against float64 must then be at most twice the error of one device in the
+        same precision, plus `rounding`.
         """
         if self.exact is None or self.one_device is None:
             return max(self.all) <= TOLERANCE
@@ -194,7 +196,7 @@ class Verdict(Errors):
 
 
 def clip_for(checked: Checked, clip: float | None) -> float | None:
-    """Return the norm to which gradients are clipped: `clip`, or SMALL_NORM if the program clips."""
+    """Return the norm to which gradients are clipped: `clip`, or SMALL_NORM if `clip` is None and the program clips."""
     return SMALL_NORM if clip is None and checked.clips else clip
 
 

@@ -36,7 +36,7 @@ class Reference:
 
     Attributes:
         losses: mean loss of each step.
-        gradients: flat gradient of each layer, by step.
+        gradients: for each step, the flat gradient of each layer.
         weights: flat weights of each layer after the last step.
         averages: moving average of the flat weights of each layer; empty without `ema`.
     """
@@ -67,7 +67,7 @@ def train_reference(
     Args:
         model: model, not split into the layers of a program.
         batches: training data.
-        microbatches: number of microbatches of each step.
+        microbatches: number of microbatches of each step. Its length is the number of steps.
         seed: seed of weights and dropout.
         precision: data types of the parameters, their gradients, and the optimizer's copy of the parameters.
         config: settings of the optimizer.
@@ -154,7 +154,10 @@ def train_reference(
 
 
 def _matrices(tensor: Tensor, parameter: Parameter) -> list[Tensor]:
-    """Return the matrices of a parameter: one for each expert and section (Jordan 2024 separates queries and keys)."""
+    """Return the matrices of a parameter that Muon updates separately.
+
+    There is one for each expert and each section of the rows, such as queries and keys (Jordan 2024).
+    """
     each: Sequence[Tensor] = tensor.view(-1, *parameter.shape[-2:]).unbind()
     lengths = list(parameter.sections) or [parameter.shape[-2]]
     return [part for matrix in each for part in torch.split(matrix, lengths)]

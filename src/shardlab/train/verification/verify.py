@@ -156,7 +156,7 @@ def verify_rank(
 
 
 Slices = Mapping[tuple[int, Holds], Tensor]
-"""Tensors by layer and slices."""
+"""Tensors by number of the layer and slices that the tensor holds."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class CaseProgress(Progress):
 
 
 def _slice(state: State, layers: Sequence[Tensor], layer: int, holds: Holds) -> Tensor:
-    """Return some slices of a layer's flat buffer."""
+    """Return the slices `holds` of a layer's flat buffer as one tensor."""
     whole = pad_runs(state.shapes.layouts[layer], layers[layer], state.shapes.flat[layer])
     return torch.cat([whole[start:stop] for start, stop in state.shapes.ranges(layer, holds)])
 
