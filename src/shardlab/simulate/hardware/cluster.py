@@ -66,8 +66,8 @@ class Link:
         efficiency: fraction of the bandwidth that a large collective reaches.
         pair: bytes per second of a message between two devices; less than `bandwidth` if the lanes go to different
             peers and no switch joins them.
-        net_step: minimum seconds of each step of a ring or a tree over several nodes, also inside nodes (0: as its hop;
-            collectives then use the fastest algorithm, not NCCL's rings and trees).
+        net_step: minimum seconds of each step of a ring or a tree over several nodes, also inside nodes (0: no minimum;
+            collectives then use the fastest algorithm, not only NCCL's rings and trees).
         half_speed_ranks: number of ranks that halves the bytes per second of a ring or a tree over several nodes (0:
             bytes per second do not depend on the number of ranks).
         source: source of the figures.
@@ -313,7 +313,7 @@ T = TypeVar("T", Device, Link)
 class NodeType:
     """Usual node of a device: number of devices, names of its links, number of NICs, and the source.
 
-    `boards` names the link inside nodes with another number of devices, which have other boards.
+    `boards` has the names of the links inside nodes with other numbers of devices, by this number.
     """
 
     devices: int

@@ -1,13 +1,13 @@
 """Durations of collectives by algorithm, for a group of ranks on one or more nodes.
 
 Costs are latency and bandwidth (alpha and beta) as in Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
-communication operations in MPICH" (not opened). The fastest algorithm is taken, as NCCL does from its own model
-(NVIDIA/nccl src/graph/tuning.cc). A ring visits the nodes one after another, so it enters and leaves each once, and its
-speed is that of its slowest link. A hierarchy works inside every node first, then between nodes with all members in
-parallel. If the network's overhead of a step is known (`net_step`), every step of a ring or a tree over several nodes
-takes at least that long, also inside nodes, as in tuning.cc ("inter-node rings still have to launch nsteps * net
-overhead"). Gathers then use rings, and all-reduces use rings or trees. On networks with `half_speed_ranks`, the bytes/s
-of rings and trees over several nodes decrease with the number of ranks.
+communication operations in MPICH" (cited without access to the paper). The fastest algorithm is taken, as NCCL does
+from its own model (NVIDIA/nccl src/graph/tuning.cc). A ring visits the nodes one after another, so it enters and leaves
+each once, and its speed is that of its slowest link. A hierarchy works inside every node first, then between nodes with
+all members in parallel. If the network's overhead of a step is known (`net_step`), every step of a ring or a tree over
+several nodes takes at least that long, also inside nodes, as in tuning.cc ("inter-node rings still have to launch
+nsteps * net overhead"). All-gathers and reduce-scatters then use rings, and all-reduces use rings or trees. On networks
+with `half_speed_ranks`, the bytes/s of rings and trees over several nodes decrease with the number of ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GroupSpan:
         intra_node: bytes/s that a member sends to members on its node.
         inter_node: bytes/s that a member sends to other nodes: its share of its node's NICs.
         hop_intra_node, hop_inter_node: seconds of a hop.
-        net_step: minimum seconds of each step of a ring or a tree over several nodes (0: as its hop).
+        net_step: minimum seconds of each step of a ring or a tree over several nodes (0: no minimum).
         half_speed_ranks: number of ranks that halves the bytes/s of a ring or a tree over several nodes (0: bytes/s do
             not depend on the number of ranks).
     """

@@ -94,7 +94,7 @@ MISALIGNED_BATCH: float = CONSTANTS["misaligned_batch"].value
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of its data sheet that a device reaches, one set for each type of device.
+    """Fractions of the data sheet's figures that a type of device reaches.
 
     Attributes:
         matmul: fraction of the peak FLOP/s in a large product of matrices, by dtype (clocks sag under that load).
@@ -105,8 +105,8 @@ class Efficiency:
         launch: seconds from one kernel to the next.
         k_half: the inner dimension at which a product reaches half of its speed.
         bytes_half: bytes at which a pointwise kernel reaches half of its bandwidth.
-        source: the measurements to which they were fitted, or their source.
-        figures: sources by name, such as "matmul.bfloat16".
+        source: the measurements to which these figures were fitted, or their source.
+        figures: sources of single figures by name, such as "matmul.bfloat16".
     """
 
     matmul: Mapping[str, float]
@@ -125,7 +125,7 @@ class Device:
 
     Attributes:
         name: name on the command line.
-        flops: peak FLOP/s by dtype, dense; torch's names, and "float8".
+        flops: peak FLOP/s without sparsity, by dtype (torch's names, and "float8").
         memory: bytes of memory.
         bandwidth: bytes/s of the memory.
         sms: number of streaming multiprocessors (a TPU's matrix units): tiles that it computes at once.
@@ -212,7 +212,7 @@ class Device:
 
 @cache
 def alignment(kernel: Matmul, dtype: str) -> float:
-    """Return the fraction of its speed that a product reaches, below 1 if rows are not whole 16-byte words."""
+    """Return the fraction of its speed that a product of matrices reaches if its rows are not whole 16-byte words."""
     word = 16 // bytes_of(dtype)
     if (kernel.m if kernel.of_weight else kernel.k) % word == 0 and kernel.n % word == 0:
         return 1.0

@@ -82,13 +82,13 @@ class Profile:
 
     Attributes:
         machine: the machine that was measured.
-        collectives: by name and number of ranks. They are timed from the arrival of the last member, and `bytes` are
-            those of the whole value. Large all-reduces have separate names (see `profiled_name`).
-        messages: from one rank to another (None: not measured).
-        kernels: by family and dtype, while all cores or devices are busy. Families are "matmul", "attention", "update",
-            "pointwise", and "pointwise:NAME" for a pointwise kernel with a separate speed. All but "update" also exist
-            with the suffix "_backward". For the key "op:NAME", `launch` is the time that each op of this name
-            takes in addition to its kernels.
+        collectives: times of collectives from the arrival of the last member, by name and number of ranks. Their bytes
+            are those of the whole value. Large all-reduces have separate names (see `profiled_name`).
+        messages: time of a message from one rank to another (None: not measured).
+        kernels: speeds of kernels while all cores or devices are busy, by family and dtype. Families are "matmul",
+            "attention", "update", "pointwise", and "pointwise:NAME" for a pointwise kernel with a separate speed. All
+            but "update" also exist with the suffix "_backward". For the key "op:NAME", `launch` is the time that each
+            op of this name takes in addition to its kernels.
         memory: bytes that all CPU ranks share, or that each device has.
         layers: measured times of layers, to which the rates in `kernels` were fitted.
         alone: the same as `kernels`, measured while one core or device is busy and the others are idle.
@@ -96,7 +96,8 @@ class Profile:
             resource, 1 if they take turns.
         lag: time that a rank loses at a wait for a collective or a message, beyond the wait and `contention`. It is
             measured only on collectives.
-        peaks: FLOP/s of the fastest matrix product, by dtype and number of processes that compute at once.
+        peaks: FLOP/s of one process in the fastest matrix product, by dtype and number of processes that compute at
+            once.
     """
 
     machine: Machine
@@ -113,7 +114,8 @@ class Profile:
     def peak_flops(self, dtype: str, ranks: int, threads: int) -> float | None:
         """Return the FLOP/s that ranks reach together (None: nothing was measured in this dtype).
 
-        If this number of ranks and threads was not measured, it is their share of the FLOP/s of all places together.
+        If these numbers of ranks and threads were not measured together, the result is the FLOP/s of one thread in the
+        measurement with most processes, times the number of threads of all ranks.
 
         Args:
             dtype: the dtype.

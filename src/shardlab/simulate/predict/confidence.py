@@ -136,7 +136,7 @@ def _same_chip(one: str, other: str) -> bool:
 
 @cache
 def measured_runs() -> tuple[RunErrors, ...]:
-    """Return the errors of all measured runs, predicted without their publisher."""
+    """Return the errors of all measured runs, each predicted with constants fitted without its publisher's runs."""
     return _read("runs")
 
 

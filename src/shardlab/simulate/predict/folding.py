@@ -1,16 +1,17 @@
 """Folding: of the ranks of a plan that do the same work, only one is traced and priced.
 
 Along every axis but `pp`, all ranks of a plan run the same ops on different slices. So `fold` traces one rank of each
-pipeline stage, and derives the contributions of the other members of its groups: the traced rank's value, *rotated*
-along the axis of the group. A message along the axis is the rank's own message, rotated back. The rule of every op
-applies, but folding is not a check: it assumes that the other ranks do the same.
+pipeline stage. The other members of its groups are absent. In a collective, their contributions are the traced rank's
+value, *rotated* along the axis of the group. Where the traced rank receives a message from an absent rank, the message
+is the one that it sends itself, rotated back. The traced ops obey all rules of the language, but folding is not a
+check: it assumes that the absent ranks do the same.
 
 A value is a set of slices, stored as bits. The bits count slices in mixed radix, with one digit for each axis of the
 mesh that cuts. The next rank along an axis has the same slices with that digit one higher, and the last rank has the
 slices of the first. So a rotation (`Rotation`) is a cyclic shift of one digit of each number (`cycled`).
 
-The parts, in order: `fold` and its world, which derives collectives and messages of absent ranks; helpers about groups
-and channels; `Rotation`.
+This file contains, in order: `fold` and its world, which derives collectives and messages of absent ranks; helpers
+about groups and channels; `Rotation`.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class FoldedCollectives(OpenCollectives):
         handle.ready = True  # before its rank can wait for it
 
     def _result(self, kind: OpKind, spec: Spec, group: Group) -> Spec:
-        """Return the result of the first member, cached for identical layers."""
+        """Return the result of a collective for its first member, cached for identical layers."""
         form, cells, joined = spec
         layer = form.layer
         apart = _apart(self._rotation.mesh, group)
@@ -240,7 +241,10 @@ def _along(mesh: Mesh, source: int, to: int) -> tuple[str, int]:
 
 
 def _twin(mesh: Mesh, source: int, to: int, stride: int) -> tuple[int, int]:
-    """Return the channel that represents this one: itself, or if its target is absent, one that ends at `source`."""
+    """Return (source, target) of the traced channel for messages from `source` to `to`.
+
+    If `to` is absent, it is the channel on which `source` receives the same message from an absent rank.
+    """
     if to % stride == 0:
         return source, to
     axis, by = _along(mesh, source, to)
@@ -327,10 +331,10 @@ class Rotation:
         return cycled(mask, count, count // outer, size, by)
 
     def _rotated_kv_done(self, spec: Spec, kv_done: int, by: int) -> int:
-        """Rotate the set of keys' slices that a value's queries have attended to.
+        """Rotate the set of slices of the sequence to whose keys a value's queries have attended.
 
-        Masked slices are not in the set, so the slices are grouped by rank. The last slices of each rank are never
-        masked, so they show which ranks' keys have been met.
+        Slices that the causal mask excludes are not in the set. So the ranks whose keys have been attended to are found
+        by each rank's last slices, which are never masked, and it is these ranks that are rotated.
         """
         sequence = self.space.sequence
         last = sequence - self.mesh.cp * self.mesh.tp
@@ -341,10 +345,10 @@ class Rotation:
         return sum(1 << slice for slice in range(sequence) if self._places[slice][0] in moved and slice >= lowest)
 
     def _rows(self, mask: int, axis: str, by: int, neighbours: int | None = None) -> int:
-        """Rotate a bit set over the cells of the batch: microbatch by microbatch, each in slices of its sequence.
+        """Rotate a bit set over the cells of the batch, which count the slices of each microbatch in order.
 
         Args:
-            neighbours: number of neighbours along `cp` that have joined their slices (None: as in Ulysses).
+            neighbours: number of adjacent ranks along `cp` that have joined their slices (None: `Plan.ulysses`).
         """
         sequence, total = self.space.sequence, self.space.cells
         sizes = self.axes
@@ -376,7 +380,10 @@ class Rotation:
         return self._dealt[rank][position]
 
     def _neighbour(self, rank: int, by: int, neighbours: int) -> int:
-        """Return the context-parallel rank at distance `by`, inside its neighbourhood and between neighbourhoods."""
+        """Return the context-parallel rank at distance `by` from a rank.
+
+        The distance inside a group of `neighbours` adjacent ranks is a digit of `by`, and that between groups another.
+        """
         outer, inner = divmod(rank, neighbours)
         return (outer + by // neighbours) * neighbours % self.mesh.cp + (inner + by) % neighbours
 
@@ -456,9 +463,9 @@ def cycled(mask: int, total: int, stride: int, size: int, by: int) -> int:
 
     Args:
         mask: the bit set.
-        total: every number in it is smaller.
+        total: bound of the numbers in `mask`.
         stride, size: place value and radix of the digit.
-        by: the amount.
+        by: amount that is added to the digit.
     """
     by %= size
     if not by or not mask:

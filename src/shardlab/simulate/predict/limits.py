@@ -176,10 +176,7 @@ def _activations(plan: Plan, name: str, can: CanRun, step: Workload) -> Iterator
 
 
 def recompute_kind(plan: Plan) -> str:
-    """Return the word of `CanRun.recompute` for a plan's recomputation.
-
-    Blocks by number are either the first ones of each stage, as the planner names them, or any others.
-    """
+    """Return the word of `CanRun.recompute` for a plan's recomputation: "blocks" if the plan numbers the blocks."""
     if isinstance(plan.recompute, tuple):
         return "blocks" if plan.recompute else "none"
     return plan.counted_recompute[0] if plan.counted_recompute else plan.recompute

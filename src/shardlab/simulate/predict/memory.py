@@ -211,7 +211,7 @@ def gradient_buffer_bytes(inputs: MemoryInputs, peak: Peak) -> float:
 
 
 def gather_bytes(inputs: MemoryInputs, peak: Peak) -> float:
-    """Return the bytes of freed inputs of sliced matrices that the allocator cannot reuse yet."""
+    """Return the bytes of freed inputs of sliced matrices that the allocator cannot reuse yet (`gathers_held_back`)."""
     copies = inputs.recipe.memory.gathers_held_back
     plan, model, mesh = inputs.plan, inputs.model, inputs.mesh
     if not copies or not isinstance(plan, Plan) or not plan.sequence_parallel:
@@ -243,7 +243,7 @@ def _is_last_stage(inputs: MemoryInputs, peak: Peak) -> bool:
 
 
 def router_graph_bytes(inputs: MemoryInputs) -> float:
-    """Return the bytes of recomputed graphs before routers, except the last block's, which stay until the next step."""
+    """Return the bytes that the graphs of all recomputed blocks of a rank but one hold until the next step."""
     plan, model, mesh = inputs.plan, inputs.model, inputs.mesh
     each = inputs.recipe.memory.router_graph_bytes
     if not each or not isinstance(model, MoE) or not isinstance(plan, Plan) or plan.recompute == "none":

@@ -1,7 +1,7 @@
 """Advice on a workload: changes that make it fit into memory, and the figures that are assumed.
 
-- `require_memory` refuses a step that does not fit into memory, and `advice` names the change that helps most. The
-  candidates come from `changes`, each with the flags that request it.
+- `require_memory` refuses a step that does not fit into memory. `advice` names a change with which it would fit, or
+  else the change that saves most. The candidates come from `changes`, each with the flags that request it.
 - `assumed_figures` lists the figures of a prediction that no source gives and that were not fitted to runs.
 """
 

@@ -130,10 +130,10 @@ class ClusterPrices(Prices):
     def again_seconds(self, layer: int, sequences: int, tokens: int, slices: int) -> float:
         """Return the seconds in which the backward pass of a layer recomputes values inside blocks.
 
-        With per-op recomputation, torchtitan keeps every second product. Shardlab's model fuses queries, keys and
-        values, and gate and up, so half of each is run again. Modules and policies run their primitives again, with
-        their communication: sums over tensor-parallel ranks, and exchanges between experts' ranks. Sums of experts'
-        slices are left out.
+        With per-op recomputation, torchtitan keeps the output of every second product. Shardlab's model fuses queries,
+        keys and values, and gate and up, so half of the time of each product is counted. Recomputation by modules or
+        policies runs their primitives again, with their communication: sums over tensor-parallel ranks, and exchanges
+        between experts' ranks. Sums of experts' slices are left out.
 
         Args:
             layer, sequences, tokens, slices: as in `Model.kernels`.
@@ -267,7 +267,7 @@ class ClusterPrices(Prices):
 
 
 def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
-    """Return the number of slices of a layer's parameters, of which an op computes one (1: the whole layer)."""
+    """Return the number of slices of a layer's parameters. The op computes with one of them (1: the whole layer)."""
     row = op.kind.row
     if row.keeps is Kind.SAVED:
         return _of_width(specs[op.outputs[0]])
@@ -275,7 +275,7 @@ def _slices(op: Op, specs: Mapping[int, Spec]) -> int:
 
 
 def _of_width(spec: Spec) -> int:
-    """Return the number of slices of a value's size into which its whole is cut (1: it has the whole)."""
+    """Return the ratio of the size of the whole value to the size of the part in `spec` (1: it is the whole)."""
     share = fraction_held(spec.form)
     return share.denominator // share.numerator
 

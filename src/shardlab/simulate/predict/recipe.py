@@ -71,7 +71,7 @@ def _ratio(written: str | float) -> float:
 RATIOS = replace(
     pair('two numbers or ratios, such as [1, "3.5/4"]', lambda value: 0 <= value < math.inf), of_file=_ratios
 )
-"""Bytes moved, relative to one fused kernel, forward and backward."""
+"""Field with two numbers, each given as a number or as a ratio."""
 
 
 # The four groups of a recipe: kernels, memory, overlap, and what is used where a run does not say.
@@ -90,23 +90,23 @@ class Kernels:
             ranks wait for that rank.
         dropless_slots: slots of an expert relative to an equal share of the tokens, if the model has no capacity factor
             (None: one slot for each token).
-        padded_slots: the same for any capacity factor, because all experts are padded to the fullest one (None: they
-            are not padded).
+        padded_slots: slots of an expert relative to an equal share of the tokens, whatever the model's capacity factor,
+            because all experts are padded to the fullest one (None: they are not padded).
         expert_loop: experts are computed one after the other, each with separate products.
         fused_accumulation: the product that computes a weight's gradient adds it to the older ones.
         update_bytes: bytes that the optimizer moves for each parameter (None: those of the precision).
-        cp_imbalance: 0 if the ranks along `cp` have equal work in attention; 1 if each has one run of a causal
-            sequence, so that the last has (2 cp - 1) / cp of the mean.
-        host_seconds: seconds of a rank's host for each product of matrices and the other kernels that it launches
-            with it. If kernels take less, the rank is as slow as its host.
-        piped_host_seconds: the part of the host's seconds in addition to `host_seconds`, for each rank along `tp` if
-            there are several, in a pipeline over nodes.
+        cp_imbalance: 0 if the ranks along `cp` have equal work in attention; 1 if each has one contiguous part of a
+            causal sequence, so that the last rank has (2 cp - 1) / cp times the mean work.
+        host_seconds: seconds in which a rank's host launches a product of matrices and the other kernels around it. If
+            the kernels themselves take less time, the rank is as slow as its host.
+        piped_host_seconds: seconds that are added to `host_seconds` for each rank along `tp`, if there are several and
+            the pipeline spans several nodes.
         step_seconds: seconds of each step, independent of its size: data, logs, and the optimizer's work for each
             parameter.
         whole_embedding: every tensor-parallel rank has the whole embedding, and gathers and updates all of it.
-        whole_piped_head: in a pipeline every tensor-parallel rank has the whole head too, and computes all logits.
-        gathered_copy_seconds: seconds of a rank's host after parameters are gathered after the optimizer's step, for
-            each parameter and each rank whose slice it copies.
+        whole_piped_head: in a pipeline every tensor-parallel rank has the whole head, and computes all logits.
+        gathered_copy_seconds: seconds in which a rank's host copies one rank's slice of one parameter, if parameters
+            are gathered after the optimizer's step.
     """
 
     attention: Literal["flash1", "flash2", "cudnn"] = "flash2"
@@ -158,7 +158,8 @@ class MemoryUse:
             activations).
         sliced_logit_bytes: `logit_bytes` if each tensor-parallel rank has a slice of the logits (None: the same).
         gathers_logits: every tensor-parallel rank gathers all logits, and computes the whole loss.
-        half_gradients: gradients that are summed in float32 are computed in half precision, and stay beside their sum.
+        half_gradients: gradients that are summed in float32 are computed in half precision, and stay in memory beside
+            their sum.
         shards_in_copy: sharded parameters are slices of the optimizer's float32 copy, as in PyTorch's FSDP: gathers
             round them (see `state_precision`).
         gradient_buffer: gradients have a buffer that persists between steps.
@@ -168,12 +169,12 @@ class MemoryUse:
             is short: before it fails, it frees all empty blocks (`c10/cuda/CUDACachingAllocator.cpp`,
             `release_cached_blocks`).
         context_bytes: bytes of a GPU outside the allocator, as shown by nvidia-smi (CUDA's context, NCCL).
-        tp_context_bytes: further bytes that a GPU shows with tensor parallelism; a share `kept_when_full` of them is
-            required.
-        gathers_held_back: for each block and microbatch that is kept, number of gathered inputs of a slice's matrices
-            that the allocator reserves for the stream that gathered them, and frees if memory is short.
-        router_graph_bytes: bytes for each element of the input of a mixture's block that stay allocated after the
-            block's recomputation, until the next step.
+        tp_context_bytes: further bytes that nvidia-smi shows with tensor parallelism. If memory is short, the share
+            `kept_when_full` of them remains.
+        gathers_held_back: number of gathered inputs of sliced matrices, for each block and each microbatch in flight,
+            that the allocator keeps for the stream that gathered them. It frees them if memory is short.
+        router_graph_bytes: in a mixture of experts, bytes for each element of a block's input that stay allocated after
+            the block is recomputed, until the next step.
         margin_bytes: bytes of a device that must stay free for a plan to be chosen: near full memory the allocator
             frees and allocates blocks again, and steps take several times as long.
         logs_first_rank: the framework logs the memory of its first rank, not of the fullest.
@@ -204,7 +205,7 @@ class MemoryUse:
         `_mp_shard` in `_flat_param.py`, which is freed after the gather). So with AdamW a sharded parameter takes 12
         bytes beside its gradient. torchtitan does so with `training.dtype` float32 and `mixed_precision_param` bfloat16
         (`torchtitan/config/configs.py`). Parameters that are kept whole in half precision take 2 bytes more. Programs
-        without a plan are counted with both, as written.
+        without a plan are counted with both the float32 copy and half-precision parameters.
         """
         if self.shards_in_copy and isinstance(plan, Plan) and plan.shard_parameters:
             return precision.parameters_in_copy
@@ -225,7 +226,7 @@ class MemoryUse:
             return replace(sizes, saved=saved)
         saves = tuple(saves_residual(model, layer, self.saved) for layer in range(model.layers))
         activations = kept_activations(model, micro_batch_size, self.saved, slices)
-        if self.logit_bytes is not None:  # of logits and their gradient, which are counted alike
+        if self.logit_bytes is not None:  # of logits and their gradient, which have the same size
             pieces = model.vocab_slices if isinstance(model, CutModel) else 1
             sliced = pieces > 1 and not self.gathers_logits and self.sliced_logit_bytes is not None
             each = self.sliced_logit_bytes if sliced else self.logit_bytes
@@ -237,7 +238,7 @@ class MemoryUse:
         return replace(kept, element_bytes=bytes)
 
     def held_gradient_bytes(self, bytes: int) -> int:
-        """Return the bytes in memory of a gradient's element whose sum takes `bytes` bytes."""
+        """Return the bytes that one element of a gradient takes in memory if its sum takes `bytes` bytes."""
         return bytes + 2 * (self.half_gradients and bytes == 4)
 
 
@@ -247,7 +248,7 @@ class Overlap:
 
     Attributes:
         share: by axis of the mesh, the share of each collective's time that runs beside compute.
-        sharded_share: the same if gradients are sharded; axes that are not named have `share`.
+        sharded_share: `share` of steps whose gradients are sharded. Axes that it does not name have `share`.
         blocking_p2p: share of a message's time in which its sender does nothing else.
         scatter_gather_p2p: tensor-parallel ranks each send a slice, which the receivers gather (Narayanan et al. 2021,
             arXiv 2104.04473, section 4.1).
@@ -258,12 +259,12 @@ class Overlap:
         contention: seconds that compute loses in a second in which a communication is in flight beside it.
         bucket_bytes: bytes of gradients or parameters that are communicated together, so that small ones share one
             start.
-        gathered_bytes: bytes of parameters that are gathered together over the ranks with other tokens (0:
+        gathered_bytes: bytes of parameters that are gathered together over data- and context-parallel ranks (0:
             `bucket_bytes`).
         tp_traffic: bytes that collectives along `tp` move, relative to one gather or reduction for each half of a
             block. It is above 1 if each product gathers its input.
-        tp_seconds: seconds of each collective along `tp` in addition to its bytes and hops, until the hosts of its
-            ranks have reached it.
+        tp_seconds: seconds of each collective along `tp` in addition to the time of its bytes and hops: its ranks wait
+            until the hosts of all of them have reached it.
     """
 
     share: Mapping[str, Amount] = field(default_factory=dict[str, float])
@@ -280,7 +281,7 @@ class Overlap:
     tp_seconds: Amount = 0.0
 
     def at_once(self, kind: OpKind) -> float:
-        """Return the bytes of gradients, or of parameters, that are communicated together."""
+        """Return the bytes of gradients, or in an all-gather of parameters, that are communicated together."""
         return (kind is OpKind.ALL_GATHER and self.gathered_bytes) or self.bucket_bytes
 
 
@@ -289,13 +290,13 @@ class Defaults:
     """Values that a framework uses if a run does not set them.
 
     Attributes:
-        vocab_size: number of tokens: GPT-2's.
+        vocab_size: number of tokens in the vocabulary.
         pads_vocab: vocabularies are padded to a multiple of 128 on every tensor-parallel rank, also if tp is 1.
         bias: linear maps of its GPTs have biases.
         dropout: dropout probability of its GPTs.
         gradient_bytes: bytes of a gradient's element in reductions.
         bf16_gradient_bytes: `gradient_bytes` of gradients in bfloat16 (None: the same).
-        gradient_sync: microbatches after which sharded gradients are reduced: each one, or only the last, until which
+        gradient_sync: when sharded gradients are reduced: after each microbatch, or only after the last one. Until then
             they are kept whole.
         reduce_at: time at which gradients are reduced (see `Plan.reduce_at`).
         sharded_reduce_at: `reduce_at` if the optimizer's state is sharded ("": the same).
@@ -401,8 +402,10 @@ class Recipe:
     file: str = field(default="", compare=False)
 
     def model_as_run(self, model: Blocks) -> Blocks:
-        """Return a model with the experts' slots of this framework. If its fused attention drops weights itself, the
-        model's attention takes the time and memory of one without dropout.
+        """Return a model with the number of slots of each expert in this framework.
+
+        If dropout is part of the framework's fused attention (`fused_dropout`), the returned model does not drop
+        attention's weights, because dropout then takes no additional time or memory.
         """
         if self.kernels.fused_dropout and isinstance(model, GPT):
             model = replace(model, drops_attention=False)
@@ -588,7 +591,7 @@ def _with_figures(recipe: Recipe, table: Mapping[str, Any], source: str, where: 
 
 
 def _with_source(value: Any, source: str) -> dict[str, Any]:
-    """Return a figure of a file, given as a value or as a table with a value, as a table with a source."""
+    """Return a figure as a table with a value and a source. A file may give the value alone."""
     is_figure = isinstance(value, dict) and "value" in value
     return {"source": source, **(cast(dict[str, Any], value) if is_figure else {"value": value})}
 

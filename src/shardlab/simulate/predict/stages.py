@@ -1,4 +1,4 @@
-"""Pipeline stages of equal cost, as nanotron deals a model's blocks (`models/base.py`, `build_model`)."""
+"""Pipeline stages of equal cost, as nanotron assigns a model's blocks to them (`models/base.py`, `build_model`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def modules_of_stages(model: Blocks, stages: int) -> list[list[str]] | None:
 
     The result is None if the last stage would have no module.
 
-    A module goes to the current stage. The stage ends with the module that brings the cost of all modules so far above
-    the share of all stages so far.
-    Costs are those of `get_block_compute_costs`: the parameters of a block's matrices, and of the head's.
+    Modules are assigned in order. Stage `s` of `n` ends with the first module that brings the cost of all modules so
+    far above `(s + 1) / n` of the total. Costs are those of `get_block_compute_costs`: the number of parameters in the
+    matrices of a block or of the head.
     """
     block = 4 * model.hidden_size**2 + 3 * model.hidden_size * _ffn_of(model)
     head = model.vocab_size * model.hidden_size
@@ -31,9 +31,9 @@ def modules_of_stages(model: Blocks, stages: int) -> list[list[str]] | None:
 def stages_by_cost(model: Blocks, stages: int, *, halves: bool) -> tuple[int, ...]:
     """Return the `layers_per_stage` of a plan whose stages cost about the same. The first stages get more blocks.
 
-    The head and the loss are one layer of a plan, on the last stage. A last stage without a block takes one from the
-    longest stage before it. If nanotron would leave the last stage empty, which it refuses, the result is (), an even
-    split.
+    The head and the loss are one layer of a plan, on the last stage. A stage that would have no layers takes one from
+    the longest stage before it. If nanotron would leave the last stage empty, which it refuses, the result is (), an
+    even split.
 
     >>> from shardlab.models import Llama
     >>> llama = Llama(layers=32, hidden_size=4096, heads=32, ffn_hidden_size=14336, vocab_size=131072)

@@ -68,7 +68,8 @@ class Workload:
         ema: whether the optimizer state includes an exponential moving average of the weights.
         passes: names of the tape passes (None: those of the plan, if it names any).
         tiles: number of tiles of a layer, for the pass `tile`.
-        clips: whether programs that can clip compute the gradient's norm, unless `passes` exclude it.
+        clips: whether programs that can clip the gradient compute its norm. They do not if the tape passes exclude it
+            (see `needs_norm`).
     """
 
     plan: Plan | Mesh
@@ -243,7 +244,7 @@ class Workload:
 
     @property
     def _recomputing(self) -> Recipe:
-        """The recipe, with the activations that stay under the plan's recomputation."""
+        """The recipe, with the saved activations that remain if the plan recomputes values inside blocks."""
         if not isinstance(self.plan, Plan) or not (again := self.plan.recompute_inside):
             return self.recipe
         memory = self.recipe.memory
