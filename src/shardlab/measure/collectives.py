@@ -1,7 +1,7 @@
 """Timing of collectives in the manner of nccl-tests: check, warm up, call many times, average over ranks.
 
-See github.com/NVIDIA/nccl-tests. Unlike there, the calls are timed in several batches, and the result is that of the
-median batch, since the CPUs of a machine are rarely idle.
+See github.com/NVIDIA/nccl-tests. Unlike in nccl-tests, the calls are timed in several batches, and the result is that
+of the median batch, since the CPUs of a machine are rarely idle.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -133,8 +133,8 @@ LENGTHS = (1, 5, 2, 8, 3)
 """Relative durations of consecutive computations, which differ as the durations of layers do."""
 
 COMPUTE_SECONDS = (0.5e-3, 5e-3)
-"""Seconds of the computations between two collectives, in short and in long rounds. They represent a half of a small
-block under tensor parallelism, and the blocks of a model."""
+"""Seconds of the computations between two collectives, in short and in long rounds. A short round represents half of a
+small block under tensor parallelism, and a long round a block of a larger model."""
 
 
 def measure_overlap(
@@ -153,8 +153,8 @@ def measure_overlap(
 
     Args:
         alone: seconds of the collective if it is called repeatedly. It takes at least as long between computations.
-        usual: seconds of the products of a round, if that is more than `alone`.
-        seconds: approximate time to measure each of the three.
+        usual: mean seconds of the products of a round, if that is more than `alone`.
+        seconds: approximate time to measure each of the three kinds of rounds.
     """
     clock = Clock(world.device)
     rows, columns = PRODUCT[world.device.type]
@@ -255,7 +255,7 @@ class CollectiveCase:
 
 
 def make_case(kind: str, size: int, team: Team) -> CollectiveCase:
-    """Return a collective on about `size` bytes of float32 numbers. Their number is a multiple of the ranks.
+    """Return a collective on about `size` bytes of float32 numbers: as many for each rank of the team.
 
     The first rank of the team is the root, if the collective has one.
     """
@@ -392,7 +392,7 @@ class Clock:
 
 
 def iterations_for(seconds: float, budget: float, at_least: int = 5, at_most: int = 2000) -> int:
-    """Return the number of calls that fill a budget of seconds."""
+    """Return the number of calls of `seconds` each that fill a budget of seconds, within the limits."""
     return max(at_least, min(at_most, int(budget / max(seconds, SHORTEST_SECONDS))))
 
 

@@ -48,7 +48,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class FitErrors:
-    """Errors of predictions, relative to the measurements."""
+    """Median and largest absolute error of `points` predictions, relative to the measurements."""
 
     median: float
     worst: float
@@ -132,7 +132,7 @@ def alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float,
 
 
 Rates = dict[tuple[str, str], Rate]
-"""Rates by family and dtype, as in `hardware.Profile`."""
+"""Rates by family of kernels and dtype, as in `hardware.Profile`."""
 
 POINTWISE = "pointwise:"
 
@@ -249,10 +249,10 @@ def fit_contention(points: Sequence[OverlapPoint]) -> float:
 
 
 def fit_lag(points: Sequence[OverlapPoint]) -> Lag:
-    """Return the lag of ranks that wait for each other: a share of their compute time, and its limit.
+    """Return the lag of ranks that wait for each other: a share of their compute time, its limit, and its hidden part.
 
-    Short rounds determine the share, and long rounds the limit. The hidden part is the time that compute loses beyond
-    contention.
+    Short rounds determine the share, and long rounds the limit. The hidden part is the time that rounds with concurrent
+    communication lose beyond contention, as a share of the lag.
     """
     ascending = sorted(points, key=lambda point: point.compute)
     middle = len(ascending) // 2
@@ -311,14 +311,14 @@ class CollectivePoint:
 
 @dataclass(frozen=True)
 class OverlapPoint:
-    """Measurement of a collective in steps with matrix products of about the same duration, or longer.
+    """Measurement of a collective in rounds with matrix products of about the same duration, or longer.
 
     Attributes:
         kind, ranks, bytes: as in `CollectivePoint`.
         alone: seconds of the collective when it is called repeatedly.
-        compute: seconds of the products of a step.
-        communication: seconds that the collective adds if the products wait for it; at least `alone`.
-        together: seconds of a step that starts the collective, computes the products, and then waits for the
+        compute: seconds of the products of a round.
+        communication: seconds that the collective adds to a round if it follows the products; at least `alone`.
+        together: seconds of a round that starts the collective, computes the products, and then waits for the
             collective.
     """
 
@@ -341,17 +341,17 @@ class OverlapPoint:
 
     @property
     def lag(self) -> float:
-        """Seconds that a step loses at the collective after the products, beyond the duration of the collective."""
+        """Seconds by which the collective takes longer after products than when it is called repeatedly."""
         return self.communication - self.alone
 
     @property
     def lost(self) -> float:
-        """Seconds by which both together exceed the longer one."""
+        """Seconds by which products and collective together take longer than the longer one of the two alone."""
         return max(0.0, self.together - max(self.compute, self.alone))
 
     @property
     def contention(self) -> float:
-        """Seconds lost for each second in which both ran.
+        """Seconds lost for each second in which products and collective ran at the same time.
 
         0: neither slows the other down. 1: they run one after the other. Above 1: the cores have more work than for
         both separately.

@@ -157,7 +157,7 @@ def _addition(crowd: Crowd, shape: Shape, dtype: str) -> LayerPoint:
 
 
 def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoint]:
-    """Run steps with a mark of the clock between any two ops."""
+    """Run steps with a mark of the clock between any two ops, and yield a point for each kind of op and layer."""
     model, device, clock = subject.model, crowd.world.device, Clock(crowd.world.device)
     text, length = Corpus.open((), model.seq_len), model.seq_len
     batches = KnownTokens(text, length, subject.rows, MICROBATCHES, seed=0, vocab_size=model.vocab_size)
@@ -167,7 +167,10 @@ def _measure(crowd: Crowd, subject: Subject, budget: float) -> Iterator[LayerPoi
     tape, shapes = executor.state.tape, executor.state.shapes
 
     def step() -> list[float]:
-        """Run a step and return the seconds of each op. Loading a microbatch counts for the op that loads it."""
+        """Run a step and return the seconds of each op.
+
+        Drawing the microbatches, which comes before all ops, counts in equal parts for the ops that load them.
+        """
         crowd.meet()
         clock.mark()
         executor.step()

@@ -49,7 +49,8 @@ def this_machine() -> Machine:
 def updated_profile(points: Sequence[Point], old: Profile | None = None) -> Profile:
     """Return a profile with the fits of measurements, completed by an older profile of this machine.
 
-    If layers were measured with several numbers of processes, the rates are those of the largest number.
+    If layers were measured with several numbers of processes, `kernels` has the rates of the largest number, and
+    `alone` those of one process.
     """
     profile = old or Profile(this_machine(), {}, None, {}, memory_here())
     lines = {key: fitted.line for key, fitted in fit_lines(points).items()}
@@ -109,7 +110,7 @@ def profile_to_update(path: Path | None = None) -> Profile | None:
 
 
 def memory_here() -> float:
-    """Return the bytes of memory of all ranks together, or of each GPU."""
+    """Return the bytes of memory of this host, which all its ranks share, or of its first GPU if it has GPUs."""
     if gpu_count():
         import torch
 
@@ -118,7 +119,10 @@ def memory_here() -> float:
 
 
 def as_json(points: Sequence[Point]) -> dict[str, Any]:
-    """Return points and fits as JSON, in seconds, bytes, FLOPs and bytes/s. Errors are relative."""
+    """Return points and fits as JSON, in seconds, bytes, FLOPs and bytes/s. Errors are relative.
+
+    Only `cs336_bandwidth` is in GiB/s.
+    """
     return {
         "machine": asdict(this_machine()),
         "collectives": [
@@ -126,7 +130,7 @@ def as_json(points: Sequence[Point]) -> dict[str, Any]:
                 **asdict(point),
                 "algorithm_bandwidth": point.algorithm_bandwidth,
                 "bus_bandwidth": point.bus_bandwidth,
-                "cs336_bandwidth": point.cs336_bandwidth,  # the point has GiB/s
+                "cs336_bandwidth": point.cs336_bandwidth,
             }
             for point in points
             if isinstance(point, CollectivePoint)
@@ -143,7 +147,7 @@ def as_json(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def crowds(points: Sequence[Point]) -> list[list[LayerPoint]]:
-    """Return the layers that were measured with the same number of processes, the largest number first."""
+    """Return the points of layers in a list for each number of processes, the largest number first."""
     layers = [point for point in points if isinstance(point, LayerPoint)]
     counts = sorted({point.processes for point in layers}, reverse=True)
     return [[point for point in layers if point.processes == count] for count in counts]

@@ -65,7 +65,8 @@ class Progress:
 
 
 DROP_FACTORS = {3: 1.25, 8: 1.1}
-"""By a number of rounds: after them, jobs whose step takes this factor longer than the shortest are dropped."""
+"""Factors by number of rounds. After that many rounds, a job is dropped if its median step takes at least this factor
+times as long as that of the fastest job."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Race:
     """Rules of a race between jobs that alternate their steps.
 
     Attributes:
-        rounds: largest number of steps of each job.
+        rounds: largest number of timed steps of each job.
         seconds: time after which no further round begins.
         always: indices of jobs that are never dropped.
         optimizer: settings of the optimizer.

@@ -50,8 +50,8 @@ class HostFacts:
         open_files, locked_memory: soft limits of open files, and of locked bytes (None: no limit).
         shared_memory: free bytes in /dev/shm (None: it does not exist).
         memory: available bytes of memory (None: unknown).
-        folder: the folder of runs.
-        disk: free bytes in that folder.
+        folder: the current folder, into which runs are written.
+        disk: free bytes on the disk of `folder`.
         write_speed: bytes per second of a small file that is synced to the disk (None: none was written).
         write_error: reason why the file could not be written.
     """

@@ -61,7 +61,7 @@ class WorldFacts:
 
     Attributes:
         hosts: facts of each rank, in order.
-        links: link from each rank to the next.
+        links: link from each rank to the next. With more than two ranks, rank 0 is next to the last rank.
         clocks: offset of each rank's clock from rank 0's, in seconds.
     """
 
@@ -107,7 +107,7 @@ class SmokeRun:
     Attributes:
         strategy: name of the strategy.
         verdict: differences from the results of a single device.
-        unequal: ranks whose weights differ from those of the first rank with the same slices.
+        unequal: ranks with a slice of weights that differs from that of the first rank that holds the same slice.
     """
 
     strategy: str

@@ -191,9 +191,11 @@ class Loop:
     Attributes:
         module: the model, which may be wrapped.
         optimizer: optimizer of its parameters.
-        batches, microbatch: data of the rank.
+        batches: microbatches of all ranks.
+        microbatch: number of the microbatch on which this rank trains.
         device: device of the rank.
-        reports: whether this rank reports the loss, since no other rank trains on the same tokens.
+        reports: whether this rank reports the loss. One of the ranks that train on the same microbatch does.
+        at: number of the next step.
     """
 
     module: nn.Module
@@ -220,7 +222,7 @@ class Loop:
 
 
 def report_loss(mean: Tensor, tokens: int) -> Tensor:
-    """Return the mean loss of some tokens as the result of `Contender.step`."""
+    """Return the result of `Contender.step` for the mean loss of a number of tokens."""
     total = mean.detach().double() * tokens
     return torch.stack([total, torch.full_like(total, tokens)])
 
@@ -238,7 +240,8 @@ class LowerBound:
         one_in: number of shards of the optimizer state. The optimizer updates one shard of every parameter.
 
     Attributes:
-        modules, optimizer: parts of a step.
+        modules: as given.
+        optimizer: optimizer of the modules' parameters, or of one shard of each.
     """
 
     def __init__(self, model: GPT, modules: list[GPTModule], rows: int, microbatches: int, one_in: int = 1) -> None:

@@ -66,14 +66,15 @@ class TorchRanks:
 
     Attributes:
         count: number of ranks.
-        transport: "shared" for shared memory as a backend of torch.distributed; otherwise the default process group's.
+        transport: "shared" for shared memory as a backend of torch.distributed. With any other value, the default
+            process group is used.
     """
 
     count: int
     transport: str
 
     def group(self) -> dist.ProcessGroup | None:
-        """Create the process group of all ranks; None for the default group."""
+        """Create the process group of all ranks (None: the default group)."""
         if self.transport != SHARED:
             return None
         register_backend()

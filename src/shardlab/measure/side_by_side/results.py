@@ -1,7 +1,9 @@
 """Results of a comparison in seconds and bytes, and the pairs that are compared.
 
-`Side` has the timed steps of one side, `Comparison` those of a pair, and `as_json` returns the whole table. `PAIRS`
-lists our strategies with PyTorch's counterpart, and `SIZES` the models.
+A pair has two sides, ours and PyTorch's. A lower bound of a step without communication, named `floor`, is timed as a
+third side. In each turn, every side runs one timed step. `Side` has the timed steps of one side, `Comparison` those of
+a pair, and `as_json` returns the whole table. `PAIRS` lists our strategies with PyTorch's counterpart, and `SIZES` the
+models.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class Side:
 
 
 def ratios(side: Side, other: Side) -> Spread:
-    """Return the ratios of two sides' steps in the same turn, in which a slowdown of both cancels."""
+    """Return the quartiles of the ratios of two sides' steps. A slowdown of a whole turn cancels in its ratio."""
     return spread_of([a / b for a, b in zip(side.seconds, other.seconds, strict=True)])
 
 
@@ -197,7 +199,7 @@ class StrategyPair:
         name: name of our strategy.
         theirs, api: name and full path of PyTorch's counterpart.
         family: kind of parallelism.
-        least: smallest number of ranks at which it differs from other pairs.
+        least: smallest number of ranks at which the strategy differs from those of other pairs.
         replicas: number of copies of the optimizer state, each sharded over its ranks (None: every rank has the whole
             state).
         stages: pipeline stages of each rank.

@@ -117,7 +117,7 @@ def lower_bound_of(pair: StrategyPair, size: Size, ranks: int, rank: int, device
 
 
 WARM_UP = 3
-"""Number of first steps of each side, which allocate memory and open connections. The last one's peak memory counts."""
+"""Number of first steps of each side, which allocate memory and open connections. Peak memory is that of the last."""
 
 
 def compare_rank(
@@ -286,8 +286,9 @@ def time_passes_rank(
 
 @kernel_choices({})
 def race_rank(rank: int, device: torch.device, jobs: Sequence[Job], turns: Race) -> list[float]:
-    """Return the seconds of a step of every job: the median over rounds of its slowest rank's. Every rank returns the
-    same.
+    """Return the seconds of a step of every job: those of its slowest rank, and of these the median over rounds.
+
+    Every rank returns the same result.
 
     In each round, every job runs a warm-up step and a timed step, so that other load of the machine slows all jobs down
     equally. Every second round has the reverse order. The weights of all jobs are in memory at the same time.
