@@ -103,8 +103,8 @@ LOSS, OTHER = COLORS["brown"], COLORS["grey"]
 """Colours of the loss, and of compute outside of passes, such as sums of gradients and norms."""
 
 Chunks = list[dict[int, int]]
-"""One dictionary for each row of a timeline. It maps a layer to the stage of its rank (from 0) that computes the layer.
-Megatron-LM calls these stages model chunks."""
+"""One dictionary for each row of a timeline. It maps each layer of the row to its model chunk. A rank of a pipeline may
+have several stages, which Megatron-LM calls model chunks; they are numbered from 0 on each rank."""
 
 
 class Page:
@@ -353,9 +353,14 @@ def _number_runs(layers: list[int]) -> list[int]:
 
 
 def _split_evenly(runs: list[int], most: int) -> list[int]:
-    """Return the chunk of each layer of a rank. If it has fewer runs than other ranks, they are split into equal parts.
+    """Return the model chunk of each layer of a rank.
 
-    The last stages of a rank may be adjacent, as at the turn of a V schedule. They then form one run of layers.
+    Each run of successive layers is a chunk if the rank has as many runs as the rank with the most. Otherwise adjacent
+    stages form one run, as at the turn of a V schedule, and the rank's layers are split into `most` equal chunks.
+
+    Args:
+        runs: for each layer, the number of its run.
+        most: largest number of runs on a rank.
     """
     if not runs or runs[-1] + 1 == most:
         return runs

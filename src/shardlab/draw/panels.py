@@ -317,7 +317,7 @@ def short(elements: int) -> str:
 
 
 def _numbering_note(panel: Panel) -> str:
-    """Return a note that microbatch numbers are those of a row's first rank ("": all folded ranks have the same)."""
+    """Return a note that microbatch numbers are those of a row's first rank ("": they are those of all its ranks)."""
     mesh = panel.timeline.program.mesh
     shared = mesh.dp_replicate * mesh.dp_shard * mesh.ep > 1
     return " of a row's first rank" if shared and mesh.world > panel.timeline.program.ranks else ""
@@ -372,7 +372,7 @@ def _share(page: Page, box: Box) -> None:
 
 
 def _places(looks: Looks) -> list[Item]:
-    """Return the entry that explains the lightness of colours, or the colours of layers."""
+    """Return the entry that explains the lightness of colours, or the colours of layers (empty: there is only one)."""
     if looks.by == "pass" and looks.chunks:
         count, what = looks.chunks, "model chunk of the rank"
     else:
@@ -436,7 +436,10 @@ def _letters(panel: Panel, row: Row, event: Event) -> str:
 
 
 def _draw_messages(axes: Axes, panel: Panel) -> None:
-    """Draw an arrow from the end of each send to the start of its receive, or along the transfer if they overlap."""
+    """Draw an arrow for each message, from the end of its send to the start of its receive.
+
+    If send and receive overlap, the arrow is from the start of the send to the end of the receive.
+    """
     place_of = {row.row: place + (MIDDLE + BOTTOM) / 2 for place, row in enumerate(panel.rows)}
     vertices: list[tuple[float, float]] = []
     for sent, received in messages(panel.timeline):
@@ -503,7 +506,7 @@ def _simplify(moments: list[tuple[float, int]]) -> Curve:
 
 
 def rank_color(place: int, count: int) -> str:
-    """Return the colour of the line of one of several ranks, which is visible on a light and on a dark ground."""
+    """Return the colour of one of `count` memory curves. It is visible on a light and on a dark ground."""
     return to_hex(mpl.colormaps["Blues"](0.4 + 0.4 * (place / (count - 1) if count > 1 else 0.75)))
 
 

@@ -3,8 +3,8 @@
 `rows_of` makes a `Row` for each rank, or for a set of ranks that do the same at the same time. `row_name` names a row.
 A row's boxes are ops, passes or shares of time (`Detail`). `detail_of` chooses among them by the width of a box on the
 page, and `tracks` makes the boxes. A pass is the part of a step that a rank spends on one microbatch in one direction,
-through the layers of a stage. A `Span` may represent several ops. Its height is their share of its time, so its area is
-proportional to their time.
+through the layers of a stage. A `Span` may represent several ops. The height of its box is then the share of the span's
+time that the ops take, so the area of the box is proportional to their time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MOST_BOXES = 6000
 """Largest number of boxes in a picture. With more, a coarser detail is chosen."""
 
 NARROWEST_OP, NARROWEST_STAGE_OP, NARROWEST_PASS = 1.5, 5.0, 3.5
-"""Smallest median width in points of a forward pass that is drawn as an op in the colour of its layer, as an op of a
-pipeline with its microbatch number, and as a pass."""
+"""Smallest median widths in points for each detail: of FORWARD ops drawn as ops without a pipeline, of FORWARD ops
+drawn as ops in a pipeline, which show microbatch numbers, and of passes."""
 
 SAMPLED = 8
 """Number of rows whose passes are measured to choose the detail."""
@@ -51,7 +51,7 @@ JOINED_DISTANCE = 2.0
 """Distance in points below which communications are joined into one span, if boxes are passes."""
 
 ROUNDING = 1e-9
-"""Relative error of times below which one communication begins when another one ends."""
+"""Relative difference of times below which a communication counts as beginning when another one ends."""
 
 Shares = tuple[tuple[Paint, float], ...]
 """Shares of a span's time, by style."""
@@ -149,7 +149,7 @@ class Track(NamedTuple):
 
 
 def detail_of(rows: Sequence[Row], looks: Looks, points: float) -> Detail:
-    """Return the finest legible detail for units of time that are `points` wide."""
+    """Return the finest legible detail if a unit of time is `points` points wide."""
     ops = [e.end - e.start for row in rows for e in row.events if e.kind is OpKind.FORWARD and e.end > e.start]
     boxes = sum(e.end > e.start for row in rows for e in row.events)
     narrowest = NARROWEST_STAGE_OP if looks.chunks else NARROWEST_OP

@@ -1,7 +1,8 @@
 """Pages with the timeline of one step, or of several steps on a common time axis.
 
 `timeline_svg` draws one step. From top to bottom, its page has a header with the sizes and figures, the legend, a row
-for each rank, and the memory. If the rows are too coarse to show single microbatches, a close-up of the middle follows.
+for each rank, and the memory. If the rows are too coarse to show single microbatches, a close-up of the middle of the
+step follows.
 `comparison_svg` draws several steps below each other, such as a prediction and a measurement, or a step before and
 after each pass.
 """
@@ -61,7 +62,7 @@ COMPARISON_RIGHT, PLOT, COMPARISON_HEADING = 0.3, 12.0, 0.3
 """Right margin, width of the panels, and height of the heading of each timeline in a comparison, in inches."""
 
 FEWEST_ROWS = 16
-"""Number of rows that each timeline of a comparison may have in any case."""
+"""Number of rows that a timeline of a comparison may have even if there are many timelines."""
 
 MILLISECONDS = "milliseconds since the first rank began"
 
@@ -80,7 +81,7 @@ def timeline_svg(timeline: Timeline, title: str = "", time_unit: str = UNIT_TIME
         title: title of the picture, such as the name of the strategy.
         time_unit: label of the time axis. Seconds replace the default if the timeline is in seconds.
         color_by: meaning of a box's colour. "pass": the pass (forward, backward, input or weight gradient), in a
-            lightness that shows the model chunk or the layer. "layer": the layer.
+            lightness that shows the layer or, in a pipeline, the model chunk (stage of the rank). "layer": the layer.
     """
     if timeline.in_seconds and time_unit == UNIT_TIME:
         time_unit = "time (seconds)"
@@ -131,7 +132,7 @@ def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
     """Return the sizes and figures of a step for the header of a page.
 
     Args:
-        rows: number of rows after ranks that do the same are folded.
+        rows: number of rows if ranks that do the same share a row.
         drawn: number of rows in the picture.
     """
     program, mesh = timeline.program, timeline.program.mesh
@@ -154,7 +155,8 @@ def summary(timeline: Timeline, rows: int, drawn: int) -> list[str]:
 def close_up_of(panel: Panel, width: float) -> Panel | None:
     """Return a panel that shows the middle of a step, the steady state of a pipeline, in finer detail.
 
-    It is centred between the last rank's first backward pass and the first rank's last forward pass.
+    In the steady state, each rank has begun its first backward pass, and has not begun its last forward pass. The panel
+    is centred on this time or, if there is none, on the middle of the step.
 
     Args:
         width: width of both panels in inches.

@@ -34,7 +34,7 @@ Place = tuple[int, int]
 """Row of a timeline, and index of an op on the tape of that row."""
 
 NANO = 1e9
-"""Nanoseconds in a second or a unit. Viewers have no finer resolution, so times are rounded before comparisons."""
+"""Nanoseconds in a second or a time unit. Viewers have no finer resolution, so times are rounded before comparisons."""
 
 Shown = tuple[Timeline, Sequence[Counter] | None]
 """Timeline, with the memory of each row by category (None: memory is a single number)."""
@@ -52,7 +52,8 @@ def save_trace_events(shown: Mapping[str, Shown], path: Path) -> None:
 def trace_events(shown: Mapping[str, Shown]) -> Iterator[dict[str, Any]]:
     """Yield the events of a trace of some timelines.
 
-    A rank has a process for each timeline. They are adjacent, and named after the rank and the timeline.
+    A rank has a process for each timeline. The processes of a rank are adjacent in a viewer, and each is named after
+    the rank and the timeline.
     """
     first = len(shown) * max(timeline.program.mesh.world for timeline, _ in shown.values())
     threads, flows = count(first), count(1)  # a thread with its process's number would be its main thread
@@ -91,8 +92,8 @@ class Arrow(NamedTuple):
 def arrows(timeline: Timeline) -> Iterator[Arrow]:
     """Yield the arrows between the rows of a timeline.
 
-    A message has an arrow from its send to its receive. A collective has arrows, named joins, to each member from the
-    one that arrived last. Arrows to folded ranks without a row are left out.
+    A message has an arrow from its send to its receive. A collective has an arrow, named `join`, from the member that
+    arrived last to each other member. Arrows to ranks without a row are left out.
     """
     moments = [moments_of(timeline, row) for row in range(len(timeline.events))]
     for communication in timeline.communications:

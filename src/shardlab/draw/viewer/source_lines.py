@@ -1,7 +1,7 @@
 """Source lines of a program: the line of the strategy that issued each op of its tapes.
 
-The strategy is traced again on tapes that record the current line at each op. It is the innermost line in the user's
-code or, for a built-in strategy, in `shardlab.strategies`.
+The strategy is traced again on tapes that record a line for each op: the innermost line of the call stack that is in
+the user's code or, for a built-in strategy, in `shardlab.strategies`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ SourcePlace = tuple[str, int]
 
 
 def source_lines(strategy: Strategy, program: Program) -> list[list[SourcePlace | None]]:
-    """Return the file and line of each op of each tape. The result is empty if passes have rewritten the program.
+    """Return the file and line of each op of each tape.
+
+    The result is empty if `program` has other tapes than the strategy, because passes have rewritten it.
 
     Args:
         strategy: strategy that the program was traced from.

@@ -40,7 +40,8 @@ class TracedRank:
 
     Attributes:
         name: name of the rank.
-        ops: kind, start, end, layer, microbatches and layer of the model of each op, by index.
+        ops: for each op, by index on the tape: kind, start, end, layer of the program, microbatches as text, and layer
+            of the model (-1: none). Times are in seconds or in time units.
         counter: memory over time.
     """
 
@@ -58,7 +59,7 @@ class TraceTimeline:
     Attributes:
         name: name of the timeline; empty if there is only one.
         ranks: ranks in order.
-        links: pairs of ops that belong to one communication, with the name of the arrow.
+        links: arrows of the trace. Each has a name and connects two ops that belong to one communication.
     """
 
     name: str
