@@ -5,7 +5,7 @@ interface of callbacks, and `callbacks.py`, the callbacks of every training. `ru
 of a run, `config_sources.py` the presets, files and flags from which they come. `checkpoints.py` saves and resumes
 runs, `evaluate.py` and `sample.py` use trained weights, and `faults.py` reports ranks that die or hang. The
 subpackages: `launch` starts the ranks, `data` reads text, `checkpoint` and `huggingface` read and write weights, and
-`verification` compares strategies with one device.
+`verification` compares the results of strategies with those of one device.
 
 The package itself is callable: `shardlab.train(...)` trains from a script or a notebook.
 """

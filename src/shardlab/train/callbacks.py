@@ -103,7 +103,7 @@ class Sampling(Callback):
 
     Attributes:
         prompt: the user's prompt, or a line of the validation text; empty before the training begins.
-        text: the prompt and its last continuation.
+        text: the prompt and its continuation by the last weights; empty until the training ends.
     """
 
     def __init__(self, run: TrainingRun, validation: Validation) -> None:

@@ -97,7 +97,7 @@ class Saver(Callback):
         self._training = training
 
     def on_step_end(self, training: Training) -> None:
-        """Save if the number of the step says so, or rank 0 has requested it."""
+        """Save if `save_every` is a number of steps and a save is due, or if rank 0 has requested one."""
         if self._requested or (self._steps is not None and self._state.step % self._steps == 0):
             self._stalls[self._state.step - 1] = self.save()
 
@@ -205,7 +205,7 @@ class Saver(Callback):
         for part in (self._run.out / CHECKPOINTS).glob(f"*{PART}"):
             with suppress(OSError):
                 remove_shard(part, self._state.rank)
-        with suppress(OSError):  # the folder is not empty
+        with suppress(OSError):  # the folder may have checkpoints in it
             (self._run.out / CHECKPOINTS).rmdir()
 
     def _complete(self, step: int, documents: dict[str, str]) -> None:
@@ -236,7 +236,7 @@ class Saver(Callback):
         )
 
     def _run_state(self) -> dict[str, Any]:
-        """Return the state of the run besides tensors. Random numbers need none: seed and step determine them."""
+        """Return the state of the run besides tensors. It has no random state: seed and step determine all draws."""
         state, batches = self._state, self._batches
         before = math.nan if self._training is None else self._training.validation_before
         return {

@@ -321,7 +321,7 @@ class TrainingConfig:
 
     Attributes:
         model: model that is trained.
-        plan: strategy that distributes it over ranks.
+        plan: strategy that distributes the model over ranks.
         data, optimizer, train, precision, logging, saving: the other sections of a configuration file.
     """
 

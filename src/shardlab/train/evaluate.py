@@ -162,7 +162,7 @@ class TextLoss(Loss):
     """Loss over a text whose bytes are known.
 
     Attributes:
-        bytes: bytes of the text that was predicted.
+        bytes: number of bytes of the text that was predicted.
     """
 
     bytes: int
@@ -232,7 +232,7 @@ class TextJob:
         ]
 
     def bytes(self, text: EvaluationText) -> int:
-        """Return the bytes of the text that is evaluated."""
+        """Return the number of bytes of the text that is evaluated."""
         return text.bytes(self._count(text))
 
     def _count(self, text: EvaluationText) -> int:

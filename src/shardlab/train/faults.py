@@ -347,7 +347,10 @@ def describe_fate(ranks: list[int], fate: str) -> str:
 
 
 def report_text(ranks: Mapping[int, RankReport]) -> str:
-    """Return a report of the position and the stack of every rank. Ranks share an entry if theirs are equal."""
+    """Return a report of the position and the stack of every rank.
+
+    Ranks with the same position and fate share a line, and ranks with the same stack share that stack.
+    """
     lines = ["where each rank was:"]
     positions: dict[tuple[RankWait, str], list[int]] = defaultdict(list)
     for rank, seen in ranks.items():

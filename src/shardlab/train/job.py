@@ -100,7 +100,7 @@ class Job:
         """The model as the program's layers: blocks are split if the mesh, the plan, a tie or the pass `tile` needs it.
 
         Raises:
-            UserError: if the model does not divide.
+            UserError: if the model cannot be split as the mesh or the plan requires.
         """
         entry = self.entry
         mesh, plan = entry.grid(self.ranks), entry.plan and entry.plan(self.ranks)

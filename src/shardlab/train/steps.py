@@ -176,7 +176,7 @@ class UserCallback(Callback):
         """Call a method of the user's callback.
 
         Args:
-            keys: dictionary whose keys an unknown key is compared with.
+            keys: figures by name. If the callback looked up an unknown name, the error suggests the nearest one.
 
         Raises:
             UserError: for an error in the callback. Errors about lost ranks and missing memory are raised as they are.

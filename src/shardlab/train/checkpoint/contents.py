@@ -44,7 +44,7 @@ class KeptRange(NamedTuple):
     """Range of a layer's flat buffer that a rank keeps from step to step.
 
     Attributes:
-        kind: WEIGHTS, EXACT, or the optimizer's name of a moment.
+        kind: WEIGHTS, EXACT, or the name of one of the optimizer's moments, such as exp_avg.
         layer: number of the layer.
         start: first element of the range.
         tensor: view of the memory, (elements,).
@@ -297,7 +297,8 @@ def _moments(state: State, key: Key, part: Slice, place: str) -> Iterator[KeptRa
 def _ranges_to_write(state: State, keys: list[list[Key]]) -> dict[Key, list[tuple[int, int]]]:
     """Return the ranges that this rank writes, by the slices to which they belong.
 
-    If several ranks have a piece, its writer follows from the numbers of layer and piece, so that they share the work.
+    If several ranks have a piece, its writer follows from the numbers of layer and piece, so that the ranks share the
+    work.
 
     Args:
         state: this rank's tensors.

@@ -67,7 +67,7 @@ class Corpus:
 
     @classmethod
     def from_text(cls, text: Text, seq_len: int, source: str = "the text") -> Corpus:
-        """Split a text into bytes: nine tenths for training and the rest for validation.
+        """Take the bytes of a text as tokens: nine tenths for training and the rest for validation.
 
         Args:
             text: the bytes.

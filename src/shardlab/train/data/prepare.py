@@ -285,12 +285,12 @@ def name_source_in_errors(source: DocumentSource) -> Generator[None]:
 
 @dataclass
 class PieceBoundaries:
-    """Boundaries of consecutive pieces, as running totals that begin with 0.
+    """Boundaries of consecutive pieces: the beginning of the first piece, and the end of each piece.
 
     Attributes:
-        tokens: tokens before each boundary.
-        bytes: bytes of text before each boundary.
-        documents: indices of the boundaries at which a document ends.
+        tokens: number of tokens before each boundary.
+        bytes: number of bytes of text before each boundary.
+        documents: indices of the boundaries at which a document ends, after a 0 for the beginning.
     """
 
     tokens: array[int] = field(default_factory=lambda: array("q", [0]))

@@ -3,7 +3,8 @@
 A `Family` has the names of tensors; `shardlab.models.from_config` has the fields of config.json. `read_model` reads a
 config.json, and `write_config` writes one. A model that the other format cannot express is refused, with every field
 that differs. `Naming.parts` returns the tensors of a file in which the rows of a parameter lie: a parameter is a matrix
-(rows, columns), a vector has one column, and each expert of a mixture has a matrix.
+(rows, columns), a vector has one column, and each expert of a mixture has a matrix. "Our" parameters and matrices are
+those of Shardlab's models, in contrast to the tensors of a file.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def write_config(family: Family, model: GPT) -> dict[str, Any]:
         if each.ours == "ffn_hidden_size" and each.default is REQUIRED:
             value = model.hidden
         if (each.theirs == "bias" and value) or (each.theirs == "head_dim" and value is None):
-            continue  # transformers does not know the one, and derives the other
+            continue  # transformers has no field `bias`, and derives `head_dim`
         config |= dict.fromkeys((each.theirs, *each.like), value)
     if family.config.rope_theta is not None:
         config |= {"rope_theta": model.rope_theta, "rope_scaling": _scaling(model.rope_scaling)}
