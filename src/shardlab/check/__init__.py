@@ -1,9 +1,10 @@
 """Proofs over tapes: each contribution is in the gradient once, collectives are in one order, and nothing deadlocks.
 
 Read in this order: `report` (the entry points, and the order of the proofs), `dataflow` (the replay that derives every
-value again), `communication` (its half for collectives and messages), `deadlock` (the channel models of the backends),
-`checked` (the result). `in_place` and `buffers` find the values that share memory, and prove that this is safe.
-`runnable` finds ops that no backend can run, and `replicas` the copies of a weight that may drift apart by rounding.
+value again), `communication` (the part of this replay for collectives and messages), `deadlock` (the channel models of
+the backends), `checked` (the result). `in_place` and `buffers` find the values that share memory, and prove that this
+is safe. `runnable` finds ops that no backend can run, and `replicas` the copies of a weight that may drift apart by
+rounding.
 
 The package itself is callable: `shardlab.check(...)` checks a strategy or a program (see `shardlab.api`).
 """

@@ -38,7 +38,7 @@ MAKERS = WEIGHT_BACKWARDS | GATHERS | RECEIVING | {OpKind.ZERO_GRADIENT}
 """Ops for whose first output the executor allocates memory. For all others torch does."""
 
 IN_ARENA = FLAT | {Kind.ACTIVATION, Kind.GRAD_ACTIVATION}
-"""Kinds of values to which no layer refers after the tape has freed them."""
+"""Kinds of values to which no layer refers after the tape has freed them, so that their memory may be used again."""
 
 
 def batches_of(tape: Sequence[Op], kinds: Collection[OpKind] = COLLECTIVES) -> dict[int, list[int]]:
@@ -105,13 +105,14 @@ class Buckets:
     and out of it after a gather.
 
     Attributes:
-        batches: batch number to the indices of its collectives.
+        batches: map from the number of a batch to the indices of its collectives.
         batched: the indices of all these collectives.
-        first: value to the first value of its shared memory. The memory is allocated when the first value is made, and
-            freed when all its values have ended.
-        buffers: first value of a shared memory to the values that fill it, in order.
-        staging: index of the last op of a batch to the values in its staging buffer. The buffer is freed when the batch
-            has been awaited.
+        first: map from a value to the first value of its shared memory. The memory is allocated when the first value is
+            made, and freed when all its values have ended.
+        buffers: map from the first value of a shared memory to the values that fill it, in the order of their
+            addresses.
+        staging: map from the index of a batch's last op to the values in the batch's staging buffer. The buffer is
+            freed when the batch has been awaited.
     """
 
     def __init__(self, tape: Sequence[Op], in_place: InPlace) -> None:

@@ -55,9 +55,9 @@ class Checked:
         program: the tapes.
         specs: for each rank, the spec of each of its values, by number.
         communications: every communication.
-        communication_of: for each rank, handle to the index in `communications`.
+        communication_of: for each rank, a map from handle to the index in `communications`.
         models: for each channel model, None if the program passes it, otherwise the deadlock as a sentence.
-        not_runnable: why no backend can run the program although it is right; None if there is no such reason.
+        not_runnable: why no backend can run the program although it is correct; None if there is no such reason.
         frozen: layers with parameters of which no rank loads an optimizer state, so that they are not trained.
     """
 
@@ -74,7 +74,7 @@ class Checked:
 
     @cached_property
     def dependences(self) -> list[Dependences]:
-        """Order that each rank's ops must keep, computed at the first use."""
+        """For each rank, the order that its ops must keep. It is computed at the first use."""
 
         return [Dependences(tape, rank, self.specs[rank]) for rank, tape in enumerate(self.program.tapes)]
 

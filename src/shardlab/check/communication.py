@@ -31,7 +31,8 @@ _participant: Callable[[type[Participant], tuple[int, int, int]], Participant] =
 """Constructor of a Participant without the Python call of a NamedTuple's own constructor."""
 
 Contribution = tuple[Participant, Spec | None, Call | None]
-"""A rank's part in a communication: its handle, its input, and for a collective its arguments."""
+"""A rank's part in a communication: its handle and op, the spec of its input (None: it has none), and the call of a
+collective (None for a message)."""
 
 
 class CommunicationCheck:
@@ -43,10 +44,10 @@ class CommunicationCheck:
 
     Attributes:
         communications: every communication whose members have all arrived.
-        communication_of: for each rank, handle to the index in `communications`.
+        communication_of: for each rank, a map from handle to the index in `communications`.
         half_batched: the first message of which one end is in an exchange and the other is a single call; None if there
             is none.
-        batches: whether collectives are issued together.
+        batches: whether any rank issues collectives together, as a batch.
         rules: for each kind of communication op, the method that replays it.
     """
 
@@ -293,7 +294,7 @@ class RankState:
         self.specs[number] = self.live[number] = spec
 
     def note(self, number: int, spec: Spec) -> None:
-        """Add a value that ops may not use yet."""
+        """Add a value that is not live: only the op for which a layer saves it may read it."""
         if number in self.specs or number < 0:
             self._refuse_number(number)
         self.specs[number] = spec

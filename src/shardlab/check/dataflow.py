@@ -2,10 +2,10 @@
 
 A tape may come from tracing, from a tape pass, from a file or from a mutation test, so the check trusts nothing but its
 ops. `Dataflow` replays all tapes together. Since sends are buffered here and messages between two ranks arrive in
-order, this replay also decides the two lenient channel models. Then `check_rank_ending`, `check_coverage` and
-`check_losses` check the end of a step: every loaded slice has moved one step or is frozen, and nothing else is left.
-Below them is one function for each compute op (`COMPUTE_RULES`), whose inputs must be live and whose outputs must be
-new. The rules of communication are in `communication`.
+order, this replay also decides the two lenient channel models, BUFFERED and IN_ORDER. Then `check_rank_ending`,
+`check_coverage` and `check_losses` check the end of a step: every loaded slice has moved one step or is frozen, and
+nothing else is left. Below them is one function for each compute op (`COMPUTE_RULES`), whose inputs must be live and
+whose outputs must be new. The rules of communication are in `communication`.
 """
 
 from __future__ import annotations
@@ -471,7 +471,7 @@ def _save(state: RankState, number: int, activation: int, spec: Spec) -> None:
 
 
 def _backward(state: RankState, op: Op) -> tuple[list[Spec], BackwardResult]:
-    """Return the specs that both halves of a backward pass make, and the forms from which they are derived."""
+    """Return the specs that both halves of a backward pass make, and the forms of all results of the pass."""
     live, inputs = state.live, op[2]
     activation, gradient, weight, saved = inputs[0], inputs[1], inputs[2], inputs[3]
     gradients = [live[gradient]]

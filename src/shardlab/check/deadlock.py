@@ -187,9 +187,9 @@ class Replay:
         return found
 
     def _joins(self, rank: int, number: int) -> bool:
-        """Return whether the communicator of a rank's op exists.
+        """Return whether a communication's communicator exists, or is created now.
 
-        Its ranks create it together. The last one to arrive wakes the others.
+        Its ranks create it together: the first ones wait, and the last one to arrive wakes them.
         """
         key = self.queue_of[number]
         if key in self.created:

@@ -1,9 +1,9 @@
 """Values that share memory: ops that overwrite their input, views, and weights that are kept from step to step.
 
-- `InPlace` finds ops that may overwrite an input because no later op reads it. If the gradient of a backward pass is
-  only added to an older gradient, the backward pass does the addition itself, and the new gradient takes no memory.
-  Simulated memory and the executor both follow this. Only the executor uses the other list (`InPlace.first_input`):
-  simulated memory counts input and result.
+- `InPlace` finds ops that may overwrite an input because no later op reads it (`first_input`). The executor overwrites
+  it, and memory simulated in bytes follows the executor; memory simulated in elements counts both input and result. If
+  the gradient of a backward pass is only added to an older gradient, the backward pass does the addition itself, and
+  the new gradient takes no memory (`accumulates`, `fused`). The executor and all simulated memory follow this.
 - `KeptWeights` maps values to the memory that keeps a weight from step to step, and `check_kept` proves that each
   element there moves one step exactly once. A loaded weight is a view of that memory. An update writes there, whichever
   copy of the weight it reads. A new weight that arrives after the loaded value has ended is also written there. The
@@ -219,7 +219,7 @@ class WeightMemory:
         self.specs = specs
         self.kept = kept
         self.moved: dict[MemoryKey, list[tuple[Holds, int]]] = defaultdict(list)  # slices, by which op
-        self.written: dict[int, list[tuple[Holds, int]]] = defaultdict(list)  # the same of a value's memory
+        self.written: dict[int, list[tuple[Holds, int]]] = defaultdict(list)  # overwritten slices of a value, by op
         self.reading: dict[int, int] = {}  # handle -> the weight that its communication reads
 
     def step(self, at: int, op: Op) -> None:
@@ -290,7 +290,7 @@ def view_roots(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
 
 
 def last_reads(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
-    """Map each FORWARD or RECOMPUTE that is the last to read its activation to that activation.
+    """Map the index of each FORWARD or RECOMPUTE that is the last to read its activation to that activation.
 
     Backward passes do not count: they name the activation, but read the value that the layer saved.
     """
@@ -315,7 +315,7 @@ def last_reads(tape: Sequence[Op], specs: Mapping[int, Spec]) -> dict[int, int]:
 
 
 def last_copies(tape: Sequence[Op], specs: Mapping[int, Spec]) -> set[int]:
-    """Return the REDUCE_SCATTERs and ALL_TO_ALLs of rows that are the last readers of their input.
+    """Return the indices of the REDUCE_SCATTERs and ALL_TO_ALLs of rows that are the last readers of their input.
 
     The executor sends a copy of such an input.
     """

@@ -108,7 +108,7 @@ class OpResult(NamedTuple):
 
 
 class ParameterCopy(NamedTuple):
-    """Slices of a parameter on one rank that share a number."""
+    """Slices of a layer's weight or optimizer state on one rank, which share one value number."""
 
     holds: Holds
     number: int
@@ -376,7 +376,7 @@ class NumberTable:
         self._number_of: dict[Key, int] = {}
 
     def number_of(self, what: tuple[object, ...], numbers: tuple[int, ...] = ()) -> int:
-        """Return the number of the value with this operation and these operands."""
+        """Return the number of the value that this operation computes from operands with these numbers."""
         key = what, numbers
         number = self._number_of.get(key)
         if number is None:
@@ -406,7 +406,7 @@ class NumberTable:
         return number
 
     def at(self, number: int, where: Holds) -> int:
-        """Return the number of a value's slice."""
+        """Return the number of a value's slice at some positions."""
         return self.join([(where, number)]) if number in self.pieces else number
 
     def element_wise(self, made: Callable[[Sequence[int]], int], numbers: Sequence[int], where: Holds) -> int:

@@ -40,6 +40,7 @@ def check(program: Program) -> Checked:
     order.
 
     The result also says under which channel models the program runs. It cannot run on a backend whose model deadlocks.
+
     Raises:
         Refused: with rank, op, layer, and the missing or doubled contributions.
         Deadlock: when ranks wait for one another under every channel model.
@@ -113,7 +114,7 @@ class Retrace:
             world.finish()  # which moves some ops
 
     def line(self, rank: int | None, op: int | None) -> int:
-        """Return the line that wrote an op, or was about to; the line of the function if the refusal names no op."""
+        """Return the number of the line that wrote an op or was about to; if it is unknown, that of the function."""
         if rank is not None and op is not None:
             lines = self.tapes[rank].lines
             line = lines[op] if op < len(lines) else self.stopped_at.get(rank, 0)

@@ -36,7 +36,7 @@ LOCAL = frozenset({OpKind.SCALE, OpKind.CAST, OpKind.SLICE, OpKind.CONCATENATE})
 STEPS = frozenset({OpKind.DIRECTION, OpKind.UPDATE})
 CUT = FORWARDS | {OpKind.LOAD_BATCH, OpKind.LOSS, OpKind.LOSS_STATS}
 REVISITED = LOCAL | STEPS | CUT
-"""Compute ops that no backend may be able to run."""
+"""Compute ops that `why_not_runnable` examines, since backends cannot run all of them."""
 
 MOST_PADDED = 1 << 20
 """Elements of padding that are accepted for any flat buffer: 4 MB of float32."""
@@ -141,8 +141,8 @@ Place = tuple[int, int]
 def _too_long(program: Program, specs: Sequence[dict[int, Spec]]) -> Refused | None:
     """Return the refusal of a layer whose flat buffer would be mostly padding.
 
-    A flat buffer is padded so that every number of slices in use divides it. The padded length may be up to twice the
-    layer's, or the smallest length that one of these numbers needs.
+    A flat buffer is padded so that every number of slices in use divides it. A padded length is accepted if it is at
+    most `MOST_PADDED` or twice the layer's, or if the largest of these numbers alone needs it.
     """
     for layer, numbers in slice_counts(specs).items():
         length = 16 * math.lcm(*numbers)
@@ -227,7 +227,7 @@ def _cannot_scatter(given: Sequence[Spec], received: Sequence[Spec]) -> Why | No
 
 
 def _differs_in_two_dims(given: Sequence[Spec]) -> Why | None:
-    """Return why pieces of rows do not form one tensor: some differ in microbatches, others in slices of sequences."""
+    """Return why pieces that differ in microbatches and in slices of sequences form no tensor; None if they do not."""
     first = given[0]
     if first.kind not in ROW_KINDS or all(spec.microbatches == first.microbatches for spec in given):
         return None

@@ -3,7 +3,8 @@
 Every table of a file is read by `read_settings` or `read_fields`, which follow the annotations of a dataclass. An
 annotation may name a `FieldType`, which limits the values and describes the flag of the field; the docstring of a field
 is the help of its flag. First come the functions on all fields of a class, then the functions that build a `FieldType`
-(`integer`, `choice`, ...), then the common types (`COUNT`, `DURATION`, `INTERVAL`, ...).
+(`integer`, `choice`, ...), then the common types (`COUNT`, `DURATION`, `INTERVAL`, ...). In the functions that build a
+type, the argument `wanted` describes the accepted values in messages, and `fits` tells whether a number is accepted.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def read_fields(
 
 
 def read_table(written: Any, where: str, key: str = "") -> dict[str, Any]:
-    """Return a table of a file; refuse another value."""
+    """Return a value of a file if it is a table, and refuse any other value."""
     if not isinstance(written, dict):
         raise UserError(f"{_place(where, key)} is {written!r}; give a table")
     return cast(dict[str, Any], written)
@@ -281,12 +282,12 @@ def integer(wanted: str, least: float) -> FieldType:
 
 
 def number(wanted: str, fits: Callable[[float], bool]) -> FieldType:
-    """Return the type of a number that fits."""
+    """Return the type of a number that `fits` accepts."""
     return FieldType(float, "FLOAT", lambda value: "" if _is_number(value) and fits(value) else wanted)
 
 
 def number_or_none(wanted: str, fits: Callable[[float], bool], metavar: str) -> FieldType:
-    """Return the type of a number that fits, or of the word `none` for None."""
+    """Return the type of a number that `fits` accepts, or of the word `none` for None."""
 
     def of_words(words: str) -> float | str | None:
         try:
@@ -307,7 +308,7 @@ def _is_number(value: Any) -> bool:
 
 
 def pair(wanted: str, fits: Callable[[float], bool]) -> FieldType:
-    """Return the type of two numbers that fit."""
+    """Return the type of two numbers that `fits` accepts."""
 
     def check(value: Any) -> str:
         numbers = cast(tuple[Any, ...], value) if isinstance(value, tuple) else ()

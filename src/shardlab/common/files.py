@@ -50,7 +50,7 @@ def missing_path(path: Path, advice: str) -> UserError:
 
 
 def nearest_path(path: Path) -> Path | None:
-    """Return an existing path whose parts are those of another path, or similar to them (None: there is none)."""
+    """Return the existing path that is most similar to `path`, part by part (None: a part has no similar name)."""
     found = Path(path.anchor)
     for part in path.relative_to(path.anchor).parts:
         if not os.path.exists(found / part):
@@ -70,8 +70,8 @@ def path_from_here(name: str, folder: str | None) -> str:
         folder: the working directory of the other command; None if it is unknown.
 
     Returns:
-        The name with an absolute path. If both commands run in the same folder, or if the path exists only relative to
-        this one, the name is returned unchanged.
+        The name with the path joined to the other command's folder. The name is returned unchanged if that folder is
+        unknown or the same as this command's, or if the path exists only relative to this command's.
     """
     path = name if ":" not in name or Path(folder or "", name).exists() else name.rpartition(":")[0]
     if folder is None or Path(folder) == Path.cwd() or (Path(path).exists() and not Path(folder, path).exists()):

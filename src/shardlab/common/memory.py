@@ -35,7 +35,10 @@ def resident_memory() -> int:
 
 
 def peak_memory() -> int:
-    """Return the largest number of bytes of this process that were in memory (Linux only). It keeps Python's lock."""
+    """Return the largest number of bytes of this process that were in memory so far (Linux only; 0 on Windows).
+
+    The call does not release Python's global interpreter lock.
+    """
     if resource is None:
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -43,7 +46,7 @@ def peak_memory() -> int:
 
 @contextmanager
 def memory_limit() -> Generator[None]:
-    """Let allocations that exceed the available memory fail in the block, in place of a kill by the system.
+    """Make allocations beyond the available memory fail in the block, so that the system does not kill the process.
 
     The limit is for the whole process, so this is for commands, and not for a notebook. Processes that the block starts
     inherit it.

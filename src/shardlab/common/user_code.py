@@ -58,8 +58,8 @@ def find_member(
     """Return the name of an object in a user's file, and the object.
 
     Args:
-        name: name of the object. If it is empty, the file's own object with the name of the file is returned, or else
-            its only one.
+        name: name of the object. If it is empty, the object that has the file's name is returned, or else the only one;
+            objects that the file imports do not count.
         what: noun for such objects, in the singular and in the plural.
         is_one: function that tells whether an object is one of them.
 
@@ -263,17 +263,19 @@ STOPPING_SECONDS = 3.0
 """
 
 REPEAT_SECONDS, CLOSING_SECONDS = 0.05, 0.5
-"""Seconds between two requests to stop: while the user's lines run, and while only the event loop runs."""
+"""Seconds between two requests to stop: the first while the user's lines run, both together while only the event loop
+runs."""
 
 LOOK_SECONDS = 0.1
 """Seconds between two checks of a program's progress."""
 
 
 def in_notebook_cell() -> bool:
-    """Return whether a cell of a Jupyter notebook has started this process, with `!`.
+    """Return whether this process is the kernel of a Jupyter notebook, or was started by one, as by a cell with `!`.
 
-    Its output is a terminal to look at, but a page that has been printed stays as it is: nothing can be redrawn, and
-    nobody can press a key. Jupyter names its process for all that a kernel starts (jupyter_client's `launcher.py`).
+    The output of such a process looks like that of a terminal, but what has been printed stays as it is: nothing can be
+    redrawn, and nobody can press a key. Jupyter sets the variable for a kernel, and processes that the kernel starts
+    inherit it (jupyter_client's `launcher.py`).
     """
     return "JPY_PARENT_PID" in os.environ
 
@@ -283,7 +285,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stalled(Refused):
-    """Refusal of a program that has been stopped: it has not written an op for a long time, or takes all memory.
+    """Refusal of a program that has been stopped: it has not written an op for a long time, or takes too much memory.
 
     The message names its current line.
     """
@@ -435,7 +437,8 @@ MOST_GROWTH = 0.9
 """Limit of the memory that a program takes, as a share of the memory that was available before."""
 
 IDLE_SHARE = 0.01
-"""A program only waits if it uses less than this share of a core. On a busy machine, it gets more if it computes."""
+"""Share of a core below which a program counts as waiting. A program that computes gets more, even on a busy
+machine."""
 
 MAX_OPS = 500_000
 """Default limit of the ops on all tapes: about two seconds of tracing and some hundred megabytes."""
