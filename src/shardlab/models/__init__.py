@@ -3,8 +3,9 @@
 Read in this order: `primitives` (one step of a model's arithmetic), with `attention` and `mixture` (its larger
 primitives); `model` (a model as a list of primitives, and as layers of a program) and `architectures` (GPT, Llama,
 mixtures of experts); `layer` (a layer as a run of primitives), `layout` (parameters in a layer's flat buffer, and
-kernels) and `matrices` (matrices for Muon). `cutting` cuts a model into finer layers for parallelism, and `named` finds
-a model by name.
+kernels), `recomputation` (inside blocks) and `matrices` (matrices for Muon, and activations that frameworks keep).
+`cutting` cuts a model into finer layers for parallelism. `named` finds a model by name, and `from_config` reads a
+config.json of transformers.
 """
 
 from shardlab.models.architectures import GPT, MLP, Llama, Mixtral, MoE

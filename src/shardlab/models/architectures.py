@@ -125,7 +125,7 @@ class GPT(Blocks):
         return self.norm_of("ln_1"), *body, self.add(DropoutSite.ATTENTION_OUTPUT, "attn.c_proj.bias")
 
     def feed_forward_part(self, hidden: int) -> tuple[Primitive, ...]:
-        """Primitives of the other half, with this many features inside the MLP."""
+        """Primitives of the feed-forward half of a block, with `hidden` features inside the MLP."""
         body = feed_forward(self.seq_len, self.hidden_size, hidden, self.bias, self.activation)
         return self.norm_of("ln_2"), *body, self.add(DropoutSite.FEED_FORWARD_OUTPUT, "mlp.c_proj.bias")
 

@@ -387,7 +387,7 @@ class LatentProjection(Primitive):
 def latent_attention(
     tokens: int, sizes: LatentSizes, drops: bool, eps: float, rope_theta: float, rope_scaling: RopeScaling | None
 ) -> tuple[Primitive, ...]:
-    """Return the primitives of multi-head latent attention. As in training, keys and values are expanded."""
+    """Return the primitives of multi-head latent attention, which expand keys and values for all heads."""
     output = Linear(
         tokens=tokens, name="attn.c_proj", outputs=sizes.hidden_size, inputs=sizes.heads * sizes.value_dim, bias=False,
         out_index="width", in_index="head",
@@ -414,7 +414,7 @@ def attention(
 ) -> tuple[Primitive, ...]:
     """Return the primitives of an attention: projection, attention, and the map back to the residual stream.
 
-    The bias of the last map is added with the residual. With `norm_eps`, queries and keys are normalised.
+    The sum with the residual stream adds the bias of the last map. With `norm_eps`, queries and keys are normalised.
     """
     projection = Projection(
         tokens=tokens, hidden_size=hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=bias,

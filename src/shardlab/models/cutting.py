@@ -2,9 +2,9 @@
 
 `cut_for` decides how a mesh and a plan cut a model. `cut` splits the blocks around their bodies. A body is a run of
 matrices that ranks compute in slices: all slices read one tensor, and each computes a term of one sum. `cut_at_tie`
-turns the embedding and the head into separate layers. Both functions return a `CutModel`. `sampled` and `Repeated`, at
-the end, describe a model with identical blocks by three of them: the first, one in the middle, and the last. Leading
-blocks that differ from the others come before these.
+turns the embedding and the head into separate layers. `cut` and `cut_at_tie` return a `CutModel`. `sampled` and
+`Repeated`, at the end, describe a model with identical blocks by three of them: the first, one in the middle, and the
+last. Leading blocks that differ from the others come before these.
 """
 
 from __future__ import annotations
@@ -246,8 +246,10 @@ BY_LAYER = ("weights", "opt_states", "matrices", "saved", "saved_for_weight", "k
 
 
 def sampled(model: Blocks) -> Blocks:
-    """Return a model with the leading blocks and three of the other blocks, or with all blocks if there are no more
-    than that or if they differ.
+    """Return a model with the leading blocks and three of the other blocks.
+
+    If there are no more blocks than these, or if the model's class defines `steps` or `runs` itself, so that blocks may
+    differ, the result is the model with all blocks.
     """
     kind = type(model)
     alike = kind.steps is Blocks.steps and kind.runs is Blocks.runs

@@ -69,7 +69,7 @@ class ConfigField(NamedTuple):
         theirs, ours: names of the field in config.json and in the model.
         default: value if config.json lacks the field.
         like: other fields of config.json that must have the same value.
-        words: the model's values by config.json's.
+        words: values of the model's field, by the values in config.json (empty: both are equal).
     """
 
     theirs: str
@@ -93,10 +93,10 @@ class ConfigFamily:
         model_type: name of the family in config.json.
         base: Shardlab's model whose fields a config.json replaces.
         fields: fields of config.json that are read.
-        fixed: fields of config.json of which Shardlab's models support only one value, the default. In most families
-            it is the dropout of attention.
+        fixed: fields of config.json of which Shardlab's models support only one value, by name: this value, which is
+            also their default. In most families, the only such field is the dropout of attention.
         rope_theta: default base of rotary positions (None: positions are learned).
-        rope_names: names of the base's field in config.json.
+        rope_names: name of the field in config.json with the base of rotary positions.
         adjust: function that reads fields that depend on each other.
         known: further fields that `adjust` reads.
         always: differences of every model of the family.

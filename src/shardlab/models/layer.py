@@ -21,7 +21,7 @@ from shardlab.models.layout import Kernel, LayerLayout, Parameter
 from shardlab.models.primitives import RECOMPUTED_FROM, Add, Linear, Primitive, Step
 
 INPUT = -1
-"""Number of the step that made an input of the layer."""
+"""Step of a `Made` that is an input of the layer, because no step of the layer makes it."""
 
 
 class Made(NamedTuple):
@@ -41,7 +41,7 @@ class Run:
             activation comes first.
         pieces: number of pieces of each index along which its parameters are cut, the outermost index first.
         attend: the attention between it and the next layer, if attention is a separate op.
-        name: the sort of layer, for messages.
+        name: kind of layer, for messages.
     """
 
     steps: tuple[Step, ...]
@@ -195,8 +195,7 @@ class Run:
 
         These are the rest of `saved`, and the gradients that the first half leaves for the second. Gradients of the
         layer's outputs do not count, because its caller keeps them, and neither do those of vector parameters, because
-        the first half computes them. In the first step the executor does not yet know what the second half reads, and
-        keeps everything.
+        the first half computes them.
         """
         kept: set[Made] = set()
         gradients: set[Made] = set()
@@ -223,7 +222,7 @@ class Run:
         return self.primitives[self._last(output).step]
 
     def _large(self, product: Primitive) -> bool:
-        """Return whether a slice's product takes so much longer that recomputing its operand pays off."""
+        """Return whether a product, in one slice, is so large that recomputing its input pays off."""
         return any(each.sliced(self.pieces).numel >= RECOMPUTED_FROM for each in product.parameters())
 
     def _last(self, name: str) -> Made:
@@ -284,7 +283,8 @@ def want_sound(steps: Sequence[Step]) -> None:
         steps: the steps of a whole model, in order.
 
     Raises:
-        UserError: for a tensor that no primitive made or that has other indices, and for an incomplete primitive.
+        UserError: if a primitive reads a tensor that none before it makes, or that has other indices; if a primitive is
+            incomplete; if two parameters of a block have one name.
     """
     made = {"x": ("the text", "")}
     owned: set[tuple[int, str]] = set()
@@ -320,7 +320,7 @@ def want_carried(layers: Sequence[Run]) -> None:
     """Refuse a tensor that one layer makes and another reads, if no kind of value can carry it.
 
     Raises:
-        UserError: for the first of them.
+        UserError: for the first such tensor.
     """
     for run in layers:
         for tensor in run.inputs:
@@ -339,7 +339,7 @@ def want_cuttable(steps: Sequence[Step], pieces: Mapping[str, int]) -> None:
         pieces: number of pieces of each index.
 
     Raises:
-        UserError: for the first of them.
+        UserError: for the first such parameter.
     """
     for step in steps:
         for index in cut_indices(step.primitive, {index for index, count in pieces.items() if count > 1}):
@@ -353,14 +353,14 @@ def want_cuttable(steps: Sequence[Step], pieces: Mapping[str, int]) -> None:
 
 
 def cut_indices(primitive: Primitive, among: set[str]) -> set[str]:
-    """Return the indices along which a primitive may be cut."""
+    """Return the indices of `among` along which a primitive may be cut."""
     node = primitive.node
     tensors = [*node.reads.values(), *node.makes.values(), *node.weights.values()]
     return {index for indices in tensors for index in indices.split()} & among - node.whole - node.deals
 
 
 def opens(primitive: Primitive, among: set[str]) -> bool:
-    """Return whether slices of a primitive read one tensor, so that its gradient is a sum over them."""
+    """Return whether all slices of a primitive read the same tensor, whose gradient is then a sum over the slices."""
     cut = cut_indices(primitive, among)
     return any(indices and not cut <= {*indices.split()} for indices in primitive.reads.values())
 
@@ -386,7 +386,7 @@ def _fused(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def _want_said(where: str, primitive: Primitive) -> None:
-    """Refuse fields that do not fit the primitive's einsum."""
+    """Refuse a primitive whose fields and methods do not fit its einsum, or do not fit together."""
     tensors = [*primitive.reads, *primitive.makes]
     for tensor in (*primitive.keeps(), *primitive.keeps_for_weight(), *primitive.gradients_for_weight()):
         if tensor not in tensors:

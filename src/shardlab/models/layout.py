@@ -168,8 +168,8 @@ class Matmul(NamedTuple):
         bias: whether a learned row is added. Its gradient is a sum over the result's rows.
         backward: whether the result is a gradient. Such a product has transposed matrices and adds to its result, so it
             runs at another speed.
-        of_weight: whether the result is the gradient of a parameter. Its sum is over tokens, along which the rows of no
-            operand are contiguous.
+        of_weight: whether the result is the gradient of a parameter. Its sum is over tokens, and neither operand is
+            contiguous along tokens.
     """
 
     m: int
@@ -213,7 +213,7 @@ class FusedAttention(NamedTuple):
         heads, kv_heads: heads of queries, and of keys and values.
         queries, keys: number of queries and of keys of a sequence.
         head_width: features of a head.
-        seen: fraction of the (query, key) pairs that is not masked (about 1/2 of a causal square).
+        seen: fraction of the (query, key) pairs that are not masked (about 1/2 of a causal square).
         backward: whether this is the backward pass. It computes five products for each pair instead of two (Dao 2023,
             arXiv 2307.08691, section 4.1), and moves queries, keys, values, output and their gradients.
     """

@@ -62,7 +62,10 @@ class WholeMatrix(NamedTuple):
 
 
 def matrices_of(run: Run, length: int) -> list[WholeMatrix]:
-    """Return a layer's matrices, given its flat buffer's length in elements. Queries, keys and values have one each."""
+    """Return a layer's matrices, given its flat buffer's length in elements.
+
+    Queries, keys and values have one matrix each.
+    """
     layout = run.layout
     wholes = LayerLayout(parameter for _, parameter in run.parameters()).parameters
     slices = [run.numbers(slice) for slice in range(layout.slices)]
@@ -84,10 +87,10 @@ class SavedActivations:
 
     Attributes:
         mask: bytes of one element of a dropout mask (0: the bytes of an activation's element).
-        branch: whether the branch that a norm of half-blocks adds to the residual is kept until the norm's backward
-            pass.
-        gathered: whether the gathered input of a body is kept under sequence parallelism. Otherwise a slice of it is
-            kept (Korthikanti et al. 2022, section 4.2.2).
+        branch: whether a branch is kept until the backward pass of the layer that adds it to the residual stream, and
+            normalises the sum.
+        gathered: whether the gathered input of a tensor-parallel layer is kept under sequence parallelism. Otherwise a
+            slice of it is kept (Korthikanti et al. 2022, section 4.2.2).
         activated: whether an activation function that runs as several kernels keeps its intermediate results.
         again: the recomputation inside blocks, by a name of `shardlab.language.recompute_names` ("": none).
         unread: whether per-op recomputation keeps a product even if no backward pass reads it (the feed-forward's last
@@ -114,9 +117,9 @@ EXECUTOR = SavedActivations(made_again=True)
 
 
 def kept_elements(model: Model, layer: int, rows: int, kept: SavedActivations, element: int) -> int:
-    """Return how many elements of a layer are kept for a microbatch of `rows` sequences, beyond its input.
+    """Return how many elements of a layer are kept for a microbatch of `rows` sequences, beyond the layer's input.
 
-    An element counts as `element` bytes.
+    `element` is the size of an activation's element in bytes.
     """
     run = model.run(layer)
     if kept.again == PER_OP:

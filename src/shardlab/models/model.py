@@ -157,7 +157,7 @@ class Model(ABC):
         """Return the kernels of the cross-entropy of one of `slices` slices of the vocabulary.
 
         Their backward kernels make the logits' gradient. A LOSS runs both. If the vocabulary is sliced, LOSS_STATS runs
-        the first part and LOSS the second.
+        the forward kernels, and LOSS the backward kernels.
         """
         logits = sequences * tokens * self.logits // slices
         return (Pointwise("cross_entropy", logits, 2 * logits),)
@@ -191,7 +191,7 @@ class Model(ABC):
 
     @cached_property
     def signatures(self) -> tuple[Layer, ...]:
-        """Signature of each layer: its inputs and outputs."""
+        """Signature of each layer: its inputs and outputs, and its primitives as nodes."""
         written: list[LayerDefinition] = []
         for run in self.runs:
             written.append((run.name, [step.primitive.node for step in run.steps], run.cut))
@@ -221,10 +221,10 @@ class Model(ABC):
         return attend.width, attend.kv_width + attend.values_width
 
     def sizes(self, rows: int, element_bytes: int) -> Sizes:
-        """Return the elements of every value in a program whose microbatches are `rows` sequences.
+        """Return the number of elements of every value in a program whose microbatches are `rows` sequences.
 
-        The optimizer state is AdamW's two moments. Activation 0 has its tokens as elements (int64); its gradient does
-        not exist, but has the same entry. The entries of a sliced layer cover all its slices.
+        The optimizer state is AdamW's two moments. The elements of activation 0 are tokens (int64), which have no
+        gradient. The entries of a sliced layer cover all its slices.
         """
         if rows < 1:
             raise UserError(f"a microbatch of {rows} sequences is empty; it needs at least 1")
@@ -323,7 +323,10 @@ class Blocks(Model):
         )
 
     def add(self, site: DropoutSite, bias: str = "") -> Add:
-        """Return the sum of a branch with the residual stream. `bias` names the bias of the linear map before it."""
+        """Return the sum of a branch with the residual stream.
+
+        `bias` is the name of the bias of the linear map before it, which the sum adds.
+        """
         drops, bias = self.dropout > 0, bias if self.bias else ""
         return Add(tokens=self.seq_len, hidden_size=self.hidden_size, bias=bias, drops=drops, site=site)
 

@@ -97,7 +97,7 @@ def with_fields(model: Blocks, changes: Mapping[str, Any], source: str) -> Block
     """Return a model with some fields changed. Error messages begin with `source`.
 
     Raises:
-        UserError: for a field that it does not have, or for values that contradict each other.
+        UserError: for a field that the model does not have, or for values that contradict each other.
     """
     _require_fields(model, changes, source)
     return replace(model, **changes)
@@ -107,7 +107,8 @@ def with_written(model: Blocks, written: Mapping[str, Any], source: str) -> Bloc
     """Return a model with some fields changed to values of a file, where infinity means None.
 
     Raises:
-        UserError: as `with_fields` does, and for a value of another type.
+        UserError: for a field that the model does not have, for a value of another type, or for values that contradict
+            each other.
     """
     _require_fields(model, written, source)
     changes = {name: None if value == math.inf else value for name, value in written.items()}

@@ -4,6 +4,7 @@ Each primitive declares its input and output tensors, the indices along which it
 and kernels, and the tensors that its backward pass reads. `shardlab.models.tensors` computes each primitive on torch,
 and tests compare this computation with what the primitive declares. The sizes, the memory and the rules of a model's
 layers follow from their primitives.
+
 `Primitive` is the base, and `Step` is a primitive at its position in a model. Below them are the primitives that most
 models consist of: look-up, norm, linear map, activation, and sum with the residual stream.
 
@@ -13,9 +14,9 @@ primitive reads the last tensor that was made under a name.
 
 FLOPs are those of the matrix products in the forward pass; an addition and a multiplication count 1 each (Narayanan et
 al. 2021, arXiv 2104.04473, appendix: 24 T C^2 + 4 T^2 C a layer, and 2 T C V for the logits, for T tokens, C features
-and V tokens of the vocabulary). As there, attention counts the whole T x T square although its upper half is masked;
-look-ups, norms, softmax, activations and sums count 0. Kernels are the same arithmetic, as a device computes it: a
-fused attention counts only pairs that are not masked.
+and V tokens of the vocabulary). As in that paper, attention counts the whole T x T square although its upper half is
+masked; look-ups, norms, softmax, activations and sums count 0. Kernels describe the same arithmetic as a device
+executes it: a fused attention counts only pairs that are not masked.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ LARGE = 2**14
 """Smallest weight, in elements, for which a choice between kernels for its product pays off."""
 
 RECOMPUTED_FROM = 2**17
-"""Smallest weight, in elements, whose input is recomputed in the backward pass if it is the result of an activation
-function. That takes a thirtieth of a step of a model with 128 features, and less for wider ones, because products grow
-faster."""
+"""Smallest weight, in elements, whose input is recomputed in the backward pass if this input is the result of an
+activation function. The recomputation takes a thirtieth of a step of a model with 128 features, and less in wider
+models, because products grow faster."""
 
 INTEGERS = ("choices", "slots")
 """Names of tensors of integers."""
@@ -58,28 +59,29 @@ class Primitive(ABC):
 
     Attributes:
         tokens: number of tokens T of a sequence.
+        takes_own: whether a slice's backward pass cuts the slice's part out of a gradient of the whole output.
     """
 
     einsum: ClassVar[str]
     """Input and output tensors, each with its indices: `x(ffn) -> x(width)`. The name of a field in braces is replaced
     with the field's value."""
     whole: ClassVar[frozenset[str]] = frozenset()
-    """Indices that must be whole, because it mixes them."""
+    """Indices that must not be cut, because the primitive mixes their elements."""
     deals: ClassVar[frozenset[str]] = frozenset()
-    """Indices of which it may compute some pieces of the output only."""
+    """Indices of the output of which a program may compute only some pieces, such as `expert` in a dispatch."""
     mixes_tokens: ClassVar[bool] = False
-    """Whether it mixes the tokens of a sequence."""
+    """Whether the primitive mixes the tokens of a sequence."""
     atomic: ClassVar[bool] = False
-    """Whether its backward pass may add with atomics on a GPU, in no fixed order."""
+    """Whether the backward pass may add with atomics on a GPU, in no fixed order."""
     affine: ClassVar[bool] = False
-    """Whether its backward pass adds a gradient that does not depend on the output's, such as that of an auxiliary
-    loss, multiplied by `Share.gradient_scale`. Otherwise the pass is linear."""
+    """Whether the backward pass adds a gradient that does not depend on the output's gradient, such as that of an
+    auxiliary loss, multiplied by `Share.gradient_scale`. Otherwise the backward pass is linear."""
 
     product: ClassVar[bool] = False
-    """Whether it is a product with a weight, whose input is saved only for the weight's gradient."""
+    """Whether the primitive is a product with a weight, whose input is saved only for the weight's gradient."""
     made_again: ClassVar[bool] = False
-    """Whether it has no parameters and a single output that is cheap to recompute, so that a product need not save
-    it."""
+    """Whether the primitive has no parameters and a single output that is cheap to recompute, so that a product which
+    reads this output need not save it."""
 
     tokens: int
     takes_own: bool = False
@@ -128,16 +130,16 @@ class Primitive(ABC):
         return tuple(self.reads) if self._has_matrix else ()
 
     def keeps_beside_for_weight(self, rows: int) -> int:
-        """Return the number of elements that the second half reads besides named tensors and their gradients."""
+        """Return the number of other elements that the second half reads: neither named tensors nor their gradients."""
         return 0
 
     def gradients_for_weight(self) -> tuple[str, ...]:
-        """Outputs, or else inputs, whose gradients the second half reads."""
+        """Names of outputs whose gradients the second half reads; of inputs, if no output has the name."""
         return tuple(self.makes) if self._has_matrix else ()
 
     @property
     def adds_to(self) -> str:
-        """Name of the input to which it adds another one, so that input and output have one gradient ("": none)."""
+        """Name of the input to which another input is added ("": none). This input has the gradient of the output."""
         return ""
 
     def flops(self) -> int:
@@ -160,7 +162,7 @@ class Primitive(ABC):
 
     @cached_property
     def node(self) -> Node:
-        """Rule of the primitive. Tensors of integers are left out, since they have no gradient."""
+        """The primitive for the rules of layers. Tensors of integers are left out, since they have no gradient."""
         weights = {parameter.name: " ".join(parameter.indices) for parameter in self.parameters()}
         reads, makes = (
             {name: indices for name, indices in tensors.items() if name not in INTEGERS}
@@ -341,7 +343,7 @@ class Linear(Primitive):
         name: prefix of its parameters' names, before "weight" and "bias".
         read, made: names of the input and the output tensor, `x` by default.
         out_index, in_index: index names of the output and the input features.
-        sections: lengths of the sections of the outputs, each of which is cut.
+        sections: lengths of the sections of the outputs, each of which is cut separately (empty: one section).
     """
 
     einsum: ClassVar[str] = "{read}({in_index}) -> {made}({out_index})"
@@ -381,8 +383,8 @@ class Linear(Primitive):
 class Scores(Linear):
     """Score (logit) of every token of the vocabulary.
 
-    If `tied`, the scores are products with the token embedding, without a separate matrix. A slice reads its part of
-    the gradient of gathered logits.
+    If `tied`, the scores are products with the token embedding, without a separate matrix. If the vocabulary is sliced
+    and the logits have been gathered, the backward pass of a slice reads its part of their gradient.
     """
 
     takes_own: bool = True
@@ -483,7 +485,7 @@ def feed_forward(
         tokens: number of tokens T of a sequence.
         hidden_size: features C of a token.
         hidden: features between the two maps.
-        bias: whether the maps have biases. That of the second is added with the residual stream, unless `shared`.
+        bias: whether the maps have biases. The sum with the residual stream adds the second bias, unless `shared`.
         activation: activation function.
         shared: whether these are the experts of a mixture that process all tokens. Their result is the branch `y`,
             because the router reads `x` after them. Every rank computes all of their features, so these have another

@@ -29,7 +29,7 @@ Place = tuple[int, int]
 """(layer, number in the layer) of a primitive. Attention as a separate op comes last in its layer."""
 
 DISCARDED = ("layernorm", "mla_up_proj", "moe_act")
-"""Modules whose output is not kept either."""
+"""Modules whose output is not kept."""
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def _(primitive: LatentProjection, operands: Operands) -> tuple[Tensor, ...]:
 
 @compute.register
 def _(primitive: HeadNorm, operands: Operands) -> tuple[Tensor, ...]:
-    """The results are views of one tensor, as those of a projection."""
+    """The results are views of one tensor."""
     of = operands.share.piece("head")[1]
     together = torch.cat([operands.tensors["q"], operands.tensors["kv"]], -1)
     weight = torch.cat([operands.parameters[f"attn.{name}_norm.weight"] for name in "qk"])
@@ -370,7 +370,7 @@ def kernel_choices(chosen: Mapping[Product, bool]) -> Generator[None, None, None
 
 
 def is_onednn_faster(product: Product) -> bool:
-    """Time a product by both kernels and return whether oneDNN is faster, by the median of the ratios."""
+    """Time a product by both kernels, and return whether oneDNN is faster: by the median ratio of the two times."""
     if not AVAILABLE or not torch.backends.mkldnn.enabled:
         return False
     turns = time_kernels(product, REPEATS, BUDGET)

@@ -29,7 +29,7 @@ class Dropout:
         probability: probability that an element is dropped; the others are scaled by 1 / (1 - probability).
         seed: seed of the run.
         step: number of the optimizer step.
-        layer: number of the layer.
+        layer: number of the layer; in the result of `of_block`, number of the block, which determines the masks.
         microbatches: numbers of the microbatches in the input. Each has an equal number of consecutive rows.
     """
 

@@ -147,7 +147,7 @@ class TextGenerator:
         """Read some tokens, then generate `count` more and yield each as it is drawn.
 
         Raises:
-            UserError: as `read` and `TokenSampling.draw` do.
+            UserError: if there are no tokens, one is outside the vocabulary, or a score is NaN or infinite.
         """
         unread = [*self._unread, *tokens]
         self._unread = []

@@ -101,7 +101,7 @@ class TensorLayer:
         share: Share,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute `run` with the steps' factors as arguments, so that all inputs are tensors."""
+        """Compute the layer's outputs, given the factors of its steps. All inputs are then tensors."""
         by_name = dict(zip(self.layer.names, parameters, strict=True))
         tensors = self._unpacked(inputs)
         operands = Operands(by_name, tensors, share, None, cache)
@@ -170,9 +170,8 @@ BACKEND = "inductor"
 Compiled = Callable[..., tuple[Tensor, ...]]
 
 FUNCTIONS: dict[tuple[Any, ...], Compiled] = {}
-"""Compiled functions by key. Layers with the same arithmetic share one; torch.compile adds a graph to it for each
-shape,
-and for no_grad."""
+"""Compiled functions by key. Layers with the same arithmetic share one. torch.compile adds a graph to it for each
+shape, and for no_grad."""
 
 
 class CompiledLayer(TensorLayer):
@@ -186,7 +185,7 @@ class CompiledLayer(TensorLayer):
         dropout: Dropout | None = None,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute the outputs as `TensorLayer.run` does. The compiler chooses the tensors to save."""
+        """Compute the layer's outputs (see `TensorLayer.run`). The compiler chooses the tensors to save."""
         assert cache is None, "compiled layers keep no cache of keys and values"
         factors = list(self.factors(parameters, inputs, share, dropout))
         tensors = [torch.view_as_real(each) if each.is_complex() else each for each in factors if each is not None]

@@ -20,7 +20,7 @@ class Share:
         tokens: ascending positions of the inputs' tokens in the sequence (None: all).
         microbatches: number of microbatches in the input. Each has an equal number of rows, and is routed separately.
         step_microbatches: number of microbatches in the step; each has an equal share of the auxiliary loss.
-        experts: parts of all experts to which tokens are sent, or from which results come back.
+        experts: the experts to which tokens are sent, or from which results come back, as parts of all experts.
         gradient_scale: factor of all gradients of the layer's backward pass: the loss scale of float16, and the
             program's own factor. A gradient that a primitive adds itself is multiplied by it too.
     """

@@ -30,7 +30,7 @@ Function = Callable[[Weights, Sequence[Tensor]], Sequence[Tensor]]
 
 
 class ParameterView(NamedTuple):
-    """View of a parameter that autograd saved, without the parameter itself."""
+    """View of a parameter that autograd saved, without the parameter itself; `weight` is the parameter's index."""
 
     weight: int
     size: torch.Size

@@ -76,7 +76,7 @@ def _(primitive: Projection, places: TensorPlaces) -> BothPasses:
 
 @make_passes.register
 def _(primitive: HeadNorm, places: TensorPlaces) -> BothPasses:
-    """It saves 1/deviation of each head, as an RMSNorm does of each token."""
+    """The forward pass saves 1/deviation of each head."""
     q, kv, block, size = places.tensors["q"], places.tensors["kv"], places.block, primitive.head_dim
     of_queries, of_keys = (places.weights[f"attn.{name}_norm.weight"] for name in "qk")
     queries, keys_values, scale = places.make("q"), places.make("kv"), places.make()
@@ -150,7 +150,7 @@ def rms_backward(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> 
 
 @make_passes.register
 def _(primitive: Latents, places: TensorPlaces) -> BothPasses:
-    """It saves 1/deviation of each latent, as an RMSNorm does of each token."""
+    """The forward pass saves the features before their norms, and 1/deviation of each latent."""
     sizes, weight = primitive.sizes, places.weights["attn.latents.weight"]
     norms, lengths = [places.weights[name] for name in sizes.names], (*sizes.normed, sizes.rope_dim)
     x, result, projected, scales = places.tensors["x"], places.make("x"), places.make(), places.make()
@@ -473,7 +473,7 @@ def _(primitive: Embed, places: TensorPlaces) -> BothPasses:
 
 @make_passes.register
 def _(primitive: Attend, places: TensorPlaces) -> BothPasses | None:
-    """Only attention without dropout on a CPU has these passes: torch has one fused kernel for each."""
+    """Passes by torch's fused kernels: on a CPU, without dropout, and for values as wide as keys. Else by autograd."""
     if primitive.drops or primitive.value_size != primitive.head_dim or places.device != "cpu":
         return None
     size = primitive.head_dim

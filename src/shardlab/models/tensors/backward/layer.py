@@ -56,7 +56,7 @@ class _Port(NamedTuple):
 
     Attributes:
         places: indices of the tensors in the context's lists.
-        integers: indices of those that are integers and have no gradient.
+        integers: the places of tensors of integers, which have no gradient.
         buffers: whether the value is an experts' buffer, (experts, capacity, features).
     """
 
