@@ -380,7 +380,7 @@ class ResumedRun:
 
         Args:
             launched: number of ranks that a launcher has started; None without a launcher. If it is given, the source
-                leaves out the number of ranks of a strategy that is not a plan.
+                leaves out the number of ranks of a strategy that the run named.
             flags: settings of the optimizer that flags change. If they change the schedule, its length or the warm-up,
                 the source leaves out the length of the decay, unless the run had set it.
         """

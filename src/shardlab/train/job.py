@@ -69,8 +69,8 @@ class Job:
         """The strategy's entry in the catalogue, or one that is made for a plan or for a function in a file.
 
         Raises:
-            UserError: if there is no such strategy or pass, or if its plan recomputes parts of blocks, which ranks
-                cannot do.
+            UserError: if there is no such strategy or pass, or if its plan recomputes parts of blocks in a way that
+                only predictions support.
         """
         entry = load(self.strategy, self.passes)
         if entry.plan is not None and (parts := entry.plan(self.ranks).recompute_inside):
