@@ -2,9 +2,8 @@
 
 `timeline_svg` draws one step. From top to bottom, its page has a header with the sizes and figures, the legend, a row
 for each rank, and the memory. If the rows are too coarse to show single microbatches, a close-up of the middle of the
-step follows.
-`comparison_svg` draws several steps below each other, such as a prediction and a measurement, or a step before and
-after each pass.
+step follows. `comparison_svg` draws several steps below each other, such as a prediction and a measurement, or a step
+before and after each pass.
 """
 
 # pyright: reportUnknownMemberType=false

@@ -2,7 +2,7 @@
 
 The scripts are modules that import each other, so that Node can test each of them. A page opened from a disk may not
 import other files, so `joined_scripts` joins them into one module, in the order of `SCRIPTS`. Top-level names of
-different scripts must therefore differ. The page's content security policy forbids it to load anything.
+different scripts must therefore differ. The content security policy of the page forbids the page to load anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tables of a step for the page: the ops, values and communications of a program, and its timelines.
 
 `Step` is the content of a page, and `step_tables` packs it. The columns of ops have an entry for each op of each tape,
-with the tapes concatenated. `rows` has the index at which each tape begins.
+with the tapes concatenated. The column `rowStart` has the index at which each tape begins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Traces for the page, read from a file that `--trace` of any command has written.
+"""Traces for the page, read from a JSON file that `shardlab.draw.trace_events` has written, as for `simulate --trace`.
 
 A trace has the ops of each rank with their times, the arrows between them and the memory over time, but no program. A
 page of a trace therefore cannot show the inputs and outputs of an op. It assumes that a rank awaited each communication
@@ -104,7 +104,7 @@ def read_trace_file(path: Path) -> list[TraceTimeline]:
     """Read the timelines of a trace that Shardlab wrote.
 
     Raises:
-        UserError: if the file cannot be read, is cut off, or is the trace of another program.
+        UserError: if the file cannot be read, is cut off, or was not written by Shardlab.
     """
     try:
         content: Any = parse_document(json.loads, path.read_text(encoding="utf-8"))

@@ -145,7 +145,7 @@ def best_fit(rooms: Sequence[tuple[Buffer, int, int]], live: Sequence[int]) -> l
     """
     rest, most = np.array(live), max(live, default=0)
     top = 0
-    found: list[tuple[Buffer, int, int]] = []  # with the first byte, and the end
+    found: list[tuple[Buffer, int, int]] = []  # (buffer, its first byte, its end)
     for room, size, counts in sorted(rooms, key=lambda each: (-each[1], each[0].begin)):
         begin = _gap(size, sorted((first, end) for other, first, end in found if other.overlaps(room)))
         taken = slice(room.begin, room.end + 1)

@@ -43,7 +43,7 @@ def fuse_steps(checked: Checked, count: int) -> Tapes:
 
 
 def _chosen(checked: Checked, count: int) -> set[tuple[int, int]]:
-    """Return the gathers that can run in the previous step, as (rank, index); all members of a gather must agree."""
+    """Return the gathers that can run in the previous step on all their members, as (rank, index)."""
     able = {(rank, at) for rank in range(checked.program.ranks) for at in _first(checked, rank, count)}
     together = [{(each.rank, each.op) for each in every.participants} for every in checked.communications]
     return {place for meeting in together if meeting <= able for place in meeting}
@@ -76,7 +76,7 @@ def _fused(tape: Sequence[Op], specs: Mapping[int, Spec], chosen: Set[int]) -> t
     ready = {number: waits.get(op.handle, at) for at, op in enumerate(tape) for number in op.outputs}
     batches, specs = batches_of(tape), dict(specs)
     given = {at: new[kept.loaded[tape[at].inputs[0]]] for at in chosen}
-    puts: dict[int, list[Op]] = defaultdict(list)  # after which op
+    puts: dict[int, list[Op]] = defaultdict(list)  # index of an op -> new ops after it
     ends: list[Op] = []
     for values, at in enumerate(sorted(chosen), max(specs, default=-1) + 1):
         op = tape[at]

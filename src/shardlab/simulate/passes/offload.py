@@ -184,7 +184,7 @@ class OffloadedTape:
         return bool(self._homes.activations) and plain and kept and not FORWARDS & {*self._readers[op.inputs[0]]}
 
     def _leave_activation(self, op: Op) -> None:
-        """Offload the activation that a forward pass has just read, if that was its last reader."""
+        """Offload the activation that an op has just read, if only backward passes still read it."""
         number = op.inputs[0]
         if self._recomputed and op.kind is OpKind.FORWARD and len(op.outputs) == 1 and self._readers[number]:
             self._away[number] = self._copy(OFFLOAD, number, self._homes.activations)

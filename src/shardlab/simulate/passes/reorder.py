@@ -98,7 +98,7 @@ class Ordering:
         if not self._raised and not self._sunk:
             return list(self._tape)
         tape, before, after = self._tape, self.needs.before, self.needs.after
-        latest = [float(len(tape))] * len(tape)  # where each op is needed
+        latest = [float(len(tape))] * len(tape)  # position of the first op that needs each op
         for at in reversed(range(len(tape))):
             for other in after[at]:
                 follows = tape[other].kind in LIGHT or tape[other].kind is FREE or other in self._sunk

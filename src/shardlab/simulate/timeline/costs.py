@@ -188,7 +188,7 @@ class Costs(Prices):
 def _microbatches(op: Op, specs: Mapping[int, Spec], sizes: Sizes) -> float:
     """Return the number of microbatches of an op, a fraction if the op computes a slice of a layer or of sequences.
 
-    For attention, it is the fraction of the unmasked (query, key) pairs.
+    For attention, the fraction is that of the unmasked (query, key) pairs.
     """
     inputs = specs[op.inputs[0]]
     cells = inputs.cells.bit_count()

@@ -106,7 +106,7 @@ class _PathWalk:
         items = self.items[row]
         place = bisect_left(items, at, key=lambda item: item.at) - 1
         if place < 0:
-            if time > 0.0:  # a sender that is idle during a message
+            if time > 0.0:  # a send that blocks its rank advances the clock without a `ClockMove`
                 self._link(row, self._sent(row, 0, at), 0.0, time)
             return None
         item = items[place]
@@ -117,7 +117,7 @@ class _PathWalk:
             self._link(row, item.at, item.start, item.end)
             return row, item.at, item.start
         done = self.times.ends[row][item.cause]
-        if done < item.end:  # compute makes up for the time lost to communication
+        if done < item.end:  # the rank makes up for compute that the communication has slowed down
             begin = max(done, item.start)
             self._link(row, item.cause, begin, item.end, held_up=True)
             if begin == item.start:
@@ -125,7 +125,11 @@ class _PathWalk:
         return self._through(row, item.cause)
 
     def _through(self, row: int, at: int) -> tuple[int, int, float] | None:
-        """Add a communication and those that occupied its stream before; return where its last member arrived."""
+        """Add a communication, and those that occupied its stream before it.
+
+        Returns:
+            Row, op and time at which the last member of the first of them arrived (None: the start of the step).
+        """
         while True:
             start, end, ready = (of[row][at] for of in (self.times.starts, self.times.ends, self.times.ready))
             self._link(row, at, start, end)

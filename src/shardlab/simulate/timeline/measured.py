@@ -439,7 +439,7 @@ def _read(path: Path) -> TraceFile:
 
     Raises:
         OSError, JSONDecodeError, TooDeep: if its first line cannot be read.
-        UserError: if it has another format, or an entry was changed.
+        UserError: if it has another format, or an entry is invalid.
     """
     first, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     content: Any = parse_document(json.loads, first)

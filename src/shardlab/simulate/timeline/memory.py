@@ -69,7 +69,7 @@ class RankMemory:
         during: for each op, the memory while it runs, with its own output.
         peak: the maximum of `during`.
         peak_op: index of the first op that reaches the peak.
-        by_category: the peak, in the order of `CATEGORIES`.
+        by_category: the memory at the peak, in the order of `CATEGORIES`.
         counters: for each op, the memory while it runs, by category (empty unless requested).
         at_starts: for each op, the memory when it starts, by category (empty unless requested).
     """
@@ -205,12 +205,17 @@ class MemoryLedger:
         self.by_category[target] += bytes
 
     def record_peak(self, op: OpKind, layer: int) -> None:
-        """Record that an op of a layer runs now. The memory held now becomes the peak if it is larger."""
+        """Record that an op of a layer runs now. The memory held now is the new peak if it exceeds the peak so far."""
         if self.bytes > self.peak_bytes:
             self.peak_bytes, self.peak = self.bytes, MemoryPeak(self.bytes, tuple(self.by_category), op, layer)
 
     def raise_peak(self, peak: MemoryPeak | None, further: int = 0) -> None:
-        """Record the peak of work that begins now. Its layers lie `further` layers after those in `peak`."""
+        """Record the peak of work that begins now.
+
+        Args:
+            peak: the peak relative to the memory held now, measured on the same work in other layers (None: no op).
+            further: how many layers the work lies after those other layers.
+        """
         if peak is not None and self.bytes + peak.bytes > self.peak_bytes:
             by_category = tuple([a + b for a, b in zip(self.by_category, peak.by_category, strict=True)])
             self.peak_bytes = self.bytes + peak.bytes
@@ -348,7 +353,7 @@ class TapeMemory(MemoryLedger):
                 self._release(number)
 
     def _communicate(self, at: int, op: Op) -> None:
-        """Add the outputs of a communication or a copy, now in flight, and its batch's buffer."""
+        """Add the outputs of a communication or a copy, now in flight, and the buffer of its batch of collectives."""
         kind, inputs, outputs, handle = op[0], op[2], op[3], op[4]
         if self._inside:
             self._move_residuals_out(inputs)
@@ -452,10 +457,13 @@ class TapeMemory(MemoryLedger):
 
 
 def _overwrites(tape: Sequence[Op], in_place: InPlace, buckets: Buckets, real: bool) -> dict[int, int]:
-    """Map each op whose output reuses the memory of an older value to that value, which counts 0 bytes from then on."""
+    """Return the ops whose output reuses the memory of an older value.
+
+    The result maps the index of such an op to the older value, which counts 0 bytes after the op.
+    """
     older_of = {at: older for at, (older, _) in in_place.fused.items()}
     if real:
-        written = (at for at in in_place.first_input if at not in older_of and tape[at].outputs)  # some have a root
+        written = (at for at in in_place.first_input if at not in older_of and tape[at].outputs)  # none off a root
         older_of |= {at: tape[at].inputs[0] for at in written}
     if buckets.batched:
         older_of = {
