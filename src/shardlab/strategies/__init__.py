@@ -3,8 +3,8 @@
 Nine short programs come first; each adds one idea. Read them in this order: `single`, `grad_accum`, `ddp`, `wsdp`,
 `fsdp`, `column_parallel`, `tensor_parallel`, `expert_parallel`, `pipeline`. All other strategies are plans, that is,
 settings of one general program: the presets below show which settings make ZeRO, HSDP, every pipeline schedule, context
-parallelism and 3D parallelism. That program is in `plan`, and the pipeline schedules are in `schedules`. `registry` has
-the table that `shardlab strategies` lists, and `load` finds a strategy by what a user types.
+parallelism and 3D parallelism. The general program is in `plan`, and the pipeline schedules are in `schedules`.
+`registry` has the table that `shardlab strategies` lists, and `load` finds a strategy by the name that a user types.
 
 This module imports every module of the folder, because a program declares itself with `built_in`.
 """

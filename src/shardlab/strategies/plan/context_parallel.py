@@ -1,10 +1,11 @@
 """Context parallelism of a plan: attention as a separate step, and the slices of every sequence that a rank has.
 
-`Attention` computes attention between the layer that outputs queries, keys and values and the next one. Plans that
-split sequences over `cp` or recompute attention need this. It keeps queries, keys and values, and recomputes scores and
-softmax in the backward pass (selective recomputation, Korthikanti et al. 2022, arXiv 2205.05198, section 5). Each rank
-has the tokens of some slices of every sequence (`slices_of_rank`) and keeps their queries; keys and values come from
-the other ranks. With tensor parallelism, all of them belong to the rank's own heads.
+`Attention` computes attention between the layer that outputs queries, keys and values and the next layer. Plans that
+split sequences over `cp` or recompute attention need this. Queries, keys and values stay for the backward pass, which
+recomputes scores and softmax (selective recomputation, Korthikanti et al. 2022, arXiv 2205.05198, section 5). Each rank
+has the tokens of some slices of every sequence (`slices_of_rank`). Its queries stay on the rank, or in Ulysses are
+exchanged for other heads, and it receives the keys and values of the other ranks. With tensor parallelism, queries,
+keys and values are those of the rank's slice of the heads.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Attention:
         return grad_queries, await rank.reduce_scatter(gradients, axis="cp", among=self._ring_ranks)
 
     def _attend_backward(self, layer: int, m: int, block: Value) -> tuple[Value, Value]:
-        """Return two terms: the block's of the queries' gradient, and the queries' of the block's gradient."""
+        """Return two terms: of the queries' gradient, from this block; of the block's gradient, from these queries."""
         rank = self._rank
         attention_output, gradient = rank.activations["attention_output", layer, m], rank.grad_activations[layer + 1, m]
         return rank.attend_backward(layer, rank.queries[layer, m], block, attention_output, gradient)
@@ -135,7 +136,7 @@ def slices_of_rank(place: int, ranks: int, pieces: int = 1, stripes: int | None 
 
     By default these are an early and a late slice, which gives all ranks the same work in causal attention (Llama 3,
     arXiv 2407.21783, section 3.3.2). With stripes, rank i has slices i, i + ranks, i + 2 * ranks, ... Later ranks have
-    more work, by at most one part in the number of stripes (Brandon et al. 2023, arXiv 2311.09431, section 3).
+    more work, by at most a fraction of 1 / stripes (Brandon et al. 2023, arXiv 2311.09431, section 3).
 
     Args:
         place: coordinate of the rank along `cp`.

@@ -34,7 +34,7 @@ class LayerRunner:
         """Compute activation l + 1, and the values carried beside it, from activation l.
 
         Args:
-            keeps: inputs that stay for the backward pass.
+            keeps: values that stay for the backward pass.
             stores_outputs: whether another layer reads the outputs; they are not stored otherwise.
         """
         rank, stores, plan, key = self._rank, self._stores[layer], self._plans[layer], (layer, m)

@@ -64,8 +64,8 @@ COUNTED_RECOMPUTE = ("every", "first", "uniform")
 class Plan:
     """Settings of how a model is split over mesh axes, and of when values are gathered and reduced.
 
-    The fields `shard_parameters`, `shard_gradients` and `shard_optimizer` select the stage of ZeRO. Fraction of each
-    that one of n data-parallel ranks stores:
+    The fields `shard_parameters`, `shard_gradients` and `shard_optimizer` select the stage of ZeRO. The table has the
+    fraction of the parameters, gradients and optimizer state that each of n data-parallel ranks stores:
 
     ====================  ===============  ==============  ===============
     name                  parameters       gradients       optimizer state
@@ -120,7 +120,7 @@ class Plan:
 
     reduce_at: Annotated[ReduceAt, choice(ReduceAt)] = "layer"
     """When gradients that are reduced once a step are reduced: as soon as a layer's gradient is complete, while
-    backward passes continue, or after all backward passes."""
+    backward passes continue (layer), or after all backward passes (step)."""
 
     reshard_after: Annotated[Reshard, choice(Reshard)] = "layer"
     """When gathered weights are freed: after each use (layer), after each forward pass and the last use (forward), when
@@ -155,7 +155,7 @@ class Plan:
 
     ulysses_degree: Annotated[int | None, COUNT] = None
     """Number of neighbouring cp ranks that exchange slices of sequences for heads. Default: all of them with ulysses,
-    otherwise none. Other keys and values are gathered with all_gather, otherwise passed around a ring."""
+    otherwise none. Keys and values of other ranks come as `context` says: by all_gather, or else around a ring."""
 
     stripes: Annotated[int | None, COUNT] = None
     """Slices of every sequence on each cp rank, dealt in turn (striped attention), which nearly balances the work.

@@ -148,7 +148,7 @@ class PlanRunner(Generic[V]):
             await self.receive(after, m, forward=False)
 
     def boundary_stores(self, layer: int, *, forward: bool) -> list[BoundaryStore[V]]:
-        """Return the stores of the values that a stage sends to or receives from the stage before `layer`."""
+        """Return the stores of the values that cross the boundary before `layer` between two pipeline stages."""
         if layer == len(self.rank.layers):
             return []
         kinds = [port.kind for port in self.plan.model.layers[layer].inputs]

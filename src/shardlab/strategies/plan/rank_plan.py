@@ -164,7 +164,8 @@ class Completions(NamedTuple):
 
     Attributes:
         input, output: collectives on the first input and the first output in the forward pass.
-        grad_output, grad_input: collectives on the gradients of these, before and after the backward pass.
+        grad_output: collectives on the gradient of the first output, before the layer's backward pass.
+        grad_input: collectives on the gradient of the first input, after the layer's backward pass.
     """
 
     input: tuple[Completion, ...] = ()
@@ -212,7 +213,7 @@ class ModelLayers:
 
     @cached_property
     def pipeline_cuts(self) -> list[int]:
-        """Layers before which a pipeline may split the model (of half-blocks, those with a residual), and the end."""
+        """Layers at which a stage may begin (of half-blocks, those that read the residual stream), then the end."""
         if not any(layer.carries for layer in self.layers):
             return list(range(len(self.layers) + 1))
         readers = [l for l, layer in enumerate(self.layers) if any(port.kind is Kind.RESIDUAL for port in layer.inputs)]
@@ -220,7 +221,7 @@ class ModelLayers:
 
     @property
     def pipeline_units(self) -> int:
-        """Largest number of stages of a pipeline."""
+        """Number of parts between which a pipeline may split the model: its largest number of stages."""
         return len(self.pipeline_cuts) - 1
 
     @property
@@ -245,7 +246,7 @@ class ModelLayers:
 
     @cached_property
     def gathered_with(self) -> Sequence[int]:
-        """For each layer, the number of the layers whose weights are gathered together: a block, as FSDP wraps it."""
+        """For each layer, the number of its block (or of the layer itself), whose weights are gathered together."""
         layers = range(len(self.layers))
         return [bisect_right(self.blocks, layer) for layer in layers] if self.blocks else layers
 

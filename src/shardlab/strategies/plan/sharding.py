@@ -354,7 +354,10 @@ class PendingReduction(NamedTuple, Generic[V]):
 
 
 class ReducingState(NamedTuple):
-    """State of a `GradientReducer` between two steps. Handles are replaced with numbers."""
+    """State of a `GradientReducer` between two steps: its private attributes of these names.
+
+    Handles are replaced with numbers, and maps with tuples or sets of pairs.
+    """
 
     in_flight: tuple[tuple[str, tuple[tuple[int, int, tuple[str, ...]], ...]], ...]
     uses: frozenset[tuple[int, int]]

@@ -10,8 +10,9 @@ two input halves of backward passes (I) on each rank. The block of V-Half for th
 
 A rank holds the activations of a stage from its forward pass to its backward pass: rank 0 for 16 slots in stage 0 and
 for 1 slot in stage 5. If a microbatch starts every six slots, the rank holds the activations of (16 + 1) / 6 passes on
-average. The V gives each rank a stage with a long distance and one with a short distance, and their sum is the same on
-all ranks. The shape of the block therefore sets the memory. A schedule is made in the three steps of the paper:
+average. Because of the V, each rank holds the activations of one stage for many slots and of the other for few, and the
+sum of both is the same on all ranks. The shape of the block therefore sets the memory. A schedule is made in the three
+steps of the paper:
 
 1. Repeat the block for each microbatch. No two passes of a rank meet in a slot.
 2. Put the weight halves of the backward passes into the free slots.
@@ -41,7 +42,7 @@ down and up, then the input halves of their backward passes, up and down."""
 def v_half(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """V-Half: every rank holds at most (ranks + 2) // 2 microbatches, and has half the bubble of 1F1B.
 
-    The bubble holds if forward pass and both halves of the backward pass take the same time.
+    The bubble has this length if the forward pass and both halves of the backward pass take the same time.
 
     Source: Qi et al. 2024, arXiv 2405.15362, fig. 4. The slots are those of `stable_pattern_v_half` in
     github.com/sail-sg/zero-bubble-pipeline-parallelism.
@@ -52,8 +53,8 @@ def v_half(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> It
 def v_min(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """V-Min: every rank holds at most (ranks + 4) // 3 microbatches, and has two thirds of the bubble of 1F1B.
 
-    The bubble holds if forward pass and both halves of the backward pass take the same time. Otherwise it may grow with
-    the number of microbatches.
+    The bubble has this length if the forward pass and both halves of the backward pass take the same time. Otherwise it
+    may grow with the number of microbatches.
 
     Source: Qi et al. 2024, arXiv 2405.15362, fig. 4. The slots are those of `stable_pattern_v_min` in
     github.com/sail-sg/zero-bubble-pipeline-parallelism.

@@ -48,7 +48,7 @@ def breadth_first(rank: int, ranks: int, microbatches: int, stages_per_rank: int
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
-    """Interleaved 1F1B: each rank has several small stages, and runs each group of microbatches in one after the other.
+    """Interleaved 1F1B: each rank has several small stages, and runs each group of microbatches through them in turn.
 
     A group has at least as many microbatches as there are ranks, and groups differ by at most one. Therefore any number
     of microbatches works (Megatron-LM needs a multiple of the ranks).
@@ -71,7 +71,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) 
 def zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """ZB-H1: every rank needs the memory that 1F1B needs on the first rank, and has a third of the bubble of 1F1B.
 
-    The third holds if forward pass and both halves of the backward pass take the same time.
+    The bubble has this length if the forward pass and both halves of the backward pass take the same time.
 
     Source: Qi et al. 2023, arXiv 2401.10241, fig. 3, top.
     """

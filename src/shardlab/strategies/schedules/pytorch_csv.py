@@ -255,7 +255,7 @@ class Table:
                     raise half.refuse(f"the other half of the backward pass, {stage}W{m}, is missing")
 
     def check_progress(self) -> None:
-        """Check that ranks which run their rows in parallel, and wait for each other, reach their ends."""
+        """Check that all ranks reach the ends of their rows if they run in parallel and wait for each other."""
         at = [0] * len(self.rows)
         done: set[str] = set()
         moved = True
@@ -272,7 +272,7 @@ class Table:
             raise stuck[0].refuse(f"the schedule cannot go on: this and {others} wait for each other")
 
     def _needs(self, cell: Cell) -> Iterator[tuple[str, ...]]:
-        """Yield groups of cells. One of each group must come before the step in its own row."""
+        """Yield groups of words. One word of each group must come before `cell` in the same row."""
         s, m = cell.stage, cell.microbatch
         if cell.kind in ("B", "I", "SEND_F"):
             yield (f"{s}F{m}",)
@@ -410,7 +410,7 @@ def _ranks_of_stages(rows: Rows) -> tuple[int, ...]:
 
 
 def _as_today(rows: Rows) -> list[list[Cell]]:
-    """Convert kinds of torch 2.5. A file of it has a BW, or has no I and has B and W of the same microbatch."""
+    """Convert kinds of torch 2.5. A file of that version has a BW, or it has no I, but B and W of one microbatch."""
     words = {cell.word for row in rows for cell in row}
     kinds = {cell.kind for row in rows for cell in row}
 

@@ -215,8 +215,8 @@ def insert_sharding_steps(steps: Sequence[Step], whole: int = 3) -> list[Sharded
     """Insert the gathers and reductions of sharded stages into a rank's steps.
 
     The rank keeps the whole weights of its current stage and of the next ones, which are gathered while it computes.
-    PyTorch's pipelining also keeps 3: one for a forward pass, one for a backward pass, one in flight. The gradients of
-    a stage are reduced once, after its last backward pass and the sends that follow it.
+    PyTorch's pipelining also keeps 3 stages: one for a forward pass, one for a backward pass, one in flight. The
+    gradients of a stage are reduced once, after its last backward pass and the sends that follow it.
 
     Args:
         steps: actions and messages of one rank.
